@@ -1,0 +1,88 @@
+"""The seam between tensors and bytes: `Codec`, its law, and the one error a decoder may raise.
+
+A codec is stateless and pure. What remembers something between calls (error feedback, caches, warm starts) belongs
+to a method. Every wire format is written down to the bit in docs/wire-format.md.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Buffer = bytes | bytearray | memoryview
+
+
+class CorruptPayload(Exception):
+    """A payload that no correct encoder can have written; the message says what was expected and what came."""
+
+
+class UnencodableTensor(ValueError):
+    """The sender's own tensor cannot be encoded (NaN, infinity, wrong type): a fault on this side, never sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Names one encoding: what codecs derive shared randomness from. Equal on sender and receiver."""
+
+    run_seed: int = 0
+    round: int = 0
+    tensor: str = ""
+    shard: int = 0
+
+
+class Codec(Protocol):
+    """Turns a flat float32 tensor (one shard) into bytes and back.
+
+    Law, for every codec in `catalog.CODECS` (tests/compression/test_law.py):
+
+    1. `decode(encode(x))` fills `out` with finite values, within the codec's stated bound of `x`.
+    2. `encode` writes exactly the number of bytes it returns, at most `max_bytes(len(x))`.
+    3. NaN or infinity in `x`: `UnencodableTensor`. Empty and all-zero tensors round-trip.
+    4. `decode` of any bytes at all either fills `out` with finite values or raises `CorruptPayload`, and takes no
+       memory beyond a small multiple of `out`. A payload of the wrong length is refused before anything is taken.
+    5. Both are pure and deterministic; decode gives the same bits on every machine (docs/architecture.md,
+       "portable arithmetic": separately rounded + - * / sqrt, comparisons and integers in fp32, each its own call).
+    """
+
+    @property
+    def name(self) -> str:
+        """The catalogue's name, which travels in manifests: `int8`, `topk:64/4096`."""
+        ...
+
+    @property
+    def biased(self) -> bool:
+        """True if decode(encode(x)) loses mass systematically (sparse, sign): a mean of these needs feedback."""
+        ...
+
+    def granule(self, shape: tuple[int, ...]) -> int:
+        """Values per indivisible group: a tensor of this shape may be cut into shards at its multiples only."""
+        ...
+
+    def max_bytes(self, count: int) -> int:
+        """The most bytes that `encode` can write for `count` values; receivers refuse anything longer unseen."""
+        ...
+
+    def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+        """Append the payload of the flat float32 tensor `x` to `out`; return the number of bytes appended."""
+        ...
+
+    def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+        """Overwrite the flat float32 tensor `out` with the decoded values; its length says how many there must be."""
+        ...
+
+
+def require_finite(x: Tensor) -> Tensor:
+    """Return `x` if it is a flat, finite float32 tensor on the CPU; raise `UnencodableTensor` otherwise."""
+    if x.dtype != torch.float32 or x.dim() != 1 or x.device.type != "cpu":
+        raise UnencodableTensor(f"a codec takes flat float32 CPU tensors, got {x.dtype} {tuple(x.shape)} on {x.device}")
+    if not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).sum())
+        raise UnencodableTensor(f"{bad} of {x.numel()} values are NaN or infinite; refusing to send them")
+    return x
+
+
+def require_length(payload: Buffer, expected: int, what: str) -> None:
+    """Raise `CorruptPayload` unless `payload` has exactly the expected number of bytes."""
+    if len(payload) != expected:
+        raise CorruptPayload(f"{what} needs {expected} bytes, got {len(payload)}")

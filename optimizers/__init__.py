@@ -1,0 +1,1 @@
+"""Methods: tensors in, tensors out. Knows no peer, no byte count and no clock."""

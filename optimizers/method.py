@@ -1,0 +1,169 @@
+"""The seam of the field's methods: a `Method` asks for `Exchange`s and applies `Result`s; it never sees a peer's
+address, a byte count or a clock.
+
+`Replica` is all a method sees of the model, `Progress` all it sees of time. The driver (node/driver.py) carries the
+exchanges to the swarm and the results back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+PeerId = str
+What = str  # "param", "grad", or a moment of the inner optimizer such as "exp_avg"
+Ranges = Sequence[tuple[int, int]]  # half-open ranges of flat indices
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """Everybody in the stream's view, at most 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGroups:
+    """Disjoint groups of `size`, drawn anew each round from the run's seed and the view; the rest stay alone."""
+
+    size: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Exactly these peers."""
+
+    ids: tuple[PeerId, ...]
+
+
+GroupRule = All | RandomGroups | Members
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Names one exchange for the life of the run; a key is used once (specs: idempotent application)."""
+
+    stream: str
+    round: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request of a method to the swarm.
+
+    `tensors` are float32 snapshots that nobody changes afterwards. `weight` is this peer's share in the mean (1, or
+    tokens). `apply_after` counts the inner steps until the result is wanted: 0 blocks, τ streams, H is a delay of one
+    round. After `deadline_s` the peer trains on; the result still comes, once, when it is known.
+    """
+
+    key: Key
+    kind: Literal["mean", "gather"]
+    group: GroupRule
+    tensors: Tensors
+    weight: float = 1.0
+    codec: str = "fp16"
+    return_codec: str = "bf16"
+    close: Literal["all"] = "all"
+    apply_after: int = 0
+    deadline_s: float = 30.0
+    min_participants: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the swarm says of an exchange, once.
+
+    `ok`: every member of the group is in. `partial`: some are. `alone`: no partner was to be had; `mean` is my own
+    decoded payload. `failed`: nothing was agreed, nothing was taken, and outer state must not move.
+
+    `participants` (sorted) is the only source of denominators. `mean` (kind mean) holds float32 tensors;
+    `gathered` (kind gather) each participant's decoded tensors, in sorted order of peers. `sent` is my payload as
+    the others decode it, None if I sent nothing (a round replayed from the log). `taken` says which flat ranges of
+    each of my tensors the mean contains: everything, nothing, or the shards whose reducer had them in time.
+    """
+
+    status: Literal["ok", "partial", "alone", "failed"]
+    next_round: int
+    participants: tuple[PeerId, ...] = ()
+    weights: tuple[float, ...] = ()
+    mean: Tensors | None = None
+    gathered: Mapping[PeerId, Tensors] | None = None
+    sent: Tensors | None = None
+    taken: Mapping[str, Ranges] = field(default_factory=dict)
+    steps_since: int = 0  # inner steps that this peer took between the snapshot and now; filled in by the driver
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The only clock of a method: own inner steps, the run's agreed tokens, run time in seconds."""
+
+    step: int
+    tokens: int = 0
+    run_time_s: float = 0.0
+
+
+State = dict[str, Tensor]  # a method's whole state: named tensors; counters are int64 scalars
+
+
+class Replica(Protocol):
+    """The model as a method sees it. Law (tests/node/test_replica.py), for every implementation:
+
+    `read` returns full float32 copies on the CPU that later steps do not change; `write(read(...))` changes nothing;
+    `write` with `mix` m sets x <- (1-m)·x + m·new; `inner_step` leaves gradients zeroed; names and shapes are equal
+    on all peers of a run, in the same order.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]: ...
+    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None: ...
+    def inner_step(self, lr: float | None = None) -> None:
+        """Clip, step the inner optimizer at `lr` (None: the schedule's), zero the gradients."""
+        ...
+
+
+class Method(Protocol):
+    """How peers keep one model although they train apart. A state machine without I/O, clock, rank, world size or
+    global random numbers.
+
+    Law, for every method in `catalog.METHODS` (tests/optimizers/test_law.py):
+
+    1. With one participant it runs and gives its section's documented degenerate result.
+    2. `failed` leaves outer state untouched and keeps local work.
+    3. Once `due` returned, later local steps do not change the exchange's tensors.
+    4. A result is applied at most once; denominators come from `participants` alone.
+    5. `exact` methods: equal state and equal results (but for `sent`, `taken`) give equal `snapshot()` bits.
+    6. `restore(snapshot(), "adopt")` gives the same future as never having stopped, if the replica does too.
+    """
+
+    @property
+    def equality(self) -> Literal["exact", "close", "per-peer"]:
+        """What the group may compare after a sync: the state's hash, a tolerance, or only the result's hash."""
+        ...
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """After `backward()`: an inner update, or only accumulation (DDP)."""
+        ...
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """What it wants exchanged now; called after every local step. Never asks for a key that is still pending."""
+        ...
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """Take any outcome in; may ask for a second phase. Results of one stream come in round order."""
+        ...
+
+    def snapshot(self) -> State:
+        """The outer state that a joiner downloads, copied."""
+        ...
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over a snapshot: `adopt` resets the replica to it, `carry` keeps local work on top of it."""
+        ...
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """What to evaluate and export: the outer parameters if the method has them, else the replica's."""
+        ...

@@ -1,0 +1,1 @@
+"""Peers and bytes: identity, directory, links, views, agreement, rounds, chunks, simulator. Knows no tensor."""

@@ -1,0 +1,116 @@
+"""One Ed25519 key is a peer: its libp2p id, the signer of its records, and the root of its session keys.
+
+The file has libp2p's own form, so that the DHT daemon and we use the same key:
+`08 01 12 40` + seed (32) + public key (32), mode 0600. The peer id is base58(`00 24 08 01 12 20` + public key).
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from farflock.swarm.links import PeerId
+
+_FILE_HEAD = bytes.fromhex("08011240")  # protobuf PrivateKey{type: Ed25519, data: 64 bytes}
+_ID_HEAD = bytes.fromhex("002408011220")  # identity multihash of protobuf PublicKey{type: Ed25519, data: 32 bytes}
+_FILE_BYTES = 68
+SIGNATURE_BYTES = 64
+
+
+class BadIdentity(ValueError):
+    """A key file or peer id of another form; the message names the remedy."""
+
+
+def peer_id(public: bytes) -> PeerId:
+    """The libp2p id of a 32-byte Ed25519 public key."""
+    if len(public) != 32:
+        raise BadIdentity(f"an Ed25519 public key has 32 bytes, got {len(public)}")
+    return base58.b58encode(_ID_HEAD + public).decode()
+
+
+def public_key(peer: PeerId) -> bytes:
+    """The public key inside a peer id; any other form of id (RSA, wrong length) is refused."""
+    if len(peer) > 64:
+        raise BadIdentity(f"a peer id has at most 64 characters, got {len(peer)}")
+    try:
+        raw = base58.b58decode(peer)
+    except ValueError as error:
+        raise BadIdentity(f"{peer[:64]!r} is not a peer id: {error}") from None
+    if len(raw) != 38 or raw[:6] != _ID_HEAD:
+        raise BadIdentity(f"{peer[:64]!r} is not the id of an Ed25519 key (those begin with 12D3Koo)")
+    return raw[6:]
+
+
+def verify(peer: PeerId, domain: bytes, message: bytes, signature: bytes) -> bool:
+    """Whether `peer` signed `message` for this domain; never raises on hostile input."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(public_key(peer))
+        key.verify(signature, _framed(domain, message))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _framed(domain: bytes, message: bytes) -> bytes:
+    """Signatures of one kind can never be read as another: every signed text begins with its domain."""
+    return b"farflock-v1\x00" + len(domain).to_bytes(1, "big") + domain + message
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A private key and what follows from it."""
+
+    _key: Ed25519PrivateKey
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> "Identity":
+        """A key from 32 bytes: simulations and tests name their peers this way."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
+    def generate(cls) -> "Identity":
+        """A fresh key that no file holds."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> "Identity":
+        """Read a key file; raise `BadIdentity` if it is of another form, `OSError` if it cannot be read."""
+        raw = path.read_bytes()
+        if len(raw) != _FILE_BYTES or raw[:4] != _FILE_HEAD:
+            raise BadIdentity(f"{path} is not an Ed25519 key file of {_FILE_BYTES} bytes; move it away to get a new one")
+        identity = cls.from_seed(raw[4:36])
+        if identity.public != raw[36:]:
+            raise BadIdentity(f"{path} is damaged: its public half does not match; restore it or move it away")
+        return identity
+
+    def save(self, path: Path) -> None:
+        """Write a new key file readable by its owner alone; an existing file is never overwritten."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_FILE_HEAD + self._key.private_bytes_raw() + self.public)
+
+    @property
+    def public(self) -> bytes:
+        """The 32-byte public key."""
+        return self._key.public_key().public_bytes_raw()
+
+    @property
+    def peer(self) -> PeerId:
+        """The libp2p id."""
+        return peer_id(self.public)
+
+    def sign(self, domain: bytes, message: bytes) -> bytes:
+        """64 bytes that only this key can make, good for this domain only."""
+        return self._key.sign(_framed(domain, message))
+
+    def session_key(self) -> X25519PrivateKey:
+        """The X25519 key for CURVE links: derived from the identity, not equal to it; its public half travels in
+        the signed record."""
+        secret = hashlib.blake2b(self._key.private_bytes_raw(), digest_size=32, person=b"farflock-curve").digest()
+        return X25519PrivateKey.from_private_bytes(secret)

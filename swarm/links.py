@@ -1,0 +1,53 @@
+"""The seam between peers: frames addressed by peer id, and what is known of each peer's life.
+
+Implementations: `sim.SimLinks` (virtual time), `zmq.ZmqLinks` (CURVE over TCP, and forwarded through a third peer).
+Above this line nobody knows which road a frame took.
+"""
+
+from typing import Literal, Protocol
+
+PeerId = str  # base58 libp2p id of an Ed25519 key, `12D3Koo…`
+
+Life = Literal["alive", "suspect", "dead", "unknown"]
+Road = Literal["direct", "forwarded", "libp2p", "none"]
+
+MAX_FRAME_BYTES = 256 * 1024 + 4096  # one chunk piece and its header: nothing larger is ever sent or accepted
+
+
+class Links(Protocol):
+    """Best-effort frames between authenticated peers.
+
+    Law (tests/swarm/test_links_law.py): a frame arrives whole and unaltered or not at all, and its sender is who it
+    says; it may be lost, late, doubled or out of order. `send` never blocks. Queues are bounded in bytes per peer and
+    in total. `life` turns `suspect` within a second and `dead` about five seconds after a peer's end, and back to
+    `alive` when it is heard again.
+    """
+
+    @property
+    def me(self) -> PeerId: ...
+
+    def send(self, peer: PeerId, frame: bytes) -> bool:
+        """Queue a control frame; False if it was refused (no road, or the queue is full)."""
+        ...
+
+    async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
+        """Queue a bulk frame, waiting for room in the peer's queue; False if the peer is gone or time ran out."""
+        ...
+
+    async def receive(self) -> tuple[PeerId, bytes]:
+        """The next frame of anybody, with its authenticated sender."""
+        ...
+
+    def life(self, peer: PeerId) -> Life: ...
+
+    def road(self, peer: PeerId) -> Road: ...
+
+    def rtt_s(self, peer: PeerId) -> float | None:
+        """Measured round trip, None before the first measurement."""
+        ...
+
+    def learn(self, record: bytes) -> bool:
+        """Take in a peer's signed record (swarm/record.py); False if it was refused or is not newer."""
+        ...
+
+    async def close(self) -> None: ...

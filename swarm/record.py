@@ -1,0 +1,79 @@
+"""A peer's signed record: who it is, where it can be reached, and which key its links use.
+
+Wire: signature (64 bytes) + msgpack of `Record`, at most 4 kB. The peer id inside is the signer. Sequence numbers
+rise, so an old record cannot replace a newer one; `lifetime_s` counts from when a reader first sees the record, on the
+reader's own clock, because wall clocks are never compared between peers.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from farflock.swarm.directory import MAX_RECORD_AGE_S, MAX_RECORD_BYTES
+from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
+from farflock.swarm.links import PeerId
+
+_DOMAIN = b"record"
+
+Text = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class BadRecord(ValueError):
+    """A record that its claimed owner did not make, or that breaks a limit."""
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer says of itself. `endpoints` are multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty for a peer that
+    cannot be dialled; `relays` are the peers that forward for it. `incarnation` is drawn anew at every start: a restarted
+    peer has forgotten its promises and must not be taken for the old one."""
+
+    run: Annotated[str, msgspec.Meta(max_length=64)]
+    peer: Text
+    incarnation: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    sequence: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    curve: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    endpoints: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
+    relays: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4)] = ()
+    role: Text = "replica"
+    speed: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0  # tokens per second, as measured by itself
+    lifetime_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_RECORD_AGE_S)] = 60.0
+
+
+_decoder = msgspec.msgpack.Decoder(Record)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def seal(identity: Identity, record: Record) -> bytes:
+    """Sign a record of one's own; raise `BadRecord` if it would be refused by others."""
+    if record.peer != identity.peer:
+        raise BadRecord(f"{identity.peer} cannot sign a record of {record.peer}")
+    body = _encoder.encode(record)
+    blob = identity.sign(_DOMAIN, body) + body
+    unseal(blob, record.run)
+    return blob
+
+
+def unseal(blob: bytes, run: str) -> Record:
+    """Verify and decode a record of this run; raise `BadRecord` with the reason otherwise."""
+    if not SIGNATURE_BYTES < len(blob) <= MAX_RECORD_BYTES:
+        raise BadRecord(f"a record has {SIGNATURE_BYTES + 1} to {MAX_RECORD_BYTES} bytes, got {len(blob)}")
+    signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]
+    try:
+        record = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise BadRecord(f"not a record: {error}") from None
+    if record.run != run:
+        raise BadRecord(f"a record of run {record.run[:16]}, not of {run[:16]}")
+    if not verify(record.peer, _DOMAIN, body, signature):
+        raise BadRecord(f"not signed by {record.peer}")
+    return record
+
+
+def newer(record: Record, known: Record | None) -> bool:
+    """Whether `record` replaces `known`: same owner, higher sequence number."""
+    return known is None or record.peer == known.peer and record.sequence > known.sequence
+
+
+def owner(blob: bytes, run: str) -> PeerId:
+    """The verified owner of a record."""
+    return unseal(blob, run).peer
