@@ -91,6 +91,7 @@ class Result:
     gathered: Mapping[PeerId, Tensors] | None = None
     sent: Tensors | None = None
     taken: Mapping[str, Ranges] = field(default_factory=dict)
+    tokens: int = 0  # the run's agreed tokens after it, 0 if unknown
     steps_since: int = 0  # inner steps that this peer took between the snapshot and now; filled in by the driver
 
 

@@ -30,7 +30,7 @@ def peer_id(public: bytes) -> PeerId:
     """The libp2p id of a 32-byte Ed25519 public key."""
     if len(public) != 32:
         raise BadIdentity(f"an Ed25519 public key has 32 bytes, got {len(public)}")
-    return base58.b58encode(_ID_HEAD + public).decode()
+    return str(base58.b58encode(_ID_HEAD + public), "ascii")
 
 
 def public_key(peer: PeerId) -> bytes:
@@ -38,7 +38,7 @@ def public_key(peer: PeerId) -> bytes:
     if len(peer) > 64:
         raise BadIdentity(f"a peer id has at most 64 characters, got {len(peer)}")
     try:
-        raw = base58.b58decode(peer)
+        raw = bytes(base58.b58decode(peer))
     except ValueError as error:
         raise BadIdentity(f"{peer[:64]!r} is not a peer id: {error}") from None
     if len(raw) != 38 or raw[:6] != _ID_HEAD:
@@ -82,7 +82,9 @@ class Identity:
         """Read a key file; raise `BadIdentity` if it is of another form, `OSError` if it cannot be read."""
         raw = path.read_bytes()
         if len(raw) != _FILE_BYTES or raw[:4] != _FILE_HEAD:
-            raise BadIdentity(f"{path} is not an Ed25519 key file of {_FILE_BYTES} bytes; move it away to get a new one")
+            raise BadIdentity(
+                f"{path} is not an Ed25519 key file of {_FILE_BYTES} bytes; move it away to get a new one"
+            )
         identity = cls.from_seed(raw[4:36])
         if identity.public != raw[36:]:
             raise BadIdentity(f"{path} is damaged: its public half does not match; restore it or move it away")

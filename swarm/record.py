@@ -23,14 +23,14 @@ class BadRecord(ValueError):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer says of itself. `endpoints` are multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty for a peer that
-    cannot be dialled; `relays` are the peers that forward for it. `incarnation` is drawn anew at every start: a restarted
-    peer has forgotten its promises and must not be taken for the old one."""
+    """What a peer says of itself. `endpoints` are multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty for a
+    peer that cannot be dialled; `relays` are the peers that forward for it. `incarnation` is drawn anew at every
+    start: a restarted peer has forgotten its promises and must not be taken for the old one."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     peer: Text
-    incarnation: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
-    sequence: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     curve: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     endpoints: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
     relays: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4)] = ()
@@ -71,7 +71,7 @@ def unseal(blob: bytes, run: str) -> Record:
 
 def newer(record: Record, known: Record | None) -> bool:
     """Whether `record` replaces `known`: same owner, higher sequence number."""
-    return known is None or record.peer == known.peer and record.sequence > known.sequence
+    return known is None or (record.peer == known.peer and record.sequence > known.sequence)
 
 
 def owner(blob: bytes, run: str) -> PeerId:

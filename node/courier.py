@@ -1,0 +1,157 @@
+"""The courier: a method's exchanges become shards on their way out, the swarm's outcomes become results on their way in.
+
+Encoding and decoding run through the injected `compute`, so that a process does them off its network thread and a
+simulation inline.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from farflock.compression.catalog import codec
+from farflock.node.wire import Cut, checker, decode_all, reducer, weighted_mean
+from farflock.optimizers.method import All, Exchange, RandomGroups, Ranges, Result, Tensors
+from farflock.swarm.peer import Peer
+from farflock.swarm.streams import Outcome, Stream
+
+Shapes = Mapping[str, tuple[int, ...]]
+Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class OutOfStep(Exception):
+    """This peer's state is not the group's any more (too far behind, or different bits): it must adopt a snapshot."""
+
+
+class Decoded(Mapping[str, Tensor]):
+    """Tensors that are decoded when somebody first looks at them: most results' `sent` is never needed."""
+
+    def __init__(self, names: Sequence[str], decode: Callable[[], Tensors]) -> None:
+        self._names, self._decode = tuple(names), decode
+        self._tensors: Tensors | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._tensors is None:
+            self._tensors = self._decode()
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What is fixed for one stream: shapes, the cut on the way out, the cut on the way back."""
+
+    shapes: Shapes
+    out: Cut
+    back: Cut
+
+
+class Courier:
+    """Carries exchanges of one node's method over its peer."""
+
+    def __init__(self, peer: Peer, run_seed: int, compute: Compute) -> None:
+        self._peer, self._run_seed, self._compute = peer, run_seed, compute
+        self._lines: dict[str, _Line] = {}
+
+    def open(self, specimen: Exchange, after_round: int = -1, tokens: int = 0) -> None:
+        """Begin a stream of exchanges like this one; its rounds up to `after_round` are in the method's state."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in specimen.tensors.items()}
+        out = Cut.of(shapes, codec(specimen.codec), self._run_seed)
+        back = Cut(out.shards, codec(specimen.return_codec), self._run_seed)
+        self._lines[specimen.key.stream] = _Line(shapes, out, back)
+        stream = Stream(
+            specimen.key.stream,
+            specimen.kind,
+            shards=len(out.shards),
+            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes),
+            reduce=reducer(out, back.codec),
+            check=checker(out),
+            group=_group_size(specimen),
+            deadline_s=specimen.deadline_s,
+            min_participants=specimen.min_participants,
+        )
+        self._peer.open(stream, after_round, tokens)
+
+    async def carry(self, exchange: Exchange, tokens: int, state: bytes) -> Result:
+        """Encode, exchange, decode; `OutOfStep` if the group has left this peer behind or holds another state.
+
+        `tokens` are those trained since the last counted exchange; `state` is the hash of the state that an exact
+        method starts the round from, empty for others.
+        """
+        line, key = self._lines[exchange.key.stream], exchange.key
+
+        def encode() -> list[bytes]:
+            return [line.out.encode(index, key.round, exchange.tensors) for index in range(len(line.out.shards))]
+
+        payloads = await self._compute(encode)
+        outcome = await self._peer.exchange(
+            key.stream, key.round, payloads, weight=exchange.weight, tokens=tokens, state=state
+        )
+        if outcome.status == "lost" or (outcome.state and outcome.state != state):
+            raise OutOfStep(f"round {key.round} of {key.stream}: {outcome.status}, state {outcome.state.hex()[:12]}")
+        result: Result = await self._compute(lambda: self._result(line, outcome, payloads))
+        return result
+
+    def replay(self, stream: str, round_number: int) -> Result | None:
+        """The result of a round that was decided without this peer, if its content is here."""
+        outcome = self._peer.decided(stream, round_number)
+        return None if outcome is None else self._result(self._lines[stream], outcome, None)
+
+    def _result(self, line: _Line, outcome: Outcome, payloads: list[bytes] | None) -> Result:
+        if outcome.status == "failed":
+            return Result("failed", outcome.next_round, tokens=outcome.tokens)
+        assert outcome.status != "lost"
+        number, shapes = outcome.key.round, line.shapes
+        mean, gathered = None, None
+        if outcome.reduced is not None:
+            mean = decode_all(line.back, number, outcome.reduced, shapes)
+        elif outcome.gathered is not None:
+            gathered = {peer: decode_all(line.out, number, shards, shapes) for peer, shards in outcome.gathered.items()}
+            mean = _mean_of(gathered, outcome.weights)
+        sent = Decoded(tuple(shapes), lambda: decode_all(line.out, number, payloads, shapes)) if payloads else None
+        return Result(
+            outcome.status,
+            outcome.next_round,
+            outcome.participants,
+            outcome.weights,
+            mean=mean,
+            gathered=gathered,
+            sent=sent,
+            taken=_taken_ranges(line.out, outcome.taken) if payloads else {},
+            tokens=outcome.tokens,
+        )
+
+
+def _group_size(exchange: Exchange) -> int:
+    match exchange.group:
+        case All():
+            return 0
+        case RandomGroups(size=2):
+            return 2
+    raise ValueError(f"{exchange.group} is not carried yet; use All() or RandomGroups(2)")
+
+
+def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted mean in sorted order of peers, the same bits on each side of a pair."""
+    names = list(next(iter(gathered.values())))
+    inputs = [(weight, [tensors[name] for name in names]) for weight, tensors in zip(weights, gathered.values(), strict=True)]
+    return dict(zip(names, weighted_mean(inputs), strict=True))
+
+
+def _taken_ranges(cut: Cut, taken: Sequence[bool]) -> dict[str, Ranges]:
+    """Which flat ranges of each tensor were taken, neighbours merged."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for shard, was_taken in zip(cut.shards, taken, strict=True):
+        for part in shard if was_taken else ():
+            mine = ranges.setdefault(part.tensor, [])
+            if mine and mine[-1][1] == part.start:
+                mine[-1] = (mine[-1][0], part.stop)
+            else:
+                mine.append((part.start, part.stop))
+    return dict(ranges)

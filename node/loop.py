@@ -1,0 +1,116 @@
+"""Start reading here: one peer's training loop.
+
+    batch -> forward and backward -> local step -> due -> encode -> links -> decode -> apply
+
+What computes goes through `compute` (a worker thread in a process, inline plus a virtual sleep in the simulator), what
+waits through asyncio; nothing here knows which of the two worlds it runs in.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from farflock.node.courier import OutOfStep
+from farflock.node.driver import Apply, Driver, Wait
+from farflock.node.seat import Seat
+from farflock.optimizers.method import Exchange, Key, Progress, Result
+
+ADOPT_TIMEOUT_S = 300.0
+
+
+class Trainee(Protocol):
+    """What is trained (node/trainee.py): batches, a model, gradients."""
+
+    tokens_per_step: int
+
+    def forward_backward(self, step: int, progress: Progress) -> float:
+        """Run this peer's batch number `step` through the model, leave its gradients, return its loss in nats."""
+        ...
+
+
+@dataclass(slots=True)
+class Loop:
+    """A peer's training from its current step on. `train` is `compute` for the step itself: simulations charge time."""
+
+    driver: Driver
+    seat: Seat
+    trainee: Trainee
+    compute: Callable[[Callable[[], Any]], Awaitable[Any]]
+    train: Callable[[Callable[[], float]], Awaitable[float]]
+    report: Callable[[str, dict[str, object]], None] = lambda kind, fields: None
+    step: int = 0
+    stopping: bool = False
+    _carrying: dict[Key, asyncio.Task[Result]] = field(default_factory=dict)
+
+    async def run(self, total_tokens: int) -> None:
+        """Train until the run has its tokens, or until `stopping` is set."""
+        try:
+            while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
+                await self._replay_missed()
+                loss = await self.train(self._train_one)
+                self._start(self.driver.after_step(self.seat.progress(self.step)))
+                self.report("step", {"step": self.step, "loss": loss})
+                await self._settle()
+        finally:
+            await self._drop_carrying()
+
+    def _train_one(self) -> float:
+        progress = self.seat.progress(self.step)
+        loss = self.trainee.forward_backward(self.step, progress)
+        self.driver.method.local_step(self.driver.replica, progress)
+        self.step += 1
+        self.seat.trained(self.trainee.tokens_per_step)
+        return loss
+
+    def _start(self, exchanges: list[Exchange]) -> None:
+        for exchange in exchanges:
+            self._carrying[exchange.key] = asyncio.create_task(self.seat.carry(exchange))
+
+    async def _settle(self) -> None:
+        """Apply what is due, and wait for what must be waited for, before the next step."""
+        await self._collect()
+        while (action := self.driver.next(self.seat.progress(self.step))) is not None:
+            if isinstance(action, Wait):
+                left_s = max(action.until_s - self.seat.progress(self.step).run_time_s, 0.0)
+                await asyncio.wait([self._carrying[action.key]], timeout=left_s)
+                await self._collect()
+            else:
+                await self._apply(action)
+
+    async def _apply(self, action: Apply) -> None:
+        progress = self.seat.progress(self.step)
+        self.seat.applied(action.exchange.key, action.result)
+        self._start(await self.compute(lambda: self.driver.apply(action, progress)))
+        self._report_round(action.exchange.key, action.result)
+
+    async def _replay_missed(self) -> None:
+        """Rounds that were decided without this peer move its outer state before its next sync; local work stays."""
+        while (missed := self.seat.missed()) is not None:
+            key, result = missed
+            progress = self.seat.progress(self.step)
+            self.seat.applied(key, result)
+            self._start(await self.compute(lambda: self.driver.replay(key, result, progress)))  # noqa: B023 - awaited here
+            self._report_round(key, result)
+
+    async def _collect(self) -> None:
+        """Take the answers of finished exchanges to the driver; adopt a snapshot if the group has left us behind."""
+        for key, task in [(key, task) for key, task in self._carrying.items() if task.done()]:
+            del self._carrying[key]
+            try:
+                self.driver.resolve(key, task.result())
+            except OutOfStep as reason:
+                await self._drop_carrying()
+                self.report("adopt", {"reason": str(reason)})
+                await self.seat.adopt(ADOPT_TIMEOUT_S)
+                return
+
+    async def _drop_carrying(self) -> None:
+        for task in self._carrying.values():
+            task.cancel()
+        await asyncio.gather(*self._carrying.values(), return_exceptions=True)
+        self._carrying.clear()
+
+    def _report_round(self, key: Key, result: Result) -> None:
+        fields = {"stream": key.stream, "round": key.round, "status": result.status, "peers": len(result.participants)}
+        self.report("round", fields)

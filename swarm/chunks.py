@@ -1,0 +1,298 @@
+"""The one bulk primitive: chunks of bytes, named by their SHA-256, fetched from whoever holds them.
+
+The receiver asks for ranges that it has room for (`Want`), so nobody can fill its memory; pieces that were not asked
+for are dropped and counted. A chunk is verified before anybody sees it. A holder that stays silent for `STALL_S` is
+left for the next one, and only what is missing is asked for again.
+"""
+
+import asyncio
+import collections
+import functools
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from farflock.swarm.links import Life, PeerId
+from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
+
+PIECE_BYTES = 64 * 1024
+WINDOW_BYTES = 1024 * 1024  # asked for and not yet here, per holder
+INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
+STALL_S = 1.0
+SERVE_TIMEOUT_S = 5.0
+MAX_WANTS = 64  # waiting to be served, per asker
+MAX_ASKERS = 256
+
+Send = Callable[[PeerId, Message], bool]
+SendPiece = Callable[[PeerId, Piece, memoryview, float], Awaitable[bool]]
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> bytes:
+    """The name of a chunk."""
+    return hashlib.sha256(data).digest()
+
+
+def is_intact(data: bytes | bytearray, digest: bytes) -> bool:
+    """Whether these are the bytes that the name stands for."""
+    return digest_of(data) == digest
+
+
+class Store:
+    """Chunks in memory: kept while pinned by somebody, and after that while the budget lasts, oldest out first."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._chunks: collections.OrderedDict[bytes, bytes] = collections.OrderedDict()
+        self._pins: dict[bytes, set[Hashable]] = {}
+        self._pinned_by: dict[Hashable, set[bytes]] = {}
+        self.size_bytes = 0
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._chunks
+
+    def get(self, digest: bytes) -> bytes | None:
+        """The chunk, or None."""
+        return self._chunks.get(digest)
+
+    def put(self, data: bytes, pin: Hashable) -> bytes:
+        """Keep a chunk at least until `pin` is released; returns its digest."""
+        digest = digest_of(data)
+        if digest not in self._chunks:
+            self._chunks[digest] = data
+            self.size_bytes += len(data)
+        self.pin(digest, pin)
+        self._trim()
+        return digest
+
+    def pin(self, digest: bytes, pin: Hashable) -> None:
+        """Keep a chunk that is here for one more user."""
+        self._pins.setdefault(digest, set()).add(pin)
+        self._pinned_by.setdefault(pin, set()).add(digest)
+
+    def release(self, pin: Hashable) -> None:
+        """This user needs its chunks no longer; they stay while there is room."""
+        for digest in self._pinned_by.pop(pin, ()):
+            pins = self._pins[digest]
+            pins.discard(pin)
+            if not pins:
+                del self._pins[digest]
+                if digest in self._chunks:
+                    self._chunks.move_to_end(digest)
+        self._trim()
+
+    def _trim(self) -> None:
+        loose = [digest for digest in self._chunks if digest not in self._pins] if self._over() else []
+        for digest in loose:
+            if not self._over():
+                break
+            self.size_bytes -= len(self._chunks.pop(digest))
+
+    def _over(self) -> bool:
+        return self.size_bytes > self._budget_bytes
+
+
+@dataclass(slots=True)
+class _Fetching:
+    """One chunk on its way in."""
+
+    digest: bytes
+    data: bytearray
+    missing: set[int]  # indices of pieces
+    asked: PeerId | None = None
+    refused: set[PeerId] = field(
+        default_factory=set
+    )  # silent or without the chunk: asked again when nobody else is left
+    served: set[PeerId] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Chunks:
+    """Fetches and serves chunks over links; one per peer, driven by its owner's receive loop and task group."""
+
+    def __init__(
+        self,
+        store: Store,
+        send: Send,
+        send_piece: SendPiece,
+        life: Callable[[PeerId], Life],
+        spawn: Callable[[Coroutine[None, None, None]], object],
+    ) -> None:
+        self.store = store
+        self._send, self._send_piece, self._life, self._spawn = send, send_piece, life, spawn
+        self._incoming: dict[bytes, _Fetching] = {}
+        self._wants: dict[PeerId, collections.deque[Want]] = {}
+        self._outstanding: collections.Counter[PeerId] = collections.Counter()
+        self._room = asyncio.Condition()
+        self._inbound_bytes = 0
+        self._heard_s: dict[PeerId, float] = {}
+        self.dropped: collections.Counter[str] = collections.Counter()
+
+    async def fetch(
+        self,
+        digest: bytes,
+        size: int,
+        holders: Callable[[], Sequence[PeerId]],
+        pin: Hashable,
+        timeout_s: float,
+    ) -> bool:
+        """Get a chunk into the store, pinned; False if nobody delivered it in time. `holders` is asked anew whenever
+        one is needed, so that peers which come to hold it meanwhile are used."""
+        if digest in self.store:
+            self.store.pin(digest, pin)
+            return True
+        if size > MAX_CHUNK_BYTES:
+            return False
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await self._fetch_whole(digest, size, holders)
+        except TimeoutError:
+            return False
+        self.store.put(data, pin)
+        return True
+
+    def receive(self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes) -> None:
+        """Take in a message of the chunk protocol."""
+        match message:
+            case Want():
+                self._enqueue(sender, message)
+            case Piece():
+                self._take_piece(sender, message, body)
+            case Miss(digest=digest):
+                fetching = self._incoming.get(digest)
+                if fetching is not None and fetching.asked == sender:
+                    fetching.refused.add(sender)
+                    fetching.changed.set()
+
+    async def _fetch_whole(self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]]) -> bytes:
+        liars: set[PeerId] = set()  # who had a hand in a chunk that was not what its name says
+        while True:
+            already = self._incoming.get(digest)
+            if already is not None:  # another task fetches the same chunk: wait for it, then look again
+                await already.changed.wait()
+                await asyncio.sleep(0.05)
+            else:
+                honest = functools.partial(_honest, holders, liars)
+                fetching = await self._fetch_once(digest, size, honest)
+                if is_intact(fetching.data, digest):
+                    return bytes(fetching.data)
+                liars |= fetching.served
+                self.dropped["content differs from its digest"] += 1
+            if (stored := self.store.get(digest)) is not None:
+                return stored
+
+    async def _fetch_once(self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]]) -> _Fetching:
+        async with self._room:
+            await self._room.wait_for(lambda: self._inbound_bytes + size <= INBOUND_BYTES)
+            self._inbound_bytes += size
+        pieces = -(-size // PIECE_BYTES)
+        fetching = _Fetching(digest, bytearray(size), set(range(pieces)))
+        self._incoming[digest] = fetching
+        try:
+            while fetching.missing:
+                await self._ask_somebody(fetching, holders())
+        finally:
+            del self._incoming[digest]
+            fetching.changed.set()
+            async with self._room:
+                self._inbound_bytes -= size
+                self._room.notify_all()
+        return fetching
+
+    async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> None:
+        """Ask one holder for what is missing, within its window, and wait until it delivers, refuses or stalls."""
+        holder = self._pick(fetching, holders)
+        if holder is None:
+            fetching.refused.clear()
+            await asyncio.sleep(STALL_S / 2)
+            return
+        fetching.asked = holder
+        room = WINDOW_BYTES - self._outstanding[holder]
+        first = min(fetching.missing)
+        stop = first
+        while stop in fetching.missing and (stop - first + 1) * PIECE_BYTES <= max(room, PIECE_BYTES):
+            stop += 1
+        wanted = (stop - first) * PIECE_BYTES
+        self._outstanding[holder] += wanted
+        end = min(stop * PIECE_BYTES, len(fetching.data))
+        self._send(holder, Want(fetching.digest, first * PIECE_BYTES, end))
+        try:
+            await self._until_delivered(fetching, holder, set(range(first, stop)))
+        finally:
+            self._outstanding[holder] -= wanted
+
+    async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: set[int]) -> None:
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        while fetching.missing & asked and holder not in fetching.refused:
+            fetching.changed.clear()
+            heard_s = max(asked_s, self._heard_s.get(holder, asked_s))
+            left_s = heard_s + STALL_S - loop.time()
+            if left_s <= 0 or self._life(holder) in ("suspect", "dead"):
+                fetching.refused.add(holder)  # until everybody has been asked
+                return
+            try:
+                async with asyncio.timeout(min(left_s, STALL_S / 4)):
+                    await fetching.changed.wait()
+            except TimeoutError:
+                continue
+
+    def _pick(self, fetching: _Fetching, holders: Iterable[PeerId]) -> PeerId | None:
+        usable = [
+            peer for peer in holders if peer not in fetching.refused and self._life(peer) not in ("suspect", "dead")
+        ]
+        return min(usable, key=lambda peer: self._outstanding[peer], default=None)
+
+    def _take_piece(self, sender: PeerId, piece: Piece, body: memoryview | bytes) -> None:
+        fetching = self._incoming.get(piece.digest)
+        index, offset = divmod(piece.start, PIECE_BYTES)
+        if fetching is None or offset or index not in fetching.missing:
+            self.dropped["piece not asked for"] += 1
+            return
+        expected = min(PIECE_BYTES, len(fetching.data) - piece.start)
+        if piece.size != len(fetching.data) or len(body) != expected:
+            self.dropped["piece of the wrong size"] += 1
+            return
+        fetching.data[piece.start : piece.start + expected] = body
+        fetching.missing.discard(index)
+        fetching.served.add(sender)
+        self._heard_s[sender] = asyncio.get_running_loop().time()
+        if len(self._heard_s) > MAX_ASKERS:
+            del self._heard_s[next(iter(self._heard_s))]
+        fetching.changed.set()
+
+    def _enqueue(self, sender: PeerId, want: Want) -> None:
+        if want.digest not in self.store:
+            self._send(sender, Miss(want.digest))
+            return
+        queue = self._wants.get(sender)
+        if queue is None:
+            if len(self._wants) >= MAX_ASKERS:
+                self.dropped["too many askers"] += 1
+                return
+            queue = self._wants[sender] = collections.deque()
+            self._spawn(self._serve(sender, queue))
+        if len(queue) < MAX_WANTS:
+            queue.append(want)
+        else:
+            self.dropped["too many wants"] += 1
+
+    async def _serve(self, asker: PeerId, queue: collections.deque[Want]) -> None:
+        """Send what one asker wants, in order, as fast as its link takes it; ends when there is nothing left."""
+        try:
+            while queue:
+                want = queue.popleft()
+                data = self.store.get(want.digest)
+                if data is None:
+                    self._send(asker, Miss(want.digest))
+                    continue
+                for start in range(want.start // PIECE_BYTES * PIECE_BYTES, min(want.stop, len(data)), PIECE_BYTES):
+                    body = memoryview(data)[start : start + PIECE_BYTES]
+                    if not await self._send_piece(asker, Piece(want.digest, start, len(data)), body, SERVE_TIMEOUT_S):
+                        break
+        finally:
+            del self._wants[asker]
+
+
+def _honest(holders: Callable[[], Sequence[PeerId]], liars: set[PeerId]) -> Sequence[PeerId]:
+    """The holders that have not lied yet; all of them again when nobody else is left."""
+    return [peer for peer in holders() if peer not in liars] or holders()

@@ -1,0 +1,436 @@
+"""One exchange of a whole group: offers, reduction shard by shard, and one close list that all apply.
+
+Sans I/O: events come in (`receive`, `fetched`, `reduced`, `tick`), actions go out (`take`). In a mean, shard s is
+reduced by the first live member of a rotation of the seeded order; each reduced shard is an item. In a gather, each
+member's shards are the items. Members fetch the items and say what they hold; a proposer puts forward only what a
+quorum holds; what is decided (swarm/decide.py) is applied by everybody who holds its content, and fetched by who does not. The same
+code runs for a member that is still computing: it has no offer yet, but reduces, holds and votes.
+
+A round that cannot be filled by the deadline is decided empty, so that all agree that it failed.
+"""
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import msgspec
+
+from farflock.swarm.decide import Decision, Sends, is_quorum
+from farflock.swarm.groups import reducers
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import (
+    MAX_MEMBERS,
+    MAX_SHARDS,
+    Count,
+    Decided,
+    Digest,
+    Holds,
+    Index,
+    Key,
+    Mask,
+    Message,
+    Offer,
+    Reduced,
+    Size,
+    Weight,
+)
+
+RESEND_S = 0.5
+TAKEOVER_S = 1.0  # each later proposer waits this much longer before it steps in for a silent one
+SOFT = 0.5  # of the deadline: until then the live but slow are waited for
+LATE_REDUCER = 0.7  # of the deadline: from then on a live but silent reducer is replaced
+_NOTHING = bytes(8)
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """One piece of the result: its place, its content, and whose contributions are in it (bit i: member i)."""
+
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS * MAX_MEMBERS)]
+    digest: Digest
+    size: Size
+    mask: Mask
+
+
+class CloseList(msgspec.Struct, frozen=True, array_like=True):
+    """What a group decided about an exchange; no items: it failed, for everybody.
+
+    `members` are the included ones with their weights, `tokens` the run's agreed tokens after this round, `state` the
+    hash of the state before it that most members announced.
+    """
+
+    items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+    members: Annotated[tuple[tuple[Index, Weight], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    tokens: Count
+    state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+_close_list_decoder = msgspec.msgpack.Decoder(CloseList)
+
+
+def decode_close_list(raw: bytes) -> CloseList:
+    """Decode a decided value; `msgspec.MsgspecError` for anything else."""
+    return _close_list_decoder.decode(raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get this chunk, a payload of `shard`, from any of these members."""
+
+    shard: int
+    digest: bytes
+    size: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Reduce these members' chunks of a shard: (member, weight, digest)."""
+
+    shard: int
+    inputs: tuple[tuple[int, float, bytes], ...]
+
+
+Action = tuple[int, Message] | Fetch | Reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all members know of an exchange beforehand."""
+
+    kind: Literal["mean", "gather"]
+    shards: int
+    deadline_s: float
+    min_participants: int = 1
+
+
+@dataclass(slots=True)
+class Collective:
+    """One exchange as member `me` of `group` sees it; `ordered` is the seeded order of the group's indices."""
+
+    key: Key
+    view: bytes
+    group: tuple[PeerId, ...]
+    me: int
+    ordered: tuple[int, ...]
+    terms: Terms
+    started_s: float
+    prior_tokens: int = 0
+    holding: Callable[[bytes], bool] = lambda digest: False  # whether the chunk store has this digest
+
+    decision: Decision = field(init=False)
+    offers: dict[int, Offer] = field(default_factory=dict)
+    items: dict[int, dict[bytes, Item]] = field(default_factory=dict)  # by index, then digest: rivals after a takeover
+    close: CloseList | None = None
+    complete: bool = False  # decided, and all its content is here
+    suspects: frozenset[int] = frozenset()
+    _holds: dict[int, bytes] = field(default_factory=dict)
+    _held: set[bytes] = field(default_factory=set)
+    _fetching: set[bytes] = field(default_factory=set)
+    _corrupt: set[bytes] = field(default_factory=set)
+    _reducing: dict[int, tuple[tuple[int, float, bytes], ...]] = field(default_factory=dict)  # inputs by shard
+    _announced: dict[int, Reduced] = field(default_factory=dict)
+    _actions: list[Action] = field(default_factory=list)
+    _reported: bytes = b""
+    _sent_s: float = 0.0
+    _proposed_s: float | None = None
+    _ready_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.decision = Decision(self.key, self.view, self.me, len(self.group), self.ordered)
+
+    # events
+
+    def offer(self, now_s: float, offer: Offer) -> None:
+        """Bring my own contribution; only the first one counts, for a key is used once."""
+        if self.me not in self.offers:
+            self._take_offer(self.me, offer)
+            self._to_others(offer)
+        self.advance(now_s)
+
+    def receive(self, now_s: float, sender: int, message: Message) -> None:
+        """Take in a member's message about this key."""
+        if self.decision.decided is not None and not isinstance(message, Decided):
+            self._actions += self.decision.receive(sender, message) or self._remind(sender, message)
+            return
+        match message:
+            case Offer():
+                self._take_offer(sender, message)
+            case Reduced():
+                self._take_reduced(message)
+            case Holds(prefixes=prefixes):
+                self._holds[sender] = prefixes
+            case _:
+                self._actions += self.decision.receive(sender, message)
+        self.advance(now_s)
+
+    def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
+        """A chunk has arrived (`intact`), could not be had now, or holds what no correct encoder wrote."""
+        self._fetching.discard(digest)
+        if corrupt:
+            self._corrupt.add(digest)
+        elif intact:
+            self._held.add(digest)
+        self.advance(now_s)
+
+    def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
+        """My reduction of a shard is in the chunk store; payloads of `rejected` members were corrupt and left out."""
+        inputs = self._reducing[shard]
+        self._corrupt.update(entry for member, _, entry in inputs if member in rejected)
+        self._held.add(digest)
+        mask = _mask([member for member, _, _ in inputs if member not in rejected])
+        message = self._announced[shard] = Reduced(self.key, self.view, shard, digest, size, mask)
+        self._take_reduced(message)
+        self._to_others(message)
+        self.advance(now_s)
+
+    def unreduced(self, now_s: float, shard: int) -> None:
+        """No payload of a reduction was usable; try again with whatever else comes."""
+        self._corrupt.update(digest for _, _, digest in self._reducing.pop(shard))
+        self.advance(now_s)
+
+    def tick(self, now_s: float, suspects: frozenset[int]) -> None:
+        """Time passes: who is suspect, what to repeat, what to take over."""
+        self.suspects = suspects - {self.me}
+        if self.complete:
+            return
+        if now_s - self._sent_s >= RESEND_S:
+            self._sent_s = now_s
+            self._resend()
+        self.advance(now_s)
+
+    def take(self) -> list[Action]:
+        """The actions since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # what is known
+
+    @property
+    def ends_s(self) -> float:
+        """The deadline: from then on an empty round is put forward."""
+        return self.started_s + self.terms.deadline_s
+
+    def awaited(self) -> tuple[PeerId, ...]:
+        """Whom this exchange waits for now: live members whose offer is missing."""
+        return tuple(
+            peer
+            for member, peer in enumerate(self.group)
+            if member not in self.offers and member not in self.suspects and member != self.me
+        )
+
+    def taken(self) -> tuple[bool, ...]:
+        """By shard: is my contribution in the result?"""
+        assert self.close is not None, f"{self.key} is not decided"
+        mine = {item.index % self.terms.shards for item in self.close.items if _has(item.mask, self.me)}
+        return tuple(shard in mine and self.me in self.offers for shard in range(self.terms.shards))
+
+    # the machine
+
+    def advance(self, now_s: float) -> None:
+        """Do whatever has become possible; idempotent."""
+        if self.decision.decided is not None:
+            self._finish()
+            return
+        if self.terms.kind == "mean":
+            self._reduce(now_s)
+        self._collect()
+        self._report()
+        self._propose(now_s)
+        if self.decision.decided is not None:
+            self._finish()
+
+    def _take_offer(self, member: int, offer: Offer) -> None:
+        if member in self.offers or len(offer.digests) != self.terms.shards:
+            return
+        self.offers[member] = offer
+        if member == self.me:
+            self._held.update(offer.digests)
+        if self.terms.kind == "gather":
+            for shard, (digest, size) in enumerate(zip(offer.digests, offer.sizes, strict=True)):
+                self._add_item(Item(member * self.terms.shards + shard, digest, size, _mask([member])))
+
+    def _take_reduced(self, message: Reduced) -> None:
+        if message.shard < self.terms.shards and self.terms.kind == "mean":
+            self._add_item(Item(message.shard, message.digest, message.size, message.mask))
+
+    def _add_item(self, item: Item) -> None:
+        rivals = self.items.setdefault(item.index, {})
+        if len(rivals) < len(self.group):
+            rivals.setdefault(item.digest, item)
+
+    def _reduce(self, now_s: float) -> None:
+        """Fetch the contributions to my shards as they are offered; reduce once all that will come have come."""
+        for shard in range(self.terms.shards):
+            if shard in self._reducing or not self._is_mine(shard, now_s):
+                continue
+            inputs = self._inputs(shard)
+            missing = [(member, digest) for member, _, digest in inputs if digest not in self._held]
+            for member, digest in missing:
+                self._fetch(shard, digest, self.offers[member].sizes[shard], (member,))
+            if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
+                held = tuple(entry for entry in inputs if entry[2] in self._held)
+                self._reducing[shard] = held
+                self._actions.append(Reduce(shard, held))
+
+    def _is_mine(self, shard: int, now_s: float) -> bool:
+        """Whether I reduce this shard: the first of its rotation does, then whoever follows the dead or the silent."""
+        line = reducers(self.ordered, shard)
+        rank = line.index(self.me)
+        if rank and any(digest in self._held for digest in self.items.get(shard, {})):
+            return False
+        if all(member in self.suspects for member in line[:rank]):
+            return True
+        late_s = self.started_s + self.terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
+        return now_s >= late_s and shard not in self.items
+
+    def _inputs(self, shard: int) -> tuple[tuple[int, float, bytes], ...]:
+        """Contributions to a shard in member order, of those that started from the state that most started from."""
+        state = self._common_state()
+        return tuple(
+            (member, offer.weight, offer.digests[shard])
+            for member, offer in sorted(self.offers.items())
+            if offer.state == state and offer.digests[shard] not in self._corrupt
+        )
+
+    def _common_state(self) -> bytes:
+        counts = collections.Counter(offer.state for offer in self.offers.values())
+        return min(counts, key=lambda state: (-counts[state], state), default=b"")
+
+    def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
+        live = set(range(len(self.group))) - self.suspects
+        all_here = live <= self.offers.keys() and not missing - self.suspects
+        usable = offered - len(missing) >= self.terms.min_participants
+        return usable and (all_here or now_s >= self.started_s + SOFT * self.terms.deadline_s)
+
+    def _collect(self) -> None:
+        """Fetch every announced item that I lack."""
+        for rivals in self.items.values():
+            for item in rivals.values():
+                if item.digest not in self._held and item.digest not in self._corrupt:
+                    self._fetch(item.index % self.terms.shards, item.digest, item.size, self._holders(item))
+
+    def _holders(self, item: Item) -> tuple[int, ...]:
+        """Who said they hold it, then who ought to, then anybody: the chunk store asks in this order."""
+        prefix, place = item.digest[:8], 8 * item.index
+        said = [member for member, held in self._holds.items() if held[place : place + 8] == prefix]
+        if self.terms.kind == "gather":
+            ought = [item.index // self.terms.shards]
+        else:
+            ought = list(reducers(self.ordered, item.index))
+        return tuple(dict.fromkeys(member for member in said + ought if member != self.me))
+
+    def _fetch(self, shard: int, digest: bytes, size: int, holders: tuple[int, ...]) -> None:
+        if self.holding(digest):
+            self._held.add(digest)
+        elif digest not in self._fetching and digest not in self._corrupt:
+            self._fetching.add(digest)
+            self._actions.append(Fetch(shard, digest, size, holders))
+
+    def _report(self) -> None:
+        """Tell everybody what I hold, once that is all there is."""
+        prefixes = self._prefixes()
+        if prefixes != self._reported and (self._all_items_held() or self.terms.kind == "gather"):
+            self._reported = prefixes
+            self._holds[self.me] = prefixes
+            self._to_others(Holds(self.key, self.view, prefixes))
+
+    def _places(self) -> int:
+        return self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
+
+    def _prefixes(self) -> bytes:
+        return b"".join(self._prefix(index) for index in range(self._places()))
+
+    def _prefix(self, index: int) -> bytes:
+        held = sorted(digest for digest in self.items.get(index, {}) if digest in self._held)
+        return held[0][:8] if held else _NOTHING
+
+    def _all_items_held(self) -> bool:
+        return all(self._prefix(index) != _NOTHING for index in range(self._places()))
+
+    def _propose(self, now_s: float) -> None:
+        """Put a close list forward if it is my turn and there is one."""
+        value = self._proposal(now_s)
+        if value is None:
+            return
+        self._ready_s = now_s if self._ready_s is None else self._ready_s
+        rank = self.ordered.index(self.me)
+        waiting_for = sum(member not in self.suspects for member in self.ordered[:rank])
+        turn_s = self._ready_s + TAKEOVER_S * waiting_for
+        again_s = 0.0 if self._proposed_s is None else self._proposed_s + TAKEOVER_S * (2 + rank)
+        if now_s >= turn_s and now_s >= again_s:
+            self._proposed_s = now_s
+            self._actions += self.decision.propose(value)
+
+    def _proposal(self, now_s: float) -> bytes | None:
+        """The close list that could be decided now, or None to wait on."""
+        items = self._agreed_items(now_s)
+        if items is None:
+            if now_s < self.ends_s:
+                return None
+            items = ()
+        included = [member for member in range(len(self.group)) if any(_has(item.mask, member) for item in items)]
+        if not self.offers.keys() >= set(included):
+            return None  # a reducer heard of a member whose offer I lack: who knows its weight proposes
+        members = tuple((member, self.offers[member].weight) for member in included)
+        tokens = sum(self.offers[member].tokens for member in included)
+        close = CloseList(items, members, self.prior_tokens + tokens, self._common_state())
+        return msgspec.msgpack.encode(close)
+
+    def _agreed_items(self, now_s: float) -> tuple[Item, ...] | None:
+        """Items that I and a quorum hold: all shards of a mean; in a gather all live members', or, when the time is
+        half over, whichever there are."""
+        chosen = [item for index in range(self._places()) if (item := self._chosen(index)) is not None]
+        if self.terms.kind == "mean":
+            return tuple(chosen) if len(chosen) == self.terms.shards else None
+        whole = [member for member in self.offers if self._whole(member, chosen)]
+        live = set(range(len(self.group))) - self.suspects
+        late = now_s >= self.started_s + SOFT * self.terms.deadline_s
+        if len(whole) < self.terms.min_participants or not (live <= set(whole) or late):
+            return None
+        return tuple(item for item in chosen if item.index // self.terms.shards in whole)
+
+    def _whole(self, member: int, chosen: list[Item]) -> bool:
+        return sum(item.index // self.terms.shards == member for item in chosen) == self.terms.shards
+
+    def _chosen(self, index: int) -> Item | None:
+        for digest, item in sorted(self.items.get(index, {}).items()):
+            said = [member for member, held in self._holds.items() if held[8 * index : 8 * index + 8] == digest[:8]]
+            if digest in self._held and is_quorum(said, len(self.group)):
+                return item
+        return None
+
+    def _finish(self) -> None:
+        """Decided: fetch what I lack of it, then it can be applied."""
+        if self.close is None:
+            assert self.decision.decided is not None
+            self.close = decode_close_list(self.decision.decided)
+        missing = [item for item in self.close.items if item.digest not in self._held]
+        for item in missing:
+            self._fetch(item.index % self.terms.shards, item.digest, item.size, self._holders(item))
+        self.complete = all(item.digest in self._held for item in self.close.items)
+
+    def _resend(self) -> None:
+        if self.me in self.offers:
+            self._to_others(self.offers[self.me])
+        for reduced in self._announced.values():
+            self._to_others(reduced)
+        if any(self._prefixes()):
+            self._holds[self.me] = self._prefixes()
+            self._to_others(Holds(self.key, self.view, self._holds[self.me]))
+        self._actions += self.decision.retry()
+
+    def _remind(self, sender: int, message: Message) -> Sends:
+        """A member that still works on a decided round learns the decision."""
+        return [(sender, self.decision.announcement())] if isinstance(message, Offer | Holds | Reduced) else []
+
+    def _to_others(self, message: Message) -> None:
+        self._actions += [(member, message) for member in range(len(self.group)) if member != self.me]
+
+
+def _mask(members: list[int]) -> bytes:
+    return sum(1 << member for member in members).to_bytes(8, "little")
+
+
+def _has(mask: bytes, member: int) -> bool:
+    return bool(int.from_bytes(mask, "little") >> member & 1)

@@ -1,0 +1,290 @@
+"""The glue of membership: joins and deaths become views by agreement of the old view's members.
+
+A view changes at most every `view_s`. The first live member of the seeded order puts the next one forward; the others
+step in one after the other if it is silent. Outsiders repeat `Join` to all members they know until they see
+themselves in a view; who lacks views is sent them, certified by the signatures of those who decided.
+"""
+
+import asyncio
+
+from farflock.swarm import views
+from farflock.swarm.collective import TAKEOVER_S
+from farflock.swarm.decide import Decision, Sends
+from farflock.swarm.groups import order
+from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import (
+    Accepted,
+    Decided,
+    Join,
+    Leave,
+    Ping,
+    Pong,
+    Prepare,
+    Promise,
+    Propose,
+    Rejected,
+    ViewQuery,
+    Views,
+)
+from farflock.swarm.port import Port
+from farflock.swarm.record import BadRecord, Record, newer, unseal
+from farflock.swarm.runtime import RunClock
+from farflock.swarm.views import BadView, Candidates, Certified, Member, View
+
+JOIN_EVERY_S = 1.0
+JOIN_LASTS_S = 4.0
+RESEND_S = 0.5
+PING_EVERY_S = 5.0
+ROUNDS_AHEAD = 2  # a view begins this many rounds after the last one begun, so that few rounds have to wait for it
+MAX_KNOWN = 1024
+
+MembershipMessage = (
+    Prepare | Promise | Propose | Accepted | Rejected | Decided | Join | Leave | ViewQuery | Views | Ping | Pong
+)
+PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
+
+
+class Membership:
+    """One peer's part in the agreement on who is in the run."""
+
+    def __init__(self, port: Port, identity: Identity, view_s: float) -> None:
+        self._port, self._identity, self._view_s = port, identity, view_s
+        self.clock = RunClock()
+        self.records: dict[PeerId, Record] = {}
+        self._blobs: dict[PeerId, bytes] = {}
+        self._candidates = Candidates()
+        self._decision: Decision | None = None
+        self._changed_s = port.now()
+        self._wanted_s: float | None = None  # since when a change is due
+        self._proposed_s = self._sent_s = self._joined_s = self._pinged_s = -1e9
+        self.wants_in = False
+        self.known = asyncio.Event()  # set once the views are known
+        self.touched = -1  # set by the peer before each tick: the highest round taken part in
+
+    def found(self) -> None:
+        """Begin the run: view 0 is me alone."""
+        member = Member(self._port.me, self._port.incarnation)
+        self._port.chain = views.Chain(self._port.run, [Certified(views.genesis(self._port.run, member))])
+        self.clock.is_origin = True
+        self.known.set()
+
+    def learn(self, blob: bytes) -> Record | None:
+        """Take in somebody's signed record, from wherever; returns it if it is good and new."""
+        try:
+            record = unseal(blob, self._port.run)
+        except BadRecord:
+            self._port.drop("bad record")
+            return None
+        known = self.records.get(record.peer)
+        if not newer(record, known) or (known is None and len(self.records) >= MAX_KNOWN):
+            return None
+        self.records[record.peer], self._blobs[record.peer] = record, blob
+        self._port.links.learn(blob)
+        return record
+
+    def my_record(self, blob: bytes) -> None:
+        """What `Join` carries."""
+        self._blobs[self._port.me] = blob
+
+    @property
+    def is_member(self) -> bool:
+        """Whether I am in the newest view that I know, in this life."""
+        return self._port.chain is not None and self._port.my_index(self._port.chain.newest) is not None
+
+    def leave(self) -> None:
+        """Say goodbye to all members."""
+        self.wants_in = False
+        for peer in self._others():
+            self._port.send(peer, Leave())
+
+    def tick(self) -> None:
+        """Put the next view forward if it is due and my turn; ask to be let in; keep time."""
+        now_s = self._port.now()
+        if self.wants_in and not self.is_member and now_s - self._joined_s >= JOIN_EVERY_S:
+            self._joined_s = now_s
+            self._ask_in()
+        if self.is_member:
+            self._consider(now_s)
+        if now_s - self._pinged_s >= PING_EVERY_S:
+            self._pinged_s = now_s
+            for peer in self._others():
+                self._port.send(peer, Ping(now_s))
+
+    def receive(self, sender: PeerId, incarnation: int, message: MembershipMessage) -> None:
+        """Take in a message about membership or time."""
+        match message:
+            case Join(record=blob):
+                self._take_join(sender, blob)
+            case Leave():
+                self._candidates.leave(sender)
+            case ViewQuery(number=number):
+                self.send_views(sender, number)
+            case Views(views=encoded):
+                self._take_views(encoded)
+            case Ping(sent_s=sent_s):
+                self._port.send(sender, Pong(sent_s, self.clock.run_s(self._port.now())))
+            case Pong(sent_s=sent_s, run_s=run_s):
+                self.clock.answered(sender, sent_s, self._port.now(), run_s)
+            case _:
+                self._take_paxos(sender, incarnation, message)
+
+    def send_views(self, peer: PeerId, after_number: int) -> None:
+        """Send a peer the views that it lacks."""
+        if self._port.chain is None:
+            return
+        known = self._port.chain.since(after_number) or self._port.chain.since(
+            self._port.chain.views[0].view.number - 1
+        )
+        if known:
+            self._port.send(peer, Views(known))
+
+    # joining
+
+    def _others(self) -> list[PeerId]:
+        peers = self._port.chain.newest.peers if self._port.chain else tuple(self.records)
+        return [peer for peer in peers if peer != self._port.me]
+
+    def _ask_in(self) -> None:
+        number = self._port.chain.newest.number if self._port.chain else 0
+        for peer in {*self._others(), *list(self.records)[:16]} - {self._port.me}:
+            self._port.send(peer, Join(self._blobs[self._port.me]))
+            self._port.send(peer, ViewQuery(number))
+
+    def _take_join(self, sender: PeerId, blob: bytes) -> None:
+        try:
+            record = unseal(blob, self._port.run)
+        except BadRecord:
+            self._port.drop("bad record")
+            return
+        if record.peer != sender:
+            self._port.drop("join for somebody else")
+            return
+        self.learn(blob)
+        if self._port.chain is None:
+            return
+        member = Member(sender, record.incarnation)
+        if self._port.chain.newest.index(sender, record.incarnation) is None:
+            self._candidates.join(member, self._port.now() + JOIN_LASTS_S)
+
+    def _take_views(self, encoded: tuple[bytes, ...]) -> None:
+        try:
+            for raw in encoded:
+                certified = views.decode_certified(raw)
+                if self._port.chain is None:
+                    self._port.chain = views.Chain(self._port.run, [certified])
+                    self.known.set()
+                elif self._port.chain.extend(certified):
+                    self._view_changed()
+        except BadView as error:
+            self._port.drop(f"bad view: {error}"[:60])
+
+    # the next view
+
+    def _consider(self, now_s: float) -> None:
+        members = self._next_members(now_s)
+        if members is None and not self._overdue(now_s):
+            self._wanted_s = None
+            return
+        self._wanted_s = now_s if self._wanted_s is None else self._wanted_s
+        if now_s - self._changed_s < self._view_s:
+            return
+        if self._decision is not None and now_s - self._sent_s >= RESEND_S:
+            self._sent_s = now_s
+            self._send(self._decision.retry())
+        rank = self._rank()
+        due_s = max(self._wanted_s, self._changed_s + self._view_s) + TAKEOVER_S * rank
+        if now_s >= due_s and now_s - self._proposed_s >= TAKEOVER_S * (2 + rank):
+            self._proposed_s = now_s
+            self._propose(members or self._port.views.newest.members)
+
+    def _overdue(self, now_s: float) -> bool:
+        """A view that I have accepted has to be decided, by me if nobody else does it."""
+        return self._port.views.barrier is not None and now_s - self._proposed_s >= TAKEOVER_S
+
+    def _next_members(self, now_s: float) -> tuple[Member, ...] | None:
+        newest = self._port.views.newest
+        lives = {peer: self._port.life(peer) for peer in newest.peers if peer != self._port.me}
+        return views.next_members(newest, lives, self._candidates.live(now_s), self._candidates.leaving)
+
+    def _rank(self) -> int:
+        """How many live members come before me in this decision's order."""
+        newest = self._port.views.newest
+        key = views.view_key(newest.number + 1)
+        ordered = order(newest.peers, self._port.seed, newest.hash, key)
+        before = ordered[: ordered.index(self._port.me)]
+        return sum(self._port.life(peer) not in ("suspect", "dead") for peer in before)
+
+    def _propose(self, members: tuple[Member, ...]) -> None:
+        decision = self._ensure_decision()
+        newest = self._port.views.newest
+        first = max(self.touched, newest.first_round, decision.refused_floor - 1) + ROUNDS_AHEAD
+        view = View(newest.number + 1, newest.hash, first, members)
+        self._send(decision.propose(views.encode(view)))
+        self._after_paxos()
+
+    def _ensure_decision(self) -> Decision:
+        if self._decision is None:
+            newest = self._port.views.newest
+            me = self._port.my_index(newest)
+            assert me is not None, "only members decide views"
+            key = views.view_key(newest.number + 1)
+            ordered = order(newest.peers, self._port.seed, newest.hash, key)
+            domain = views.signature_domain(self._port.run)
+            self._decision = Decision(
+                key,
+                newest.hash,
+                me,
+                len(newest.members),
+                tuple(newest.peers.index(peer) for peer in ordered),
+                floor=lambda raw: self._port.views.floor(raw, self.touched),
+                sign=lambda text: self._identity.sign(domain, text),
+                checks=views.checker(self._port.run, newest),
+            )
+        return self._decision
+
+    def _take_paxos(self, sender: PeerId, incarnation: int, message: PaxosMessage) -> None:
+        if self._port.chain is None:
+            return
+        newest = self._port.chain.newest
+        if message.view != newest.hash or message.key != views.view_key(newest.number + 1):
+            if self._port.chain.by_hash(message.view) is not None:  # it works on a view that is decided here
+                self.send_views(sender, message.key.round - 1)
+            return
+        member = newest.index(sender, incarnation)
+        if member is None:
+            self._port.drop("not from a member")
+        elif self.is_member:
+            self._send(self._ensure_decision().receive(member, message))
+            self._after_paxos()
+        elif isinstance(message, Decided):
+            self._take_views(
+                (views.encode(Certified(views.decode_view(message.value), message.ballot, message.proofs)),)
+            )
+
+    def _after_paxos(self) -> None:
+        """Hold back from rounds of a view that I accepted; move on when one is decided."""
+        decision, chain = self._decision, self._port.views
+        if decision is None:
+            return
+        if decision.decided is None:
+            chain.barrier = views.decode_view(decision.accepted[1]).first_round if decision.accepted else None
+            return
+        ballot, proofs = decision.certificate
+        chain.extend(Certified(views.decode_view(decision.decided), ballot, proofs))
+        self._view_changed()
+
+    def _view_changed(self) -> None:
+        newest = self._port.views.newest
+        self._decision, self._wanted_s, self._changed_s = None, None, self._port.now()
+        joined = [peer for peer in newest.peers if peer in self._candidates.joining]
+        self._candidates.leaving.intersection_update(newest.peers)
+        for peer in joined:
+            if newest.index(peer, self._candidates.joining[peer][0].incarnation) is not None:
+                del self._candidates.joining[peer]
+                self.send_views(peer, newest.number - 1)
+
+    def _send(self, sends: Sends) -> None:
+        peers = self._port.views.newest.peers
+        for member, message in sends:
+            self._port.send(peers[member], message)

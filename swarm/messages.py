@@ -1,0 +1,300 @@
+"""Every message that peers exchange, with its limits; decoding is typed, so a wrong type or size is refused unread.
+
+Digests are SHA-256. Members are named by their index in the view that the message names: a message of another view
+cannot be misread, it is answered with the views that the sender lacks.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from farflock.swarm.directory import MAX_RECORD_BYTES
+
+MAX_SHARDS = 4096
+MAX_MEMBERS = 64
+MAX_VALUE_BYTES = 200 * 1024
+MAX_CHUNK_BYTES = 4 * 1024 * 1024
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Name = Annotated[str, msgspec.Meta(max_length=64)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNK_BYTES)]
+Mask = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
+Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Ballot = tuple[Count, Index]
+
+
+class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One exchange, or one decision: used once in the life of a run."""
+
+    stream: Name
+    round: Count
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """Encoded as an array whose first item is the tag; new fields are appended with a default."""
+
+
+# Chunks: the receiver asks for what it has room for, so nothing unasked-for takes memory.
+
+
+class Want(_Message, frozen=True, tag="want"):
+    """Send me bytes [start, stop) of this chunk."""
+
+    digest: Digest
+    start: Size
+    stop: Size
+
+
+class Piece(_Message, frozen=True, tag="piece"):
+    """The frame's body is bytes [start, start + len(body)) of this chunk of `size` bytes."""
+
+    digest: Digest
+    start: Size
+    size: Size
+
+
+class Miss(_Message, frozen=True, tag="miss"):
+    """I do not hold this chunk."""
+
+    digest: Digest
+
+
+# What a member brings to an exchange.
+
+
+class Offer(_Message, frozen=True, tag="offer"):
+    """My encoded shards can be fetched under these digests; `state` is the hash of my state before the round."""
+
+    key: Key
+    view: Digest
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+    sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+    weight: Weight
+    tokens: Count
+    state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+class Reduced(_Message, frozen=True, tag="reduced"):
+    """I have reduced this shard of the members in `mask` to the chunk `digest`."""
+
+    key: Key
+    view: Digest
+    shard: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)]
+    digest: Digest
+    size: Size
+    mask: Mask
+
+
+class Holds(_Message, frozen=True, tag="holds"):
+    """What I hold, as the first 8 bytes of each item's digest (zeros: nothing)."""
+
+    key: Key
+    view: Digest
+    prefixes: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_SHARDS)]
+
+
+# Single-decree Paxos among the members of a view (swarm/decide.py).
+
+
+class Prepare(_Message, frozen=True, tag="prepare"):
+    """Phase 1a."""
+
+    key: Key
+    view: Digest
+    ballot: Ballot
+
+
+class Promise(_Message, frozen=True, tag="promise"):
+    """Phase 1b, with the value of the highest ballot accepted so far."""
+
+    key: Key
+    view: Digest
+    ballot: Ballot
+    accepted: Ballot | None = None
+    value: Value | None = None
+
+
+class Propose(_Message, frozen=True, tag="propose"):
+    """Phase 2a."""
+
+    key: Key
+    view: Digest
+    ballot: Ballot
+    value: Value
+
+
+class Accepted(_Message, frozen=True, tag="accepted"):
+    """Phase 2b; `proof` is the member's signature where the decision must convince outsiders (views)."""
+
+    key: Key
+    view: Digest
+    ballot: Ballot
+    proof: Signature = b""
+
+
+class Rejected(_Message, frozen=True, tag="rejected"):
+    """A higher ballot was promised, or the value cannot be accepted here; `floor` is the least round that could."""
+
+    key: Key
+    view: Digest
+    ballot: Ballot
+    promised: Ballot
+    floor: Count = 0
+
+
+class Decided(_Message, frozen=True, tag="decided"):
+    """The value is chosen; `ballot` and `proofs` certify it where members sign."""
+
+    key: Key
+    view: Digest
+    value: Value
+    ballot: Ballot = (0, 0)
+    proofs: Annotated[tuple[tuple[Index, Signature], ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+
+
+class LogQuery(_Message, frozen=True, tag="log?"):
+    """Which close list was decided for this key?"""
+
+    key: Key
+
+
+class Forgotten(_Message, frozen=True, tag="forgotten"):
+    """That round has left my log; the oldest and the newest that I hold."""
+
+    key: Key
+    oldest: Count
+    newest: Count
+
+
+# Pairs (swarm/pair.py).
+
+
+class PairPropose(_Message, frozen=True, tag="pair"):
+    """Let us two exchange; here is my offer."""
+
+    offer: Offer
+
+
+class PairAccept(_Message, frozen=True, tag="pair+"):
+    """Yes; here is mine."""
+
+    offer: Offer
+
+
+class PairRefuse(_Message, frozen=True, tag="pair-"):
+    """No: I am at `round`, or taken."""
+
+    key: Key
+    round: Count
+
+
+class PairHave(_Message, frozen=True, tag="have"):
+    """I hold both payloads; this is their common hash. `ask` repeats it and wants the decision."""
+
+    key: Key
+    digest: Digest
+    ask: bool = False
+
+
+class PairCommit(_Message, frozen=True, tag="commit"):
+    """I have applied; apply."""
+
+    key: Key
+
+
+class PairAbort(_Message, frozen=True, tag="abort"):
+    """This exchange did not happen on my side and never will."""
+
+    key: Key
+
+
+# Membership, state, time.
+
+
+class ViewQuery(_Message, frozen=True, tag="views?"):
+    """Send me the views from this number on."""
+
+    number: Count
+
+
+class Views(_Message, frozen=True, tag="views"):
+    """Consecutive certified views, oldest first."""
+
+    views: Annotated[tuple[Value, ...], msgspec.Meta(max_length=16)]
+
+
+class Join(_Message, frozen=True, tag="join"):
+    """Admit me to the next view."""
+
+    record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+
+
+class Leave(_Message, frozen=True, tag="leave"):
+    """I am going; drop me from the next view."""
+
+
+class StateQuery(_Message, frozen=True, tag="state?"):
+    """Which snapshot can you serve?"""
+
+    stream: Name
+
+
+class StateOffer(_Message, frozen=True, tag="state"):
+    """My snapshot after `round`: `digest` names a chunk that lists the snapshot's chunks."""
+
+    stream: Name
+    round: Count
+    state: Annotated[bytes, msgspec.Meta(max_length=32)]
+    digest: Digest
+    size: Size
+    tokens: Count
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    """A time question; `sent_s` comes back unchanged."""
+
+    sent_s: float
+
+
+class Pong(_Message, frozen=True, tag="pong"):
+    """The answer: my run time when I saw the question."""
+
+    sent_s: float
+    run_s: float
+
+
+Message = (
+    Want
+    | Piece
+    | Miss
+    | Offer
+    | Reduced
+    | Holds
+    | Prepare
+    | Promise
+    | Propose
+    | Accepted
+    | Rejected
+    | Decided
+    | LogQuery
+    | Forgotten
+    | PairPropose
+    | PairAccept
+    | PairRefuse
+    | PairHave
+    | PairCommit
+    | PairAbort
+    | ViewQuery
+    | Views
+    | Join
+    | Leave
+    | StateQuery
+    | StateOffer
+    | Ping
+    | Pong
+)

@@ -1,0 +1,164 @@
+"""Two peers swap payloads: the leader decides, the follower applies only on its word.
+
+Sans I/O. A pair has no majority, so a lost last message can leave the leader applied and the follower not
+("unsure"); methods that cannot live with that use a collective. The leader (named first by the seeded order) proposes,
+the follower leases itself for the round and accepts, both fetch, the follower says what it holds, the leader decides
+and writes it down before it says so. States, with who waits for what in `waits_for`:
+
+    open -> matched -> held -> done        every state ends at the deadline at the latest
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import (
+    Key,
+    Message,
+    Offer,
+    PairAbort,
+    PairAccept,
+    PairCommit,
+    PairHave,
+    PairPropose,
+    PairRefuse,
+)
+
+RESEND_S = 0.4
+COMMIT_MARGIN = 0.1  # of the whole time: later than this before the end the leader decides nothing any more
+
+Verdict = Literal["applied", "alone", "failed"]
+Stage = Literal["open", "matched", "held", "done"]
+
+
+@dataclass(slots=True)
+class Pair:
+    """One round of one pair as one of the two sees it. `offer` is mine; `theirs` the partner's once it is known."""
+
+    key: Key
+    me: PeerId
+    partner: PeerId
+    leader: bool
+    offer: Offer
+    started_s: float
+    deadline_s: float
+
+    stage: Stage = "open"
+    verdict: Verdict | None = None
+    unsure: bool = False  # the follower had said what it holds, and never heard the decision
+    theirs: Offer | None = None
+    outbox: list[Message] = field(default_factory=list)
+    _heard_have: bytes | None = None
+    _sent_s: float = 0.0
+
+    @property
+    def ends_s(self) -> float:
+        """When this exchange is over, whatever happened."""
+        return self.started_s + self.deadline_s
+
+    @property
+    def waits_for(self) -> str:
+        """What `status` says about this wait."""
+        return {
+            "open": "its readiness" if self.leader else "its proposal",
+            "matched": "its payload",
+            "held": "its confirmation" if self.leader else "its decision",
+            "done": "nothing",
+        }[self.stage]
+
+    def start(self, now_s: float) -> None:
+        """Begin; the follower waits to be asked."""
+        if self.leader:
+            self._send(now_s, PairPropose(self.offer))
+
+    def receive(self, now_s: float, message: Message) -> None:
+        """Take in a message of the partner about this key."""
+        if self.stage == "done":
+            self._answer_done(message)
+            return
+        match message:
+            case PairPropose(offer=offer) if not self.leader:
+                self._matched(now_s, offer)
+                self._send(now_s, PairAccept(self.offer))
+            case PairAccept(offer=offer) if self.leader:
+                self._matched(now_s, offer)
+            case PairRefuse() if self.leader and self.stage == "open":
+                self._finish("alone")
+            case PairHave(digest=digest) if self.leader:
+                self._heard_have = digest
+                self._decide(now_s)
+            case PairCommit() if not self.leader and self.stage == "held":
+                self._finish("applied")
+            case PairAbort():
+                self._finish("alone" if self.stage == "open" else "failed")
+
+    def complete(self, now_s: float) -> None:
+        """The partner's payload is here, whole and verified."""
+        if self.stage != "matched":
+            return
+        self.stage = "held"
+        if self.leader:
+            self._decide(now_s)
+        else:
+            self._send(now_s, PairHave(self.key, self.joint_digest))
+
+    def lost(self, now_s: float) -> None:
+        """The partner is suspect, or its payload is corrupt: leave it, at once."""
+        if self.stage == "done":
+            return
+        self.unsure = self.stage == "held" and not self.leader
+        self.outbox.append(PairAbort(self.key))
+        self._finish("alone" if self.stage == "open" else "failed")
+
+    def tick(self, now_s: float) -> None:
+        """Repeat what may have been lost; end what has lasted too long."""
+        if self.stage == "done":
+            return
+        if now_s >= self.ends_s:
+            self.lost(now_s)
+        elif now_s - self._sent_s >= RESEND_S:
+            self._repeat(now_s)
+
+    @property
+    def joint_digest(self) -> bytes:
+        """One hash of both payloads: equal on both sides, or nothing is applied."""
+        assert self.theirs is not None, f"{self.key}: no partner's offer yet"
+        both = sorted(((self.me, self.offer), (self.partner, self.theirs)), key=lambda side: side[0])
+        text = b"".join(peer.encode() + b"\x00" + b"".join(offer.digests) for peer, offer in both)
+        return hashlib.sha256(text).digest()
+
+    def _matched(self, now_s: float, offer: Offer) -> None:
+        if self.stage == "open":
+            self.theirs, self.stage, self._sent_s = offer, "matched", now_s
+
+    def _decide(self, now_s: float) -> None:
+        """The leader's decision: made once both sides hold the same, and only while the follower can still hear it."""
+        in_time = now_s < self.ends_s - COMMIT_MARGIN * self.deadline_s
+        if self.stage == "held" and self._confirmed() and in_time:
+            self._finish("applied")
+            self.outbox.append(PairCommit(self.key))
+
+    def _confirmed(self) -> bool:
+        return self._heard_have == self.joint_digest
+
+    def _repeat(self, now_s: float) -> None:
+        if self.leader and self.stage == "open":
+            self._send(now_s, PairPropose(self.offer))
+        elif not self.leader and self.stage == "held":
+            self._send(now_s, PairHave(self.key, self.joint_digest, ask=True))
+
+    def _answer_done(self, message: Message) -> None:
+        """The follower asks again what was decided; a late proposal learns that it came too late."""
+        if isinstance(message, PairHave) and self.leader:
+            decided = self.verdict == "applied" and message.digest == self.joint_digest
+            self.outbox.append(PairCommit(self.key) if decided else PairAbort(self.key))
+        elif isinstance(message, PairPropose | PairAccept) and self.verdict != "applied":
+            self.outbox.append(PairAbort(self.key))
+
+    def _finish(self, verdict: Verdict) -> None:
+        self.stage, self.verdict = "done", verdict
+
+    def _send(self, now_s: float, message: Message) -> None:
+        self.outbox.append(message)
+        self._sent_s = now_s

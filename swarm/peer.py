@@ -1,0 +1,264 @@
+"""One peer of a run: the loops that receive and tick, and the few calls that a node makes.
+
+Everything that decides is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue beside it only
+carry messages to it and time. It runs unchanged on real links and on the simulator's.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farflock.swarm.chunks import Store
+from farflock.swarm.directory import Directory
+from farflock.swarm.frame import ProtocolViolation, unpack
+from farflock.swarm.identity import Identity
+from farflock.swarm.links import Links, PeerId
+from farflock.swarm.membership import Membership
+from farflock.swarm.messages import (
+    Forgotten,
+    Holds,
+    Key,
+    LogQuery,
+    Message,
+    Miss,
+    Offer,
+    PairAbort,
+    PairAccept,
+    PairCommit,
+    PairHave,
+    PairPropose,
+    PairRefuse,
+    Piece,
+    Reduced,
+    StateOffer,
+    StateQuery,
+    Want,
+)
+from farflock.swarm.pairing import Pairing
+from farflock.swarm.port import Port, inline
+from farflock.swarm.rounds import Rounds
+from farflock.swarm.snapshots import Snapshots
+from farflock.swarm.streams import Outcome, Stream, work_pin
+from farflock.swarm.views import VIEW_STREAM
+
+TICK_S = 0.1
+ANNOUNCE_EVERY_S = 15.0
+STORE_BYTES = 256 * 1024 * 1024
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """What all peers of a run know beforehand."""
+
+    run: str
+    seed: int
+    view_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Something this peer waits for: what, for whom, and for how long still."""
+
+    what: Key
+    whom: tuple[PeerId, ...]
+    left_s: float
+
+
+class Peer:
+    """A member (or one that wants to be) of one run. Use as `async with peer.running():`."""
+
+    def __init__(
+        self,
+        terms: RunTerms,
+        identity: Identity,
+        links: Links,
+        directory: Directory | None,
+        *,
+        incarnation: int,
+        record: Callable[[], bytes],
+        compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline,
+        store_bytes: int = STORE_BYTES,
+    ) -> None:
+        self.terms, self._links, self._directory, self._record = terms, links, directory, record
+        self._tasks: set[asyncio.Task[None]] = set()
+        store = Store(store_bytes)
+        self.port = Port(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
+        self.membership = Membership(self.port, identity, terms.view_s)
+        self.rounds = Rounds(self.port)
+        self.pairing = Pairing(self.port)
+        self.snapshots = Snapshots(self.port, self._askable)
+        self._pair_streams: set[str] = set()
+        self.failure: BaseException | None = None  # a bug in one of our tasks: raised by `running`
+
+    @property
+    def me(self) -> PeerId:
+        """My peer id."""
+        return self._links.me
+
+    # the run
+
+    def found(self) -> None:
+        """Found the run: view 0 is me."""
+        self.membership.my_record(self._record())
+        self.membership.found()
+
+    async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
+        """Get to know the run from these members' records and ask to be admitted; returns once the views are known
+        (membership follows by itself). `TimeoutError` if no member answers."""
+        self.membership.my_record(self._record())
+        for blob in records:
+            self.membership.learn(blob)
+        self.membership.wants_in = True
+        async with asyncio.timeout(timeout_s):
+            await self.membership.known.wait()
+
+    def leave(self) -> None:
+        """Say goodbye; the next view is made without me."""
+        self.membership.leave()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Peer"]:
+        """Receive, tick and announce for as long as the block runs; ends every task of this peer with it."""
+        owner = asyncio.current_task()
+        assert owner is not None
+        self._owner = owner
+        for loop in (self._receive_loop(), self._tick_loop(), self._announce_loop()):
+            self._spawn(loop)
+        try:
+            yield self
+        except asyncio.CancelledError:
+            if self.failure is not None:
+                owner.uncancel()
+                raise self.failure from None
+            raise
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # exchanges
+
+    def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
+        """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
+        if stream.group == 2:
+            self._pair_streams.add(stream.name)
+            self.pairing.open(stream, after_round)
+        else:
+            self.rounds.open(stream, after_round, tokens)
+
+    async def exchange(
+        self,
+        name: str,
+        number: int,
+        shards: Sequence[bytes],
+        *,
+        weight: float = 1.0,
+        tokens: int = 0,
+        state: bytes = b"",
+    ) -> Outcome:
+        """Bring encoded shards to a round of a stream. A pair's ends by the stream's deadline; a collective's when the
+        round is decided, however long that takes: the caller trains on meanwhile."""
+        key = Key(name, number)
+        digests = tuple(self.port.store.put(shard, work_pin(key)) for shard in shards)
+        sizes = tuple(len(shard) for shard in shards)
+        offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
+        if name in self._pair_streams:
+            return await self.pairing.exchange(name, offer)
+        return await self.rounds.exchange(name, offer)
+
+    def decided(self, name: str, number: int) -> Outcome | None:
+        """A collective round from the log, decided without me or before I asked; None if there is no such."""
+        return None if name in self._pair_streams else self.rounds.decided(name, number)
+
+    def tokens(self, name: str) -> int:
+        """The run's agreed tokens, as of the last decided round of a collective stream (0 for pairs)."""
+        return 0 if name in self._pair_streams else self.rounds.tokens(name)
+
+    def waits(self) -> list[Wait]:
+        """What this peer waits for, for whom and how long still: what `status` prints."""
+        now_s = self.port.now()
+        entries = self.rounds.waits() + self.pairing.waits()
+        return [Wait(key, whom, ends_s - now_s) for key, whom, ends_s in entries]
+
+    def run_s(self) -> float:
+        """The run's time."""
+        return self.membership.clock.run_s(self.port.now())
+
+    # loops
+
+    async def _receive_loop(self) -> None:
+        while True:
+            sender, packed = await self._links.receive()
+            try:
+                frame = unpack(packed)
+            except ProtocolViolation as error:
+                self.port.drop(f"bad frame: {error}"[:60])
+                continue
+            self._route(sender, frame.incarnation, frame.message, frame.body)
+
+    def _route(self, sender: PeerId, incarnation: int, message: Message, body: bytes | memoryview) -> None:
+        match message:
+            case Want() | Piece() | Miss():
+                self.port.chunks.receive(sender, message, body)
+            case StateQuery() | StateOffer():
+                self.snapshots.receive(sender, message)
+            case PairPropose() | PairAccept() | PairRefuse() | PairHave() | PairCommit() | PairAbort():
+                if self.port.chain is not None:
+                    self.pairing.receive(sender, incarnation, message)
+            case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
+                self._to_rounds(sender, incarnation, message)
+            case _ if hasattr(message, "key") and message.key.stream != VIEW_STREAM:
+                self._to_rounds(sender, incarnation, message)
+            case _:
+                self.membership.receive(sender, incarnation, message)
+
+    def _to_rounds(self, sender: PeerId, incarnation: int, message: Any) -> None:  # noqa: ANN401 - narrowed by `_route`
+        if self.port.chain is None:
+            return
+        stale = self.port.counters["stale view"]
+        self.rounds.receive(sender, incarnation, message)
+        if self.port.counters["stale view"] > stale:
+            self.membership.send_views(sender, self._number_of(message))
+
+    def _number_of(self, message: Any) -> int:  # noqa: ANN401 - only some messages name a view
+        view = self.port.views.by_hash(getattr(message, "view", b""))
+        return view.number if view is not None else self.port.views.newest.number - 1
+
+    async def _tick_loop(self) -> None:
+        while True:
+            self.membership.touched = max(self.rounds.touched, self.pairing.touched)
+            self.membership.tick()
+            if self.port.chain is not None:
+                self.rounds.tick()
+            await asyncio.sleep(TICK_S)
+
+    async def _announce_loop(self) -> None:
+        """Keep my record in the directory, and learn those of others from it."""
+        while self._directory is not None:
+            await self._directory.announce(self.terms.run, self._record())
+            for blob in await self._directory.peers(self.terms.run):
+                self.membership.learn(blob)
+            await asyncio.sleep(ANNOUNCE_EVERY_S)
+
+    def _askable(self) -> list[PeerId]:
+        members = self.port.chain.newest.peers if self.port.chain else tuple(self.membership.records)
+        return [peer for peer in members if peer != self.me and self.port.life(peer) != "dead"][:8]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task of ours that fails is a bug: the whole peer ends with it, loudly."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
+            log.error("a task of peer %s failed", self.me, exc_info=error)
+            self.failure = error
+            self._owner.cancel()

@@ -1,0 +1,77 @@
+"""What every part of a peer's protocol needs: its name, a way to send, the time, the views, the chunks.
+
+A plain record, made once by `swarm/peer.py` and handed to the parts, so that each of them can be read and tested alone.
+"""
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from farflock.swarm.chunks import Chunks, Store
+from farflock.swarm.frame import Frame, pack
+from farflock.swarm.links import Life, Links, PeerId
+from farflock.swarm.messages import Message, Piece
+from farflock.swarm.views import Chain, View
+
+T = TypeVar("T")
+Compute = Callable[[Callable[[], T]], Awaitable[T]]
+
+
+async def inline(work: Callable[[], T]) -> T:
+    """Compute here and now: what simulations and tests hand in; a process hands in its worker thread."""
+    return work()
+
+
+@dataclass(slots=True)
+class Port:
+    """One peer's outlet to the swarm."""
+
+    run: str
+    seed: int
+    incarnation: int
+    links: Links
+    store: Store
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+    compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline
+    chain: Chain | None = None
+    counters: collections.Counter[str] = field(default_factory=collections.Counter)
+    chunks: Chunks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chunks = Chunks(self.store, self.send, self._send_piece, self.links.life, self.spawn)
+
+    @property
+    def me(self) -> PeerId:
+        """My peer id."""
+        return self.links.me
+
+    @property
+    def views(self) -> Chain:
+        """The views; only after genesis or after joining."""
+        assert self.chain is not None, "this peer knows no view yet: found a run or join one first"
+        return self.chain
+
+    def now(self) -> float:
+        """Monotonic local seconds: the loop's clock, virtual in simulations."""
+        return asyncio.get_running_loop().time()
+
+    def send(self, peer: PeerId, message: Message) -> bool:
+        """Best effort; False if the links refused it."""
+        return self.links.send(peer, pack(Frame(self.incarnation, message)))
+
+    def life(self, peer: PeerId) -> Life:
+        """How alive a peer seems."""
+        return self.links.life(peer)
+
+    def my_index(self, view: View) -> int | None:
+        """My member index in a view, None if I am not in it in this life."""
+        return view.index(self.me, self.incarnation)
+
+    def drop(self, reason: str) -> None:
+        """Count something that was not taken in."""
+        self.counters[f"dropped: {reason}"] += 1
+
+    async def _send_piece(self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float) -> bool:
+        return await self.links.send_bulk(peer, pack(Frame(self.incarnation, piece, body)), timeout_s)

@@ -1,0 +1,382 @@
+"""The asyncio glue of collective exchanges: routes messages to their machines, carries out what the machines want, and
+keeps the log of the last rounds.
+
+A stream's rounds form one log: round r+1 begins only where round r is decided, so a member that was away learns what
+it missed in order (`_follow`), and no contribution can count twice. An exchange has no time-out of its own: it resolves
+when its round is decided and its content is here, or when the round has left everybody's log (`lost`).
+"""
+
+import asyncio
+import random
+
+import msgspec
+
+from farflock.swarm.chunks import STALL_S
+from farflock.swarm.collective import Action, CloseList, Collective, Fetch, Reduce, Terms, decode_close_list
+from farflock.swarm.groups import order
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import (
+    Accepted,
+    Decided,
+    Forgotten,
+    Holds,
+    Key,
+    LogQuery,
+    Offer,
+    Prepare,
+    Promise,
+    Propose,
+    Reduced,
+    Rejected,
+)
+from farflock.swarm.port import Port
+from farflock.swarm.streams import Logged, Outcome, Reduction, Stream, StreamState, outcome, work_pin
+from farflock.swarm.views import View
+
+LOG_ROUNDS = 8
+FOLLOW_S = 0.5
+FETCH_TIMEOUT_S = 10.0
+
+MachineMessage = Offer | Reduced | Holds | Prepare | Promise | Propose | Accepted | Rejected | Decided
+RoundMessage = MachineMessage | LogQuery | Forgotten
+
+
+class Rounds:
+    """All collective exchanges of one peer."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._streams: dict[str, StreamState] = {}
+        self._machines: dict[Key, Collective] = {}
+        self._random = random.Random(f"{port.seed}/{port.me}/follow")
+        self.touched = -1  # the highest round that I took part in: the next view must begin after it
+
+    # what the node calls
+
+    def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
+        """Begin (after adopting a snapshot: begin again) a stream whose rounds up to `after_round` are in my state."""
+        state = self._streams.get(stream.name)
+        if state is None or after_round > state.newest:
+            self._forget(state)
+            self._streams[stream.name] = StreamState(stream, newest=after_round, tokens=tokens, seen=after_round)
+
+    async def exchange(self, name: str, offer: Offer) -> Outcome:
+        """Bring an offer, whose shards are in the store, to its round; resolves once, whenever that is decided."""
+        state = self._streams[name]
+        number = offer.key.round
+        known = self.decided(name, number)
+        if known is not None:
+            return known
+        if number <= state.newest and number not in state.log:
+            return Outcome(offer.key, "lost", state.newest + 1)
+        assert number not in state.waiting, f"{offer.key} is asked for twice"
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        state.waiting[number] = future
+        state.offers[number] = offer
+        self._place_offers(state)
+        try:
+            return await future
+        finally:
+            state.waiting.pop(number, None)
+            state.offers.pop(number, None)
+
+    def decided(self, name: str, number: int) -> Outcome | None:
+        """The outcome of a round from the log, if it is decided and its content is here."""
+        state = self._streams[name]
+        entry = state.log.get(number)
+        return outcome(state.stream, number, entry, self._port.store) if entry and entry.complete else None
+
+    def newest(self, name: str) -> int:
+        """The last round of a stream that is known here to be decided."""
+        return self._streams[name].newest
+
+    def tokens(self, name: str) -> int:
+        """The run's agreed tokens as of that round."""
+        return self._streams[name].tokens
+
+    def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
+        """What is waited for now: (exchange, from whom, until when on the local clock)."""
+        return [
+            (key, machine.awaited(), machine.ends_s) for key, machine in self._machines.items() if not machine.complete
+        ]
+
+    # what the peer's loops call
+
+    def receive(self, sender: PeerId, incarnation: int, message: RoundMessage) -> None:
+        """Route a member's message to its machine, making one if this member is still on its way to the round."""
+        state = self._streams.get(message.key.stream)
+        if state is None:
+            self._port.drop("unknown stream")
+        elif isinstance(message, LogQuery):
+            self._answer_query(state, sender, message)
+        elif isinstance(message, Forgotten):
+            self._take_forgotten(state, message)
+        elif isinstance(message, Decided) and message.key not in self._machines:
+            self._take_decided(state, sender, incarnation, message)
+        else:
+            self._to_machine(state, sender, incarnation, message)
+
+    def tick(self) -> None:
+        """Time passes for every machine; offers that had to wait are placed; what was missed is asked for."""
+        now_s = self._port.now()
+        for machine in list(self._machines.values()):
+            suspects = {i for i, peer in enumerate(machine.group) if self._port.life(peer) in ("suspect", "dead")}
+            machine.tick(now_s, frozenset(suspects))
+            self._carry_out(machine)
+        for state in self._streams.values():
+            self._place_offers(state)
+            self._follow(state)
+
+    # machines
+
+    def _place_offers(self, state: StreamState) -> None:
+        """Put my offer into its round as soon as that is the stream's next one and I am a member."""
+        offer = state.offers.get(state.newest + 1)
+        if offer is None:
+            return
+        view = self._port.views.at(offer.key.round)
+        machine = self._machine(state, offer.key, view) if view is not None else None
+        if machine is not None and machine.me not in machine.offers:
+            machine.offer(self._port.now(), msgspec.structs.replace(offer, view=machine.view))
+            self._carry_out(machine)
+
+    def _to_machine(
+        self,
+        state: StreamState,
+        sender: PeerId,
+        incarnation: int,
+        message: MachineMessage,
+    ) -> None:
+        view = self._view_of(sender, message.view, message.key)
+        if view is None:
+            return
+        member = view.index(sender, incarnation)
+        if member is None:
+            self._port.drop("not from a member")
+            return
+        state.seen = max(state.seen, message.key.round)
+        entry = state.log.get(message.key.round)
+        if entry is not None and message.key not in self._machines:
+            if isinstance(message, Offer | Reduced | Holds | Prepare | Propose):
+                self._port.send(sender, entry.decided)
+            return
+        machine = self._machine(state, message.key, view)
+        if machine is None:
+            return
+        machine.receive(self._port.now(), member, message)
+        self._carry_out(machine)
+
+    def _view_of(self, sender: PeerId, digest: bytes, key: Key) -> View | None:
+        """The view that a message names, if it is the one that its round belongs to."""
+        views = self._port.views
+        view = views.by_hash(digest)
+        if view is None or view is not views.at(key.round):
+            self._port.drop("other view")
+            self._port.counters["stale view"] += 1
+            return None
+        return view
+
+    def _machine(self, state: StreamState, key: Key, view: View) -> Collective | None:
+        """The machine of a key; made if this is the stream's next round, I am a member, and no view change is due."""
+        machine = self._machines.get(key)
+        me = self._port.my_index(view)
+        if machine is not None or me is None:
+            return machine
+        if key.round != state.newest + 1 or key.attempt or self._port.views.blocked(key.round):
+            return None
+        self.touched = max(self.touched, key.round)
+        stream = state.stream
+        terms = Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants)
+        seeded = order(view.peers, self._port.seed, view.hash, key)
+        ordered = tuple(view.peers.index(peer) for peer in seeded)
+        machine = self._make(key, view, me, ordered, terms, state.tokens)
+        self._machines[key] = machine
+        return machine
+
+    def _make(
+        self, key: Key, view: View, me: int, ordered: tuple[int, ...], terms: Terms, prior_tokens: int
+    ) -> Collective:
+        now_s = self._port.now()
+        holding = self._port.store.__contains__
+        return Collective(key, view.hash, view.peers, me, ordered, terms, now_s, prior_tokens, holding)
+
+    def _carry_out(self, machine: Collective) -> None:
+        """Do what a machine wants; log its decision and resolve whoever waits once it is complete."""
+        while actions := machine.take():
+            for action in actions:
+                self._act(machine, action)
+        state = self._streams[machine.key.stream]
+        if machine.close is not None and machine.key.round == state.newest + 1:
+            self._log(
+                state,
+                machine.key,
+                machine.close,
+                machine.group,
+                machine.decision.announcement(),
+                machine.taken(),
+            )
+        if machine.complete and self._machines.pop(machine.key, None) is not None:
+            self._completed(state, machine.key.round)
+
+    def _act(self, machine: Collective, action: Action) -> None:
+        match action:
+            case Fetch():
+                self._port.spawn(self._fetch_for(machine, action))
+            case Reduce():
+                self._port.spawn(self._reduce_for(machine, action))
+            case (member, message):
+                self._port.send(machine.group[member], message)
+
+    async def _fetch_for(self, machine: Collective, wanted: Fetch) -> None:
+        stream = self._streams[machine.key.stream].stream
+        holders = [machine.group[member] for member in wanted.holders]
+        fits = wanted.size <= stream.max_shard_bytes
+        patience_s = max(FETCH_TIMEOUT_S, stream.deadline_s)
+        there = fits and await self._port.chunks.fetch(
+            wanted.digest, wanted.size, lambda: holders, work_pin(machine.key), patience_s
+        )
+        if machine.key not in self._machines:  # complete meanwhile: nobody will release what has come too late
+            self._port.store.release(work_pin(machine.key))
+            return
+        corrupt = not fits
+        if there and stream.kind == "gather":
+            data = self._port.store.get(wanted.digest) or b""
+            corrupt = not await self._port.compute(lambda: stream.check(machine.key.round, wanted.shard, data))
+        if not there:
+            await asyncio.sleep(STALL_S / 2)
+        machine.fetched(self._port.now(), wanted.digest, intact=there, corrupt=corrupt)
+        self._carry_out(machine)
+
+    async def _reduce_for(self, machine: Collective, wanted: Reduce) -> None:
+        stream = self._streams[machine.key.stream].stream
+        inputs = [
+            (machine.group[member], weight, self._port.store.get(digest) or b"")
+            for member, weight, digest in wanted.inputs
+        ]
+        reduction: Reduction = await self._port.compute(lambda: stream.reduce(machine.key.round, wanted.shard, inputs))
+        rejected = tuple(machine.group.index(peer) for peer in reduction.rejected)
+        self._port.counters["corrupt payloads"] += len(rejected)
+        now_s = self._port.now()
+        if reduction.data is None:
+            machine.unreduced(now_s, wanted.shard)
+        else:
+            digest = self._port.store.put(reduction.data, work_pin(machine.key))
+            machine.reduced(now_s, wanted.shard, digest, len(reduction.data), rejected)
+        self._carry_out(machine)
+
+    # the log
+
+    def _log(
+        self,
+        state: StreamState,
+        key: Key,
+        close: CloseList,
+        group: tuple[PeerId, ...],
+        decided: Decided,
+        taken: tuple[bool, ...],
+    ) -> None:
+        state.newest = key.round
+        state.seen = max(state.seen, key.round)
+        state.tokens = close.tokens
+        state.log[key.round] = Logged(close, group, decided, taken)
+        while len(state.log) > LOG_ROUNDS:
+            oldest, _ = state.log.popitem(last=False)
+            self._port.store.release(Key(key.stream, oldest, key.attempt))
+
+    def _completed(self, state: StreamState, number: int) -> None:
+        entry = state.log.get(number)
+        if entry is None:
+            return
+        key = Key(state.stream.name, number)
+        for item in entry.close.items:
+            self._port.store.pin(item.digest, key)
+        self._port.store.release(work_pin(key))
+        entry.complete = True
+        future = state.waiting.get(number)
+        if future is not None and not future.done():
+            future.set_result(outcome(state.stream, number, entry, self._port.store))
+
+    def _forget(self, state: StreamState | None) -> None:
+        """Drop what a stream held: a snapshot has taken its place."""
+        if state is None:
+            return
+        for number in state.log:
+            self._port.store.release(Key(state.stream.name, number))
+        for key in [key for key in self._machines if key.stream == state.stream.name]:
+            del self._machines[key]
+            self._port.store.release(work_pin(key))
+        self._give_up(state, state.newest + 1)
+
+    def _give_up(self, state: StreamState, next_round: int) -> None:
+        for number, future in state.waiting.items():
+            if not future.done():
+                future.set_result(Outcome(Key(state.stream.name, number), "lost", next_round))
+
+    # what was missed
+
+    def _follow(self, state: StreamState) -> None:
+        """Ask somebody for the next round's decision if others are further, if I only watch, or if mine is overdue."""
+        now_s = self._port.now()
+        if now_s - state.asked_s < FOLLOW_S or state.stream.group:
+            return
+        number = state.newest + 1
+        view = self._port.views.newest
+        watching = self._port.my_index(self._port.views.at(number) or view) is None
+        machine = self._machines.get(Key(state.stream.name, number))
+        overdue = machine is not None and now_s > machine.ends_s
+        if not (watching or overdue or state.seen > number):
+            return
+        others = [peer for peer in view.peers if peer != self._port.me and self._port.life(peer) != "dead"]
+        if others:
+            state.asked_s = now_s
+            self._port.send(self._random.choice(others), LogQuery(Key(state.stream.name, number)))
+
+    def _answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> None:
+        entry = state.log.get(query.key.round)
+        if entry is not None:
+            self._port.send(sender, entry.decided)
+        elif query.key.round <= state.newest:
+            oldest = next(iter(state.log), state.newest)
+            self._port.send(sender, Forgotten(query.key, oldest, state.newest))
+
+    def _take_forgotten(self, state: StreamState, message: Forgotten) -> None:
+        """The round has left the log of somebody we asked: this peer must adopt a snapshot."""
+        if message.key.round != state.newest + 1 or message.oldest <= message.key.round:
+            return
+        self._port.counters["lost rounds"] += 1
+        self._give_up(state, message.newest + 1)
+        state.seen = max(state.seen, message.newest)
+
+    def _take_decided(self, state: StreamState, sender: PeerId, incarnation: int, decided: Decided) -> None:
+        """A decision that I had no part in: log it if it is the next one, and get its content."""
+        view = self._port.views.by_hash(decided.view)
+        if view is None or self._port.views.newest.index(sender, incarnation) is None:
+            self._port.drop("decision of strangers")
+            return
+        state.seen = max(state.seen, decided.key.round)
+        if decided.key.round != state.newest + 1 or decided.key.attempt:
+            return
+        try:
+            close = decode_close_list(decided.value)
+        except msgspec.MsgspecError:
+            self._port.drop("undecodable close list")
+            return
+        nothing = (False,) * state.stream.shards
+        self._log(state, decided.key, close, view.peers, decided, nothing)
+        self._port.spawn(self._fill(state, decided.key))
+
+    async def _fill(self, state: StreamState, key: Key) -> None:
+        """Fetch the content of a logged round from whoever holds it."""
+        entry = state.log[key.round]
+
+        def holders() -> list[PeerId]:
+            return [peer for peer in self._port.views.newest.peers if peer != self._port.me]
+
+        for item in entry.close.items:
+            if item.size > state.stream.max_shard_bytes:
+                self._port.drop("item too large")
+                return
+            while not await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S):
+                if state.log.get(key.round) is not entry:
+                    return
+        self._completed(state, key.round)

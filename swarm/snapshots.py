@@ -1,0 +1,156 @@
+"""State downloads: a member offers its snapshot as a list of chunks, a joiner takes them from all who hold them.
+
+For an exact stream the joiner takes the state that most of those who answered announce for one round; for a per-peer
+stream any one member's. The chunks are verified by their digests, the whole by the state's hash (in node/).
+"""
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
+from farflock.swarm.port import Port
+
+ASK_EVERY_S = 1.0
+SETTLE_S = 0.5  # after the first offer, how long to wait for others to compare it with
+MAX_SNAPSHOT_CHUNKS = 65536
+PARALLEL = 16
+
+
+class Listing(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a snapshot: the chunk that a `StateOffer` names."""
+
+    chunks: Annotated[tuple[tuple[Digest, Size], ...], msgspec.Meta(max_length=MAX_SNAPSHOT_CHUNKS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A stream's state after a round: opaque chunks, the state's hash, and the run's agreed tokens at that point."""
+
+    round: int
+    state: bytes
+    tokens: int
+    chunks: tuple[bytes, ...]
+
+
+Provide = Callable[[], Awaitable[Snapshot]]
+Progress = Callable[[int, int], None]  # chunks here, chunks in all
+
+
+class SnapshotUnavailable(Exception):
+    """No member delivered a snapshot in time; the message says how far it came."""
+
+
+class Snapshots:
+    """Serves this peer's snapshots and downloads those of others."""
+
+    def __init__(self, port: Port, asked: Callable[[], list[PeerId]]) -> None:
+        self._port, self._members = port, asked
+        self._providers: dict[str, Provide] = {}
+        self._served: dict[str, StateOffer] = {}
+        self._building: set[str] = set()
+        self._offers: dict[str, dict[PeerId, StateOffer]] = {}
+
+    def serve(self, name: str, provide: Provide) -> None:
+        """From now on, answer questions for this stream's snapshot."""
+        self._providers[name] = provide
+
+    def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
+        """Answer a question, or note an answer to mine."""
+        if isinstance(message, StateOffer):
+            wanted = self._offers.get(message.stream)
+            if wanted is not None and sender in self._members():
+                wanted[sender] = message
+        elif message.stream in self._providers and message.stream not in self._building:
+            self._building.add(message.stream)
+            self._port.spawn(self._offer(sender, message.stream))
+
+    async def fetch(self, name: str, timeout_s: float, progress: Progress = lambda here, total: None) -> Snapshot:
+        """Download the state that the members agree on; `SnapshotUnavailable` if that fails in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._fetch(name, timeout_s, progress)
+        except TimeoutError:
+            heard = len(self._offers.get(name, {}))
+            raise SnapshotUnavailable(
+                f"no snapshot of {name} within {timeout_s:.0f} s ({heard} members offered one); check the link, try again"
+            ) from None
+        finally:
+            self._offers.pop(name, None)
+
+    async def _fetch(self, name: str, timeout_s: float, progress: Progress) -> Snapshot:
+        while True:
+            offers = self._offers[name] = {}
+            await self._gather_offers(name, offers)
+            offer, holders = _choose(offers)
+            pin = ("download", name)
+            chunks = await self._download(offer, holders, pin, timeout_s, progress)
+            self._port.store.release(pin)
+            if chunks is not None:
+                return Snapshot(offer.round, offer.state, offer.tokens, chunks)
+
+    async def _gather_offers(self, name: str, offers: dict[PeerId, StateOffer]) -> None:
+        while not offers:
+            for peer in self._members():
+                self._port.send(peer, StateQuery(name))
+            await asyncio.sleep(ASK_EVERY_S)
+        await asyncio.sleep(SETTLE_S)
+
+    async def _download(
+        self, offer: StateOffer, holders: list[PeerId], pin: object, timeout_s: float, progress: Progress
+    ) -> tuple[bytes, ...] | None:
+        fetch = self._port.chunks.fetch
+        if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s):
+            return None
+        try:
+            listing = msgspec.msgpack.decode(self._port.store.get(offer.digest) or b"", type=Listing)
+        except msgspec.MsgspecError:
+            self._port.drop("undecodable snapshot listing")
+            return None
+        gate, here = asyncio.Semaphore(PARALLEL), 0
+
+        async def one(digest: bytes, size: int) -> bool:
+            nonlocal here
+            async with gate:
+                done = await fetch(digest, size, lambda: holders, pin, timeout_s)
+            here += done
+            progress(here, len(listing.chunks))
+            return done
+
+        if not all(await asyncio.gather(*(one(digest, size) for digest, size in listing.chunks))):
+            return None
+        return tuple(self._port.store.get(digest) or b"" for digest, _ in listing.chunks)
+
+    async def _offer(self, asker: PeerId, name: str) -> None:
+        """Build (or reuse) this round's snapshot and tell the asker where it is."""
+        try:
+            snapshot = await self._providers[name]()
+            pin = ("snapshot", name)
+            served = self._served.get(name)
+            if served is None or served.round != snapshot.round or served.state != snapshot.state:
+                self._port.store.release(pin)
+                served = self._served[name] = self._put(name, snapshot, pin)
+            self._port.send(asker, served)
+        finally:
+            self._building.discard(name)
+
+    def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
+        store = self._port.store
+        assert all(len(chunk) <= MAX_CHUNK_BYTES for chunk in snapshot.chunks), "a snapshot chunk is too large"
+        listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
+        listing = msgspec.msgpack.encode(Listing(listed))
+        digest = store.put(listing, pin)
+        return StateOffer(name, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens)
+
+
+def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:
+    """The state that most announce (ties: the newest round), and who can serve exactly its chunks."""
+    votes = collections.Counter((offer.round, offer.state, offer.digest) for offer in offers.values())
+    best = max(votes, key=lambda entry: (votes[entry], entry[0], entry[1]))
+    holders = sorted(peer for peer, offer in offers.items() if (offer.round, offer.state, offer.digest) == best)
+    return offers[holders[0]], holders

@@ -1,0 +1,117 @@
+"""A stream as the swarm sees it: opaque shards, two functions of the node's, and the log of its last rounds."""
+
+import asyncio
+import collections
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from farflock.swarm.chunks import Store
+from farflock.swarm.collective import CloseList
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Decided, Key, Offer
+
+Status = Literal["ok", "partial", "alone", "failed", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduced shard, and whose payloads were corrupt and are not in it; `data` is None if none was usable."""
+
+    data: bytes | None
+    rejected: tuple[PeerId, ...] = ()
+
+
+ReduceShard = Callable[[int, int, Sequence[tuple[PeerId, float, bytes]]], Reduction]  # (round, shard, inputs)
+CheckShard = Callable[[int, int, bytes], bool]  # (round, shard, payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Tensors that are synchronised together, as the swarm sees them: opaque shards and two functions of the node's.
+
+    `group` 0 is everybody in the view; 2 are pairs (swarm/pairing.py). `max_shard_bytes` bounds what is fetched.
+    """
+
+    name: str
+    kind: Literal["mean", "gather"]
+    shards: int
+    max_shard_bytes: int
+    reduce: ReduceShard
+    check: CheckShard
+    group: int = 0
+    deadline_s: float = 30.0
+    min_participants: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of an exchange: `reduced` by shard (mean over everybody) or `gathered` by peer (pairs, gathers).
+
+    `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens after the round,
+    `state` the hash of the state before it that most members had.
+    """
+
+    key: Key
+    status: Status
+    next_round: int
+    participants: tuple[PeerId, ...] = ()
+    weights: tuple[float, ...] = ()
+    reduced: tuple[bytes, ...] | None = None
+    gathered: dict[PeerId, tuple[bytes, ...]] | None = None
+    taken: tuple[bool, ...] = ()
+    tokens: int = 0
+    state: bytes = b""
+
+
+@dataclass(slots=True)
+class Logged:
+    """One decided round: its list, the group that the list's indices mean, and whether its content is here."""
+
+    close: CloseList
+    group: tuple[PeerId, ...]
+    decided: Decided
+    taken: tuple[bool, ...]
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class StreamState:
+    """One stream at this peer."""
+
+    stream: Stream
+    newest: int = -1  # the last round that I know to be decided
+    tokens: int = 0
+    seen: int = -1  # the highest round that I heard of
+    log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
+    offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
+    waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
+    asked_s: float = 0.0
+
+
+def work_pin(key: Key) -> tuple[str, Key]:
+    """Pins what an exchange needs until it is complete: contributions; its result stays pinned under the key itself."""
+    return ("work", key)
+
+
+def outcome(stream: Stream, number: int, logged: Logged, store: Store) -> Outcome:
+    """What a decided round, whose content is in the store, means to this peer; participants in sorted order."""
+    close, group = logged.close, logged.group
+    bare = Outcome(Key(stream.name, number), "failed", number + 1, tokens=close.tokens, state=close.state)
+    if not close.items:
+        return bare
+    weights = dict(sorted((group[member], weight) for member, weight in close.members))
+    contents = {item.index: store.get(item.digest) or b"" for item in close.items}
+    all_in = len(weights) == len(group) and all(logged.taken)
+    done = replace(
+        bare,
+        status="partial" if not all_in else "alone" if len(group) == 1 else "ok",
+        participants=tuple(weights),
+        weights=tuple(weights.values()),
+        taken=logged.taken,
+    )
+    shards = range(stream.shards)
+    if stream.kind == "mean":
+        return replace(done, reduced=tuple(contents[shard] for shard in shards))
+    places = {group[member]: member * stream.shards for member, _ in close.members}
+    return replace(done, gathered={peer: tuple(contents[places[peer] + s] for s in shards) for peer in weights})

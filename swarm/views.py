@@ -1,0 +1,229 @@
+"""Views: the agreed, numbered member list, and from which round on it holds.
+
+A view is decided by the previous view's members (swarm/decide.py) and says itself at which round it begins, so that
+every round belongs to exactly one view and no round can be decided by two of them: a member that has accepted a view
+beginning at round R takes no part in rounds from R on under the old one, and refuses a view that begins at a round it
+has already touched. Rounds of all streams of a run count on one axis.
+
+Sans I/O, pure. Members are ordered by seniority: index 0 breaks ties of even views.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from farflock.swarm.decide import is_certified
+from farflock.swarm.identity import verify
+from farflock.swarm.links import Life, PeerId
+from farflock.swarm.messages import MAX_MEMBERS, MAX_VALUE_BYTES, Count, Decided, Digest, Key
+
+VIEW_STREAM = "#views"
+KEPT_VIEWS = 32
+_DOMAIN = b"view"
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A peer in one of its lives: after a restart it has forgotten its promises, so it counts as another."""
+
+    peer: Annotated[str, msgspec.Meta(max_length=64)]
+    incarnation: Count
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """A numbered member list that holds from `first_round` on; `previous` is the hash of the view before."""
+
+    number: Count
+    previous: Digest
+    first_round: Count
+    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+
+    @property
+    def hash(self) -> bytes:
+        """SHA-256 of the encoding; it names the view in every message."""
+        return hashlib.sha256(encode(self)).digest()
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Peer ids by member index."""
+        return tuple(member.peer for member in self.members)
+
+    def index(self, peer: PeerId, incarnation: int) -> int | None:
+        """The member index of a peer in this life, None if it is no member."""
+        for index, member in enumerate(self.members):
+            if member.peer == peer and member.incarnation == incarnation:
+                return index
+        return None
+
+
+class Certified(msgspec.Struct, frozen=True, array_like=True):
+    """A view with the signatures of a quorum of the previous view's members; genesis has none."""
+
+    view: View
+    ballot: tuple[Count, Count] = (0, 0)
+    proofs: Annotated[tuple[tuple[Count, bytes], ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+
+
+class BadView(ValueError):
+    """A view that does not follow from the one before it."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_view_decoder = msgspec.msgpack.Decoder(View)
+_certified_decoder = msgspec.msgpack.Decoder(Certified)
+
+
+def encode(value: View | Certified) -> bytes:
+    """The canonical bytes: what is decided, signed and hashed."""
+    return _encoder.encode(value)
+
+
+def decode_view(raw: bytes) -> View:
+    """Decode a proposed view; `BadView` for anything else."""
+    try:
+        view = _view_decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise BadView(f"not a view: {error}") from None
+    if len(set(view.peers)) != len(view.peers):
+        raise BadView(f"view {view.number} names a peer twice")
+    return view
+
+
+def decode_certified(raw: bytes) -> Certified:
+    """Decode a certified view; `BadView` for anything else."""
+    if len(raw) > MAX_VALUE_BYTES:
+        raise BadView(f"a view of {len(raw)} bytes is over the limit of {MAX_VALUE_BYTES}")
+    try:
+        return _certified_decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise BadView(f"not a certified view: {error}") from None
+
+
+def genesis(run: str, founder: Member) -> View:
+    """View 0: the founder alone, from round 0 on."""
+    return View(0, hashlib.sha256(b"farflock-genesis\x00" + run.encode()).digest(), 0, (founder,))
+
+
+def view_key(number: int) -> Key:
+    """Under which key view `number` is decided."""
+    return Key(VIEW_STREAM, number)
+
+
+def signature_domain(run: str) -> bytes:
+    """Signatures on views of one run are worthless in another."""
+    return _DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
+
+
+def checker(run: str, view: View) -> Callable[[int, bytes, bytes], bool]:
+    """Verifies the signature of a member of `view` on the view after it."""
+    return lambda member, text, proof: verify(view.members[member].peer, signature_domain(run), text, proof)
+
+
+@dataclass(slots=True)
+class Chain:
+    """The views that a peer knows, oldest first, without a gap; at most `KEPT_VIEWS`."""
+
+    run: str
+    views: list[Certified]
+    barrier: int | None = None  # I accepted a next view from this round on: no part in such rounds before it is decided
+
+    @property
+    def newest(self) -> View:
+        """The last view that I know to be decided."""
+        return self.views[-1].view
+
+    def at(self, round_number: int) -> View | None:
+        """The view that a round belongs to; None for rounds before the oldest view that I kept."""
+        for certified in reversed(self.views):
+            if certified.view.first_round <= round_number:
+                return certified.view
+        return None
+
+    def by_hash(self, digest: bytes) -> View | None:
+        """The known view of this hash."""
+        return next((entry.view for entry in reversed(self.views) if entry.view.hash == digest), None)
+
+    def blocked(self, round_number: int) -> bool:
+        """Whether taking part in this round must wait for the next view's decision."""
+        return self.barrier is not None and round_number >= self.barrier
+
+    def extend(self, certified: Certified) -> bool:
+        """Append the next view; False if it is known already, `BadView` if it does not follow from mine."""
+        view, newest = certified.view, self.newest
+        if view.number <= newest.number:
+            return False
+        self._require_successor(view)
+        decided = Decided(view_key(view.number), newest.hash, encode(view), certified.ballot, certified.proofs)
+        if not is_certified(decided, len(newest.members), checker(self.run, newest)):
+            raise BadView(f"view {view.number} lacks the signatures of a quorum of view {newest.number}")
+        self.views.append(certified)
+        self.barrier = None
+        del self.views[:-KEPT_VIEWS]
+        return True
+
+    def since(self, number: int, limit: int = 16) -> tuple[bytes, ...]:
+        """Encoded views after `number`, oldest first, for a peer that lacks them; empty if mine do not reach back."""
+        if self.views[0].view.number > number + 1:
+            return ()
+        return tuple(encode(entry) for entry in self.views if entry.view.number > number)[:limit]
+
+    def floor(self, raw: bytes, touched: int) -> int:
+        """Whether I may accept this proposal for the next view: 0 if so, else the least round it could begin at."""
+        try:
+            view = decode_view(raw)
+            self._require_successor(view)
+        except BadView:
+            return touched + 1
+        return 0 if view.first_round > touched else touched + 1
+
+    def _require_successor(self, view: View) -> None:
+        newest = self.newest
+        if view.number != newest.number + 1 or view.previous != newest.hash:
+            raise BadView(f"view {view.number} does not follow view {newest.number}")
+        if view.first_round <= newest.first_round:
+            raise BadView(f"view {view.number} begins at round {view.first_round}, not after {newest.first_round}")
+
+
+@dataclass(slots=True)
+class Candidates:
+    """What a member has heard about who wants in and who goes; entries expire, so they are repeated."""
+
+    joining: dict[PeerId, tuple[Member, float]] = field(default_factory=dict)  # member, expiry on the local clock
+    leaving: set[PeerId] = field(default_factory=set)
+
+    def join(self, member: Member, expires_s: float) -> None:
+        """Note a peer that asked to be admitted; the table is bounded."""
+        if member.peer in self.joining or len(self.joining) < 2 * MAX_MEMBERS:
+            self.joining[member.peer] = (member, expires_s)
+            self.leaving.discard(member.peer)
+
+    def leave(self, peer: PeerId) -> None:
+        """Note a peer that said goodbye."""
+        self.joining.pop(peer, None)
+        if len(self.leaving) < 2 * MAX_MEMBERS:
+            self.leaving.add(peer)
+
+    def live(self, now_s: float) -> dict[PeerId, Member]:
+        """Who still wants in."""
+        self.joining = {peer: entry for peer, entry in self.joining.items() if entry[1] > now_s}
+        return {peer: member for peer, (member, _) in self.joining.items()}
+
+
+def next_members(
+    view: View, lives: Mapping[PeerId, Life], joining: Mapping[PeerId, Member], leaving: Collection[PeerId]
+) -> tuple[Member, ...] | None:
+    """The members of the next view, or None if nothing changes: the dead and the leaving go, restarted ones are
+    replaced by their new life at the end of the line, joiners follow in the order of their ids."""
+    staying = tuple(
+        member
+        for member in view.members
+        if lives.get(member.peer, "unknown") != "dead"
+        and member.peer not in leaving
+        and joining.get(member.peer, member) == member
+    )
+    present = {member.peer for member in staying}
+    coming = tuple(joining[peer] for peer in sorted(joining) if peer not in present and peer not in leaving)
+    members = (staying + coming)[:MAX_MEMBERS]
+    return None if members == view.members or not members else members
