@@ -1,0 +1,298 @@
+"""Crash-safe checkpoints: whatever happens while one is written, the folder holds only whole ones.
+
+A checkpoint is a folder `step-N` with one safetensors file a part (inner, outer, …), further small files
+(config.json), and `manifest.json` with the SHA-256 of each. It is written under a hidden temporary name,
+every file and folder is fsync'd, and one rename makes it appear. Reading verifies every hash and that every
+value is finite.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor
+
+Parts = Mapping[str, Mapping[str, Tensor]]
+
+_MANIFEST = "manifest.json"
+_SUFFIX = ".safetensors"
+_FORMAT = 1
+_MAX_MANIFEST_BYTES = 64 << 20
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or found; the message is one sentence with the remedy."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint that is not what was written: cut short, altered, or not finite."""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    sha256: str
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    files: dict[str, _File]
+    meta: dict[str, Any]
+
+
+class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The manifest's file: its text and that text's hash, so that a flipped bit in `meta` is found too."""
+
+    sha256: str
+    manifest: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint. `parts` are the named groups of tensors, `files` the further files' bytes."""
+
+    folder: Path
+    step: int
+    parts: dict[str, dict[str, Tensor]]
+    meta: dict[str, Any]
+    files: dict[str, bytes]
+
+
+def save(
+    folder: Path, step: int, parts: Parts, meta: Mapping[str, Any], files: Mapping[str, bytes] | None = None
+) -> Path:
+    """Write `folder/step-N` and return its path; raise `CheckpointError`, leaving nothing behind, if it
+    cannot be.
+
+    A readable checkpoint of that step is never overwritten; a corrupt one is set aside under another name.
+    `meta` holds plain JSON values (NaN would become null). Needs about the largest part's bytes of memory
+    beside the tensors.
+    """
+    target = folder / f"step-{step}"
+    partial = folder / f".step-{step}.partial"
+    _require_names(step, parts, files or {})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _make_room(target)
+        shutil.rmtree(partial, ignore_errors=True)  # left by a crash
+        partial.mkdir()
+        _write_all(partial, step, parts, meta, files or {})
+        os.replace(partial, target)
+        _sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(_remedy(target, error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read and verify one checkpoint folder; raise `CheckpointCorrupt` or, where it cannot be read,
+    `CheckpointError`.
+    """
+    try:
+        manifest = _read_manifest(folder)
+        contents = {name: _read_verified(folder / name, file) for name, file in manifest.files.items()}
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    parts = {
+        name.removesuffix(_SUFFIX): _tensors(folder / name, contents.pop(name))
+        for name in list(contents)
+        if name.endswith(_SUFFIX)
+    }
+    return Checkpoint(folder, manifest.step, parts, manifest.meta, contents)
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that verifies, or None; broken ones are skipped with a warning."""
+    for _, path in reversed(steps(folder)):
+        try:
+            return load(path)
+        except CheckpointError as error:
+            log.warning("skipping a checkpoint: %s", error)
+    return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints that verify, and what crashes left behind.
+
+    Anything newer than the oldest one kept stays, also if it is broken: it may be looked into.
+    """
+    if keep < 1:
+        raise ValueError(f"prune keeps at least one checkpoint, got {keep}")
+    whole = 0
+    for _, path in reversed(steps(folder)):
+        if whole >= keep:
+            shutil.rmtree(path)
+        elif _is_whole(path):
+            whole += 1
+    for path in folder.glob(".step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def steps(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of each checkpoint in `folder`, oldest first, unverified; empty if there is no such
+    folder.
+    """
+    if not folder.is_dir():
+        return []
+    found = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def _require_names(step: int, parts: Parts, files: Mapping[str, bytes]) -> None:
+    if step < 0:
+        raise ValueError(f"a checkpoint's step is 0 or more, got {step}")
+    for name in [*(f"{part}{_SUFFIX}" for part in parts), *files]:
+        if not _NAME.fullmatch(name) or name == _MANIFEST or (name in files and name.endswith(_SUFFIX)):
+            raise ValueError(f"{name!r} cannot be the name of a checkpoint's file; use letters, digits, '-', '_'")
+    for part, tensors in parts.items():
+        for name, tensor in tensors.items():
+            if not _finite(tensor):
+                raise CheckpointError(
+                    f"{part}/{name} holds NaN or infinite values, so this state is not saved; "
+                    "resume from the last checkpoint with a lower learning rate"
+                )
+
+
+def _make_room(target: Path) -> None:
+    """Refuse to replace a checkpoint; move a corrupt one to the first free `.corrupt` name."""
+    if not target.exists():
+        return
+    if _is_whole(target):
+        raise CheckpointError(f"{target} exists already and is not overwritten; move it away, or resume from it")
+    number = 1
+    while (aside := target.with_name(f"{target.name}.corrupt-{number}")).exists():
+        number += 1
+    log.warning("%s is corrupt and now called %s", target, aside.name)
+    os.replace(target, aside)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        load(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _write_all(partial: Path, step: int, parts: Parts, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    written: dict[str, _File] = {}
+    for part, tensors in parts.items():
+        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        name = f"{part}{_SUFFIX}"
+        written[name] = _write_file(partial / name, safetensors.save(flat))
+    for name, content in files.items():
+        written[name] = _write_file(partial / name, content)
+    manifest = msgspec.json.encode(_Manifest(_FORMAT, step, written, dict(meta)))
+    sealed = _Sealed(hashlib.sha256(manifest).hexdigest(), msgspec.Raw(manifest))
+    _write_file(partial / _MANIFEST, msgspec.json.encode(sealed))
+    _sync_folder(partial)
+
+
+def _write_file(path: Path, content: bytes) -> _File:
+    """Write a new file through to the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        rest = memoryview(content)
+        while rest:  # one write takes at most 2 GiB
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return _File(hashlib.sha256(content).hexdigest(), len(content))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make names in a folder durable: a file's own fsync does not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_manifest(folder: Path) -> _Manifest:
+    path = folder / _MANIFEST
+    size_bytes = path.stat().st_size
+    if size_bytes > _MAX_MANIFEST_BYTES:
+        raise CheckpointCorrupt(_corrupt(path, f"has {size_bytes} bytes, above {_MAX_MANIFEST_BYTES}"))
+    try:
+        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        if hashlib.sha256(sealed.manifest).hexdigest() != sealed.sha256:
+            raise CheckpointCorrupt(_corrupt(path, "does not have the SHA-256 that it states"))
+        manifest = msgspec.json.decode(sealed.manifest, type=_Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointCorrupt(_corrupt(path, f"cannot be parsed ({error})")) from None
+    if manifest.format != _FORMAT:
+        raise CheckpointError(
+            f"{folder} has checkpoint format {manifest.format}, this version reads {_FORMAT}; "
+            "use the version that wrote it"
+        )
+    for name in manifest.files:
+        if not _NAME.fullmatch(name):
+            raise CheckpointCorrupt(_corrupt(path, f"names a file {name[:100]!r}"))
+    return manifest
+
+
+def _read_verified(path: Path, file: _File) -> bytes:
+    size_bytes = path.stat().st_size
+    if size_bytes != file.size_bytes:
+        raise CheckpointCorrupt(_corrupt(path, f"has {size_bytes} bytes instead of {file.size_bytes}"))
+    content = path.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != file.sha256:
+        raise CheckpointCorrupt(_corrupt(path, f"has SHA-256 {found[:16]}… instead of {file.sha256[:16]}…"))
+    return content
+
+
+def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
+    try:
+        tensors = safetensors.load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointCorrupt(_corrupt(path, f"is no safetensors file ({error})")) from None
+    for name, tensor in tensors.items():
+        if not _finite(tensor):
+            raise CheckpointCorrupt(_corrupt(path, f"holds NaN or infinite values in {name[:200]}"))
+    return tensors
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _corrupt(path: Path, what: str) -> str:
+    return f"{path} {what}; the checkpoint is damaged, use an earlier one or the swarm's snapshot"
+
+
+def _unreadable(folder: Path, error: OSError) -> CheckpointError:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        missing = Path(error.filename or folder)
+        if not folder.is_dir():
+            return CheckpointError(f"there is no checkpoint at {folder}; give a folder called step-N")
+        return CheckpointCorrupt(_corrupt(missing, "is missing"))
+    return CheckpointError(f"{error.filename or folder} cannot be read ({error.strerror}); check its permissions")
+
+
+def _remedy(target: Path, error: OSError) -> str:
+    if error.errno in _FULL:
+        return f"no room on the disk for {target}; free some space, the checkpoints before it are whole"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to write {target}; make its folder writable or choose another one"
+    return f"{target} could not be written ({error.strerror or error}); check the disk"

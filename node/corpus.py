@@ -1,0 +1,127 @@
+"""Text to train on and text held out of it: the shipped plays of Shakespeare, or a user's own file.
+
+Every peer of a run must have the same text; its hash is checked on loading, and the held-out part is fixed by
+the corpus itself, never drawn at random.
+"""
+
+import hashlib
+import lzma
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import msgspec
+
+SHIPPED = "shakespeare"
+HELD_OUT_SHARE = 0.05  # of a user's file: its end
+MIN_HELD_OUT_BYTES = 256
+MAX_TEXT_BYTES = 1 << 30  # larger texts belong into token files (data.py)
+
+
+class BadCorpus(ValueError):
+    """A corpus that is missing, damaged or too small; the message names the remedy."""
+
+
+class Play(msgspec.Struct, frozen=True):
+    """One play's place in the shipped text, in order."""
+
+    title: str
+    size_bytes: int
+    held_out: bool
+
+
+class About(msgspec.Struct, frozen=True):
+    """What shakespeare.json says of shakespeare.txt.xz."""
+
+    source: str
+    licence: str
+    sha256: str
+    size_bytes: int
+    plays: tuple[Play, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """`train` and `held_out` share no text; `sha256` is that of the whole text before the cut."""
+
+    name: str
+    train: str
+    held_out: str
+    held_out_titles: tuple[str, ...]
+    sha256: str
+
+
+def load_corpus(name: str, sha256: str | None = None) -> Corpus:
+    """The corpus called `shakespeare`, or the one in the UTF-8 text file of that path; raise `BadCorpus`.
+
+    `sha256` is what the run's manifest says of the whole text: another text is refused.
+    """
+    if name == SHIPPED:
+        corpus = shakespeare(files("farflock.node") / "texts")
+    elif name.endswith(".txt"):
+        corpus = from_file(Path(name))
+    else:
+        raise BadCorpus(f"the corpus {name!r} is neither {SHIPPED!r} nor the path of a .txt file; name one of them")
+    if sha256 is not None:
+        _require_hash(corpus.sha256, sha256, f"the corpus {name}", "get the text (or the version) of the run's founder")
+    return corpus
+
+
+def shakespeare(folder: Traversable) -> Corpus:
+    """The shipped plays, some of them held out whole; raise `BadCorpus` if the files were altered."""
+    try:
+        about = msgspec.json.decode((folder / "shakespeare.json").read_bytes(), type=About)
+        packed = (folder / "shakespeare.txt.xz").read_bytes()
+        text = lzma.LZMADecompressor().decompress(packed, max_length=about.size_bytes + 1)
+    except (OSError, EOFError, lzma.LZMAError, msgspec.MsgspecError) as error:
+        raise BadCorpus(f"the shipped corpus in {folder} cannot be read ({error}); reinstall farflock") from None
+    _require_hash(
+        hashlib.sha256(text).hexdigest(),
+        about.sha256,
+        f"the shipped corpus in {folder}",
+        "reinstall farflock",
+    )
+    return _cut_plays(text, about)
+
+
+def from_file(path: Path) -> Corpus:
+    """A user's UTF-8 text, its last twentieth held out (cut at a line's start); raise `BadCorpus`."""
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_TEXT_BYTES:
+            raise BadCorpus(f"{path} has {size_bytes} bytes, above {MAX_TEXT_BYTES}; turn it into a token file first")
+        raw = path.read_bytes()
+        text = raw.decode()
+    except OSError as error:
+        raise BadCorpus(f"the corpus {path} cannot be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError as error:
+        raise BadCorpus(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
+    cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT_SHARE))) + 1
+    train, held_out = text[:cut], text[cut:]
+    if not train or len(held_out.encode()) < MIN_HELD_OUT_BYTES:
+        raise BadCorpus(
+            f"{path} has {size_bytes} bytes, too few to train on and to hold out {MIN_HELD_OUT_BYTES} "
+            f"by whole lines; give a text of some {40 * MIN_HELD_OUT_BYTES} bytes or more"
+        )
+    return Corpus(path.name, train, held_out, (f"the end of {path.name}",), hashlib.sha256(raw).hexdigest())
+
+
+def _require_hash(found: str, expected: str, what: str, remedy: str) -> None:
+    if found != expected:
+        raise BadCorpus(f"{what} has SHA-256 {found[:16]}…, expected {expected[:16]}…; {remedy}")
+
+
+def _cut_plays(text: bytes, about: About) -> Corpus:
+    """Put each play, whole, on its side of the cut."""
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    start = 0
+    for play in about.plays:
+        parts[play.held_out].append(text[start : start + play.size_bytes])
+        start += play.size_bytes
+    if start != len(text):
+        raise BadCorpus(
+            f"the shipped plays are listed with {start} bytes, the text has {len(text)}; reinstall farflock"
+        )
+    titles = tuple(play.title for play in about.plays if play.held_out)
+    return Corpus(SHIPPED, b"".join(parts[False]).decode(), b"".join(parts[True]).decode(), titles, about.sha256)

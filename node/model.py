@@ -1,0 +1,257 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, optional grouped queries, tied or untied
+embeddings.
+
+It is our own so that the core needs no transformers, splits at layer boundaries, and fills its weights from a
+generator of its own; names and arithmetic are those of Hugging Face's `LlamaForCausalLM`, so exports load
+there.
+
+Shapes: B sequences, L positions, D model width, H heads, K width of a head, V vocabulary.
+"""
+
+import hashlib
+import math
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_LIMITS = {  # what a manifest may ask for at most, inclusive
+    "vocab_size": (2, 65_536),  # tokens are uint16
+    "dim": (2, 65_536),
+    "layers": (1, 1_024),
+    "heads": (1, 1_024),
+    "kv_heads": (1, 1_024),
+    "ffn_dim": (1, 262_144),
+    "context": (1, 131_072),
+}
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model's shape. `context` is the longest sequence in tokens; `tied` uses the token embedding as the
+    head.
+    """
+
+    vocab_size: int = 256
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    context: int
+    tied: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"the model's {name} is {value}; it must lie between {low} and {high}")
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"a width of {self.dim} gives {self.heads} heads no even share; make dim a multiple of {2 * self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly; choose a divisor"
+            )
+        if not (math.isfinite(self.rope_theta) and self.rope_theta >= 1):
+            raise ValueError(f"rope_theta is {self.rope_theta}; it must be finite and 1 or more, commonly 10000")
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1, commonly 1e-5")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.heads
+
+    def parameters(self) -> int:
+        """Number of weights, known before any memory is taken."""
+        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.dim
+        return self.layers * layer + embeddings + self.dim
+
+
+PRESETS = {
+    "tiny": ModelConfig(dim=24, layers=2, heads=2, kv_heads=1, ffn_dim=48, context=64),
+    "demo": ModelConfig(dim=96, layers=4, heads=4, kv_heads=4, ffn_dim=256, context=128),
+    "10m": ModelConfig(dim=384, layers=6, heads=6, kv_heads=6, ffn_dim=1024, context=256),
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions (arXiv:2104.09864) and grouped queries
+    (arXiv:2305.13245).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.kv_heads != config.heads
+        self.q_proj = _linear(config.dim, config.heads * config.head_dim)
+        self.k_proj = _linear(config.dim, config.kv_heads * config.head_dim)
+        self.v_proj = _linear(config.dim, config.kv_heads * config.head_dim)
+        self.o_proj = _linear(config.heads * config.head_dim, config.dim)
+
+    def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+        """What each position takes from itself and those before it, (B, L, D)."""
+        q_BHLK = rotate(self._heads(self.q_proj(x_BLD)), cos_LK, sin_LK)
+        k_BHLK = rotate(self._heads(self.k_proj(x_BLD)), cos_LK, sin_LK)
+        v_BHLK = self._heads(self.v_proj(x_BLD))
+        y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, is_causal=True, enable_gqa=self.grouped)
+        mixed: Tensor = self.o_proj(y_BHLK.transpose(1, 2).flatten(2))
+        return mixed
+
+    def _heads(self, x_BLD: Tensor) -> Tensor:
+        batch, length, _ = x_BLD.shape
+        return x_BLD.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)) (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = _linear(config.dim, config.ffn_dim)
+        self.up_proj = _linear(config.dim, config.ffn_dim)
+        self.down_proj = _linear(config.ffn_dim, config.dim)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, D) in and out."""
+        y_BLD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
+        return y_BLD
+
+
+class Block(nn.Module):
+    """One layer: normalised attention, then a normalised feed-forward net, each added to its input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+        """(B, L, D) in and out."""
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LK, sin_LK)
+        y_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
+        return y_BLD
+
+
+class Trunk(nn.Module):
+    """All but the head; it exists because Hugging Face's names begin with `model.`."""
+
+    def __init__(self, config: ModelConfig, span: range) -> None:
+        super().__init__()
+        self.embed_tokens = _embedding(config) if span.start == 0 else None
+        self.layers = nn.ModuleDict({str(index): Block(config) for index in span})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if span.stop == config.layers else None
+
+
+class Llama(nn.Module):
+    """The decoder, or the stage of it that holds the layers of `span`; a stage's tensors keep their unsplit
+    names.
+
+    The first stage embeds tokens, the last one ends in the norm and the head; composing the stages of any
+    split computes what the whole model computes. Weights are empty until `build` or `load_state_dict` fills
+    them.
+    """
+
+    def __init__(self, config: ModelConfig, span: range | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.span = range(config.layers) if span is None else span
+        if not (self.span and self.span.step == 1 and self.span.start >= 0 and self.span.stop <= config.layers):
+            raise ValueError(f"a stage holds consecutive layers of 0 to {config.layers - 1}, got {self.span}")
+        if config.tied and len(self.span) < config.layers:
+            raise ValueError("a model whose head is its embedding cannot be split into stages; set tied to false")
+        self.model = Trunk(config, self.span)
+        headed = self.span.stop == config.layers and not config.tied
+        self.lm_head = _linear(config.dim, config.vocab_size) if headed else None
+        cos_LK, sin_LK = rotary(config)
+        self.register_buffer("cos", cos_LK, persistent=False)
+        self.register_buffer("sin", sin_LK, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (B, L) for the first stage, activations (B, L, D) for others; activations or, from the last,
+        logits (B, L, V).
+        """
+        length = x.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"a sequence of {length} tokens is longer than the model's context {self.config.context}")
+        if self.model.embed_tokens is not None:
+            x = self.model.embed_tokens(x)
+        cos_LK, sin_LK = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
+        for block in self.blocks():
+            x = block(x, cos_LK, sin_LK)
+        return x if self.model.norm is None else self._logits(self.model.norm(x))
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers of this stage in order: what pipelines cut between and FSDP wraps."""
+        return list(self.model.layers.values())
+
+    def _logits(self, x_BLD: Tensor) -> Tensor:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "the last stage has a head of its own, or the whole model's embedding"
+        return F.linear(x_BLD, head.weight)
+
+
+def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
+    """A model with initial weights from `seed`; a stage's are those of the same layers in the whole model.
+
+    Normal with standard deviation √(2 / 5·dim) ("SmallInit", arXiv:1910.05895; 0.02 at a width of 1024),
+    divided by √(2·layers) where a layer adds to its input (GPT-2's rule); ones for norms. Each tensor has its
+    own generator, keyed by its name; the global one is not touched. torch's normal numbers differ between
+    CPUs: a swarm starts from the founder's weights, not from the seed.
+    """
+    model = Llama(config, span)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+                continue
+            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+            variance = 2 / (5 * config.dim) / (2 * config.layers if adds else 1)
+            weight.normal_(0.0, math.sqrt(variance), generator=_generator(seed, name))
+    return model
+
+
+def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token, computed in float32."""
+    return F.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
+
+
+def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotation angles, float32 (context, K); both halves of K repeat the same K/2
+    angles.
+    """
+    powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    angles = torch.arange(config.context, dtype=torch.float32)[:, None] * (1.0 / config.rope_theta**powers)
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos(), both.sin()
+
+
+def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+    """Turn each pair (i, i + K/2) by its position's angle: Hugging Face's pairing, not the paper's (2i, 2i +
+    1).
+    """
+    first, second = x_BHLK.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x_BHLK * cos_LK.to(x_BHLK.dtype) + turned * sin_LK.to(x_BHLK.dtype)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"farflock-init-v1 {seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    """Without the initial values that torch would draw from its global generator."""
+    return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+
+
+def _embedding(config: ModelConfig) -> nn.Embedding:
+    return nn.Embedding(config.vocab_size, config.dim, device="meta").to_empty(device="cpu")
