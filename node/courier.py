@@ -140,7 +140,9 @@ def _group_size(exchange: Exchange) -> int:
 def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
     """The weighted mean in sorted order of peers, the same bits on each side of a pair."""
     names = list(next(iter(gathered.values())))
-    inputs = [(weight, [tensors[name] for name in names]) for weight, tensors in zip(weights, gathered.values(), strict=True)]
+    inputs = [
+        (weight, [tensors[name] for name in names]) for weight, tensors in zip(weights, gathered.values(), strict=True)
+    ]
     return dict(zip(names, weighted_mean(inputs), strict=True))
 
 

@@ -17,6 +17,7 @@ from farflock.node.seat import Seat
 from farflock.optimizers.method import Exchange, Key, Progress, Result
 
 ADOPT_TIMEOUT_S = 300.0
+LEAST_WAIT_S = 0.001  # a wait shorter than the clock can tell would never end in virtual time
 
 
 class Trainee(Protocol):
@@ -72,7 +73,7 @@ class Loop:
         await self._collect()
         while (action := self.driver.next(self.seat.progress(self.step))) is not None:
             if isinstance(action, Wait):
-                left_s = max(action.until_s - self.seat.progress(self.step).run_time_s, 0.0)
+                left_s = max(action.until_s - self.seat.progress(self.step).run_time_s, LEAST_WAIT_S)
                 await asyncio.wait([self._carrying[action.key]], timeout=left_s)
                 await self._collect()
             else:

@@ -57,9 +57,9 @@ class Seat:
 
     async def carry(self, exchange: Exchange) -> Result:
         """Take an exchange to the swarm; `OutOfStep` if this node must adopt a snapshot first."""
-        method = self._driver.method
+        method, replica = self._driver.method, self._driver.replica
         exact = method.equality == "exact"
-        state = await self._compute(lambda: state_hash(method.snapshot())) if exact else b""
+        state = await self._compute(lambda: state_hash(method.snapshot(replica))) if exact else b""
         self._offered[exchange.key] = self._own_tokens
         estimate = self._agreed_tokens + self._own_tokens * self.members
         return await self._courier.carry(exchange, self._own_tokens if exact else estimate, state)
@@ -95,7 +95,8 @@ class Seat:
         self.open(snapshot.round, snapshot.tokens)
 
     async def _snapshot(self) -> Snapshot:
-        state = await self._compute(self._driver.method.snapshot)
+        driver = self._driver
+        state = await self._compute(lambda: driver.method.snapshot(driver.replica))
         tokens = self._agreed_tokens
         applied = self._applied
         encoded = await self._compute(lambda: safetensors.torch.save(state))

@@ -66,7 +66,9 @@ class Cut:
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
         """The payload of one shard of these float32 tensors; `UnencodableTensor` if they are not finite."""
         shard = self.shards[index]
-        return self.pack(index, round_number, [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard])
+        return self.pack(
+            index, round_number, [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard]
+        )
 
     def pack(self, index: int, round_number: int, values: Sequence[Tensor]) -> bytes:
         """The payload of one shard from one flat tensor a segment."""

@@ -145,6 +145,11 @@ class Method(Protocol):
         """What the group may compare after a sync: the state's hash, a tolerance, or only the result's hash."""
         ...
 
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """One specimen of each stream that it will ever ask for, with the shapes of its tensors: peers open their streams
+        before the first exchange, so that those who are still computing can reduce, hold and vote."""
+        ...
+
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """After `backward()`: an inner update, or only accumulation (DDP)."""
         ...
@@ -157,8 +162,8 @@ class Method(Protocol):
         """Take any outcome in; may ask for a second phase. Results of one stream come in round order."""
         ...
 
-    def snapshot(self) -> State:
-        """The outer state that a joiner downloads, copied."""
+    def snapshot(self, replica: Replica) -> State:
+        """The state that a joiner downloads, copied."""
         ...
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:

@@ -7,6 +7,7 @@ left for the next one, and only what is missing is asked for again.
 
 import asyncio
 import collections
+import contextlib
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
@@ -19,6 +20,7 @@ PIECE_BYTES = 64 * 1024
 WINDOW_BYTES = 1024 * 1024  # asked for and not yet here, per holder
 INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 STALL_S = 1.0
+GAP_S = 0.3  # between pieces of one request, which come one after the other
 SERVE_TIMEOUT_S = 5.0
 MAX_WANTS = 64  # waiting to be served, per asker
 MAX_ASKERS = 256
@@ -221,20 +223,23 @@ class Chunks:
             self._outstanding[holder] -= wanted
 
     async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: set[int]) -> None:
+        """Wait for the pieces asked for. A holder that sends nothing is left for another one; one that has begun and
+        falls silent has lost some on the way, and is asked again for what is missing."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         while fetching.missing & asked and holder not in fetching.refused:
             fetching.changed.clear()
+            began = not asked <= fetching.missing
             heard_s = max(asked_s, self._heard_s.get(holder, asked_s))
-            left_s = heard_s + STALL_S - loop.time()
-            if left_s <= 0 or self._life(holder) in ("suspect", "dead"):
-                fetching.refused.add(holder)  # until everybody has been asked
+            left_s = heard_s + (GAP_S if began else STALL_S) - loop.time()
+            gone = self._life(holder) in ("suspect", "dead")
+            if left_s <= 0 or gone:
+                if gone or not began:
+                    fetching.refused.add(holder)  # until everybody has been asked
                 return
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, STALL_S / 4)):
                     await fetching.changed.wait()
-            except TimeoutError:
-                continue
 
     def _pick(self, fetching: _Fetching, holders: Iterable[PeerId]) -> PeerId | None:
         usable = [

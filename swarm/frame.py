@@ -1,8 +1,8 @@
 """One frame on the wire: a fixed head, one typed message, and raw bytes for the messages that carry a piece of a chunk.
 
 Head, little endian, 24 bytes: magic `FF`, version, flags (0), sender's incarnation (8), message length (4), body
-length (4), CRC-32 of message and body (4). The links authenticate the sender; the checksum only catches faults, and
-content is verified by its digest.
+length (4), CRC-32 of all the rest (4). The links authenticate the sender; the checksum only catches faults, and content
+is verified by its digest.
 """
 
 import math
@@ -16,7 +16,9 @@ from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import Message, Offer, PairAccept, PairPropose, Piece, Ping, Pong
 
 VERSION = 1
-_HEAD = struct.Struct("<2sBBQIII")
+_HEAD = struct.Struct("<2sBBQII")
+_CHECKSUM = struct.Struct("<I")
+_FIXED_BYTES = _HEAD.size + _CHECKSUM.size
 _MAGIC = b"FF"
 
 _encoder = msgspec.msgpack.Encoder()
@@ -39,35 +41,37 @@ class Frame:
 def pack(frame: Frame) -> bytes:
     """Encode a frame; asserts that it keeps our own limits."""
     message = _encoder.encode(frame.message)
-    checksum = zlib.crc32(frame.body, zlib.crc32(message))
-    head = _HEAD.pack(_MAGIC, VERSION, 0, frame.incarnation, len(message), len(frame.body), checksum)
-    packed = b"".join((head, message, frame.body))
+    head = _HEAD.pack(_MAGIC, VERSION, 0, frame.incarnation, len(message), len(frame.body))
+    checksum = zlib.crc32(frame.body, zlib.crc32(message, zlib.crc32(head)))
+    packed = b"".join((head, _CHECKSUM.pack(checksum), message, frame.body))
     assert len(packed) <= MAX_FRAME_BYTES, f"a frame of {len(packed)} bytes is over the limit of {MAX_FRAME_BYTES}"
     return packed
 
 
 def unpack(packed: bytes) -> Frame:
     """Decode any bytes at all: a `Frame`, or `ProtocolViolation` with the reason. Takes no more memory than it got."""
-    if not _HEAD.size <= len(packed) <= MAX_FRAME_BYTES:
-        raise ProtocolViolation(f"a frame has {_HEAD.size} to {MAX_FRAME_BYTES} bytes, got {len(packed)}")
-    magic, version, flags, incarnation, message_bytes, body_bytes, checksum = _HEAD.unpack_from(packed)
+    if not _FIXED_BYTES <= len(packed) <= MAX_FRAME_BYTES:
+        raise ProtocolViolation(f"a frame has {_FIXED_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(packed)}")
+    magic, version, flags, incarnation, message_bytes, body_bytes = _HEAD.unpack_from(packed)
     if magic != _MAGIC or flags != 0:
         raise ProtocolViolation(f"not one of our frames: begins with {packed[:4].hex()}")
     if version != VERSION:
         raise ProtocolViolation(f"frame version {version}; this build speaks {VERSION}")
-    if _HEAD.size + message_bytes + body_bytes != len(packed):
+    if _FIXED_BYTES + message_bytes + body_bytes != len(packed):
         raise ProtocolViolation(f"lengths {message_bytes} + {body_bytes} do not fit a frame of {len(packed)} bytes")
-    if zlib.crc32(memoryview(packed)[_HEAD.size :]) != checksum:
+    whole = memoryview(packed)
+    checksum = zlib.crc32(whole[_FIXED_BYTES:], zlib.crc32(whole[: _HEAD.size]))
+    if _CHECKSUM.unpack_from(packed, _HEAD.size) != (checksum,):
         raise ProtocolViolation("checksum differs")
-    middle = _HEAD.size + message_bytes
+    middle = _FIXED_BYTES + message_bytes
     try:
-        message = _decoder.decode(memoryview(packed)[_HEAD.size : middle])
+        message = _decoder.decode(whole[_FIXED_BYTES:middle])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolViolation(f"not a message: {error}") from None
     if body_bytes and not isinstance(message, Piece):
         raise ProtocolViolation(f"{type(message).__name__} carries no body, got {body_bytes} bytes")
     _require_sane(message)
-    return Frame(incarnation, message, memoryview(packed)[middle:])
+    return Frame(incarnation, message, whole[middle:])
 
 
 def _require_sane(message: Message) -> None:

@@ -1,6 +1,6 @@
 """The seam between peers: frames addressed by peer id, and what is known of each peer's life.
 
-Implementations: `sim.SimLinks` (virtual time), `zmq.ZmqLinks` (CURVE over TCP, and forwarded through a third peer).
+Implementations: `sim.SimLinks` (virtual time), `zmq_links.ZmqLinks` (CURVE over TCP, and forwarded through a third peer).
 Above this line nobody knows which road a frame took.
 """
 

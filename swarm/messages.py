@@ -12,7 +12,7 @@ from farflock.swarm.directory import MAX_RECORD_BYTES
 
 MAX_SHARDS = 4096
 MAX_MEMBERS = 64
-MAX_VALUE_BYTES = 200 * 1024
+MAX_VALUE_BYTES = 240 * 1024  # holds a close list of MAX_SHARDS items; a frame holds it
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -8,6 +8,7 @@ has already touched. Rounds of all streams of a run count on one axis.
 Sans I/O, pure. Members are ordered by seniority: index 0 breaks ties of even views.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +30,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """A peer in one of its lives: after a restart it has forgotten its promises, so it counts as another."""
 
     peer: Annotated[str, msgspec.Meta(max_length=64)]
-    incarnation: Count
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # whatever a record may say
 
 
-class View(msgspec.Struct, frozen=True, array_like=True):
+class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A numbered member list that holds from `first_round` on; `previous` is the hash of the view before."""
 
     number: Count
@@ -40,12 +41,12 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     first_round: Count
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
 
-    @property
+    @functools.cached_property
     def hash(self) -> bytes:
-        """SHA-256 of the encoding; it names the view in every message."""
+        """SHA-256 of the encoding; it names the view in every message, so it is computed once."""
         return hashlib.sha256(encode(self)).digest()
 
-    @property
+    @functools.cached_property
     def peers(self) -> tuple[PeerId, ...]:
         """Peer ids by member index."""
         return tuple(member.peer for member in self.members)

@@ -1,0 +1,84 @@
+"""One node's part in a run, put together: model, batches, method, driver, courier, seat and loop over one peer.
+
+Processes and simulations assemble their nodes here, alike; what differs (links, directory, compute) is handed in.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from farflock.node.courier import Courier
+from farflock.node.data import Batches
+from farflock.node.driver import Driver
+from farflock.node.loop import Loop
+from farflock.node.model import Llama, ModelConfig, build
+from farflock.node.replica import PlainReplica
+from farflock.node.seat import Seat
+from farflock.node.tokenizer import Tokens
+from farflock.node.trainee import LanguageModel
+from farflock.optimizers.catalog import method
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+from farflock.swarm.peer import Peer
+
+Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+Report = Callable[[str, dict[str, object]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all nodes of a run do alike; a manifest resolves to it."""
+
+    run_seed: int
+    model: ModelConfig
+    inner: InnerConfig
+    schedule: Schedule
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    batch: int = 8
+    seq: int = 64
+    accumulate: int = 1
+    clip_norm: float | None = 1.0
+    autocast: bool = False
+
+
+@dataclass(slots=True)
+class Participant:
+    """A node that is ready to found a run or to join one."""
+
+    peer: Peer
+    model: Llama
+    seat: Seat
+    loop: Loop
+    trainee: LanguageModel
+
+    def found(self) -> None:
+        """Found the run: my initial weights are everybody's."""
+        self.peer.found()
+        self.seat.open()
+
+    async def join(self, records: list[bytes], timeout_s: float) -> None:
+        """Join through these members: get to know the views, download the state, and ask to be admitted."""
+        await self.peer.join(records, timeout_s)
+        await self.seat.adopt(timeout_s)
+        self.trainee.joined_at = self.loop.step
+
+
+def participant(
+    plan: Plan,
+    peer: Peer,
+    tokens: Tokens,
+    *,
+    compute: Compute,
+    train: Callable[[Callable[[], float]], Awaitable[float]],
+    report: Report = lambda kind, fields: None,
+) -> Participant:
+    """Assemble a node on this peer; `tokens` is the run's training text."""
+    model = build(plan.model, plan.run_seed)
+    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq)
+    trainee = LanguageModel(model, replica, batches, plan.schedule, plan.accumulate, plan.autocast)
+    driver = Driver(method(plan.method, **plan.options), replica)
+    courier = Courier(peer, plan.run_seed, compute)
+    seat = Seat(peer, driver, courier, compute)
+    return Participant(peer, model, seat, Loop(driver, seat, trainee, compute, train, report), trainee)

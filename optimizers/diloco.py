@@ -1,0 +1,144 @@
+"""DiLoCo: H local steps, then one outer step on the mean pseudo-gradient (Douillard et al., arXiv:2311.08105, algorithm 1).
+
+Deviations: the mean is over whoever took part, never over whom we expected; a replica whose work was not taken keeps it
+and sends it next time (their paper's behaviour under drops); optional error feedback for biased codecs.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.compression.catalog import codec
+from farflock.optimizers.feedback import choose, message
+from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
+from farflock.optimizers.outer import Outer, OuterNesterov
+from farflock.optimizers.state import named, unnamed
+
+STREAM = "delta"
+
+
+@dataclass(slots=True)
+class DiLoCo:
+    """`period` local steps a round; `feedback` is the decay of the error feedback, None for none."""
+
+    period: int = 50
+    outer: Outer = field(default_factory=OuterNesterov)
+    codec: str = "fp16"
+    return_codec: str = "bf16"
+    deadline_s: float = 30.0
+    feedback: float | None = None
+
+    equality: ClassVar[Literal["exact"]] = "exact"
+    _phi: dict[str, Tensor] = field(default_factory=dict)
+    _momentum: dict[str, Tensor] = field(default_factory=dict)
+    _residual: dict[str, Tensor] = field(default_factory=dict)
+    _message: dict[str, Tensor] = field(default_factory=dict)  # what the pending exchange was encoded from (feedback)
+    _snapshot: dict[str, Tensor] = field(default_factory=dict)  # and where the replica stood then (feedback)
+    _round: int = 0
+    _since: int = 0
+    _pending: bool = False
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ValueError(f"a period of {self.period} steps makes no rounds; choose 1 or more, usually 30 to 500")
+        if self.feedback is None and codec(self.codec).biased:
+            raise ValueError(f"codec {self.codec} is biased: a mean of it needs feedback, e.g. feedback=0.9")
+        if codec(self.return_codec).biased:
+            raise ValueError(f"return codec {self.return_codec} is biased; choose bf16 or fp32")
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """One: the pseudo-gradients."""
+        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update; the first one remembers where the round began."""
+        self._begin(replica)
+        replica.inner_step()
+        self._since += 1
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """The pseudo-gradient, after `period` local steps since the last one."""
+        if self._since < self.period or self._pending:
+            return []
+        theta = replica.read(replica.names, "param")
+        tensors = {name: self._phi[name] - theta[name] for name in replica.names}
+        if self.feedback is not None:
+            beta = self.feedback
+            tensors = {name: message(x, self._residual.get(name), beta) for name, x in tensors.items()}
+            self._message, self._snapshot = tensors, theta
+        self._pending, self._since = True, 0
+        return [self._exchange(tensors)]
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """The outer step. Where my work was taken it starts anew from phi, with the steps made since; elsewhere it stays."""
+        if result.sent is not None or exchange.tensors:
+            self._pending = False
+        self._round = result.next_round
+        if result.status == "failed":
+            return []
+        self._begin(replica)
+        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
+        theta = replica.read(replica.names, "param") if result.taken else {}
+        moved = {}
+        for name in replica.names:
+            before = self._phi[name]
+            after, self._momentum[name] = self.outer.step(before, result.mean[name], self._momentum[name])
+            self._phi[name] = after
+            taken = result.taken.get(name, ())
+            if taken:
+                moved[name] = self._follow(name, theta[name], before, after, taken, result)
+        if moved:
+            replica.write(moved, "param")
+        return []
+
+    def _follow(self, name: str, theta: Tensor, before: Tensor, after: Tensor, taken: Ranges, result: Result) -> Tensor:
+        """theta <- phi_new + what has been done since the snapshot, where the snapshot's work was taken."""
+        assert result.sent is not None
+        if self.feedback is not None:
+            kept = self._residual.get(name, torch.zeros_like(theta))
+            self._residual[name] = choose(taken, self._message[name] - result.sent[name], kept)
+        if result.steps_since == 0:
+            return choose(taken, after, theta)
+        snapshot = before - result.sent[name] if self.feedback is None else self._snapshot[name]
+        return choose(taken, after + (theta - snapshot), theta)
+
+    def snapshot(self, replica: Replica) -> State:
+        """phi, the outer momentum, and the round."""
+        self._begin(replica)
+        counters = {"round": torch.tensor(self._round)}
+        return {**named("phi", self._phi), **named("momentum", self._momentum), **counters}
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over phi and momentum; `carry` puts this replica's unsent work on top of the new phi."""
+        new = unnamed("phi", state)
+        if mode == "carry" and self._phi:
+            theta = replica.read(replica.names, "param")
+            replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
+        else:
+            replica.write(new, "param")
+        self._phi, self._momentum = new, unnamed("momentum", state)
+        self._round, self._since, self._pending = int(state["round"]), 0, False
+        self._residual, self._message, self._snapshot = {}, {}, {}
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """phi."""
+        self._begin(replica)
+        return {name: tensor.clone() for name, tensor in self._phi.items()}
+
+    def _begin(self, replica: Replica) -> None:
+        if not self._phi:
+            self._phi = dict(replica.read(replica.names, "param"))
+            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
+
+    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
+        return Exchange(
+            Key(STREAM, self._round),
+            "mean",
+            All(),
+            tensors,
+            codec=self.codec,
+            return_codec=self.return_codec,
+            deadline_s=self.deadline_s,
+        )

@@ -1,0 +1,104 @@
+"""What has to be looked after before a libp2p daemon starts: the lock on the identity's key file, the port it is to
+listen on, and the sockets that dead daemons left behind.
+
+The daemon checks neither: two with one identity start without complaint, and two on one port (it sets SO_REUSEPORT)
+get each other's connections.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+SOCKET_PATTERN = "hivemind-p2p*.sock"
+SOCKET_MIN_AGE_S = 60.0  # a younger one may belong to a daemon that does not listen yet
+MAX_SOCKETS_PER_SWEEP = 1000
+PROBE_TIMEOUT_S = 0.1
+
+
+class IdentityInUse(RuntimeError):
+    """Another directory, in this process or another, runs with this key file."""
+
+
+class PortTaken(RuntimeError):
+    """Another program listens where this one should."""
+
+
+class IdentityLock:
+    """An exclusive lock on a key file, held until `release` or the end of the process (flock, so never stale)."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise `IdentityInUse` if somebody holds it, `OSError` if the file cannot be opened."""
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise IdentityInUse(
+                f"{path} is in use by another running peer; stop that one, or give this one an identity of its own"
+            ) from None
+
+    def release(self) -> None:
+        """Give the lock back; harmless when done twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def refuse_taken_ports(listen: Iterable[str]) -> None:
+    """Raise `PortTaken` if anybody listens on a TCP port of these multiaddresses (`/ip4/192.0.2.7/tcp/4001`); those of
+    another form, and port 0, are left to the daemon."""
+    for address in listen:
+        match address.split("/"):
+            case ["", "ip4" | "ip6" as version, host, "tcp", port, *_] if port.isascii() and port.isdigit():
+                _refuse_taken(socket.AF_INET if version == "ip4" else socket.AF_INET6, host, int(port))
+
+
+def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # closed connections of a former run are no listener
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            if getattr(error, "errno", None) == errno.EADDRINUSE:
+                raise PortTaken(
+                    f"port {port} of {host} is taken by another program; stop that one, or choose another port (0: any)"
+                ) from None
+
+
+def remove_dead_sockets(folder: Path, now_s: float) -> int:
+    """Remove sockets of daemons that are gone; returns how many. A socket is left alone unless it is ours, older than
+    `SOCKET_MIN_AGE_S`, and refuses a connection because nobody listens. `now_s` is wall-clock time."""
+    removed = 0
+    for _, path in zip(range(MAX_SOCKETS_PER_SWEEP), folder.glob(SOCKET_PATTERN), strict=False):
+        if _is_old_and_ours(path, now_s) and _nobody_listens(path):
+            path.unlink(missing_ok=True)
+            removed += 1
+    return removed
+
+
+def _is_old_and_ours(path: Path, now_s: float) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid() and now_s - status.st_mtime > SOCKET_MIN_AGE_S
+
+
+def _nobody_listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

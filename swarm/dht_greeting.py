@@ -1,0 +1,56 @@
+"""What the first peers say when this one joins: whether they answer, what time it is, and whether they can dial back.
+
+One lying peer among the addresses of an invite must not keep anybody out, so the majority of the answers decides.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_SKEW_S = 3.0  # hivemind's own limit, applied by every peer of the table
+
+
+class DirectoryUnreachable(ConnectionError):
+    """No way into the run's table of peers; the message names cause and remedy."""
+
+
+class ClockSkew(DirectoryUnreachable):
+    """This machine's wall clock differs too much from the others'; the message names the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """One answer: how far this machine's clock is ahead of the peer's (at least, given the round trip), and whether
+    the peer could dial back."""
+
+    ahead_s: float
+    dialled_back: bool
+
+
+def clock_ahead_s(sent_s: float, received_s: float, their_s: float) -> float:
+    """How far our clock is certainly ahead (negative: behind) of a peer that read its own between the two times."""
+    if their_s < sent_s:
+        return sent_s - their_s
+    return min(0.0, received_s - their_s)
+
+
+def judge(asked: int, greetings: Sequence[Greeting], client_mode: bool) -> None:
+    """Raise `ClockSkew` or `DirectoryUnreachable` with the remedy unless this peer may take part."""
+    if not greetings:
+        raise DirectoryUnreachable(
+            f"none of the {asked} addresses answered; check this machine's network, or ask any member for a fresh invite"
+        )
+    wrong = [greeting.ahead_s for greeting in greetings if abs(greeting.ahead_s) > MAX_SKEW_S]
+    if 2 * len(wrong) > len(greetings):
+        ahead_s = statistics.median_low(wrong)
+        side = "ahead of" if ahead_s > 0 else "behind"
+        raise ClockSkew(
+            f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's (at most {MAX_SKEW_S:.0f} s are allowed);"
+            " set it by NTP and join again"
+        )
+    dialled = sum(greeting.dialled_back for greeting in greetings)
+    if not client_mode and 2 * dialled < len(greetings):
+        raise DirectoryUnreachable(
+            f"{len(greetings) - dialled} of {len(greetings)} peers could not dial this machine back;"
+            " open its port, or join as one that cannot be dialled (client mode)"
+        )

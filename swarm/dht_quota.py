@@ -1,0 +1,40 @@
+"""A token bucket for each remote peer: how much of this machine's time and memory one stranger may use.
+
+Identities are free, so a quota only slows a flood down; what a flood may occupy is bounded by `dht_shelf.Shelf`.
+"""
+
+from dataclasses import dataclass, field
+
+UNITS_PER_S = 50.0
+BURST_UNITS = 400.0
+BYTES_PER_UNIT = 4096
+MAX_TRACKED_PEERS = 4096
+
+
+def units(calls: int, size_bytes: int) -> float:
+    """What a request costs: one unit for each item it names and one for each 4 kB it moves."""
+    return calls + size_bytes / BYTES_PER_UNIT
+
+
+@dataclass(slots=True)
+class Quota:
+    """Buckets that fill at `units_per_s` up to `burst_units`; the peer that was heard least recently is forgotten
+    first when there are more than `max_peers` (it then has a full bucket, as a stranger has)."""
+
+    units_per_s: float = UNITS_PER_S
+    burst_units: float = BURST_UNITS
+    max_peers: int = MAX_TRACKED_PEERS
+    _buckets: dict[bytes, tuple[float, float]] = field(default_factory=dict)  # peer: units left, at which time
+
+    def take(self, peer: bytes, cost_units: float, now_s: float) -> bool:
+        """Pay `cost_units` out of the peer's bucket; False, and nothing is paid, if there is too little in it."""
+        left, then_s = self._buckets.pop(peer, (self.burst_units, now_s))
+        left = min(self.burst_units, left + max(0.0, now_s - then_s) * self.units_per_s)
+        paid = cost_units <= left
+        self._buckets[peer] = (left - cost_units if paid else left, now_s)
+        if len(self._buckets) > self.max_peers:
+            del self._buckets[next(iter(self._buckets))]
+        return paid
+
+    def __len__(self) -> int:
+        return len(self._buckets)

@@ -1,0 +1,76 @@
+"""The items that this peer stores for others: bounded in number and bytes, in total and for each key.
+
+hivemind's own storage has no such bounds, keeps a heap entry for every refused or repeated store, and lets a replayed
+older item shorten the life of a newer one; hence this one.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MAX_ITEMS_PER_KEY = 128  # two cells full of peers
+MAX_ITEMS = 4096
+MAX_BYTES = 8 * 2**20
+
+
+class Item(NamedTuple):
+    """One owner's value under a key. `expires_s` is wall-clock time, as everywhere in hivemind's DHT."""
+
+    subkey: bytes
+    value: bytes
+    expires_s: float
+
+
+@dataclass(slots=True)
+class Shelf:
+    """A table of key, owner and value. A later expiry replaces an earlier one of the same owner and never the other
+    way round. A full shelf refuses new owners (after dropping what has expired) and goes on serving known ones."""
+
+    max_items_per_key: int = MAX_ITEMS_PER_KEY
+    max_items: int = MAX_ITEMS
+    max_bytes: int = MAX_BYTES
+    items_stored: int = 0
+    bytes_stored: int = 0
+    _keys: dict[bytes, dict[bytes, Item]] = field(default_factory=dict)
+
+    def put(self, key: bytes, item: Item, now_s: float) -> bool:
+        """Keep the item; False if it has expired, is not newer than what is here, or finds no room."""
+        known = self._keys.get(key, {}).get(item.subkey)
+        if item.expires_s <= now_s or (known is not None and item.expires_s <= known.expires_s):
+            return False
+        if not self._has_room(key, item, known):
+            self._drop_expired(now_s)
+            known = self._keys.get(key, {}).get(item.subkey)
+            if not self._has_room(key, item, known):
+                return False
+        if known is not None:
+            self._remove(key, known)
+        self._keys.setdefault(key, {})[item.subkey] = item
+        self.items_stored += 1
+        self.bytes_stored += len(item.value)
+        return True
+
+    def items(self, key: bytes, now_s: float) -> list[Item]:
+        """The live items of a key."""
+        return [item for item in self._keys.get(key, {}).values() if item.expires_s > now_s]
+
+    def _has_room(self, key: bytes, item: Item, known: Item | None) -> bool:
+        more_items = 0 if known is not None else 1
+        more_bytes = len(item.value) - (len(known.value) if known is not None else 0)
+        return (
+            len(self._keys.get(key, {})) + more_items <= self.max_items_per_key
+            and self.items_stored + more_items <= self.max_items
+            and self.bytes_stored + more_bytes <= self.max_bytes
+        )
+
+    def _drop_expired(self, now_s: float) -> None:
+        for key in list(self._keys):
+            for item in list(self._keys[key].values()):
+                if item.expires_s <= now_s:
+                    self._remove(key, item)
+
+    def _remove(self, key: bytes, item: Item) -> None:
+        del self._keys[key][item.subkey]
+        if not self._keys[key]:
+            del self._keys[key]
+        self.items_stored -= 1
+        self.bytes_stored -= len(item.value)

@@ -1,0 +1,304 @@
+"""A network in virtual time: frames take as long as bytes, rates and distances say, and get lost as the seed says.
+
+`SimLinks` is an implementation of `Links`; everything above it is the product's own code. Each directed pair of peers
+draws from its own generator, so what happens between two of them does not shift the fate of others.
+"""
+
+import asyncio
+import collections
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from farflock.swarm.links import MAX_FRAME_BYTES, Life, PeerId, Road
+
+SUSPECT_S = 0.9  # after a silent cut; a closed connection is noticed at once (measured on ZMTP heartbeats)
+NOTICE_S = 0.1
+DEAD_S = 5.0
+INBOX_FRAMES = 4096
+OUTBOX_BYTES = 8 * 1024 * 1024  # unsent bulk of one peer; more makes `send_bulk` wait
+HELD_FRAMES = 2048  # of a stopped peer
+
+Tap = Callable[[float, PeerId, PeerId, bytes], bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """One peer's line: rates in bytes a second, one-way latency in seconds, and the share of frames that get lost."""
+
+    up_bytes_per_s: float = 12.5e6
+    down_bytes_per_s: float = 12.5e6
+    latency_s: float = 0.02
+    jitter_s: float = 0.005
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What else happens to a share of all frames, whoever sends them."""
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0  # held back by up to `delay_s`
+    corrupt: float = 0.0  # one byte is altered: deliberately more than links promise
+    delay_s: float = 0.5
+
+
+class SimNetwork:
+    """All peers' lines and what goes wrong with them."""
+
+    def __init__(self, seed: int, link: LinkModel | None = None) -> None:
+        self._seed, self._link = seed, link or LinkModel()
+        self._models: dict[PeerId, LinkModel] = {}
+        self._lines: dict[PeerId, SimLinks] = {}
+        self._randoms: dict[tuple[PeerId, PeerId], random.Random] = {}
+        self._unreachable_s: dict[tuple[PeerId, PeerId], tuple[float, bool]] = {}  # since when, and closed or silent
+        self._islands: tuple[frozenset[PeerId], ...] = ()
+        self._cuts: set[tuple[PeerId, PeerId]] = set()
+        self._killed: dict[PeerId, float] = {}
+        self._stopped: dict[PeerId, float] = {}
+        self.faults = Faults()
+        self.tap: Tap | None = None
+        self.fired: collections.Counter[str] = collections.Counter()
+
+    # peers
+
+    def links(self, peer: PeerId) -> "SimLinks":
+        """A live endpoint; for a peer that was killed, its next life with empty queues."""
+        self._killed.pop(peer, None)
+        self._stopped.pop(peer, None)
+        self._touch()
+        self._lines[peer] = SimLinks(self, peer)
+        return self._lines[peer]
+
+    def set_link(self, peer: PeerId, model: LinkModel) -> None:
+        """Give one peer another line."""
+        self._models[peer] = model
+
+    def model(self, peer: PeerId) -> LinkModel:
+        """A peer's line."""
+        return self._models.get(peer, self._link)
+
+    def slow(self, peer: PeerId, factor: float) -> None:
+        """Make a peer's line slower: rates divided, latency multiplied."""
+        line = self.model(peer)
+        self._models[peer] = replace(
+            line,
+            up_bytes_per_s=line.up_bytes_per_s / factor,
+            down_bytes_per_s=line.down_bytes_per_s / factor,
+            latency_s=line.latency_s * factor,
+        )
+
+    # what goes wrong
+
+    def kill(self, peer: PeerId) -> None:
+        """End a peer as SIGKILL does: nothing more goes in or out, and its partners see the connection close."""
+        self._killed[peer] = _now()
+        self._touch()
+
+    def stop(self, peer: PeerId) -> None:
+        """Freeze a peer as SIGSTOP does: frames in and out are held until `cont`."""
+        self._stopped[peer] = _now()
+        self._touch()
+
+    def cont(self, peer: PeerId) -> None:
+        """Let a stopped peer run on; what was held flows."""
+        if self._stopped.pop(peer, None) is not None:
+            self._touch()
+            for line in self._lines.values():
+                line.release(peer)
+
+    def partition(self, *islands: Collection[PeerId]) -> None:
+        """Only peers of one island hear each other; who is in none stands alone."""
+        self._islands = tuple(frozenset(island) for island in islands)
+        self._touch()
+
+    def heal(self) -> None:
+        """End the partition and every cut."""
+        self._islands = ()
+        self._cuts.clear()
+        self._touch()
+
+    def cut(self, one: PeerId, other: PeerId) -> None:
+        """Silently drop everything between two peers, both ways."""
+        self._cuts |= {(one, other), (other, one)}
+        self._touch()
+
+    # what the links ask
+
+    def reachable(self, one: PeerId, other: PeerId) -> bool:
+        """Whether frames from one to the other arrive now (a stopped peer is not reached, but its frames are kept)."""
+        if other not in self._lines or one in self._killed or other in self._killed or (one, other) in self._cuts:
+            return False
+        return not self._islands or any(one in island and other in island for island in self._islands)
+
+    def stopped(self, peer: PeerId) -> bool:
+        """Whether a peer is frozen."""
+        return peer in self._stopped
+
+    def life(self, me: PeerId, peer: PeerId) -> Life:
+        """What ZMTP heartbeats would have told `me` by now."""
+        if peer not in self._lines:
+            return "unknown"
+        entry = self._unreachable_s.get((me, peer))
+        if entry is None:
+            return "alive"
+        since_s, closed = entry
+        silent_s = _now() - since_s
+        if silent_s >= DEAD_S:
+            return "dead"
+        return "suspect" if silent_s >= (NOTICE_S if closed else SUSPECT_S) else "alive"
+
+    def random(self, sender: PeerId, receiver: PeerId) -> random.Random:
+        """The generator of one direction."""
+        key = (sender, receiver)
+        if key not in self._randoms:
+            self._randoms[key] = random.Random(f"{self._seed}/{sender}/{receiver}")
+        return self._randoms[key]
+
+    def line(self, peer: PeerId) -> "SimLinks":
+        """A peer's current endpoint."""
+        return self._lines[peer]
+
+    def _touch(self) -> None:
+        """Note since when each pair cannot hear each other; heartbeats need both directions."""
+        for one in self._lines:
+            for other in self._lines:
+                both = self.reachable(one, other) and self.reachable(other, one)
+                if both and one not in self._stopped and other not in self._stopped:
+                    self._unreachable_s.pop((one, other), None)
+                elif (one, other) not in self._unreachable_s:
+                    self._unreachable_s[one, other] = (_now(), other in self._killed)
+
+
+class SimLinks:
+    """One peer's endpoint on a `SimNetwork`."""
+
+    def __init__(self, network: SimNetwork, me: PeerId) -> None:
+        self._network, self._me = network, me
+        self._inbox: asyncio.Queue[tuple[PeerId, bytes]] = asyncio.Queue(INBOX_FRAMES)
+        self._held: dict[PeerId, collections.deque[tuple[PeerId, bytes]]] = {}
+        self._up_free_s = self._down_free_s = 0.0
+        self.sent_bytes = self.received_bytes = 0
+        self.sent_frames = 0
+        self.dropped: collections.Counter[str] = collections.Counter()
+
+    @property
+    def me(self) -> PeerId:
+        """My peer id."""
+        return self._me
+
+    def send(self, peer: PeerId, frame: bytes) -> bool:
+        """Control frames overtake queued bulk: they wait for their own bytes only."""
+        now_s = _now()
+        return self._transmit(peer, frame, now_s + len(frame) / self._model.up_bytes_per_s)
+
+    async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
+        """Queue behind my other bulk; wait while more than `OUTBOX_BYTES` are queued."""
+        rate = self._model.up_bytes_per_s
+        wait_s = self._up_free_s - _now() - OUTBOX_BYTES / rate
+        if wait_s > timeout_s:
+            return False
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        self._up_free_s = max(self._up_free_s, _now()) + len(frame) / rate
+        return self._transmit(peer, frame, self._up_free_s)
+
+    async def receive(self) -> tuple[PeerId, bytes]:
+        """The next frame."""
+        return await self._inbox.get()
+
+    def life(self, peer: PeerId) -> Life:
+        """See `SimNetwork.life`."""
+        return self._network.life(self._me, peer)
+
+    def road(self, peer: PeerId) -> Road:
+        """Direct, or none."""
+        return "direct" if self._network.reachable(self._me, peer) else "none"
+
+    def rtt_s(self, peer: PeerId) -> float | None:
+        """Both lines' latencies, twice."""
+        return 2 * (self._model.latency_s + self._network.model(peer).latency_s)
+
+    def learn(self, record: bytes) -> bool:
+        """Everybody is known here."""
+        return True
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    @property
+    def _model(self) -> LinkModel:
+        return self._network.model(self._me)
+
+    def _transmit(self, peer: PeerId, frame: bytes, leaves_s: float) -> bool:
+        """Send a frame that leaves this peer's line at `leaves_s`, through whatever is to happen to it."""
+        assert len(frame) <= MAX_FRAME_BYTES, f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"
+        network = self._network
+        if not network.reachable(self._me, peer):
+            self.dropped["unreachable"] += 1
+            return peer not in network._killed and peer in network._lines
+        if network.tap is not None:
+            tapped = network.tap(_now(), self._me, peer, frame)
+            if tapped is None:
+                return True
+            frame = tapped
+        self.sent_bytes += len(frame)
+        self.sent_frames += 1
+        for copy, late_s in self._fates(peer, frame):
+            loop = asyncio.get_running_loop()
+            loop.call_at(leaves_s + late_s, self._arrive, network.line(peer), copy)
+        return True
+
+    def _fates(self, peer: PeerId, frame: bytes) -> list[tuple[bytes, float]]:
+        """What becomes of a frame: the copies that arrive, and how long after leaving."""
+        network, faults, draw = self._network, self._network.faults, self._network.random(self._me, peer)
+        there = network.model(peer)
+        if draw.random() < 1 - (1 - self._model.loss) * (1 - there.loss) * (1 - faults.loss):
+            network.fired["loss"] += 1
+            return []
+        late_s = self._model.latency_s + there.latency_s + draw.uniform(0, self._model.jitter_s + there.jitter_s)
+        if faults.reorder and draw.random() < faults.reorder:
+            network.fired["reorder"] += 1
+            late_s += draw.uniform(0, faults.delay_s)
+        if faults.corrupt and draw.random() < faults.corrupt:
+            network.fired["corrupt"] += 1
+            altered = bytearray(frame)
+            altered[draw.randrange(len(altered))] ^= 1 << draw.randrange(8)
+            frame = bytes(altered)
+        if faults.duplicate and draw.random() < faults.duplicate:
+            network.fired["duplicate"] += 1
+            return [(frame, late_s), (frame, late_s + draw.uniform(0, faults.delay_s))]
+        return [(frame, late_s)]
+
+    def _arrive(self, there: "SimLinks", frame: bytes) -> None:
+        """At the other end of the wire: if both are still the ones they were, through its downlink."""
+        network = self._network
+        alive = network.line(self._me) is self and network.line(there.me) is there
+        if not alive or not network.reachable(self._me, there.me):
+            self.dropped["cut on the way"] += 1
+            return
+        there._down_free_s = max(there._down_free_s, _now()) + len(frame) / there._model.down_bytes_per_s
+        asyncio.get_running_loop().call_at(there._down_free_s, there._deliver, self._me, frame)
+
+    def _deliver(self, sender: PeerId, frame: bytes) -> None:
+        network = self._network
+        if network.stopped(self._me) or network.stopped(sender):
+            held = self._held.setdefault(self._me if network.stopped(self._me) else sender, collections.deque())
+            if len(held) < HELD_FRAMES:
+                held.append((sender, frame))
+            return
+        if self._inbox.full():
+            self.dropped["inbox full"] += 1
+            return
+        self.received_bytes += len(frame)
+        self._inbox.put_nowait((sender, frame))
+
+    def release(self, peer: PeerId) -> None:
+        """A stopped peer runs on: deliver what was held for it or of it."""
+        for sender, frame in self._held.pop(peer, ()):
+            self._deliver(sender, frame)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
