@@ -1,6 +1,7 @@
-"""The codecs by name: the only registry, a literal dict."""
+"""The codecs by name: the only registry, a literal dict, and the names with numbers in them."""
 
 import difflib
+import re
 from collections.abc import Callable
 
 from farflock.compression.codec import Codec
@@ -21,26 +22,28 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "bf16+zstd": lambda: Zstd(Half("bf16")),
 }
 
+_WITH_NUMBERS: dict[str, Callable[..., Codec]] = {
+    r"int8:([1-9][0-9]{0,4})": Int8,
+    r"int4:([1-9][0-9]{0,4})": Int4,
+    r"topk:([1-9][0-9]{0,4})/([1-9][0-9]{0,4})": TopK,
+}
+
+_SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's manifest
+
 
 def codec(spec: str) -> Codec:
-    """The codec of a specification: `int8`, `int8:128`, `topk:64/4096`, any of them with `+zstd`; `ValueError` with the
-    nearest valid choice for anything else."""
-    if spec.endswith("+zstd"):
-        return Zstd(codec(spec.removesuffix("+zstd")))
-    kind, _, parameters = spec.partition(":")
-    try:
-        match kind:
-            case "int8" | "int4" if parameters:
-                return (Int8 if kind == "int8" else Int4)(int(parameters))
-            case "topk":
-                k, chunk = (int(part) for part in parameters.split("/"))
-                return TopK(k, chunk)
-    except ValueError as error:
-        raise ValueError(
-            f"codec {spec!r} is not well formed ({error}); a valid one is int8:128 or topk:64/4096"
-        ) from None
+    """The codec of a name: a key of `CODECS`, `int8:128`, `int4:32`, `topk:8/512`, or one of these and `+zstd`.
+
+    `ValueError` with the nearest valid choice, or with what is wrong about the numbers, for anything else.
+    """
     if spec in CODECS:
         return CODECS[spec]()
-    close = difflib.get_close_matches(spec, CODECS, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(CODECS)}"
-    raise ValueError(f"codec {spec!r} is not known; {hint}")
+    inner, plus, packer = spec.partition("+")
+    if plus and packer == "zstd":
+        return Zstd(codec(inner))
+    for pattern, build in _WITH_NUMBERS.items():
+        if match := re.fullmatch(pattern, spec):
+            return build(*(int(number) for number in match.groups()))
+    shown = spec[:_SHOWN]
+    nearest = difflib.get_close_matches(shown, CODECS, n=1, cutoff=0.0)[0]
+    raise ValueError(f"codec {shown!r} is not known; did you mean {nearest!r}? There are {', '.join(CODECS)}")

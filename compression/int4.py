@@ -1,38 +1,42 @@
-"""Blockwise int4: as int8 with 15 levels, two values a byte.
+"""Blockwise int4: as int8 with codes from -7 to 7, two a byte; 4 + 32/block bits a value.
 
-Payload: the scales (4 bytes a block), then a byte for every two values: the first in the low half, codes stored as
-code + 8; an odd last value is followed by code 0. 4 + 32/block bits a value. Level -8 is never written.
+Blocks are short because 15 levels leave little room: one large value makes all others of its block coarse.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from farflock.compression.codec import Buffer, Context, CorruptPayload, require_finite, require_length
-from farflock.compression.int8 import checked_scales, padded, quantise, scales
-from farflock.compression.raw import append, view
+from farflock.compression.blocks import blocks_of, quantise, require_scales, rescale
+from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
+from farflock.compression.payload import append, values_at
+
+_ZERO = 8  # how code 0 is stored: codes -7 to 7 travel as 1 to 15
 
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """|x - decode(encode(x))| <= 0.51·scale, scale = absmax(block)/7."""
+    """|x - decode(encode(x))| <= absmax(block)/14 · (1 + 2^-14) + 2^-123, the last term for blocks of denormal size.
+
+    The payload is all scales (float32), then a byte for every two values, the first in the low half.
+    """
 
     block: int = 64
 
+    biased: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         if not 2 <= self.block <= 65536 or self.block % 2:
-            raise ValueError(f"a block of {self.block} values makes no sense; choose an even number up to 65536")
+            raise ValueError(
+                f"int4 in blocks of {self.block} values is not possible; choose an even number from 2 to 65536"
+            )
 
     @property
     def name(self) -> str:
-        """int4, or int4:BLOCK."""
+        """`int4`, or `int4:BLOCK`."""
         return "int4" if self.block == 64 else f"int4:{self.block}"
-
-    @property
-    def biased(self) -> bool:
-        """Rounding to nearest is fair."""
-        return False
 
     def granule(self, shape: tuple[int, ...]) -> int:
         """Whole blocks."""
@@ -40,27 +44,26 @@ class Int4:
 
     def max_bytes(self, count: int) -> int:
         """Exactly this."""
-        return 4 * -(-count // self.block) + -(-count // 2)
+        return 4 * blocks_of(count, self.block) + blocks_of(count, 2)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append scales and packed codes."""
-        blocks = padded(require_finite(x), self.block)
-        scale = scales(blocks, 7.0)
-        codes = (quantise(blocks, scale, 7) + 8).to(torch.uint8).reshape(-1)[: x.numel()]
-        pairs = (
-            padded(codes, 2) if codes.numel() % 2 == 0 else torch.cat((codes, codes.new_full((1,), 8))).reshape(-1, 2)
-        )
-        return append(out, scale) + append(out, pairs[:, 0] | (pairs[:, 1] << 4))
+        scales, codes = quantise(x, self.block, 7)
+        pairs = (codes.to(torch.int8) + _ZERO).view(torch.uint8).view(-1, 2)[: blocks_of(x.numel(), 2)]
+        return append(out, scales) + append(out, pairs[:, 0] | (pairs[:, 1] << 4))
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """code · scale; bad scales and codes are refused."""
+        """Write code · scale; scales outside their limits, the stored code 0 and a filler other than 8 are refused."""
         count = out.numel()
-        require_length(payload, self.max_bytes(count), f"int4 for {count} values")
-        blocks = -(-count // self.block)
-        scale = checked_scales(view(payload, 0, blocks, torch.float32))
-        packed = view(payload, 4 * blocks, -(-count // 2), torch.uint8)
-        codes = torch.stack((packed & 15, packed >> 4), dim=1).reshape(-1)
-        if bool((codes == 0).any()) or bool((codes[count:] != 8).any()):
-            raise CorruptPayload("a code lies outside 1 to 15, or the filler is not 8")
-        values = codes[:count].to(torch.float32) - 8
-        out.copy_((padded(values, self.block) * scale[:, None]).reshape(-1)[:count])
+        require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
+        blocks = blocks_of(count, self.block)
+        scales = require_scales(values_at(payload, 0, blocks, torch.float32), 7)
+        packed = values_at(payload, 4 * blocks, blocks_of(count, 2), torch.uint8)
+        stored = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
+        if count and int(stored.amin()) == 0:
+            raise CorruptPayload(f"{self.name} payload holds the stored code 0; they are 1 to 15")
+        if count % 2 and int(stored[-1]) != _ZERO:
+            raise CorruptPayload(
+                f"{self.name} payload of {count} values ends with filler {int(stored[-1])}, not {_ZERO}"
+            )
+        rescale(out.copy_(stored[:count].view(torch.int8) - _ZERO), scales, self.block)

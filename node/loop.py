@@ -42,6 +42,7 @@ class Loop:
     report: Callable[[str, dict[str, object]], None] = lambda kind, fields: None
     step: int = 0
     stopping: bool = False
+    last_loss: float | None = None
     _carrying: dict[Key, asyncio.Task[Result]] = field(default_factory=dict)
 
     async def run(self, total_tokens: int) -> None:
@@ -49,7 +50,7 @@ class Loop:
         try:
             while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
                 await self._replay_missed()
-                loss = await self.train(self._train_one)
+                loss = self.last_loss = await self.train(self._train_one)
                 self._start(self.driver.after_step(self.seat.progress(self.step)))
                 self.report("step", {"step": self.step, "loss": loss})
                 await self._settle()

@@ -45,6 +45,11 @@ class Seat:
             self._courier.open(specimen, after_round, tokens)
         self._peer.snapshots.serve(STATE, self._snapshot)
 
+    @property
+    def applied_round(self) -> int:
+        """The last collective round in the method's state; -1 before the first, and for pairs."""
+        return self._applied
+
     def trained(self, tokens: int) -> None:
         """Count tokens of a local step."""
         self._own_tokens += tokens

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from farflock.swarm.links import Life, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
+from farflock.swarm.window import Window
 
 PIECE_BYTES = 64 * 1024
 WINDOW_BYTES = 1024 * 1024  # asked for and not yet here, per holder
@@ -100,12 +101,16 @@ class _Fetching:
     digest: bytes
     data: bytearray
     missing: set[int]  # indices of pieces
-    asked: PeerId | None = None
-    refused: set[PeerId] = field(
-        default_factory=set
-    )  # silent or without the chunk: asked again when nobody else is left
+    mixing: bool  # whether several holders may serve one copy: faster, but a false copy then convicts nobody
+    asked: set[PeerId] = field(default_factory=set)  # nobody else's pieces are taken
+    refused: set[PeerId] = field(default_factory=set)  # silent or without it: asked again when nobody else is left
     served: set[PeerId] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin_again(self) -> None:
+        """Forget what has come so far."""
+        self.missing = set(range(_pieces(len(self.data))))
+        self.served.clear()
 
 
 class Chunks:
@@ -123,9 +128,8 @@ class Chunks:
         self._send, self._send_piece, self._life, self._spawn = send, send_piece, life, spawn
         self._incoming: dict[bytes, _Fetching] = {}
         self._wants: dict[PeerId, collections.deque[Want]] = {}
-        self._outstanding: collections.Counter[PeerId] = collections.Counter()
-        self._room = asyncio.Condition()
-        self._inbound_bytes = 0
+        self._inbound = Window(INBOUND_BYTES)
+        self._windows: dict[PeerId, Window] = {}  # of the holders that are asked now
         self._heard_s: dict[PeerId, float] = {}
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -161,66 +165,91 @@ class Chunks:
                 self._take_piece(sender, message, body)
             case Miss(digest=digest):
                 fetching = self._incoming.get(digest)
-                if fetching is not None and fetching.asked == sender:
+                if fetching is not None and sender in fetching.asked:
                     fetching.refused.add(sender)
                     fetching.changed.set()
 
     async def _fetch_whole(self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]]) -> bytes:
-        liars: set[PeerId] = set()  # who had a hand in a chunk that was not what its name says
+        liars: set[PeerId] = set()  # who alone served a chunk that was not what its name says
+        mixing = True
         while True:
             already = self._incoming.get(digest)
             if already is not None:  # another task fetches the same chunk: wait for it, then look again
                 await already.changed.wait()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(STALL_S / 20)
+            elif not self._living(holders()):
+                await asyncio.sleep(STALL_S / 2)  # without any of the budget, which others can use meanwhile
             else:
-                honest = functools.partial(_honest, holders, liars)
-                fetching = await self._fetch_once(digest, size, honest)
-                if is_intact(fetching.data, digest):
-                    return bytes(fetching.data)
-                liars |= fetching.served
-                self.dropped["content differs from its digest"] += 1
+                fetching = await self._fetch_once(digest, size, mixing, functools.partial(_honest, holders, liars))
+                if not fetching.missing:
+                    if is_intact(fetching.data, digest):
+                        return bytes(fetching.data)
+                    self.dropped["content differs from its digest"] += 1
+                    mixing = False
+                    if len(fetching.served) == 1:
+                        liars |= fetching.served
             if (stored := self.store.get(digest)) is not None:
                 return stored
 
-    async def _fetch_once(self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]]) -> _Fetching:
-        async with self._room:
-            await self._room.wait_for(lambda: self._inbound_bytes + size <= INBOUND_BYTES)
-            self._inbound_bytes += size
-        pieces = -(-size // PIECE_BYTES)
-        fetching = _Fetching(digest, bytearray(size), set(range(pieces)))
-        self._incoming[digest] = fetching
+    async def _fetch_once(
+        self, digest: bytes, size: int, mixing: bool, holders: Callable[[], Sequence[PeerId]]
+    ) -> _Fetching:
+        """One copy, unverified; pieces are missing if no holder is alive any more."""
+        fetching = self._incoming[digest] = _Fetching(digest, bytearray(), set(), mixing)
+        taken = 0
         try:
-            while fetching.missing:
-                await self._ask_somebody(fetching, holders())
+            taken = await self._inbound.take(size, size)
+            fetching.data = bytearray(size)
+            fetching.begin_again()
+            while fetching.missing and await self._ask_somebody(fetching, holders()):
+                pass
         finally:
+            self._inbound.give(taken)
             del self._incoming[digest]
             fetching.changed.set()
-            async with self._room:
-                self._inbound_bytes -= size
-                self._room.notify_all()
         return fetching
 
-    async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> None:
-        """Ask one holder for what is missing, within its window, and wait until it delivers, refuses or stalls."""
-        holder = self._pick(fetching, holders)
+    async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> bool:
+        """Ask one holder for what is missing, within its window, and wait until it delivers, refuses or stalls; False
+        if none is alive."""
+        living = self._living(holders)
+        holder = max((peer for peer in living if peer not in fetching.refused), key=self._room, default=None)
         if holder is None:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
-            return
-        fetching.asked = holder
-        room = WINDOW_BYTES - self._outstanding[holder]
-        first = min(fetching.missing)
-        stop = first
-        while stop in fetching.missing and (stop - first + 1) * PIECE_BYTES <= max(room, PIECE_BYTES):
-            stop += 1
-        wanted = (stop - first) * PIECE_BYTES
-        self._outstanding[holder] += wanted
-        end = min(stop * PIECE_BYTES, len(fetching.data))
-        self._send(holder, Want(fetching.digest, first * PIECE_BYTES, end))
+            return bool(living)
+        window = self._windows.setdefault(holder, Window(WINDOW_BYTES))
+        wanted = await window.take(*self._wanted(fetching))
         try:
-            await self._until_delivered(fetching, holder, set(range(first, stop)))
+            if self._life(holder) not in ("suspect", "dead"):  # the turn may have been long in coming
+                await self._ask(fetching, holder, wanted)
         finally:
-            self._outstanding[holder] -= wanted
+            window.give(wanted)
+            if window.idle:
+                self._windows.pop(holder, None)
+        return True
+
+    def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
+        """What to take of a holder's window for the next request: at least one piece, at most the rest."""
+        first = min(fetching.missing) * PIECE_BYTES
+        least = max(min(PIECE_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
+        return least, max(least, min(WINDOW_BYTES, len(fetching.data) - first))
+
+    async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
+        """Ask for the first stretch of missing pieces that fits."""
+        if not fetching.mixing and fetching.served - {holder}:
+            fetching.begin_again()
+        first = stop = min(fetching.missing, default=0)
+        while stop in fetching.missing and (stop == first or (stop + 1 - first) * PIECE_BYTES <= room_bytes):
+            stop += 1
+        if stop == first:
+            return  # all has come while this request waited its turn
+        fetching.asked.add(holder)
+        end = min(stop * PIECE_BYTES, len(fetching.data))
+        if self._send(holder, Want(fetching.digest, first * PIECE_BYTES, end)):
+            await self._until_delivered(fetching, holder, set(range(first, stop)))
+        else:
+            fetching.refused.add(holder)
 
     async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: set[int]) -> None:
         """Wait for the pieces asked for. A holder that sends nothing is left for another one; one that has begun and
@@ -241,16 +270,17 @@ class Chunks:
                 async with asyncio.timeout(min(left_s, STALL_S / 4)):
                     await fetching.changed.wait()
 
-    def _pick(self, fetching: _Fetching, holders: Iterable[PeerId]) -> PeerId | None:
-        usable = [
-            peer for peer in holders if peer not in fetching.refused and self._life(peer) not in ("suspect", "dead")
-        ]
-        return min(usable, key=lambda peer: self._outstanding[peer], default=None)
+    def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
+        return [peer for peer in holders if self._life(peer) not in ("suspect", "dead")]
+
+    def _room(self, holder: PeerId) -> int:
+        window = self._windows.get(holder)
+        return window.free_bytes if window is not None else WINDOW_BYTES
 
     def _take_piece(self, sender: PeerId, piece: Piece, body: memoryview | bytes) -> None:
         fetching = self._incoming.get(piece.digest)
         index, offset = divmod(piece.start, PIECE_BYTES)
-        if fetching is None or offset or index not in fetching.missing:
+        if fetching is None or sender not in fetching.asked or offset or index not in fetching.missing:
             self.dropped["piece not asked for"] += 1
             return
         expected = min(PIECE_BYTES, len(fetching.data) - piece.start)
@@ -296,6 +326,10 @@ class Chunks:
                         break
         finally:
             del self._wants[asker]
+
+
+def _pieces(size: int) -> int:
+    return -(-size // PIECE_BYTES)
 
 
 def _honest(holders: Callable[[], Sequence[PeerId]], liars: set[PeerId]) -> Sequence[PeerId]:

@@ -10,6 +10,7 @@ A round that cannot be filled by the deadline is decided empty, so that all agre
 """
 
 import collections
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -31,6 +32,8 @@ from farflock.swarm.messages import (
     Mask,
     Message,
     Offer,
+    Promise,
+    Propose,
     Reduced,
     Size,
     Weight,
@@ -65,22 +68,15 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
-_close_list_decoder = msgspec.msgpack.Decoder(CloseList)
-
-
-def decode_close_list(raw: bytes) -> CloseList:
-    """Decode a decided value; `msgspec.MsgspecError` for anything else."""
-    return _close_list_decoder.decode(raw)
-
-
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get this chunk, a payload of `shard`, from any of these members."""
+    """Get this chunk, a payload of `shard`, from any of these members, best first; asked anew, for more come to hold
+    it."""
 
     shard: int
     digest: bytes
     size: int
-    holders: tuple[int, ...]
+    holders: Callable[[], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +98,32 @@ class Terms:
     shards: int
     deadline_s: float
     min_participants: int = 1
+
+
+class BadCloseList(ValueError):
+    """A close list that no correct proposer puts forward."""
+
+
+_close_list_decoder = msgspec.msgpack.Decoder(CloseList)
+
+
+def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
+    """Decode a value put forward to a group of `size`; `BadCloseList` for anything that could not be applied."""
+    try:
+        close = _close_list_decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise BadCloseList(f"not a close list: {error}") from None
+    members = [member for member, _ in close.members]
+    masks = [int.from_bytes(item.mask, "little") for item in close.items]
+    included = [member for member in range(MAX_MEMBERS) if any(mask >> member & 1 for mask in masks)]
+    if members != included or (members and members[-1] >= size) or not all(masks):
+        raise BadCloseList(f"a close list of members {members}, but its items are of {included}, in a group of {size}")
+    owners = members if terms.kind == "gather" else [0] if close.items else []
+    if [item.index for item in close.items] != [owner * terms.shards + s for owner in owners for s in range(terms.shards)]:
+        raise BadCloseList(f"a close list of {len(close.items)} items, but {terms.shards} shards")
+    if terms.kind == "gather" and any(mask != 1 << item.index // terms.shards for mask, item in zip(masks, close.items, strict=True)):
+        raise BadCloseList("a gathered item that is not its owner's alone")
+    return close
 
 
 @dataclass(slots=True)
@@ -149,7 +171,9 @@ class Collective:
         self.advance(now_s)
 
     def receive(self, now_s: float, sender: int, message: Message) -> None:
-        """Take in a member's message about this key."""
+        """Take in a member's message about this key; `BadCloseList` if it carries a value that cannot be one."""
+        if isinstance(message, Propose | Promise | Decided) and message.value is not None:
+            decode_close_list(message.value, self.terms, len(self.group))
         if self.decision.decided is not None and not isinstance(message, Decided):
             self._actions += self.decision.receive(sender, message) or self._remind(sender, message)
             return
@@ -251,7 +275,8 @@ class Collective:
                 self._add_item(Item(member * self.terms.shards + shard, digest, size, _mask([member])))
 
     def _take_reduced(self, message: Reduced) -> None:
-        if message.shard < self.terms.shards and self.terms.kind == "mean":
+        known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self.group)
+        if message.shard < self.terms.shards and self.terms.kind == "mean" and known:
             self._add_item(Item(message.shard, message.digest, message.size, message.mask))
 
     def _add_item(self, item: Item) -> None:
@@ -267,7 +292,7 @@ class Collective:
             inputs = self._inputs(shard)
             missing = [(member, digest) for member, _, digest in inputs if digest not in self._held]
             for member, digest in missing:
-                self._fetch(shard, digest, self.offers[member].sizes[shard], (member,))
+                self._fetch(shard, digest, self.offers[member].sizes[shard], functools.partial(_only, member))
             if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
                 held = tuple(entry for entry in inputs if entry[2] in self._held)
                 self._reducing[shard] = held
@@ -308,7 +333,7 @@ class Collective:
         for rivals in self.items.values():
             for item in rivals.values():
                 if item.digest not in self._held and item.digest not in self._corrupt:
-                    self._fetch(item.index % self.terms.shards, item.digest, item.size, self._holders(item))
+                    self._fetch_item(item)
 
     def _holders(self, item: Item) -> tuple[int, ...]:
         """Who said they hold it, then who ought to, then anybody: the chunk store asks in this order."""
@@ -320,7 +345,12 @@ class Collective:
             ought = list(reducers(self.ordered, item.index))
         return tuple(dict.fromkeys(member for member in said + ought if member != self.me))
 
-    def _fetch(self, shard: int, digest: bytes, size: int, holders: tuple[int, ...]) -> None:
+    def _fetch_item(self, item: Item) -> None:
+        self._fetch(
+            item.index % self.terms.shards, item.digest, item.size, functools.partial(self._holders, item)
+        )
+
+    def _fetch(self, shard: int, digest: bytes, size: int, holders: Callable[[], tuple[int, ...]]) -> None:
         if self.holding(digest):
             self._held.add(digest)
         elif digest not in self._fetching and digest not in self._corrupt:
@@ -365,17 +395,18 @@ class Collective:
     def _proposal(self, now_s: float) -> bytes | None:
         """The close list that could be decided now, or None to wait on."""
         items = self._agreed_items(now_s)
-        if items is None:
+        if items is None or not self.offers.keys() >= set(self._included(items)):
             if now_s < self.ends_s:
-                return None
+                return None  # perhaps a reducer heard of a member whose offer I lack: who knows its weight proposes
             items = ()
-        included = [member for member in range(len(self.group)) if any(_has(item.mask, member) for item in items)]
-        if not self.offers.keys() >= set(included):
-            return None  # a reducer heard of a member whose offer I lack: who knows its weight proposes
+        included = self._included(items)
         members = tuple((member, self.offers[member].weight) for member in included)
         tokens = sum(self.offers[member].tokens for member in included)
         close = CloseList(items, members, self.prior_tokens + tokens, self._common_state())
         return msgspec.msgpack.encode(close)
+
+    def _included(self, items: tuple[Item, ...]) -> list[int]:
+        return [member for member in range(len(self.group)) if any(_has(item.mask, member) for item in items)]
 
     def _agreed_items(self, now_s: float) -> tuple[Item, ...] | None:
         """Items that I and a quorum hold: all shards of a mean; in a gather all live members', or, when the time is
@@ -404,10 +435,10 @@ class Collective:
         """Decided: fetch what I lack of it, then it can be applied."""
         if self.close is None:
             assert self.decision.decided is not None
-            self.close = decode_close_list(self.decision.decided)
+            self.close = decode_close_list(self.decision.decided, self.terms, len(self.group))
         missing = [item for item in self.close.items if item.digest not in self._held]
         for item in missing:
-            self._fetch(item.index % self.terms.shards, item.digest, item.size, self._holders(item))
+            self._fetch_item(item)
         self.complete = all(item.digest in self._held for item in self.close.items)
 
     def _resend(self) -> None:
@@ -426,6 +457,10 @@ class Collective:
 
     def _to_others(self, message: Message) -> None:
         self._actions += [(member, message) for member in range(len(self.group)) if member != self.me]
+
+
+def _only(member: int) -> tuple[int, ...]:
+    return (member,)
 
 
 def _mask(members: list[int]) -> bytes:

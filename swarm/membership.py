@@ -14,6 +14,7 @@ from farflock.swarm.groups import order
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
+    MAX_MEMBERS,
     Accepted,
     Decided,
     Join,
@@ -58,15 +59,17 @@ class Membership:
         self._changed_s = port.now()
         self._wanted_s: float | None = None  # since when a change is due
         self._proposed_s = self._sent_s = self._joined_s = self._pinged_s = -1e9
+        self._asked: set[PeerId] = set()  # whom I asked for the views: the first ones are believed of nobody else
+        self._told: dict[PeerId, tuple[int, int, float]] = {}  # whom I sent which views last, and when
         self.wants_in = False
         self.known = asyncio.Event()  # set once the views are known
-        self.touched = -1  # set by the peer before each tick: the highest round taken part in
 
     def found(self) -> None:
         """Begin the run: view 0 is me alone."""
         member = Member(self._port.me, self._port.incarnation)
         self._port.chain = views.Chain(self._port.run, [Certified(views.genesis(self._port.run, member))])
         self.clock.is_origin = True
+        self.wants_in = True  # back, if the others ever go on without me
         self.known.set()
 
     def learn(self, blob: bytes) -> Record | None:
@@ -117,37 +120,55 @@ class Membership:
             case Join(record=blob):
                 self._take_join(sender, blob)
             case Leave():
-                self._candidates.leave(sender)
+                self._take_leave(sender, incarnation)
             case ViewQuery(number=number):
-                self.send_views(sender, number)
+                self.send_views(sender, number - 1)
             case Views(views=encoded):
-                self._take_views(encoded)
+                self._take_views(sender, encoded)
             case Ping(sent_s=sent_s):
                 self._port.send(sender, Pong(sent_s, self.clock.run_s(self._port.now())))
             case Pong(sent_s=sent_s, run_s=run_s):
-                self.clock.answered(sender, sent_s, self._port.now(), run_s)
+                if sender in self._others():
+                    self.clock.answered(sender, sent_s, self._port.now(), run_s)
             case _:
                 self._take_paxos(sender, incarnation, message)
 
     def send_views(self, peer: PeerId, after_number: int) -> None:
-        """Send a peer the views that it lacks."""
-        if self._port.chain is None:
+        """Send a peer the views that it lacks; the same ones not again at once, however many messages show the lack."""
+        chain, now_s = self._port.chain, self._port.now()
+        if chain is None or after_number >= chain.newest.number:
             return
-        known = self._port.chain.since(after_number) or self._port.chain.since(
-            self._port.chain.views[0].view.number - 1
-        )
+        newest, after, told_s = self._told.get(peer, (-1, -1, -1e9))
+        if (newest, after) == (chain.newest.number, after_number) and now_s - told_s < RESEND_S:
+            return
+        known = chain.since(after_number) or chain.since(chain.views[0].view.number - 1)
         if known:
+            if len(self._told) >= MAX_KNOWN:
+                self._told.clear()
+            self._told[peer] = (chain.newest.number, after_number, now_s)
             self._port.send(peer, Views(known))
+
+    def reconcile(self, peer: PeerId, digest: bytes) -> None:
+        """A message named a view that does not hold here for its round: one of us two lacks views."""
+        chain = self._port.chain
+        if chain is None:
+            return
+        view = chain.by_hash(digest)
+        if view is None:
+            self._port.send(peer, ViewQuery(chain.newest.number + 1))
+        else:
+            self.send_views(peer, view.number)
 
     # joining
 
     def _others(self) -> list[PeerId]:
-        peers = self._port.chain.newest.peers if self._port.chain else tuple(self.records)
+        peers = self._port.chain.newest.peers if self._port.chain else tuple(self.records)[:MAX_MEMBERS]
         return [peer for peer in peers if peer != self._port.me]
 
     def _ask_in(self) -> None:
-        number = self._port.chain.newest.number if self._port.chain else 0
-        for peer in {*self._others(), *list(self.records)[:16]} - {self._port.me}:
+        number = self._port.chain.newest.number + 1 if self._port.chain else 0
+        self._asked = {*self._others(), *list(self.records)[:16]} - {self._port.me}
+        for peer in sorted(self._asked):
             self._port.send(peer, Join(self._blobs[self._port.me]))
             self._port.send(peer, ViewQuery(number))
 
@@ -160,24 +181,34 @@ class Membership:
         if record.peer != sender:
             self._port.drop("join for somebody else")
             return
-        self.learn(blob)
         if self._port.chain is None:
             return
+        self.learn(blob)
         member = Member(sender, record.incarnation)
         if self._port.chain.newest.index(sender, record.incarnation) is None:
             self._candidates.join(member, self._port.now() + JOIN_LASTS_S)
 
-    def _take_views(self, encoded: tuple[bytes, ...]) -> None:
+    def _take_leave(self, sender: PeerId, incarnation: int) -> None:
+        chain = self._port.chain
+        if chain is not None and chain.newest.index(sender, incarnation) is not None:
+            self._candidates.leave(Member(sender, incarnation))
+
+    def _take_views(self, sender: PeerId, encoded: tuple[bytes, ...]) -> None:
+        if self._port.chain is None and sender not in self._asked:
+            self._port.drop("views of strangers")
+            return
         try:
             for raw in encoded:
-                certified = views.decode_certified(raw)
-                if self._port.chain is None:
-                    self._port.chain = views.Chain(self._port.run, [certified])
-                    self.known.set()
-                elif self._port.chain.extend(certified):
-                    self._view_changed()
-        except BadView as error:
-            self._port.drop(f"bad view: {error}"[:60])
+                self._take_view(views.decode_certified(raw))
+        except BadView:
+            self._port.drop("bad view")
+
+    def _take_view(self, certified: Certified) -> None:
+        if self._port.chain is None:
+            self._port.chain = views.Chain(self._port.run, [certified])
+            self.known.set()
+        elif self._port.chain.extend(certified):
+            self._view_changed()
 
     # the next view
 
@@ -218,7 +249,7 @@ class Membership:
     def _propose(self, members: tuple[Member, ...]) -> None:
         decision = self._ensure_decision()
         newest = self._port.views.newest
-        first = max(self.touched, newest.first_round, decision.refused_floor - 1) + ROUNDS_AHEAD
+        first = max(self._port.touched, newest.first_round, decision.refused_floor - 1) + ROUNDS_AHEAD
         view = View(newest.number + 1, newest.hash, first, members)
         self._send(decision.propose(views.encode(view)))
         self._after_paxos()
@@ -237,7 +268,7 @@ class Membership:
                 me,
                 len(newest.members),
                 tuple(newest.peers.index(peer) for peer in ordered),
-                floor=lambda raw: self._port.views.floor(raw, self.touched),
+                floor=lambda raw: self._port.views.floor(raw, self._port.touched),
                 sign=lambda text: self._identity.sign(domain, text),
                 checks=views.checker(self._port.run, newest),
             )
@@ -248,8 +279,7 @@ class Membership:
             return
         newest = self._port.chain.newest
         if message.view != newest.hash or message.key != views.view_key(newest.number + 1):
-            if self._port.chain.by_hash(message.view) is not None:  # it works on a view that is decided here
-                self.send_views(sender, message.key.round - 1)
+            self.reconcile(sender, message.view)
             return
         member = newest.index(sender, incarnation)
         if member is None:
@@ -258,9 +288,14 @@ class Membership:
             self._send(self._ensure_decision().receive(member, message))
             self._after_paxos()
         elif isinstance(message, Decided):
-            self._take_views(
-                (views.encode(Certified(views.decode_view(message.value), message.ballot, message.proofs)),)
-            )
+            self._take_decided(message)
+
+    def _take_decided(self, decided: Decided) -> None:
+        """A view decided without me."""
+        try:
+            self._take_view(Certified(views.decode_view(decided.value), decided.ballot, decided.proofs))
+        except BadView:
+            self._port.drop("bad view")
 
     def _after_paxos(self) -> None:
         """Hold back from rounds of a view that I accepted; move on when one is decided."""

@@ -36,6 +36,7 @@ class Port:
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline
     chain: Chain | None = None
+    touched: int = -1  # the highest round that this peer took part in: the next view must begin after it
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
     chunks: Chunks = field(init=False)
 

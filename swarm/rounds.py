@@ -8,11 +8,22 @@ when its round is decided and its content is here, or when the round has left ev
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import msgspec
 
 from farflock.swarm.chunks import STALL_S
-from farflock.swarm.collective import Action, CloseList, Collective, Fetch, Reduce, Terms, decode_close_list
+from farflock.swarm.collective import (
+    Action,
+    BadCloseList,
+    CloseList,
+    Collective,
+    Fetch,
+    Item,
+    Reduce,
+    Terms,
+    decode_close_list,
+)
 from farflock.swarm.groups import order
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
@@ -49,7 +60,6 @@ class Rounds:
         self._streams: dict[str, StreamState] = {}
         self._machines: dict[Key, Collective] = {}
         self._random = random.Random(f"{port.seed}/{port.me}/follow")
-        self.touched = -1  # the highest round that I took part in: the next view must begin after it
 
     # what the node calls
 
@@ -62,8 +72,14 @@ class Rounds:
 
     async def exchange(self, name: str, offer: Offer) -> Outcome:
         """Bring an offer, whose shards are in the store, to its round; resolves once, whenever that is decided."""
-        state = self._streams[name]
-        number = offer.key.round
+        try:
+            return await self._exchange(self._streams[name], offer)
+        finally:
+            if offer.key not in self._machines:  # else it releases them when it is complete
+                self._port.store.release(work_pin(offer.key))
+
+    async def _exchange(self, state: StreamState, offer: Offer) -> Outcome:
+        name, number = offer.key.stream, offer.key.round
         known = self.decided(name, number)
         if known is not None:
             return known
@@ -110,7 +126,7 @@ class Rounds:
         elif isinstance(message, LogQuery):
             self._answer_query(state, sender, message)
         elif isinstance(message, Forgotten):
-            self._take_forgotten(state, message)
+            self._take_forgotten(state, sender, incarnation, message)
         elif isinstance(message, Decided) and message.key not in self._machines:
             self._take_decided(state, sender, incarnation, message)
         else:
@@ -120,6 +136,9 @@ class Rounds:
         """Time passes for every machine; offers that had to wait are placed; what was missed is asked for."""
         now_s = self._port.now()
         for machine in list(self._machines.values()):
+            view = self._port.views.at(machine.key.round)
+            if view is None or self._retire(machine, view):
+                continue
             suspects = {i for i, peer in enumerate(machine.group) if self._port.life(peer) in ("suspect", "dead")}
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
@@ -163,7 +182,10 @@ class Rounds:
         machine = self._machine(state, message.key, view)
         if machine is None:
             return
-        machine.receive(self._port.now(), member, message)
+        try:
+            machine.receive(self._port.now(), member, message)
+        except BadCloseList:
+            self._port.drop("bad close list")
         self._carry_out(machine)
 
     def _view_of(self, sender: PeerId, digest: bytes, key: Key) -> View | None:
@@ -179,29 +201,48 @@ class Rounds:
     def _machine(self, state: StreamState, key: Key, view: View) -> Collective | None:
         """The machine of a key; made if this is the stream's next round, I am a member, and no view change is due."""
         machine = self._machines.get(key)
-        me = self._port.my_index(view)
-        if machine is not None or me is None:
+        if machine is not None and not self._retire(machine, view):
             return machine
-        if key.round != state.newest + 1 or key.attempt or self._port.views.blocked(key.round):
+        me = self._port.my_index(view)
+        if me is None or key.round != state.newest + 1 or key.attempt or self._port.views.blocked(key.round):
             return None
-        self.touched = max(self.touched, key.round)
-        stream = state.stream
-        terms = Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants)
+        self._port.touched = max(self._port.touched, key.round)
+        terms = _terms(state.stream)
         seeded = order(view.peers, self._port.seed, view.hash, key)
         ordered = tuple(view.peers.index(peer) for peer in seeded)
         machine = self._make(key, view, me, ordered, terms, state.tokens)
         self._machines[key] = machine
         return machine
 
+    def _retire(self, machine: Collective, view: View) -> bool:
+        """Drop a machine that was begun under a view which did not come to hold for its round: whatever it did there
+        counts nowhere, and its group's indices mean others now. My offer goes into the round's true machine."""
+        if machine.view == view.hash:
+            return False
+        self._machines.pop(machine.key, None)
+        return True
+
     def _make(
         self, key: Key, view: View, me: int, ordered: tuple[int, ...], terms: Terms, prior_tokens: int
     ) -> Collective:
         now_s = self._port.now()
-        holding = self._port.store.__contains__
-        return Collective(key, view.hash, view.peers, me, ordered, terms, now_s, prior_tokens, holding)
+        return Collective(key, view.hash, view.peers, me, ordered, terms, now_s, prior_tokens, self._holding(key))
+
+    def _holding(self, key: Key) -> Callable[[bytes], bool]:
+        """Whether a chunk is here; if so it stays until the exchange is over, whoever brought it."""
+
+        def holding(digest: bytes) -> bool:
+            here = digest in self._port.store
+            if here:
+                self._port.store.pin(digest, work_pin(key))
+            return here
+
+        return holding
 
     def _carry_out(self, machine: Collective) -> None:
         """Do what a machine wants; log its decision and resolve whoever waits once it is complete."""
+        if not self._is_live(machine):
+            return
         while actions := machine.take():
             for action in actions:
                 self._act(machine, action)
@@ -215,8 +256,12 @@ class Rounds:
                 machine.decision.announcement(),
                 machine.taken(),
             )
-        if machine.complete and self._machines.pop(machine.key, None) is not None:
+        if machine.complete and self._is_live(machine):
+            del self._machines[machine.key]
             self._completed(state, machine.key.round)
+
+    def _is_live(self, machine: Collective) -> bool:
+        return self._machines.get(machine.key) is machine
 
     def _act(self, machine: Collective, action: Action) -> None:
         match action:
@@ -229,14 +274,16 @@ class Rounds:
 
     async def _fetch_for(self, machine: Collective, wanted: Fetch) -> None:
         stream = self._streams[machine.key.stream].stream
-        holders = [machine.group[member] for member in wanted.holders]
         fits = wanted.size <= stream.max_shard_bytes
         patience_s = max(FETCH_TIMEOUT_S, stream.deadline_s)
-        there = fits and await self._port.chunks.fetch(
-            wanted.digest, wanted.size, lambda: holders, work_pin(machine.key), patience_s
-        )
-        if machine.key not in self._machines:  # complete meanwhile: nobody will release what has come too late
-            self._port.store.release(work_pin(machine.key))
+
+
+        def holders() -> list[PeerId]:
+            return [machine.group[member] for member in wanted.holders()]
+
+        pin = work_pin(machine.key)
+        there = fits and await self._port.chunks.fetch(wanted.digest, wanted.size, holders, pin, patience_s)
+        if self._is_too_late(machine):
             return
         corrupt = not fits
         if there and stream.kind == "gather":
@@ -247,6 +294,12 @@ class Rounds:
         machine.fetched(self._port.now(), wanted.digest, intact=there, corrupt=corrupt)
         self._carry_out(machine)
 
+    def _is_too_late(self, machine: Collective) -> bool:
+        """Whether a machine was over before its work was done: then nobody else would release what that brought."""
+        if machine.key not in self._machines and machine.key not in self._offered():
+            self._port.store.release(work_pin(machine.key))
+        return not self._is_live(machine)
+
     async def _reduce_for(self, machine: Collective, wanted: Reduce) -> None:
         stream = self._streams[machine.key.stream].stream
         inputs = [
@@ -254,6 +307,8 @@ class Rounds:
             for member, weight, digest in wanted.inputs
         ]
         reduction: Reduction = await self._port.compute(lambda: stream.reduce(machine.key.round, wanted.shard, inputs))
+        if self._is_too_late(machine):
+            return
         rejected = tuple(machine.group.index(peer) for peer in reduction.rejected)
         self._port.counters["corrupt payloads"] += len(rejected)
         now_s = self._port.now()
@@ -280,8 +335,18 @@ class Rounds:
         state.tokens = close.tokens
         state.log[key.round] = Logged(close, group, decided, taken)
         while len(state.log) > LOG_ROUNDS:
-            oldest, _ = state.log.popitem(last=False)
-            self._port.store.release(Key(key.stream, oldest, key.attempt))
+            self._evict(state, next(iter(state.log)))
+
+    def _evict(self, state: StreamState, number: int) -> None:
+        """Take a round from the log, and whatever still waits for its content."""
+        key = Key(state.stream.name, number)
+        del state.log[number]
+        self._machines.pop(key, None)
+        self._port.store.release(key)
+        self._port.store.release(work_pin(key))
+        future = state.waiting.get(number)
+        if future is not None and not future.done():
+            future.set_result(Outcome(key, "lost", state.newest + 1))
 
     def _completed(self, state: StreamState, number: int) -> None:
         entry = state.log.get(number)
@@ -300,8 +365,8 @@ class Rounds:
         """Drop what a stream held: a snapshot has taken its place."""
         if state is None:
             return
-        for number in state.log:
-            self._port.store.release(Key(state.stream.name, number))
+        for number in list(state.log):
+            self._evict(state, number)
         for key in [key for key in self._machines if key.stream == state.stream.name]:
             del self._machines[key]
             self._port.store.release(work_pin(key))
@@ -339,8 +404,11 @@ class Rounds:
             oldest = next(iter(state.log), state.newest)
             self._port.send(sender, Forgotten(query.key, oldest, state.newest))
 
-    def _take_forgotten(self, state: StreamState, message: Forgotten) -> None:
+    def _take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
         """The round has left the log of somebody we asked: this peer must adopt a snapshot."""
+        if self._port.views.newest.index(sender, incarnation) is None:
+            self._port.drop("not from a member")
+            return
         if message.key.round != state.newest + 1 or message.oldest <= message.key.round:
             return
         self._port.counters["lost rounds"] += 1
@@ -349,17 +417,19 @@ class Rounds:
 
     def _take_decided(self, state: StreamState, sender: PeerId, incarnation: int, decided: Decided) -> None:
         """A decision that I had no part in: log it if it is the next one, and get its content."""
-        view = self._port.views.by_hash(decided.view)
-        if view is None or self._port.views.newest.index(sender, incarnation) is None:
-            self._port.drop("decision of strangers")
+        view = self._view_of(sender, decided.view, decided.key)
+        if view is None:
+            return
+        if self._port.views.newest.index(sender, incarnation) is None:
+            self._port.drop("not from a member")
             return
         state.seen = max(state.seen, decided.key.round)
         if decided.key.round != state.newest + 1 or decided.key.attempt:
             return
         try:
-            close = decode_close_list(decided.value)
-        except msgspec.MsgspecError:
-            self._port.drop("undecodable close list")
+            close = decode_close_list(decided.value, _terms(state.stream), len(view.members))
+        except BadCloseList:
+            self._port.drop("bad close list")
             return
         nothing = (False,) * state.stream.shards
         self._log(state, decided.key, close, view.peers, decided, nothing)
@@ -372,11 +442,20 @@ class Rounds:
         def holders() -> list[PeerId]:
             return [peer for peer in self._port.views.newest.peers if peer != self._port.me]
 
-        for item in entry.close.items:
-            if item.size > state.stream.max_shard_bytes:
-                self._port.drop("item too large")
-                return
-            while not await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S):
-                if state.log.get(key.round) is not entry:
-                    return
-        self._completed(state, key.round)
+        async def fill(item: Item) -> None:
+            there = False
+            while not there and state.log.get(key.round) is entry:
+                there = await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S)
+
+        if any(item.size > state.stream.max_shard_bytes for item in entry.close.items):
+            self._port.drop("item too large")
+            return
+        await asyncio.gather(*(fill(item) for item in entry.close.items))
+        if state.log.get(key.round) is entry:
+            self._completed(state, key.round)
+        else:  # it has left the log meanwhile: nobody else would release what has come since
+            self._port.store.release(key)
+
+
+def _terms(stream: Stream) -> Terms:
+    return Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants)

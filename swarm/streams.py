@@ -9,7 +9,7 @@ from typing import Literal
 from farflock.swarm.chunks import Store
 from farflock.swarm.collective import CloseList
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Decided, Key, Offer
+from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
 
 Status = Literal["ok", "partial", "alone", "failed", "lost"]
 
@@ -42,6 +42,11 @@ class Stream:
     group: int = 0
     deadline_s: float = 30.0
     min_participants: int = 1
+
+    def __post_init__(self) -> None:
+        most = MAX_SHARDS // MAX_MEMBERS if self.kind == "gather" and self.group != 2 else MAX_SHARDS
+        if not 1 <= self.shards <= most:
+            raise ValueError(f"stream {self.name}: a {self.kind} has 1 to {most} shards, got {self.shards}; cut larger ones")
 
 
 @dataclass(frozen=True, slots=True)

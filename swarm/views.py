@@ -10,6 +10,7 @@ Sans I/O, pure. Members are ordered by seniority: index 0 breaks ties of even vi
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -22,7 +23,7 @@ from farflock.swarm.links import Life, PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_VALUE_BYTES, Count, Decided, Digest, Key
 
 VIEW_STREAM = "#views"
-KEPT_VIEWS = 32
+KEPT_VIEWS = 512  # who is away for more of them cannot verify the newest any more and has to join anew
 _DOMAIN = b"view"
 
 
@@ -168,7 +169,8 @@ class Chain:
         """Encoded views after `number`, oldest first, for a peer that lacks them; empty if mine do not reach back."""
         if self.views[0].view.number > number + 1:
             return ()
-        return tuple(encode(entry) for entry in self.views if entry.view.number > number)[:limit]
+        lacking = (entry for entry in self.views if entry.view.number > number)
+        return tuple(encode(entry) for entry in itertools.islice(lacking, limit))
 
     def floor(self, raw: bytes, touched: int) -> int:
         """Whether I may accept this proposal for the next view: 0 if so, else the least round it could begin at."""
@@ -189,7 +191,8 @@ class Chain:
 
 @dataclass(slots=True)
 class Candidates:
-    """What a member has heard about who wants in and who goes; entries expire, so they are repeated."""
+    """What a member has heard about who wants in and who goes; wishes to join expire, so they are repeated. Only members
+    leave, so `leaving` is as bounded as the view."""
 
     joining: dict[PeerId, tuple[Member, float]] = field(default_factory=dict)  # member, expiry on the local clock
     leaving: set[PeerId] = field(default_factory=set)
@@ -200,11 +203,12 @@ class Candidates:
             self.joining[member.peer] = (member, expires_s)
             self.leaving.discard(member.peer)
 
-    def leave(self, peer: PeerId) -> None:
-        """Note a peer that said goodbye."""
-        self.joining.pop(peer, None)
-        if len(self.leaving) < 2 * MAX_MEMBERS:
-            self.leaving.add(peer)
+    def leave(self, member: Member) -> None:
+        """Note a member that said goodbye; not if it has begun another life meanwhile."""
+        known, _ = self.joining.get(member.peer, (member, 0.0))
+        if known == member:
+            self.joining.pop(member.peer, None)
+            self.leaving.add(member.peer)
 
     def live(self, now_s: float) -> dict[PeerId, Member]:
         """Who still wants in."""

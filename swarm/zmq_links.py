@@ -235,6 +235,11 @@ class ZmqLinks:
         partner = self._table.partners.get(peer)
         return dict(partner.traffic) if partner else {}
 
+    def total_bytes(self) -> tuple[int, int]:
+        """Bytes sent to and received from everybody, on all roads."""
+        roads = [road for partner in self._table.partners.values() for road in partner.traffic.values()]
+        return sum(road.sent for road in roads), sum(road.received for road in roads)
+
     def relayed_bytes(self, peer: PeerId) -> int:
         """What was forwarded here on this peer's behalf."""
         partner = self._table.partners.get(peer)

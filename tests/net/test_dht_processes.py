@@ -48,6 +48,18 @@ async def main():
 asyncio.run(main())
 """
 
+_HANG = """
+import psutil
+from hivemind.p2p import p2p_daemon
+
+async def never(**options):
+    print(psutil.Process().children()[0].pid, flush=True)
+    await asyncio.sleep(600)
+
+p2p_daemon.p2pclient.Client.create = never
+"""
+UNCONNECTED = PEER.replace("asyncio.run(main())", _HANG + "asyncio.run(main())")
+
 
 def key_file(folder, number):
     identity, path = Identity.from_seed(bytes([number]) * 32), folder / f"key-{number}"
@@ -103,9 +115,9 @@ def gone_within(pid, limit_s):
 
 
 @contextlib.contextmanager
-def peer(folder, number, *peers):
+def peer(folder, number, *peers, script=PEER):
     _, path = key_file(folder, number)
-    process = subprocess.Popen([sys.executable, "-c", PEER, str(path), *peers], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", script, str(path), *peers], stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -125,15 +137,13 @@ def test_the_daemon_ends_with_its_process_however_that_ends(tmp_path, end):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a daemon ends by itself after 30 s")
-def test_a_daemon_that_is_still_starting_ends_with_its_process(tmp_path):
-    with peer(tmp_path, 1) as process:
-        own, ends_s = psutil.Process(process.pid), time.monotonic() + TIMEOUT_S
-        while not (children := own.children()) and time.monotonic() < ends_s:
-            time.sleep(0.0005)
+def test_a_daemon_that_nobody_has_connected_to_yet_ends_with_its_process(tmp_path):
+    with peer(tmp_path, 1, script=UNCONNECTED) as process:
+        daemon = int(process.stdout.readline())
+        assert alive(daemon)
         process.kill()
         process.wait(10)
-        assert children
-        assert all(gone_within(child.pid, 2) for child in children)
+        assert gone_within(daemon, 2)
 
 
 def test_a_killed_peer_s_identity_can_be_used_again_at_once(tmp_path):

@@ -1,0 +1,56 @@
+"""Values to payload bytes and back, and the sender's finiteness check in one pass; all that the codecs share.
+
+Payloads are little endian and unaligned: what is read from them is copied first, so that no tensor ever points into a
+peer's message.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from farflock.compression.codec import Buffer, require_finite
+
+assert sys.byteorder == "little", "payloads are little endian; this code does not swap bytes on big-endian machines"
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def append(out: bytearray, values: Tensor) -> int:
+    """Append a tensor's raw bytes to `out`; return their number."""
+    if not values.numel():
+        return 0
+    raw = values.contiguous().view(torch.uint8).numpy().data
+    out += raw
+    return raw.nbytes
+
+
+def values_at(payload: Buffer, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """A copy of `count` values of the payload from byte `start` on; the caller has checked that they are there."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(memoryview(payload)[start : start + count * dtype.itemsize]), dtype=dtype)
+
+
+def largest(values: Tensor) -> float:
+    """The largest magnitude: NaN if one value is NaN, 0 if there are none."""
+    if not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high))
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return `x` if it is a flat float32 tensor on the CPU; otherwise `UnencodableTensor`, as `require_finite` says."""
+    usual = x.dtype == torch.float32 and x.dim() == 1 and x.device.type == "cpu"
+    return x if usual else require_finite(x)
+
+
+def within(x: Tensor, limit: float = FLOAT_MAX) -> Tensor:
+    """`x` with magnitudes above `limit` cut down to it; `UnencodableTensor` if it is not flat, float32 and finite.
+
+    The usual tensor, with nothing to refuse and nothing to cut, is returned as it is after one pass over it.
+    """
+    if largest(flat(x)) <= limit:  # false for NaN
+        return x
+    return require_finite(x).clamp(-limit, limit)
