@@ -13,8 +13,9 @@ from torch.nn import functional
 from farflock.compression.codec import CorruptPayload, require_finite
 from farflock.compression.payload import FLOAT_MAX, flat, largest
 
-MIN_SCALE = 2.0**-126
-MAX_SCALE = {127: float.fromhex("0x1.020406p+121"), 7: float.fromhex("0x1.249248p+125")}  # by largest code
+# As bit patterns: non-negative floats order as their bits do, also where a processor takes denormals for 0.
+MIN_SCALE_BITS = 0x0080_0000  # 2^-126
+MAX_SCALE_BITS = {127: 0x7C01_0203, 7: 0x7E12_4924}  # by largest code: about 2.679e36 and 4.861e37
 
 
 def blocks_of(count: int, block: int) -> int:
@@ -32,20 +33,19 @@ def quantise(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
     absmax_K = x_KB.abs().amax(dim=1)
     if not largest(absmax_K) <= FLOAT_MAX:  # true for NaN, which amax hands on
         require_finite(x)
-    scale_K = (absmax_K / top).clamp(max=MAX_SCALE[top])
-    tiny_K = scale_K < MIN_SCALE
-    divisor_K = scale_K.masked_fill(tiny_K, 1.0)  # makes all codes of such a block 0
-    return scale_K.masked_fill(tiny_K, 0.0), (x_KB / divisor_K[:, None]).round_().reshape(-1)
+    bits_K = (absmax_K / top).view(torch.int32).clamp_(max=MAX_SCALE_BITS[top])
+    tiny_K = bits_K < MIN_SCALE_BITS
+    divisor_K = bits_K.view(torch.float32).masked_fill(tiny_K, 1.0)  # makes all codes of such a block 0
+    codes_KB = (x_KB / divisor_K[:, None]).round_()
+    return bits_K.masked_fill_(tiny_K, 0).view(torch.float32), codes_KB.view(-1)
 
 
 def require_scales(scale_K: Tensor, top: int) -> Tensor:
     """Return the scales, or raise `CorruptPayload` if one is outside the limits (negative zero and NaN are)."""
-    bits_K, low, high = (x.view(torch.int32) for x in (scale_K, torch.tensor(MIN_SCALE), torch.tensor(MAX_SCALE[top])))
-    good_K = (bits_K == 0) | ((bits_K >= low) & (bits_K <= high))  # as integers: floats that flush denormals see a 0
+    bits_K = scale_K.view(torch.int32)
+    good_K = (bits_K == 0) | ((bits_K >= MIN_SCALE_BITS) & (bits_K <= MAX_SCALE_BITS[top]))
     if not bool(good_K.all()):
-        raise CorruptPayload(
-            f"{int((~good_K).sum())} of {len(scale_K)} scales are neither 0 nor in [2^-126, {MAX_SCALE[top]:g}]"
-        )
+        raise CorruptPayload(f"{int((~good_K).sum())} of {len(scale_K)} scales are neither 0 nor within their limits")
     return scale_K
 
 

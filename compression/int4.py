@@ -49,8 +49,8 @@ class Int4:
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append scales and packed codes."""
         scales, codes = quantise(x, self.block, 7)
-        pairs = (codes.to(torch.int8) + _ZERO).view(torch.uint8).view(-1, 2)[: blocks_of(x.numel(), 2)]
-        return append(out, scales) + append(out, pairs[:, 0] | (pairs[:, 1] << 4))
+        pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]  # 0x0B0A for codes A, B
+        return append(out, scales) + append(out, ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8))
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Write code · scale; scales outside their limits, the stored code 0 and a filler other than 8 are refused."""
@@ -58,12 +58,12 @@ class Int4:
         require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
         blocks = blocks_of(count, self.block)
         scales = require_scales(values_at(payload, 0, blocks, torch.float32), 7)
-        packed = values_at(payload, 4 * blocks, blocks_of(count, 2), torch.uint8)
-        stored = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
+        packed = values_at(payload, 4 * blocks, blocks_of(count, 2), torch.uint8).to(torch.int16)
+        stored = ((packed | (packed << 4)) & 0x0F0F).view(torch.int8)
         if count and int(stored.amin()) == 0:
             raise CorruptPayload(f"{self.name} payload holds the stored code 0; they are 1 to 15")
         if count % 2 and int(stored[-1]) != _ZERO:
             raise CorruptPayload(
                 f"{self.name} payload of {count} values ends with filler {int(stored[-1])}, not {_ZERO}"
             )
-        rescale(out.copy_(stored[:count].view(torch.int8) - _ZERO), scales, self.block)
+        rescale(out.copy_(stored[:count] - _ZERO), scales, self.block)

@@ -1,8 +1,8 @@
 """Chunked top-k: of each chunk of values only the k largest magnitudes travel, as positions and int8 values.
 
 Chunks keep the positions short (12 bits for 4096) and spread what is kept over the whole tensor, as in SparseLoCo
-(arXiv:2508.15706, section 3) and DeMo (arXiv:2411.19870). Values share a scale a chunk instead of fp16: shorter, and
-no pseudo-gradient is too small for it.
+(arXiv:2508.15706) and DeMo (arXiv:2411.19870). The values of a chunk share a scale: shorter than fp16, and no
+pseudo-gradient is too small for it.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class TopK:
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= self.chunk // 2 <= 32768:
+        if not 1 <= self.k <= self.chunk // 2 or self.chunk > 65536:
             raise ValueError(
                 f"top {self.k} of {self.chunk} is not possible; choose 1 <= k <= chunk/2 and chunk <= 65536"
             )

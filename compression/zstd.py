@@ -1,6 +1,19 @@
 """Another codec's payload, compressed once more by zstandard at level 1.
 
-MEASURED
+It pays on floats, whose exponents repeat, and on nothing that was already quantised. Measured on pseudo-gradients in
+shards of 262,144 values, one thread of a shared AMD EPYC, zstd 1.5.7, bytes saved and speed of compression:
+
+    payload         10.7M model, 20 AdamW steps    0.47M model, 100 steps
+    fp32                10.7 %    757 MB/s             8.2 %    806 MB/s
+    fp16                12.7 %    642 MB/s             8.6 %    794 MB/s
+    bf16                27.3 %    640 MB/s            22.2 %    831 MB/s
+    int8                 1.0 %    814 MB/s             5.6 %    841 MB/s
+    int4                 5.4 %    594 MB/s             7.4 %    805 MB/s
+    topk:64/4096         2.1 %    334 MB/s             0.9 %    306 MB/s
+
+So `bf16+zstd` is in the catalogue and the others are not, though any codec may be named with `+zstd`. Method: theta_0 -
+theta_H of the presets `10m` and `demo` of `node/model.py` (seed 0) on the shipped plays as bytes, 4 windows of 128 a
+step, learning rate 1e-3 and 3e-3, betas 0.9 and 0.95; the best of three runs over all shards.
 """
 
 from dataclasses import dataclass
@@ -17,8 +30,8 @@ _MIN_WINDOW_BYTES = 1024  # zstd's own least
 class Zstd:
     """The inner codec's values and bound, in fewer bytes where they repeat themselves.
 
-    The payload is one zstd frame with its content size, no dictionary, nothing after it. Receivers get the same values
-    from every zstd version; the bytes that a sender writes may differ between versions.
+    The payload is one zstd frame with its content size, no dictionary, nothing after it; of an empty payload, nothing.
+    Receivers get the same values from every zstd version; the bytes that a sender writes may differ between versions.
     """
 
     inner: Codec
@@ -40,12 +53,13 @@ class Zstd:
     def max_bytes(self, count: int) -> int:
         """The most that zstd makes of incompressible bytes (ZSTD_compressBound)."""
         inner = self.inner.max_bytes(count)
-        return inner + inner // 256 + 64
+        return inner + inner // 256 + 64 if inner else 0
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the compressed inner payload."""
         payload = bytearray()
-        self.inner.encode(x, ctx, payload)
+        if not self.inner.encode(x, ctx, payload):
+            return 0
         packed = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(payload)
         out += packed
         return len(packed)
@@ -62,6 +76,8 @@ class Zstd:
 
 def _decompress(payload: Buffer, limit_bytes: int) -> bytes:
     """The content of the one frame that the payload is; its claims are checked before memory is taken for them."""
+    if not payload and not limit_bytes:
+        return b""
     window_bytes_max = max(2 * limit_bytes, _MIN_WINDOW_BYTES)  # zstd rounds the content's size up to a power of two
     try:
         frame = zstandard.get_frame_parameters(payload)

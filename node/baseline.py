@@ -35,22 +35,24 @@ def unigram_loss(train: Tokens, held_out: Tokens, vocab_size: int) -> float:
     return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Estimate:
     """The model's loss on held-out sequences `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
 
-    Sequences are the units of the standard error: tokens of one sequence are not independent. Leaves the
-    model in the mode (train or eval) that it was in.
+    Sequences are the units of the standard error: tokens of one sequence are not independent.
     """
+    return summarise(losses(model, x, y, batch_size))
+
+
+@torch.no_grad()
+def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tensor:
+    """The mean loss of each held-out sequence, float64 (n,). Leaves the model in the mode that it was in."""
     was_training = model.training
     model.eval()
     try:
-        losses = torch.cat(
-            [_losses(model, a, b) for a, b in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True)]
-        )
+        pairs = zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True)
+        return torch.cat([_losses(model, a, b) for a, b in pairs])
     finally:
         model.train(was_training)
-    return summarise(losses)
 
 
 def summarise(losses: Tensor) -> Estimate:

@@ -9,6 +9,7 @@ waits through asyncio; nothing here knows which of the two worlds it runs in.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from farflock.node.courier import OutOfStep
@@ -50,19 +51,20 @@ class Loop:
         try:
             while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
                 await self._replay_missed()
-                loss = self.last_loss = await self.train(self._train_one)
+                progress = self.seat.progress(self.step)
+                loss = self.last_loss = await self.train(partial(self._train_one, progress))
+                self.step += 1
+                self.seat.trained(self.trainee.tokens_per_step)
                 self._start(self.driver.after_step(self.seat.progress(self.step)))
                 self.report("step", {"step": self.step, "loss": loss})
                 await self._settle()
         finally:
             await self._drop_carrying()
 
-    def _train_one(self) -> float:
-        progress = self.seat.progress(self.step)
+    def _train_one(self, progress: Progress) -> float:
+        """One local step; runs in the worker, so it reads no clock and no swarm."""
         loss = self.trainee.forward_backward(self.step, progress)
         self.driver.method.local_step(self.driver.replica, progress)
-        self.step += 1
-        self.seat.trained(self.trainee.tokens_per_step)
         return loss
 
     def _start(self, exchanges: list[Exchange]) -> None:

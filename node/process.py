@@ -38,6 +38,7 @@ from farflock.swarm.record import unseal
 from farflock.swarm.zmq_links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
+POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
 HEAD_EVERY_S = 60.0
 INVITE_LASTS_S = 7 * 24 * 3600
@@ -111,9 +112,10 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
     helpers = [asyncio.create_task(_publish(node, head)), asyncio.create_task(status.run())]
     try:
         on_start(node)
+        await _until_started(node)
         await loop.run(node.manifest.run.total_tokens)
         await asyncio.sleep(0 if loop.stopping else LINGER_S)
-        saved = await asyncio.to_thread(_save, node)
+        saved = await asyncio.to_thread(_save, node, node.participant.seat.progress(loop.step).tokens)
         peer.leave()
         node.history.event("stopped" if loop.stopping else "done", checkpoint=str(saved), step=loop.step)
         await asyncio.sleep(0.2)  # the goodbye is on its way
@@ -124,6 +126,13 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
         await asyncio.gather(*helpers, return_exceptions=True)
         status.write()
         node.history.close()
+
+
+async def _until_started(node: Node) -> None:
+    """The founder trains only once as many members are there as its manifest says; joiners come when they come."""
+    wanted, peer = node.manifest.exchange.start_peers, node.participant.peer
+    while len(peer.port.views.newest.members) < wanted and peer.me == node.founder and not node.participant.loop.stopping:
+        await asyncio.sleep(POLL_S)
 
 
 def _stop(node: Node) -> None:
@@ -141,7 +150,7 @@ async def _publish(node: Node, head: bytes) -> None:
         await asyncio.sleep(HEAD_EVERY_S)
 
 
-def _save(node: Node) -> Path:
+def _save(node: Node, tokens: int) -> Path:
     """Write the final checkpoint: what to evaluate and export, and the method's and the inner optimizer's state."""
     part, loop = node.participant, node.participant.loop
     replica, method = loop.driver.replica, loop.driver.method
@@ -155,7 +164,7 @@ def _save(node: Node) -> Path:
     meta = {
         "run": node.run,
         "step": loop.step,
-        "tokens": part.seat.progress(loop.step).tokens,
+        "tokens": tokens,
         "manifest": node.manifest.canonical().decode(),
     }
     return checkpoint.save(node.machine.folder.checkpoints, loop.step, parts, meta, {"config.json": config})

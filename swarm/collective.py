@@ -3,8 +3,8 @@
 Sans I/O: events come in (`receive`, `fetched`, `reduced`, `tick`), actions go out (`take`). In a mean, shard s is
 reduced by the first live member of a rotation of the seeded order; each reduced shard is an item. In a gather, each
 member's shards are the items. Members fetch the items and say what they hold; a proposer puts forward only what a
-quorum holds; what is decided (swarm/decide.py) is applied by everybody who holds its content, and fetched by who does not. The same
-code runs for a member that is still computing: it has no offer yet, but reduces, holds and votes.
+quorum holds; what is decided (swarm/decide.py) is applied by everybody who holds its content, and fetched by who does
+not. The same code runs for a member that is still computing: it has no offer yet, but reduces, holds and votes.
 
 A round that cannot be filled by the deadline is decided empty, so that all agree that it failed.
 """
@@ -111,7 +111,7 @@ def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
     """Decode a value put forward to a group of `size`; `BadCloseList` for anything that could not be applied."""
     try:
         close = _close_list_decoder.decode(raw)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadCloseList(f"not a close list: {error}") from None
     members = [member for member, _ in close.members]
     masks = [int.from_bytes(item.mask, "little") for item in close.items]
@@ -119,9 +119,13 @@ def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
     if members != included or (members and members[-1] >= size) or not all(masks):
         raise BadCloseList(f"a close list of members {members}, but its items are of {included}, in a group of {size}")
     owners = members if terms.kind == "gather" else [0] if close.items else []
-    if [item.index for item in close.items] != [owner * terms.shards + s for owner in owners for s in range(terms.shards)]:
+    if [item.index for item in close.items] != [
+        owner * terms.shards + s for owner in owners for s in range(terms.shards)
+    ]:
         raise BadCloseList(f"a close list of {len(close.items)} items, but {terms.shards} shards")
-    if terms.kind == "gather" and any(mask != 1 << item.index // terms.shards for mask, item in zip(masks, close.items, strict=True)):
+    if terms.kind == "gather" and any(
+        mask != 1 << item.index // terms.shards for mask, item in zip(masks, close.items, strict=True)
+    ):
         raise BadCloseList("a gathered item that is not its owner's alone")
     return close
 
@@ -339,16 +343,12 @@ class Collective:
         """Who said they hold it, then who ought to, then anybody: the chunk store asks in this order."""
         prefix, place = item.digest[:8], 8 * item.index
         said = [member for member, held in self._holds.items() if held[place : place + 8] == prefix]
-        if self.terms.kind == "gather":
-            ought = [item.index // self.terms.shards]
-        else:
-            ought = list(reducers(self.ordered, item.index))
-        return tuple(dict.fromkeys(member for member in said + ought if member != self.me))
+        gathered = self.terms.kind == "gather"
+        ought = (item.index // self.terms.shards,) if gathered else reducers(self.ordered, item.index)
+        return tuple(dict.fromkeys(member for member in (*said, *ought) if member != self.me))
 
     def _fetch_item(self, item: Item) -> None:
-        self._fetch(
-            item.index % self.terms.shards, item.digest, item.size, functools.partial(self._holders, item)
-        )
+        self._fetch(item.index % self.terms.shards, item.digest, item.size, functools.partial(self._holders, item))
 
     def _fetch(self, shard: int, digest: bytes, size: int, holders: Callable[[], tuple[int, ...]]) -> None:
         if self.holding(digest):

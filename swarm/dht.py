@@ -183,7 +183,7 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
         self.shelf, self.quota, self.closed = Shelf(), Quota(), False
-        self.contacts: dict[PeerID, None] = {}  # the last peers that answered, to find the way back after an outage
+        self.contacts: dict[PeerID, None] = {}  # the last peers heard, to find the way back after an outage
 
     def get_stub(self, peer: PeerID) -> AuthRPCWrapper:
         """As hivemind's, but nothing is called once the directory is closing."""
@@ -299,8 +299,9 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         table = self.routing_table
         known = table.get(peer_id=peer_id)
         if not responded:
-            with contextlib.suppress(KeyError):  # hivemind's buckets lose a node id that lies on a bucket's border
-                del table[known]
+            if known is not None:
+                with contextlib.suppress(KeyError):  # hivemind's buckets lose a node id that lies on a bucket's border
+                    del table[known]
             return
         if self.closed or node_id is None or node_id == self.node_id:
             return

@@ -66,7 +66,7 @@ def unpack(packed: bytes) -> Frame:
     middle = _FIXED_BYTES + message_bytes
     try:
         message = _decoder.decode(whole[_FIXED_BYTES:middle])
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolViolation(f"not a message: {error}") from None
     if body_bytes and not isinstance(message, Piece):
         raise ProtocolViolation(f"{type(message).__name__} carries no body, got {body_bytes} bytes")

@@ -44,7 +44,6 @@ class Pairing:
         self._seen: dict[str, int] = {}
         self._early: dict[tuple[str, PeerId], PairPropose] = {}
         self._done: collections.OrderedDict[Key, Pair] = collections.OrderedDict()
-        self.touched = -1
         self.unsure_rounds = 0  # ended as a follower that never heard the decision: perhaps applied on one side only
 
     def open(self, stream: Stream, after_round: int = -1) -> None:
@@ -57,17 +56,23 @@ class Pairing:
         """Swap shards, which are in the store, with this round's partner; ends by the stream's deadline."""
         stream, key = self._streams[name], offer.key
         self._rounds[name] = key.round
+        for place in [place for place, early in self._early.items() if place[0] == name and early.offer.key < key]:
+            del self._early[place]
         view = self._port.views.at(key.round) or self._port.views.newest
         partner, leader = self._partner(view, stream, key)
         if partner is None or self._port.views.blocked(key.round):
             return self._outcome(stream, offer, None)
-        self.touched = max(self.touched, key.round)
+        self._port.touched = max(self._port.touched, key.round)
         offer = Offer(key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state)
         pair = self._make(key, partner, leader, offer, stream.deadline_s)
         self._current[name], self._changed[name] = pair, asyncio.Event()
         try:
             await self._run(stream, pair)
         finally:
+            if pair.stage != "done":  # this peer is ending: its partner need not wait for the deadline
+                pair.lost(self._port.now())
+                self._flush(pair)
+                self._port.store.release(work_pin(key))
             del self._current[name]
             self._done[key] = pair
             while len(self._done) > DONE_KEPT:
@@ -86,7 +91,7 @@ class Pairing:
             return
         pair = self._current.get(key.stream)
         if pair is None or pair.key != key or pair.partner != sender:
-            self._receive_elsewhere(sender, key, message)
+            self._receive_elsewhere(sender, incarnation, key, message)
             return
         if isinstance(message, PairRefuse):
             self._note_seen(key.stream, message.round)
@@ -144,7 +149,9 @@ class Pairing:
         assert pair.theirs is not None
         offer = pair.theirs
         fits = len(offer.digests) == stream.shards and all(size <= stream.max_shard_bytes for size in offer.sizes)
-        if not fits or not all([await self._fetch_shard(stream, pair, shard) for shard in range(stream.shards)]):
+        if not fits or not all(
+            await asyncio.gather(*(self._fetch_shard(stream, pair, s) for s in range(stream.shards)))
+        ):
             pair.lost(self._port.now())
         else:
             pair.complete(self._port.now())
@@ -191,12 +198,14 @@ class Pairing:
         status: Status = "ok" if verdict == "applied" else "alone"
         weights = tuple(offers[peer].weight for peer in contents)
         taken = (True,) * stream.shards
-        tokens = max(entry.tokens for entry in offers.values())  # each side's estimate of the run's: the larger knows more
+        tokens = max(
+            entry.tokens for entry in offers.values()
+        )  # each side's estimate of the run's: the larger knows more
         return Outcome(
             offer.key, status, next_round, tuple(contents), weights, gathered=contents, taken=taken, tokens=tokens
         )
 
-    def _receive_elsewhere(self, sender: PeerId, key: Key, message: Message) -> None:
+    def _receive_elsewhere(self, sender: PeerId, incarnation: int, key: Key, message: Message) -> None:
         """Not the running pair's: a proposal ahead of me is kept, one behind me refused, one that is over answered."""
         over = self._done.get(key)
         if over is not None and over.partner == sender:
@@ -210,7 +219,8 @@ class Pairing:
             else:
                 self._refuse(sender, key)
         elif isinstance(message, PairRefuse):
-            self._note_seen(key.stream, message.round)
+            if self._port.views.newest.index(sender, incarnation) is not None:
+                self._note_seen(key.stream, message.round)
         elif isinstance(message, PairAbort):
             self._early.pop((key.stream, sender), None)
         elif isinstance(message, PairAccept | PairHave):

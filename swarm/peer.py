@@ -50,6 +50,8 @@ STORE_BYTES = 256 * 1024 * 1024
 
 log = logging.getLogger(__name__)
 
+Receive = Callable[[PeerId, int, Any], None]
+
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
@@ -198,7 +200,8 @@ class Peer:
             try:
                 frame = unpack(packed)
             except ProtocolViolation as error:
-                self.port.drop(f"bad frame: {error}"[:60])
+                self.port.drop("bad frame")
+                log.debug("a bad frame of %s: %s", sender, error)
                 continue
             self._route(sender, frame.incarnation, frame.message, frame.body)
 
@@ -209,30 +212,26 @@ class Peer:
             case StateQuery() | StateOffer():
                 self.snapshots.receive(sender, message)
             case PairPropose() | PairAccept() | PairRefuse() | PairHave() | PairCommit() | PairAbort():
-                if self.port.chain is not None:
-                    self.pairing.receive(sender, incarnation, message)
+                self._to_exchanges(self.pairing.receive, sender, incarnation, message)
             case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
-                self._to_rounds(sender, incarnation, message)
+                self._to_exchanges(self.rounds.receive, sender, incarnation, message)
             case _ if hasattr(message, "key") and message.key.stream != VIEW_STREAM:
-                self._to_rounds(sender, incarnation, message)
+                self._to_exchanges(self.rounds.receive, sender, incarnation, message)
             case _:
                 self.membership.receive(sender, incarnation, message)
 
-    def _to_rounds(self, sender: PeerId, incarnation: int, message: Any) -> None:  # noqa: ANN401 - narrowed by `_route`
+    def _to_exchanges(self, receive: Receive, sender: PeerId, incarnation: int, message: Any) -> None:  # noqa: ANN401 - narrowed by `_route`
+        """Hand on a message about an exchange; if it names a view that does not hold here, see who lacks views."""
         if self.port.chain is None:
             return
         stale = self.port.counters["stale view"]
-        self.rounds.receive(sender, incarnation, message)
+        receive(sender, incarnation, message)
         if self.port.counters["stale view"] > stale:
-            self.membership.send_views(sender, self._number_of(message))
-
-    def _number_of(self, message: Any) -> int:  # noqa: ANN401 - only some messages name a view
-        view = self.port.views.by_hash(getattr(message, "view", b""))
-        return view.number if view is not None else self.port.views.newest.number - 1
+            offer = getattr(message, "offer", message)
+            self.membership.reconcile(sender, offer.view)
 
     async def _tick_loop(self) -> None:
         while True:
-            self.membership.touched = max(self.rounds.touched, self.pairing.touched)
             self.membership.tick()
             if self.port.chain is not None:
                 self.rounds.tick()

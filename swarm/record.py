@@ -60,7 +60,7 @@ def unseal(blob: bytes, run: str) -> Record:
     signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]
     try:
         record = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRecord(f"not a record: {error}") from None
     if record.run != run:
         raise BadRecord(f"a record of run {record.run[:16]}, not of {run[:16]}")

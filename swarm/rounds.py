@@ -277,7 +277,6 @@ class Rounds:
         fits = wanted.size <= stream.max_shard_bytes
         patience_s = max(FETCH_TIMEOUT_S, stream.deadline_s)
 
-
         def holders() -> list[PeerId]:
             return [machine.group[member] for member in wanted.holders()]
 
@@ -296,7 +295,8 @@ class Rounds:
 
     def _is_too_late(self, machine: Collective) -> bool:
         """Whether a machine was over before its work was done: then nobody else would release what that brought."""
-        if machine.key not in self._machines and machine.key not in self._offered():
+        offered = machine.key.round in self._streams[machine.key.stream].offers  # and waits for the next machine
+        if machine.key not in self._machines and not offered:
             self._port.store.release(work_pin(machine.key))
         return not self._is_live(machine)
 

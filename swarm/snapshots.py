@@ -89,8 +89,10 @@ class Snapshots:
             await self._gather_offers(name, offers)
             offer, holders = _choose(offers)
             pin = ("download", name)
-            chunks = await self._download(offer, holders, pin, timeout_s, progress)
-            self._port.store.release(pin)
+            try:
+                chunks = await self._download(offer, holders, pin, timeout_s, progress)
+            finally:
+                self._port.store.release(pin)
             if chunks is not None:
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
@@ -109,7 +111,7 @@ class Snapshots:
             return None
         try:
             listing = msgspec.msgpack.decode(self._port.store.get(offer.digest) or b"", type=Listing)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             self._port.drop("undecodable snapshot listing")
             return None
         gate, here = asyncio.Semaphore(PARALLEL), 0

@@ -46,7 +46,9 @@ class Stream:
     def __post_init__(self) -> None:
         most = MAX_SHARDS // MAX_MEMBERS if self.kind == "gather" and self.group != 2 else MAX_SHARDS
         if not 1 <= self.shards <= most:
-            raise ValueError(f"stream {self.name}: a {self.kind} has 1 to {most} shards, got {self.shards}; cut larger ones")
+            raise ValueError(
+                f"stream {self.name}: a {self.kind} has 1 to {most} shards, got {self.shards}; cut larger ones"
+            )
 
 
 @dataclass(frozen=True, slots=True)

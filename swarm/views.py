@@ -86,7 +86,7 @@ def decode_view(raw: bytes) -> View:
     """Decode a proposed view; `BadView` for anything else."""
     try:
         view = _view_decoder.decode(raw)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadView(f"not a view: {error}") from None
     if len(set(view.peers)) != len(view.peers):
         raise BadView(f"view {view.number} names a peer twice")
@@ -99,7 +99,7 @@ def decode_certified(raw: bytes) -> Certified:
         raise BadView(f"a view of {len(raw)} bytes is over the limit of {MAX_VALUE_BYTES}")
     try:
         return _certified_decoder.decode(raw)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadView(f"not a certified view: {error}") from None
 
 

@@ -388,6 +388,20 @@ async def test_the_table_and_the_contacts_are_bounded(stack, folder):
 
 
 @in_loop
+async def test_strangers_and_node_ids_on_a_bucket_s_border_can_be_removed_from_a_split_table(stack, folder):
+    a = await opened(stack, folder, 1)
+    update, table = a._protocol.update_routing_table, a._protocol.routing_table
+    border = DHTID(2**159)
+    peers = {DHTID.generate(source=bytes([number])): PeerID(bytes([number])) for number in range(60)}
+    for node_id, peer in ({border: PeerID(b"border")} | peers).items():
+        await update(node_id, peer)
+    assert len(table.buckets) > 1
+    for peer in (PeerID(b"stranger"), PeerID(b"border"), *peers.values()):
+        await update(None, peer, responded=False)
+    assert not any(peer in table for peer in peers.values())
+
+
+@in_loop
 async def test_a_peer_whose_table_ran_empty_finds_its_way_back(stack, folder):
     a, b, c = await swarm(stack, folder, 3)
     await c.announce(RUN, record(3))

@@ -1,0 +1,57 @@
+"""`farflock demo`: a real local swarm that trains, loses a peer, takes one in, and recovers."""
+
+import tempfile
+from pathlib import Path
+
+import click
+
+from farflock.node.output import Output
+
+
+@click.command("demo")
+@click.option("--peers", type=click.IntRange(1, 8), default=4, show_default=True)
+@click.option("--steps", type=click.IntRange(20), default=390, show_default=True, help="Steps of each peer.")
+@click.option("--method", default="noloco", show_default=True, help="noloco, diloco, ddp or local.")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where to write (default: a new one).")
+@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
+def command(peers: int, steps: int, method: str, folder: Path | None, as_json: bool) -> None:
+    """Watch a swarm of real processes train a language model on this machine."""
+    from farflock.node.demo import Demo
+    from farflock.node.live import live
+    from farflock.node.manifest import demo_manifest
+
+    out = Output(as_json)
+    described = demo_manifest(method, peers, steps)
+    place = folder or Path(tempfile.mkdtemp(prefix="farflock-demo-"))
+    place.mkdir(parents=True, exist_ok=True)
+    file = place / "run.toml"
+    file.write_bytes(described.canonical())
+    out.line(f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; files in {place}")
+    with live("farflock demo") as show, Demo(place, file, peers, show).running() as demo:
+        demo.run()
+    from farflock.node.demo_report import report
+
+    with out.progress("comparing") as progress:
+        facts = report(described.plan(), place, demo.children, peers, lambda name, share: progress(share))
+    facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
+    out.result(facts, _text(facts))
+
+
+def _text(facts: dict[str, object]) -> str:
+    def loss(name: str) -> str:
+        return f"{facts[name + '_loss']:.4f} ± {facts[name + '_error']:.4f}"
+
+    share = facts["share_of_gain"]
+    kept = "too short to tell" if share is None else f"{share:.0%} of DDP's gain over no communication"
+    return "\n".join(
+        (
+            "held-out loss, nats per byte          bytes sent per peer",
+            f"  swarm             {loss('held_out')}     {facts['bytes_per_peer']:>14,}",
+            f"  DDP, one model    {loss('ddp')}     {facts['ddp_bytes_per_peer']:>14,}  (ring all-reduce, bf16)",
+            f"  no communication  {loss('none')}     {0:>14,}",
+            f"  untrained {facts['untrained_loss']:.3f}, unigram {facts['unigram_loss']:.3f}; the swarm kept: {kept}",
+            f"peers killed {facts['peers_killed']}, joined {facts['peers_joined']}",
+            f"loss plot {facts['plot']}\ncheckpoint {facts['checkpoint']}",
+            f"\n{facts['sample']}",
+        )
+    )

@@ -1,0 +1,41 @@
+"""Options that `run` and `join` share: what this machine gives."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from farflock.node.process import Machine
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def machine_options(command: Command) -> Command:
+    """Add the options."""
+    for option in (
+        click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where this node's files are."),
+        click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="Threads of torch."),
+        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; loopback unless told."),
+        click.option("--port", type=click.IntRange(0, 65534), default=0, help="Port of the links (0: any)."),
+        click.option("--dht-port", type=click.IntRange(0, 65535), default=0, help="Port of the directory (0: any)."),
+        click.option("--no-listen", is_flag=True, help="Only dial out: for machines that nobody can reach."),
+    ):
+        command = option(command)
+    return command
+
+
+def machine_of(options: Mapping[str, Any]) -> "Machine":
+    """The machine that these options describe."""
+    from farflock.node.paths import RunFolder
+    from farflock.node.process import Machine
+
+    return Machine(
+        folder=RunFolder.at(options["folder"]),
+        host=options["host"],
+        port=options["port"],
+        dht_port=options["dht_port"],
+        threads=options["threads"],
+        client_mode=options["no_listen"],
+    )

@@ -1,0 +1,65 @@
+"""`farflock sim`: the same run on a simulated network, in virtual time."""
+
+from pathlib import Path
+
+import click
+
+from farflock.node.output import Output
+
+
+@click.command("sim")
+@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
+@click.option("--set", "assignments", multiple=True, metavar="A.B=C", help="Override one value of the manifest.")
+@click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option("--loss", type=click.FloatRange(0, 0.9), default=0.0, show_default=True, help="Share of frames lost.")
+@click.option("--churn", type=click.FloatRange(0.1), help="Mean seconds between two kills; the killed come back.")
+@click.option("--rate", type=click.FloatRange(0.01), default=100.0, show_default=True, help="Mbit/s of every line.")
+@click.option("--latency", type=click.FloatRange(0), default=20.0, show_default=True, help="ms, one way, of every line.")
+@click.option("--step", "step_s", type=click.FloatRange(0.001), default=0.5, show_default=True, help="Seconds a step takes.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved manifest and its hash, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
+def command(
+    manifest: Path | None,
+    assignments: tuple[str, ...],
+    peers: int,
+    loss: float,
+    churn: float | None,
+    rate: float,
+    latency: float,
+    step_s: float,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run MANIFEST with real training steps among simulated peers. The same seed gives the same state hash."""
+    from farflock.node.manifest import load, simulated_default
+
+    out = Output(as_json)
+    described = load(manifest, assignments) if manifest else simulated_default(assignments)
+    if dry_run:
+        text = described.canonical().decode()
+        out.result({"manifest": text, "hash": described.hash()}, f"{text}\nhash {described.hash()}")
+        return
+    import torch
+
+    from farflock.node.corpus import load_corpus
+    from farflock.node.simulation import World, simulate
+    from farflock.node.tokenizer import ByteTokenizer
+    from farflock.swarm.sim import LinkModel
+
+    torch.set_num_threads(1)
+    tokens = ByteTokenizer().encode(load_corpus(described.data.corpus, described.data.sha256 or None).train)
+    link = LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, loss)
+    world = World(peers, described.run.total_tokens, link, step_s, churn_s=churn, view_s=described.exchange.view_s)
+    with out.progress("simulating") as progress:
+        result = simulate(described.plan(), world, tokens, progress)
+    facts = {
+        "state_hash": result.state_hash,
+        "rounds": result.rounds,
+        "losses": result.losses,
+        "bytes": result.bytes,
+        "bytes_per_peer": result.bytes_per_peer,
+        "virtual_s": result.virtual_s,
+        "kills": result.kills,
+        "steps": result.steps,
+    }
+    out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))

@@ -1,0 +1,179 @@
+"""The demo: a real swarm of processes on this machine that loses a peer, takes one in, and goes on.
+
+Each peer is the command that a volunteer would type, in a process of its own. At one third of the run one of them is
+killed, at one half a new one joins by invite, and later the founder is stopped for a while; training goes on throughout.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from farflock.node.errors import Failure
+from farflock.node.status import Status, read_status
+
+KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 1 / 2, 0.62
+STOPPED_S = 8.0
+START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 20.0
+STALL_TIMEOUT_S = 120.0  # without any progress
+POLL_S = 0.25
+
+
+@dataclass(slots=True)
+class Child:
+    """One peer's process."""
+
+    name: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+    killed: bool = False
+    stopped: bool = False
+
+    def status(self) -> Status | None:
+        """What it last said of itself."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return read_status(self.folder / "status.json")
+        return None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self.process.poll() is None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What the live view is shown: everybody's status, and what has just happened."""
+
+    children: tuple[Child, ...]
+    share: float
+    news: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Demo:
+    """The processes of one demo and what is done to them. `show` is called a few times a second."""
+
+    folder: Path
+    manifest: Path
+    peers: int
+    show: Callable[[Moment], None]
+    children: list[Child] = field(default_factory=list)
+    news: list[str] = field(default_factory=list)
+    killed: int = 0
+    joined: int = 0
+    _stopped_s: float | None = None
+    _stop_done: bool = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Demo"]:
+        """All children end with the block, however it is left."""
+        try:
+            yield self
+        finally:
+            self._end_all()
+
+    def run(self) -> None:
+        """Start everybody, do what a demo does, and return when all who live are done."""
+        founder = self._start("founder", ["run", str(self.manifest)])
+        invite = self._invite_of(founder)
+        for number in range(1, self.peers):
+            self._start(f"peer {number}", ["join", invite])
+        progressed_s, best = time.monotonic(), -1.0
+        while any(child.running for child in self.survivors()):
+            share = self._share()
+            if share > best:
+                best, progressed_s = share, time.monotonic()
+            if best >= 1 and time.monotonic() - progressed_s > END_TIMEOUT_S:
+                break  # whoever is still on its way in has come too late
+            self._happen(share, invite)
+            self.show(Moment(tuple(self.children), share, tuple(self.news)))
+            if time.monotonic() - progressed_s > STALL_TIMEOUT_S:
+                raise Failure("the demo stands still", f"no progress for {STALL_TIMEOUT_S:.0f} s", self._where_logs_are())
+            time.sleep(POLL_S)
+        self._require_success()
+
+    def survivors(self) -> list[Child]:
+        """The peers that reached the end."""
+        return [child for child in self.children if not child.killed]
+
+    def _happen(self, share: float, invite: str) -> None:
+        """Kill, join, stop, each once, when their time has come."""
+        if self.peers > 1 and share >= KILL_AT and not self.killed:
+            victim = self.children[1]
+            victim.process.send_signal(signal.SIGKILL)
+            victim.killed, self.killed = True, 1
+            self.news.append(f"{victim.name} was killed (SIGKILL)")
+        if share >= JOIN_AT and not self.joined:
+            self.joined = 1
+            self._start("newcomer", ["join", invite])
+            self.news.append("a newcomer joins by invite")
+        founder = self.children[0]
+        if share >= STOP_AT and not self._stop_done and self._stopped_s is None and self.peers > 2 and founder.running:
+            founder.process.send_signal(signal.SIGSTOP)
+            founder.stopped, self._stopped_s = True, time.monotonic()
+            self.news.append(f"the founder is stopped for {STOPPED_S:.0f} s (SIGSTOP)")
+        if self._stopped_s is not None and time.monotonic() - self._stopped_s >= STOPPED_S:
+            founder.process.send_signal(signal.SIGCONT)
+            founder.stopped, self._stopped_s, self._stop_done = False, None, True
+            self.news.append("the founder is back")
+
+    def _share(self) -> float:
+        statuses = [status for child in self.children if (status := child.status()) is not None]
+        return max((status.tokens / status.total_tokens for status in statuses), default=0.0)
+
+    def _start(self, name: str, command: list[str]) -> Child:
+        folder = self.folder / name.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = [sys.executable, "-m", "farflock.node.cli", *command, "--folder", str(folder), "--threads", "1"]
+        with open(folder / "log.txt", "wb") as log:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for this process: it ends its children itself, in order
+            )
+        self.children.append(Child(name, folder, process))
+        return self.children[-1]
+
+    def _invite_of(self, founder: Child) -> str:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s and founder.running:
+            status = founder.status()
+            if status is not None:
+                return status.invite
+            time.sleep(POLL_S)
+        raise Failure("the founder did not start", f"no invite within {START_TIMEOUT_S:.0f} s", self._where_logs_are())
+
+    def _require_success(self) -> None:
+        failed = [child.name for child in self.survivors() if child.process.returncode not in (0, None)]
+        if failed:
+            raise Failure("the demo failed", f"{', '.join(failed)} ended with an error", self._where_logs_are())
+
+    def _where_logs_are(self) -> str:
+        return f"read the log.txt files under {self.folder}"
+
+    def _end_all(self) -> None:
+        """Ask everybody to leave, then insist; nothing of this demo stays behind."""
+        alive = [child for child in self.children if child.running]
+        for child in alive:
+            child.process.send_signal(signal.SIGCONT)
+            child.process.terminate()
+        deadline_s = time.monotonic() + 10.0
+        for child in alive:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(deadline_s - time.monotonic(), 0.1))
+        for child in alive:
+            if child.running:
+                child.process.kill()
+                child.process.wait()

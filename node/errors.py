@@ -1,0 +1,88 @@
+"""Errors that a person can act on: what went wrong, why, and what to do; each with the command's exit code.
+
+Other modules raise errors of their own, whose message already is such a sentence; the table below names them, so that the
+command line needs to import none of them to recognise one.
+"""
+
+import errno
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
+
+
+class FarflockError(Exception):
+    """One sentence with cause and remedy. Exit codes: 1 failure, 2 usage, 3 refused by the run."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, why: str, remedy: str) -> None:
+        super().__init__(": ".join(filter(None, (what, "; ".join(filter(None, (why, remedy)))))))
+        self.what, self.why, self.remedy = what, why, remedy
+
+
+class Failure(FarflockError):
+    """Something did not work out on this machine or on the way."""
+
+
+class Usage(FarflockError):
+    """The command was given something that cannot be."""
+
+    exit_code = 2
+
+
+class Refused(FarflockError):
+    """The run does not take this machine, this file or this version."""
+
+    exit_code = 3
+
+
+EXPLAINED: dict[str, type[FarflockError]] = {
+    "farflock.node.checkpoint.CheckpointCorrupt": Failure,
+    "farflock.node.checkpoint.CheckpointError": Failure,
+    "farflock.node.corpus.BadCorpus": Refused,  # a founder's own bad corpus is found when the manifest is read
+    "farflock.node.data.BadData": Failure,
+    "farflock.node.export.ExportRefused": Failure,
+    "farflock.node.history.HistoryUnusable": Failure,
+    "farflock.node.seat.CorruptSnapshot": Failure,
+    "farflock.swarm.dht_files.IdentityInUse": Failure,
+    "farflock.swarm.dht_files.PortTaken": Failure,
+    "farflock.swarm.dht_greeting.ClockSkew": Refused,
+    "farflock.swarm.dht_greeting.DirectoryUnreachable": Failure,
+    "farflock.swarm.identity.BadIdentity": Failure,
+    "farflock.swarm.snapshots.SnapshotUnavailable": Failure,
+}
+
+_FULL = "free some space on that disk and start again; nothing was overwritten"
+_FORBIDDEN = "give this user permission, or choose another --folder or --port"
+_TAKEN = "choose another --port or --dht-port, or 0 for any that is free"
+_REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: _FORBIDDEN,
+    errno.EADDRINUSE: _TAKEN,
+    errno.EADDRNOTAVAIL: "name an address of this machine with --host",
+    errno.ENOENT: "check that path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def explained(error: BaseException) -> FarflockError | None:
+    """The sentence for an error that is nobody's bug; None for one that is."""
+    if isinstance(error, FarflockError):
+        return error
+    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        return explained(error.exceptions[0])
+    kind = EXPLAINED.get(f"{type(error).__module__}.{type(error).__qualname__}")
+    if kind is not None:
+        return kind("", str(error), "")
+    if isinstance(error, MemoryError):
+        return Failure("not enough memory", str(error) or "an allocation failed", "close programs, or take a smaller model")
+    if isinstance(error, OSError) and error.errno is not None:
+        return _from_system(error)
+    return None
+
+
+def _from_system(error: OSError) -> Failure:
+    remedy = _REMEDIES.get(error.errno or 0, "check that path or address and try again")
+    return Failure(str(error.filename or "the system refused"), error.strerror or errno.errorcode[error.errno or 0], remedy)

@@ -1,0 +1,91 @@
+"""Invites: one word that holds a run's id, its founder, some addresses and an expiry; any member can mint one.
+
+`farflock:` + base64url, unpadded, of msgpack [version, run, founder, addresses, expires] and the first 4 bytes of the
+SHA-256 over `farflock-invite` and it. The checksum is against typing errors; what the invite leads to is verified by the
+run's id and the founder's signature.
+"""
+
+import base64
+import binascii
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from farflock.node.errors import Usage
+
+PREFIX = "farflock:"
+VERSION = 1
+MAX_CHARS = 4096
+MAX_ADDRESSES = 8
+CHECKSUM_BYTES = 4
+
+# A multiaddress with the peer that is there: /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…
+Address = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^(/[A-Za-z0-9.:_%-]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+$")]
+
+
+class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an invite says; `expires` in Unix seconds. Three addresses or more outlive the peer that minted it."""
+
+    run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+    founder: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_ADDRESSES)]
+    expires: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+
+
+def mint(invite: Invite) -> str:
+    """The invite as text; raise `ValueError` (msgspec's) for one that nobody could read."""
+    fields = msgspec.structs.astuple(invite)
+    msgspec.convert(fields, Invite)
+    body = msgspec.msgpack.encode((VERSION, *fields))
+    return PREFIX + base64.urlsafe_b64encode(body + _checksum(body)).decode().rstrip("=")
+
+
+def parse(text: str, now_s: float) -> Invite:
+    """The invite in a text; `Usage` with cause and remedy for anything else. `now_s` is Unix time."""
+    version, fields = _versioned(_body(text.strip()))
+    if version != VERSION:
+        remedy = "update farflock" if version > VERSION else "ask for an invite of a current version"
+        raise Usage("the invite is of another version", f"it has version {version}, this program reads {VERSION}", remedy)
+    try:
+        invite = msgspec.convert([msgspec.msgpack.decode(field) for field in fields], Invite)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _damaged(str(error)[:120]) from None
+    if invite.expires < now_s:
+        age_h = (now_s - invite.expires) / 3600
+        raise Usage("the invite has expired", f"{age_h:.1f} hours ago", "ask any member of the run for a new one")
+    return invite
+
+
+def _body(text: str) -> bytes:
+    """The bytes that the checksum vouches for."""
+    if not text.startswith(PREFIX):
+        raise Usage("that is no invite", f"it does not begin with {PREFIX!r}", "copy the whole word that `farflock run` printed")
+    if len(text) > MAX_CHARS:
+        raise Usage("that is no invite", f"it has {len(text)} characters, above {MAX_CHARS}", "copy the invite alone")
+    packed = text.removeprefix(PREFIX)
+    try:
+        raw = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise _damaged("it was cut, or holds characters that no invite has") from None
+    body, checksum = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
+    if not body or checksum != _checksum(body):
+        raise _damaged("its checksum differs, so it was cut or mistyped")
+    return body
+
+
+def _versioned(body: bytes) -> tuple[int, list[msgspec.Raw]]:
+    """The version and the fields, whatever those are in that version."""
+    try:
+        version, *fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
+        return msgspec.msgpack.decode(version, type=int), fields
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _damaged(str(error)[:120]) from None
+
+
+def _damaged(why: str) -> Usage:
+    return Usage("the invite is damaged", why, "copy it again, or ask for a new one")
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(b"farflock-invite" + body).digest()[:CHECKSUM_BYTES]

@@ -1,0 +1,80 @@
+"""Portable arithmetic: the same bytes and the same values whatever vector instructions and denormal mode torch uses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+SCRIPT = """
+import hashlib, json, torch
+from farflock.compression.catalog import CODECS, codec
+from farflock.compression.codec import Context
+
+def mixed(count, seed):
+    h = (torch.arange(count) + seed * 1_000_003) * 2_654_435_761 & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 2_246_822_519) & 0xFFFFFFFF
+    return (h ^ (h >> 13)) & 0xFFFFFFFF
+
+def inputs():
+    for seed, count in enumerate((1, 255, 4096, 70_001)):
+        bits = mixed(count, seed)
+        yield (bits - 2**31).to(torch.float32) * 2.0**-45               # like a pseudo-gradient
+        yield (bits % 7 - 3).to(torch.float32)                           # ties
+        any_bits = torch.where((bits >> 23) % 256 == 255, bits ^ (1 << 30), bits)
+        yield (any_bits - (any_bits >> 31 << 32)).to(torch.int32).view(torch.float32)   # every exponent
+
+def decode(name, payload, count):
+    out = torch.empty(count)
+    codec(name).decode(payload, Context(), out)
+    return out.numpy().tobytes()
+
+def digest(parts):
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+report = {"capability": torch.backends.cpu.get_cpu_capability(), "codecs": {}}
+for name in [*CODECS, "int8:100", "int4:6", "topk:3/10"]:
+    payloads = []
+    for x in inputs():
+        out = bytearray()
+        codec(name).encode(x, Context(), out)
+        payloads.append((out, len(x)))
+    hashes = [digest(out for out, _ in payloads), digest(decode(name, *one) for one in payloads)]
+    torch.set_flush_denormal(True)
+    hashes.append(digest(decode(name, *one) for one in payloads))
+    torch.set_flush_denormal(False)
+    report["codecs"][name] = hashes
+print(json.dumps(report))
+"""
+
+
+def report(capability):
+    """The script's JSON line, run with torch held to one level of vector instructions."""
+    environment = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": capability,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return report("default")
+
+
+def test_bytes_and_values_are_equal_with_and_without_vector_instructions(plain):
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this processor has no vector instructions that torch knows")
+    vector = report("avx2")
+    assert (plain["capability"], vector["capability"]) == ("DEFAULT", "AVX2")
+    assert vector["codecs"] == plain["codecs"]
+
+
+def test_flushing_denormals_does_not_change_a_decoded_bit(plain):
+    for name, (_, decoded, decoded_flushed) in plain["codecs"].items():
+        assert decoded == decoded_flushed, name

@@ -1,0 +1,27 @@
+"""What all tests share: golden files, rewritten only with `pytest --write-golden` and reviewed as a diff."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-golden", action="store_true", help="rewrite tests/golden/*.json with what the code does now"
+    )
+
+
+@pytest.fixture
+def golden(request):
+    """A function (name, actual) -> what tests/golden/NAME.json says; with --write-golden it says `actual` from then on."""
+
+    def expected(name, actual):
+        path = GOLDEN / f"{name}.json"
+        if request.config.getoption("--write-golden"):
+            path.write_text(json.dumps(actual, indent=1) + "\n")
+        return json.loads(path.read_text())
+
+    return expected

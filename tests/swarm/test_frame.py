@@ -1,0 +1,379 @@
+"""One frame on the wire: what was packed comes back, and everything else is refused without taking memory."""
+
+import json
+import math
+import random
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflock.swarm import frame as frames
+from farflock.swarm.frame import Frame, ProtocolViolation, pack, unpack
+from farflock.swarm.links import MAX_FRAME_BYTES
+from farflock.swarm.messages import (
+    MAX_CHUNK_BYTES,
+    MAX_MEMBERS,
+    MAX_SHARDS,
+    MAX_VALUE_BYTES,
+    Accepted,
+    Decided,
+    Forgotten,
+    Holds,
+    Join,
+    Key,
+    Leave,
+    LogQuery,
+    Message,
+    Miss,
+    Offer,
+    PairAbort,
+    PairAccept,
+    PairCommit,
+    PairHave,
+    PairPropose,
+    PairRefuse,
+    Piece,
+    Ping,
+    Pong,
+    Prepare,
+    Promise,
+    Propose,
+    Reduced,
+    Rejected,
+    StateOffer,
+    StateQuery,
+    ViewQuery,
+    Views,
+    Want,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "frames.json"
+HEAD_BYTES = 24
+KEY = Key("weights/0", 7, 1)
+A, B = bytes(range(32)), bytes(range(32, 64))
+OFFER = Offer(KEY, A, (A, B), (5, 0), 1.5, 640, B)
+
+SPECIMENS: tuple[Message, ...] = (
+    Want(A, 65536, 131072),
+    Piece(A, 65536, 131072),
+    Miss(B),
+    OFFER,
+    Reduced(KEY, A, 3, B, 1000, bytes([5, 0, 0, 0, 0, 0, 0, 0])),
+    Holds(KEY, A, B[:16]),
+    Prepare(KEY, A, (2, 1)),
+    Promise(KEY, A, (2, 1), (1, 0), b"value"),
+    Propose(KEY, A, (2, 1), b"value"),
+    Accepted(KEY, A, (2, 1), b"s" * 64),
+    Rejected(KEY, A, (2, 1), (3, 0), 9),
+    Decided(KEY, A, b"value", (2, 1), ((0, b"s" * 64), (2, b""))),
+    LogQuery(KEY),
+    Forgotten(KEY, 8, 15),
+    PairPropose(OFFER),
+    PairAccept(OFFER),
+    PairRefuse(KEY, 8),
+    PairHave(KEY, A, True),
+    PairCommit(KEY),
+    PairAbort(KEY),
+    ViewQuery(4),
+    Views((b"one", b"two")),
+    Join(b"record"),
+    Leave(),
+    StateQuery("state"),
+    StateOffer("state", 6, B, A, 4096, 640),
+    Ping(1.25),
+    Pong(1.25, 77.5),
+)
+KINDS = get_args(Message)
+
+
+def body_of(message):
+    return b"piece of a chunk" if isinstance(message, Piece) else b""
+
+
+def sealed(message_bytes, body=b"", *, incarnation=1, version=1, flags=0, magic=b"FF"):
+    """A frame with a right checksum around any message bytes: what a hostile peer can make."""
+    head = struct.pack("<2sBBQII", magic, version, flags, incarnation, len(message_bytes), len(body))
+    return head + struct.pack("<I", zlib.crc32(head + message_bytes + body)) + message_bytes + body
+
+
+def refused_in_little_memory(packed):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolViolation):
+            unpack(packed)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def small(kind):
+    """Random fields of one message kind, within the limits, from a seed."""
+    return st.integers(0, 2**32).map(lambda seed: filled(kind, random.Random(seed)))
+
+
+def filled(kind, chance):
+    key = Key(chance.choice(["", "weights/0", "ä" * 64]), chance.choice([0, 1, 2**62]), chance.choice([0, 255]))
+    many = chance.choice([0, 1, 7])
+    offer = Offer(
+        key,
+        chance.randbytes(32),
+        tuple(chance.randbytes(32) for _ in range(many)),
+        tuple(chance.randrange(MAX_CHUNK_BYTES + 1) for _ in range(many)),
+        chance.choice([0.0, 1.0, 1e18, chance.random()]),
+        chance.choice([0, 2**62]),
+        chance.randbytes(chance.choice([0, 32])),
+    )
+    ballot = (chance.choice([0, 5, 2**62]), chance.randrange(MAX_MEMBERS))
+    fields = {
+        "key": key,
+        "offer": offer,
+        "ballot": ballot,
+        "promised": ballot,
+        "accepted": chance.choice([None, ballot]),
+        "value": chance.randbytes(chance.choice([0, 1, 1000])),
+        "proof": chance.randbytes(64),
+        "proofs": tuple((member, chance.randbytes(64)) for member in range(many)),
+        "prefixes": chance.randbytes(8 * many),
+        "mask": chance.randbytes(8),
+        "views": tuple(chance.randbytes(50) for _ in range(many)),
+        "record": chance.randbytes(200),
+        "stream": key.stream,
+        "state": offer.state,
+        "digests": offer.digests,
+        "sizes": offer.sizes,
+        "weight": offer.weight,
+        "ask": chance.choice([False, True]),
+        "sent_s": chance.uniform(-1e9, 1e9),
+        "run_s": chance.uniform(-1e9, 1e9),
+        "shard": chance.randrange(MAX_SHARDS),
+        "view": offer.view,
+        "digest": chance.randbytes(32),
+    }
+    numbers = {"start", "stop", "size"}
+    made = {}
+    for name in kind.__struct_fields__:
+        if name in numbers:
+            made[name] = chance.randrange(MAX_CHUNK_BYTES + 1)
+        else:
+            made[name] = fields[name] if name in fields else chance.choice([0, 1, 2**62])
+    return kind(**made)
+
+
+def test_every_kind_of_message_has_a_specimen():
+    assert [type(specimen) for specimen in SPECIMENS] == list(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whatever_is_packed_comes_back(kind, data):
+    message = data.draw(small(kind))
+    body = data.draw(st.binary(max_size=200)) if kind is Piece else b""
+    incarnation = data.draw(st.integers(0, 2**64 - 1))
+    back = unpack(pack(Frame(incarnation, message, body)))
+    assert (back.incarnation, back.message, bytes(back.body)) == (incarnation, message, body)
+
+
+@pytest.mark.parametrize("message", SPECIMENS, ids=lambda message: type(message).__name__)
+def test_every_truncation_extension_and_bit_flip_is_refused(message):
+    packed = pack(Frame(12345, message, body_of(message)))
+    for length in range(len(packed)):
+        with pytest.raises(ProtocolViolation):
+            unpack(packed[:length])
+    for tail in (b"\x00", b"\xc0", packed):
+        with pytest.raises(ProtocolViolation):
+            unpack(packed + tail)
+    for bit in range(8 * len(packed)):
+        flipped = bytearray(packed)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolViolation):
+            unpack(bytes(flipped))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes_with_a_right_head_and_checksum_are_a_message_or_refused(raw):
+    try:
+        message = unpack(sealed(raw)).message
+    except ProtocolViolation:
+        return
+    assert isinstance(message, KINDS)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(SPECIMENS), st.integers(0, 10**6), st.integers(0, 255))
+def test_an_altered_message_with_a_right_checksum_is_refused_or_keeps_every_limit(message, place, value):
+    raw = bytearray(msgspec.msgpack.encode(message))
+    raw[place % len(raw)] = value
+    try:
+        altered = unpack(sealed(bytes(raw), body_of(message))).message
+    except ProtocolViolation:
+        return
+    assert msgspec.convert(msgspec.to_builtins(altered, builtin_types=(bytes,)), Message) == altered
+
+
+def test_the_head_is_as_documented():
+    packed = pack(Frame(0x0102030405060708, Piece(A, 0, 3), b"abc"))
+    magic, version, flags, incarnation, message_bytes, body_bytes, checksum = struct.unpack("<2sBBQIII", packed[:24])
+    assert (magic, version, flags, incarnation) == (b"FF", 1, 0, 0x0102030405060708)
+    assert HEAD_BYTES + message_bytes + body_bytes == len(packed)
+    assert packed[-3:] == b"abc"
+    assert checksum == zlib.crc32(packed[:20] + packed[24:])
+
+
+@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 2}], ids=str)
+def test_another_magic_flag_or_version_is_refused(wrong):
+    raw = msgspec.msgpack.encode(Leave())
+    assert unpack(sealed(raw)).message == Leave()
+    with pytest.raises(ProtocolViolation):
+        unpack(sealed(raw, **wrong))
+
+
+def test_a_body_is_refused_on_every_message_that_carries_none():
+    for message in SPECIMENS:
+        raw = msgspec.msgpack.encode(message)
+        if isinstance(message, Piece):
+            assert bytes(unpack(sealed(raw, b"x")).body) == b"x"
+        else:
+            with pytest.raises(ProtocolViolation, match="carries no body"):
+                unpack(sealed(raw, b"x"))
+
+
+def test_a_frame_longer_than_the_limit_is_refused_and_never_made():
+    biggest = MAX_FRAME_BYTES - len(pack(Frame(0, Piece(A, 0, 0))))
+    assert len(pack(Frame(0, Piece(A, 0, 0), bytes(biggest)))) == MAX_FRAME_BYTES
+    with pytest.raises(AssertionError, match="over the limit"):
+        pack(Frame(0, Piece(A, 0, 0), bytes(biggest + 1)))
+    with pytest.raises(ProtocolViolation):
+        unpack(sealed(msgspec.msgpack.encode(Piece(A, 0, 0)), bytes(biggest + 1)))
+
+
+def limited(message, **fields):
+    return msgspec.msgpack.encode(msgspec.structs.replace(message, **fields))
+
+
+OVER_THE_LIMIT = {
+    "too many digests": limited(OFFER, digests=(A,) * (MAX_SHARDS + 1), sizes=(1,) * (MAX_SHARDS + 1)),
+    "fewer sizes than digests": limited(OFFER, sizes=(5,)),
+    "fewer sizes than digests in a pair's offer": msgspec.msgpack.encode(
+        PairPropose(msgspec.structs.replace(OFFER, sizes=()))
+    ),
+    "short digest": limited(Miss(A), digest=A[:31]),
+    "long digest": limited(Miss(A), digest=A + b"x"),
+    "negative start": limited(Want(A, 0, 1), start=-1),
+    "chunk too large": limited(Piece(A, 0, 1), size=MAX_CHUNK_BYTES + 1),
+    "shard too high": limited(SPECIMENS[4], shard=MAX_SHARDS),
+    "mask too short": limited(SPECIMENS[4], mask=bytes(7)),
+    "prefixes too long": limited(SPECIMENS[5], prefixes=bytes(8 * MAX_SHARDS + 1)),
+    "member too high": limited(SPECIMENS[6], ballot=(1, MAX_MEMBERS)),
+    "value too long": limited(SPECIMENS[8], value=bytes(MAX_VALUE_BYTES + 1)),
+    "proof too long": limited(SPECIMENS[9], proof=bytes(65)),
+    "too many proofs": limited(SPECIMENS[11], proofs=((0, b""),) * (MAX_MEMBERS + 1)),
+    "too many views": limited(SPECIMENS[21], views=(b"v",) * 17),
+    "record too long": limited(SPECIMENS[22], record=bytes(4097)),
+    "stream name too long": limited(SPECIMENS[24], stream="x" * 65),
+    "round too high": limited(LogQuery(KEY), key=Key("s", 2**62 + 1)),
+    "attempt too high": limited(LogQuery(KEY), key=Key("s", 0, 256)),
+    "negative weight": limited(OFFER, weight=-1.0),
+    "unknown tag": msgspec.msgpack.encode(["run", "rm -rf"]),
+    "a map": msgspec.msgpack.encode({"type": "leave"}),
+    "text for bytes": msgspec.msgpack.encode(["miss", "x" * 32]),
+    "truth for number": msgspec.msgpack.encode(["views?", True]),
+    "too few fields": msgspec.msgpack.encode(["want", A]),
+    "two messages": msgspec.msgpack.encode(Leave()) * 2,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("case", OVER_THE_LIMIT)
+def test_a_message_over_a_limit_is_refused(case):
+    with pytest.raises(ProtocolViolation):
+        unpack(sealed(OVER_THE_LIMIT[case]))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("message", [OFFER, Ping(0.0), Pong(0.0, 0.0), PairPropose(OFFER), PairAccept(OFFER)])
+def test_a_number_that_is_not_finite_is_refused(message, number):
+    if isinstance(message, PairPropose | PairAccept):
+        bad = type(message)(msgspec.structs.replace(OFFER, weight=number))
+    else:
+        field = "weight" if message is OFFER else message.__struct_fields__[-1]
+        bad = msgspec.structs.replace(message, **{field: number})
+    with pytest.raises(ProtocolViolation):
+        unpack(sealed(msgspec.msgpack.encode(bad)))
+
+
+def test_lengths_of_four_gigabytes_are_refused_in_little_memory():
+    start = b"\x98" + msgspec.msgpack.encode("offer") + msgspec.msgpack.encode(KEY) + msgspec.msgpack.encode(A)
+    huge = b"\xff\xff\xff\xff"
+    claims = [
+        start + b"\xdd" + huge,  # four thousand million digests
+        start + b"\xdc\xff\xff" + b"\xc4\x20" * 3,
+        b"\x92" + msgspec.msgpack.encode("miss") + b"\xc6" + huge,  # a digest of 4 GiB
+        b"\x92" + msgspec.msgpack.encode("state?") + b"\xdb" + huge,  # a name of 4 GiB
+        b"\xdd" + huge,  # a message of that many fields
+        b"\xdf" + huge,
+        b"\x93" + msgspec.msgpack.encode("miss") + msgspec.msgpack.encode(A) + b"\xdd" + huge,  # an unknown field
+    ]
+    for raw in claims:
+        assert refused_in_little_memory(sealed(raw)) < 64 * 1024
+    lying = bytearray(sealed(msgspec.msgpack.encode(Leave())))
+    for place in (12, 16):
+        lying[place : place + 4] = huge
+        assert refused_in_little_memory(bytes(lying)) < 64 * 1024
+
+
+def test_deep_nesting_is_refused():
+    deep = b"\x91" * 100_000
+    unknown_field = b"\x93" + msgspec.msgpack.encode("miss") + msgspec.msgpack.encode(A) + deep
+    known_field = b"\x92" + msgspec.msgpack.encode("miss") + deep
+    for raw in (deep, known_field, unknown_field):
+        with pytest.raises(ProtocolViolation):
+            unpack(sealed(raw))
+
+
+def test_a_newer_peer_may_append_fields_that_this_build_does_not_know():
+    raw = msgspec.msgpack.encode(["miss", A, {"later": [1, 2, 3]}])
+    assert unpack(sealed(raw)).message == Miss(A)
+
+
+def test_the_largest_close_list_and_the_longest_offer_fit_a_frame():
+    value = bytes(MAX_VALUE_BYTES)
+    proofs = tuple((member, bytes(64)) for member in range(MAX_MEMBERS))
+    long_key = Key("ä" * 64, 2**62, 255)
+    offer = Offer(long_key, A, (A,) * MAX_SHARDS, (MAX_CHUNK_BYTES,) * MAX_SHARDS, 1e18, 2**62, A)
+    for message in (
+        Decided(long_key, A, value, (2**62, 63), proofs),
+        Promise(long_key, A, (2**62, 63), (2**62, 63), value),
+        PairPropose(offer),
+    ):
+        assert unpack(pack(Frame(2**64 - 1, message))).message == message
+
+
+def test_unpacking_takes_no_copy_of_the_body():
+    packed = pack(Frame(1, Piece(A, 0, 65536), bytes(65536)))
+    tracemalloc.start()
+    unpack(packed)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 1024
+
+
+def test_the_bytes_of_every_kind_are_the_golden_ones(request):
+    made = {
+        type(message).__name__: pack(Frame(12345, message, body_of(message))).hex() for message in SPECIMENS
+    }
+    if request.config.getoption("--write-golden", default=False):
+        GOLDEN.write_text(json.dumps({"version": frames.VERSION, "frames": made}, indent=1) + "\n")
+    golden = json.loads(GOLDEN.read_text())
+    assert golden["version"] == frames.VERSION
+    assert made == golden["frames"], "the wire format changed: raise VERSION, then pytest --write-golden"
+    for name, packed in golden["frames"].items():
+        assert type(unpack(bytes.fromhex(packed)).message).__name__ == name
