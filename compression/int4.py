@@ -18,7 +18,7 @@ _ZERO = 8  # how code 0 is stored: codes -7 to 7 travel as 1 to 15
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """|x - decode(encode(x))| <= absmax(block)/14 · (1 + 2^-14) + 2^-123, the last term for blocks of denormal size.
+    """|x - decode(encode(x))| <= absmax(block)/14 · (1 + 2^-18) + 2^-123, the last term for blocks of denormal size.
 
     The payload is all scales (float32), then a byte for every two values, the first in the low half.
     """

@@ -22,7 +22,7 @@ from farflock.node.seat import Seat
 from farflock.node.watch import Watch
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress, Replica, Tensors, What
-from farflock.swarm.frame import ProtocolViolation, unpack
+from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer import Peer, RunTerms
@@ -30,30 +30,34 @@ from farflock.swarm.record import Record, seal
 from farflock.swarm.sim import Faults, LinkModel, SimNetwork
 from farflock.swarm.virtual import run_virtual
 
-FAULT_S = 30.0  # faults fall in this stretch of virtual time, after `CALM_S`
+FAULT_S = 24.0  # faults fall in this stretch of virtual time, after `CALM_S`
 CALM_S = 8.0
-RECOVERY_S = 45.0  # after the last fault: within it the run must make progress again
+RECOVERY_S = 30.0  # after the last fault: within it the run must make progress again
 STEP_S = 0.5
+MOMENT_S = 6.0  # a fault waits so long for its phase
+SLICE_S = 0.5
+STOPPED = 1e9  # times slower
 PERIOD = 3
 DEADLINE_S = 6.0
 VIEW_S = 3.0
 KINDS = ("kill", "restart", "partition", "stop", "slow", "loss", "duplicate", "reorder", "corrupt", "delay")
-PHASES = {
-    "Offer": "offer",
-    "PairPropose": "offer",
-    "PairAccept": "offer",
-    "Want": "transfer",
-    "Piece": "transfer",
-    "Reduced": "reduced",
-    "Holds": "held",
-    "PairHave": "held",
-    "Propose": "vote",
-    "Accepted": "vote",
-    "Prepare": "vote",
-    "Promise": "vote",
-    "Decided": "decided",
-    "PairCommit": "decided",
+PHASES = {  # of an exchange, by the tag of a message
+    b"offer": "offer",
+    b"pair": "offer",
+    b"pair+": "offer",
+    b"want": "transfer",
+    b"piece": "transfer",
+    b"reduced": "reduced",
+    b"holds": "held",
+    b"have": "held",
+    b"propose": "vote",
+    b"accepted": "vote",
+    b"prepare": "vote",
+    b"promise": "vote",
+    b"decided": "decided",
+    b"commit": "decided",
 }
+PAIR_PHASES = ["decided", "held", "offer", "transfer"]
 ARMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("diloco", {"period": PERIOD, "codec": "fp32", "return_codec": "fp32", "deadline_s": DEADLINE_S}),
     ("diloco", {"period": PERIOD, "codec": "int8", "deadline_s": DEADLINE_S}),
@@ -148,8 +152,10 @@ class Chaos:
     _lives: dict[int, _Life] = field(default_factory=dict)
     _births: int = 0
     _slow: dict[int, float] = field(default_factory=dict)
-    _phase: str = "between"
-    _over: bool = False
+    _phase: str = "offer"
+    _wanted: str = ""  # the phase that the next fault waits for
+    _moment: asyncio.Event = field(default_factory=asyncio.Event)
+    _lying: float = 0.0  # share of chunk pieces that are altered by who sends them
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"chaos/{self.seed}")
@@ -158,9 +164,11 @@ class Chaos:
         count = self._random.randint(4, 12)
         self._identities = [Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")) for index in range(count)]
         self.arm, self.options = ARMS[self.seed % len(ARMS)]
+        self._step_s = STEP_S * PERIOD if self.arm == "ddp" else STEP_S
         self.watch = Watch(self.arm, [identity.peer for identity in self._identities])
 
     arm: str = ""
+    _step_s: float = STEP_S
     options: dict[str, Any] = field(default_factory=dict)
 
     async def run(self) -> Report:
@@ -177,7 +185,6 @@ class Chaos:
         marks = self._marks()
         await asyncio.sleep(RECOVERY_S)
         self._check_progress(marks)
-        self._over = True
         self._check_all()
         report = Report(self.seed, self.watch.violations, self.fired, self.watch.rounds, self.watch.digest())
         await self._end_all()
@@ -212,7 +219,11 @@ class Chaos:
     def _trainer(self, index: int) -> Callable[[Callable[[], float]], Any]:
         async def train(work: Callable[[], float]) -> float:
             loss = work()
-            await asyncio.sleep(STEP_S * self._slow.get(index, 1.0))
+            left_s = self._step_s
+            while left_s > 0:  # in slices, so that who is slow or stopped gets going again when that ends
+                slice_s = min(left_s, SLICE_S) if index not in self._slow else SLICE_S
+                await asyncio.sleep(slice_s)
+                left_s -= slice_s / self._slow.get(index, 1.0)
             return loss
 
         return train
@@ -245,18 +256,24 @@ class Chaos:
     # faults
 
     def _tapped(self, now_s: float, sender: PeerId, receiver: PeerId, frame: bytes) -> bytes:
-        """Note in which phase of an exchange the swarm is, by the last message sent."""
-        with contextlib.suppress(ProtocolViolation):
-            self._phase = PHASES.get(type(unpack(frame).message).__name__, self._phase)
+        """Note in which phase of an exchange the swarm is, by the last message sent (its tag follows the frame's head)."""
+        tag = frame[26 : 26 + (frame[25] & 31)]
+        self._phase = PHASES.get(tag, self._phase)
+        if self._phase == self._wanted:
+            self._moment.set()
+        if tag == b"piece" and self._lying and self._random.random() < self._lying:
+            return _altered(frame)
         return frame
 
     async def _wait_for_moment(self) -> None:
         """Until the swarm is in a phase drawn beforehand: so each kind of fault meets each phase in some seed."""
-        wanted = self._random.choice(sorted(set(PHASES.values())))
-        for _ in range(400):
-            if self._phase == wanted:
-                return
-            await asyncio.sleep(0.01)
+        phases = PAIR_PHASES if self.arm == "noloco" else sorted(set(PHASES.values()))
+        self._wanted = self._random.choice(phases)
+        self._moment.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOMENT_S):
+                await self._moment.wait()
+        self._wanted = ""
 
     async def _strike(self, kind: str) -> None:
         self.fired[kind, self._phase] += 1
@@ -266,6 +283,8 @@ class Chaos:
         match kind:
             case "kill":
                 await self._kill(victim)
+                self.watch.calm_until_s = asyncio.get_running_loop().time() + DEADLINE_S + 2
+                await asyncio.sleep(DEADLINE_S + 2)
             case "restart":
                 await self._kill(victim)
                 await asyncio.sleep(self._random.uniform(0.1, 6.0))
@@ -278,7 +297,7 @@ class Chaos:
                 self.network.heal()
             case "stop":
                 self.network.stop(peer)
-                self._slow[victim] = 50.0
+                self._slow[victim] = STOPPED
                 await asyncio.sleep(self._random.uniform(0.5, 8))
                 self._slow.pop(victim)
                 self.network.cont(peer)
@@ -287,9 +306,10 @@ class Chaos:
                 self.network.slow(peer, 4.0)
             case _:
                 share = self._random.uniform(0.02, 0.2)
+                self._lying = share if kind == "corrupt" else 0.0
                 self.network.faults = Faults(**{_RATE[kind]: share}, delay_s=0.2 if kind == "reorder" else 1.0)
                 await asyncio.sleep(self._random.uniform(2, 6))
-                self.network.faults = Faults()
+                self.network.faults, self._lying = Faults(), 0.0
 
     async def _kill(self, victim: int) -> None:
         if sum(life.loop is not None for life in self._lives.values()) <= 3:
@@ -336,6 +356,15 @@ class Chaos:
 _RATE = {"loss": "loss", "duplicate": "duplicate", "reorder": "reorder", "corrupt": "corrupt", "delay": "reorder"}
 
 
+def _altered(frame: bytes) -> bytes:
+    """A piece with one byte of its content changed and a checksum that fits: only the chunk's digest can tell."""
+    good = unpack(frame)
+    body = bytearray(good.body)
+    if body:
+        body[len(body) // 2] ^= 0x40
+    return pack(Frame(good.incarnation, good.message, bytes(body)))
+
+
 async def _inline(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
     return work()
 
@@ -354,3 +383,8 @@ def run_seeds(first: int, count: int) -> Iterator[Report]:
     torch.set_num_threads(1)
     for seed in range(first, first + count):
         yield run_seed(seed)
+
+
+def cells() -> list[tuple[str, str]]:
+    """Every kind of fault in every phase of an exchange: what a full run must have fired."""
+    return [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]

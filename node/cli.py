@@ -1,24 +1,27 @@
 """The command line: a table of commands, each imported only when it is run, and one place where errors become sentences."""
 
-import json
+import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 
 import click
 
-from farflock.node.errors import explained
+from farflock import __version__
+from farflock.node.errors import INTERRUPTED, explained
+from farflock.node.output import Output
 
 COMMANDS = {
-    "demo": ("farflock.node.commands.demo", "A real local swarm: watch it train, lose a peer, recover."),
-    "run": ("farflock.node.commands.run", "Found a run from a manifest."),
-    "join": ("farflock.node.commands.join", "Take part in somebody's run."),
-    "status": ("farflock.node.commands.status", "What the local node does now, and whom it waits for."),
-    "leave": ("farflock.node.commands.leave", "End the local node in good order."),
-    "sim": ("farflock.node.commands.sim", "The same run on a simulated network."),
-    "export": ("farflock.node.commands.export", "A checkpoint as a Hugging Face folder."),
-    "generate": ("farflock.node.commands.generate", "Sample text from a checkpoint."),
+    "demo": ("farflock.node.commands.demo:command", "A real local swarm: watch it train, lose a peer, recover."),
+    "run": ("farflock.node.commands.run:command", "Found a run from a manifest."),
+    "join": ("farflock.node.commands.join:command", "Take part in somebody's run."),
+    "status": ("farflock.node.commands.status:command", "What the local node does now, and whom it waits for."),
+    "leave": ("farflock.node.commands.leave:command", "End the local node in good order."),
+    "sim": ("farflock.node.commands.sim:command", "The same run on a simulated network."),
+    "export": ("farflock.node.commands.export:command", "A checkpoint as a Hugging Face folder."),
+    "generate": ("farflock.node.commands.generate:command", "Sample text from a checkpoint."),
 }
 
 
@@ -31,7 +34,8 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(COMMANDS[name][0]).command
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -40,38 +44,41 @@ class _Lazy(click.Group):
 
 
 @click.group(cls=_Lazy)
-@click.version_option(package_name="farflock")
+@click.version_option(__version__)
 def cli() -> None:
     """Train one model together on machines that are far apart."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit codes: 0 ok, 1 failure, 2 usage, 3 refused by the run, 130 interrupted."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    sys.exit(_run(given, Output("--json" in given)))
+
+
+def _run(arguments: list[str], out: Output) -> int:
     try:
-        cli.main(standalone_mode=False)
-        code = 0
-    except click.ClickException as error:
+        ended = cli.main(arguments, prog_name="farflock", standalone_mode=False)
+        return ended if isinstance(ended, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        code = error.exit_code
+        return error.exit_code
+    except click.ClickException as error:
+        where = f" (see `{error.ctx.command_path} --help`)" if isinstance(error, click.UsageError) and error.ctx else ""
+        return out.failure(f"{error.format_message()}{where}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        code = _say("interrupted; what was running has been ended", 130)
+        return out.failure("interrupted; what was running has been ended", INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has seen enough; Python would complain once more at its own end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:  # the border of the program: every error ends as one sentence
         known = explained(error)
-        code = _say(str(known), known.exit_code) if known else _say(_unexpected(error), 1)
-    sys.exit(code)
+        return out.failure(str(known), known.exit_code) if known else out.failure(_unexpected(error), 1)
 
 
 def _unexpected(error: Exception) -> str:
     with tempfile.NamedTemporaryFile("w", prefix="farflock-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
     return f"unexpected {type(error).__name__}: {error}; this is a fault of ours, please report it with {log.name}"
-
-
-def _say(sentence: str, code: int) -> int:
-    sys.stderr.write(f"farflock: {sentence}\n")
-    if "--json" in sys.argv:
-        sys.stdout.write(json.dumps({"error": sentence, "exit_code": code}) + "\n")
-    return code
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ class Demo:
             self._happen(share, invite)
             self.show(Moment(tuple(self.children), share, tuple(self.news)))
             if time.monotonic() - progressed_s > STALL_TIMEOUT_S:
-                raise Failure("the demo stands still", f"no progress for {STALL_TIMEOUT_S:.0f} s", self._where_logs_are())
+                raise Failure(
+                    "the demo stands still", f"no progress for {STALL_TIMEOUT_S:.0f} s", self._where_logs_are()
+                )
             time.sleep(POLL_S)
         self._require_success()
 

@@ -46,7 +46,9 @@ def parse(text: str, now_s: float) -> Invite:
     version, fields = _versioned(_body(text.strip()))
     if version != VERSION:
         remedy = "update farflock" if version > VERSION else "ask for an invite of a current version"
-        raise Usage("the invite is of another version", f"it has version {version}, this program reads {VERSION}", remedy)
+        raise Usage(
+            "the invite is of another version", f"it has version {version}, this program reads {VERSION}", remedy
+        )
     try:
         invite = msgspec.convert([msgspec.msgpack.decode(field) for field in fields], Invite)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -60,7 +62,7 @@ def parse(text: str, now_s: float) -> Invite:
 def _body(text: str) -> bytes:
     """The bytes that the checksum vouches for."""
     if not text.startswith(PREFIX):
-        raise Usage("that is no invite", f"it does not begin with {PREFIX!r}", "copy the whole word that `farflock run` printed")
+        raise Usage("that is no invite", f"it does not begin with {PREFIX!r}", "copy the whole word that `run` printed")
     if len(text) > MAX_CHARS:
         raise Usage("that is no invite", f"it has {len(text)} characters, above {MAX_CHARS}", "copy the invite alone")
     packed = text.removeprefix(PREFIX)

@@ -32,7 +32,9 @@ class _Lines:
         self._told = len(moment.news)
         if moment.share >= self._next:
             self._next = moment.share + LINE_EVERY
-            losses = [f"{s.loss:.3f}" for c in moment.children if (s := c.status()) and s.loss is not None and not c.killed]
+            losses = [
+                f"{s.loss:.3f}" for c in moment.children if (s := c.status()) and s.loss is not None and not c.killed
+            ]
             sys.stderr.write(f"{self._title}: {moment.share:4.0%}  loss of each peer {' '.join(losses)}\n")
             sys.stderr.flush()
 

@@ -1,108 +1,135 @@
 """The manifest: what a run is, as data. Its hash with the founder's id is the run's id.
 
-TOML on the founder's disk, canonical JSON on the wire; a misspelt key or a wrong type is refused with its path. The head
-is the founder's signature on a manifest's digest; every member re-publishes it.
+A founder writes TOML and leaves out what has a default; what is hashed, signed and sent is the *resolved* manifest, again
+TOML, with every size, option and hash spelt out, so that no later version of a preset or a default can change a run. A
+misspelt key, a wrong type or an impossible value is refused with its place and the nearest thing that is possible.
 """
 
-import difflib
+import dataclasses
+import functools
 import hashlib
+import math
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from farflock.node.errors import Usage
+from farflock.node.corpus import SHIPPED, BadCorpus, load_corpus
+from farflock.node.errors import Refused, Usage
+from farflock.node.model import PRESETS, ModelConfig
+from farflock.node.nearest import nearest
+from farflock.node.participant import Plan
+from farflock.node.tokenizer import TOKENIZERS
+from farflock.node.toml import to_toml
+from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.catalog import method as build_method
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
+from farflock.optimizers.schedule import Schedule
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
-
-if TYPE_CHECKING:
-    from farflock.node.participant import Plan
 
 PROTOCOL = 1
 MAX_HEAD_BYTES = 512
-_DOMAIN = b"head"
+_HEAD_DOMAIN = b"head"
+MAX_MANIFEST_BYTES = 64 * 1024
+MAX_LINE_CHARS = 1024  # the time that TOML takes grows with the square of a dotted key's length
+MAX_BATCH = 65_536  # sequences; a peer's memory is checked before it starts
+WARMUP_SHARE = 0.05  # of the run's tokens, where the manifest names no warm-up
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+OUTERS: dict[str, type[Any]] = {"sgd": OuterSGD, "nesterov": OuterNesterov, "heavyball": OuterHeavyBall}
+SENT = ("codec", "return_codec", "deadline_s")  # options of a method that [exchange] holds
+
+Text = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**60)]
+Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Option = int | float | str | bool | dict[str, int | float | str]
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the manifest; unknown keys are refused."""
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the manifest."""
 
 
-class Run(_Section):
-    """[run]: name, seed, and how many tokens it trains in all."""
+class Run(_Section, frozen=True):
+    """[run]: what it is called, the seed of all its randomness, and how many tokens it trains in all."""
 
-    name: Annotated[str, msgspec.Meta(max_length=64)] = "unnamed"
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
-    total_tokens: Positive = 1_000_000
-    protocol: int = PROTOCOL
+    total_tokens: Tokens = 1_000_000
+    protocol: Annotated[int, msgspec.Meta(ge=0)] = PROTOCOL
 
 
-class Model(_Section):
-    """[model]: one of node/model.py's presets."""
+class Data(_Section, frozen=True, kw_only=True):
+    """[data]: the text, how it is cut into tokens, and the SHA-256 of exactly that text.
 
-    preset: str = "demo"
+    The hash is never left open in a resolved manifest: it keeps a founder from making a volunteer train on just any file
+    that happens to have that name there."""
 
-
-class Data(_Section):
-    """[data]: the corpus, and its hash where it must be exactly that text."""
-
-    corpus: str = "shakespeare"
-    sha256: str = ""
+    corpus: Text = SHIPPED
+    tokenizer: Text = "bytes"
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Train(_Section):
-    """[train]: the inner steps."""
+class Train(_Section, frozen=True, kw_only=True):
+    """[train]: the inner steps. A step takes `accumulate` batches of `batch` sequences of `seq` tokens. The rate rises to
+    `lr` over `warmup_tokens` and falls to `min_lr_ratio` of it; a joiner's rate also grows over `joiner_steps` of its
+    own. `clip` is the greatest gradient norm, 0 for none."""
 
-    batch: Positive = 8
-    seq: Positive = 64
-    accumulate: Positive = 1
+    batch: Count = 8
+    seq: Count = 64
+    accumulate: Count = 1
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: Annotated[float, msgspec.Meta(gt=0)] = 3e-3
-    warmup_share: Share = 0.05
-    floor: Share = 0.1
-    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0  # 0: none
+    lr: Annotated[float, msgspec.Meta(gt=0, le=100)] = 3e-3
+    warmup_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+    min_lr_ratio: Share = 0.1
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.1
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    clip: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 1.0
     autocast: bool = False
-    joiner_steps: Annotated[int, msgspec.Meta(ge=0)] = 20
+    joiner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 20
 
 
-class Method(_Section):
-    """[method]: its name and its own options."""
+class Method(_Section, frozen=True):
+    """[method]: how peers keep one model although they train apart, and the options of that method."""
 
-    name: str = "noloco"
-    options: dict[str, str | int | float] = {}  # noqa: RUF012 - msgspec copies it
+    name: Text = "noloco"
+    options: dict[Text, Option] = {}
 
 
-class Exchange(_Section):
-    """[exchange]: how often membership may change, in seconds; how many members the founder waits for before it trains."""
+class Exchange(_Section, frozen=True):
+    """[exchange]: what is sent and how long it is waited for; empty where the method has no such thing. Membership changes
+    at most every `view_s` seconds, and the founder trains once `start_peers` members are there."""
 
-    start_peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    codec: Text | None = None
+    return_codec: Text | None = None
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] | None = None
     view_s: Annotated[float, msgspec.Meta(ge=0.5, le=3600)] = 30.0
+    start_peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
-class Trust(_Section):
-    """[trust]: who may take part."""
+class Trust(_Section, frozen=True):
+    """[trust]: who may take part. This version knows invited friends alone."""
 
     level: Literal["trusted"] = "trusted"
 
 
-class Manifest(_Section):
-    """A whole run."""
+class Manifest(_Section, frozen=True, kw_only=True):
+    """A whole run, resolved."""
 
     run: Run = Run()
-    model: Model = Model()
-    data: Data = Data()
-    train: Train = Train()
+    model: ModelConfig
+    data: Data
+    train: Train
     method: Method = Method()
     exchange: Exchange = Exchange()
     trust: Trust = Trust()
 
     def canonical(self) -> bytes:
-        """The bytes that are hashed, signed and sent: JSON with sorted keys and every default spelt out."""
-        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1)
+        """The TOML that is hashed, signed and sent; `parse` gives the same manifest again."""
+        return to_toml(msgspec.to_builtins(self)).encode()
 
     def hash(self) -> str:
         """SHA-256 of the canonical bytes."""
@@ -112,22 +139,18 @@ class Manifest(_Section):
         """32 hex digits that name this run of this founder."""
         return hashlib.sha256(self.canonical() + b"\x00" + founder.encode()).hexdigest()[:32]
 
-    def plan(self) -> "Plan":
-        """What all nodes of this run do."""
-        from farflock.node.model import PRESETS
-        from farflock.node.participant import Plan
-        from farflock.optimizers.inner import InnerConfig
-        from farflock.optimizers.schedule import Schedule
-
+    def plan(self) -> Plan:
+        """What all nodes of this run do; raise `ValueError` where the parts refuse their numbers."""
         train = self.train
-        warmup = int(self.run.total_tokens * train.warmup_share)
         return Plan(
             run_seed=self.run.seed,
-            model=PRESETS[self.model.preset],
+            model=self.model,
             inner=InnerConfig(train.optimizer, train.lr, train.betas, train.weight_decay),
-            schedule=Schedule(train.lr, self.run.total_tokens, warmup, train.floor, train.joiner_steps),
+            schedule=Schedule(
+                train.lr, self.run.total_tokens, train.warmup_tokens, train.min_lr_ratio, train.joiner_steps
+            ),
             method=self.method.name,
-            options=dict(self.method.options),
+            options=self._options(),
             batch=train.batch,
             seq=train.seq,
             accumulate=train.accumulate,
@@ -135,116 +158,291 @@ class Manifest(_Section):
             autocast=train.autocast,
         )
 
-    def check(self) -> "Manifest":
-        """Refuse what cannot run, before anything starts."""
-        from farflock.node.model import PRESETS
-        from farflock.optimizers.catalog import method
+    def _options(self) -> dict[str, Any]:
+        """What the method's constructor is given."""
+        sent = {name: value for name in SENT if (value := getattr(self.exchange, name)) is not None}
+        options: dict[str, Any] = {**self.method.options, **sent}
+        if "outer" in options:
+            outer = dict(options["outer"])
+            options["outer"] = OUTERS[outer.pop("name", "nesterov")](**outer)
+        return options
 
-        if self.run.protocol != PROTOCOL:
-            raise Usage("the manifest is of another version", f"protocol {self.run.protocol}, not {PROTOCOL}", "update")
-        if self.model.preset not in PRESETS:
-            raise Usage("the model is not known", f"preset {self.model.preset!r}", nearest(self.model.preset, list(PRESETS)))
-        if self.train.seq > PRESETS[self.model.preset].context:
-            limit = PRESETS[self.model.preset].context
-            raise Usage("the sequences are too long", f"seq {self.train.seq} in a context of {limit}", f"use {limit} or less")
+    def check(self) -> "Manifest":
+        """Refuse what cannot run, before anything starts; returns itself."""
+        _require_method(self.method)
+        if self.data.tokenizer not in TOKENIZERS:
+            raise Usage(
+                "data.tokenizer", f"{self.data.tokenizer!r} is not known", nearest(self.data.tokenizer, TOKENIZERS)
+            )
+        vocabulary = TOKENIZERS[self.data.tokenizer]().vocab_size
+        if self.model.vocab_size != vocabulary:
+            why = f"{self.model.vocab_size}, but the tokenizer {self.data.tokenizer!r} has {vocabulary} tokens"
+            raise Usage("model.vocab_size", why, f"set it to {vocabulary}")
+        if self.train.seq > self.model.context:
+            why = f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
+            raise Usage("train.seq", why, f"set it to {self.model.context} or less, or enlarge model.context")
         try:
-            method(self.method.name, **self.method.options)
-        except (TypeError, ValueError) as error:
-            raise Usage("the method cannot be used like this", str(error), "correct [method]") from None
+            plan = self.plan()
+            build_method(plan.method, **plan.options)
+        except ValueError as error:
+            raise Usage("the manifest cannot run", str(error), "") from None
         return self
 
 
-def load(path: Path, assignments: tuple[str, ...] = ()) -> Manifest:
-    """Read a manifest file and apply `a.b=c` overrides; `Usage` with the key's path for whatever is wrong."""
+def load(path: Path, assignments: Sequence[str] = ()) -> Manifest:
+    """Read a founder's file, apply `a.b=c` overrides and resolve; `Usage` or `Refused` for whatever is wrong."""
+    return resolve(_tables(path.read_bytes(), str(path)), assignments)
+
+
+def parse(text: str | bytes) -> Manifest:
+    """A resolved manifest from its canonical text, as members send it; `Refused` for anything else."""
     try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        try:
-            table = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise Usage("the manifest cannot be read", f"{path} is neither TOML nor JSON: {error}", "correct it") from None
+        return _convert(_tables(text, "the manifest")).check()
+    except Usage as error:
+        raise Refused("this version cannot take part in that run", str(error), "tell its founder, or update") from None
+
+
+def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
+    """A manifest with everything spelt out, from what a founder wrote; may read the corpus to hash it."""
     for assignment in assignments:
         override(table, assignment)
-    return convert(table).check()
-
-
-def parse(text: str) -> Manifest:
-    """A manifest from its canonical bytes, as members send them."""
-    return convert(msgspec.json.decode(text, type=dict[str, Any])).check()
-
-
-def convert(table: dict[str, Any]) -> Manifest:
-    """Typed from untyped; unknown keys name the nearest known one."""
-    try:
-        return msgspec.convert(table, Manifest, strict=False)
-    except msgspec.ValidationError as error:
-        raise Usage("the manifest is not valid", str(error), _hint(str(error))) from None
+    _require_protocol(table)
+    _require_tables(table)
+    _fill_model(table)
+    _fill_method(table)
+    run, data, train = (table.setdefault(name, {}) for name in ("run", "data", "train"))
+    if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", Run().total_tokens), int):
+        train["warmup_tokens"] = int(total * WARMUP_SHARE)
+    if "sha256" not in data:
+        data["sha256"] = _corpus_hash(str(data.get("corpus", SHIPPED)))
+    return _convert(table).check()
 
 
 def override(table: dict[str, Any], assignment: str) -> None:
-    """Set one value: `train.lr=0.01`; the value is read as TOML, or as a string if it is no TOML value."""
+    """Set one value: `train.lr=0.01`. The value is read as TOML, and as a text where it is none."""
     path, equals, value = assignment.partition("=")
-    if not equals or not path:
-        raise Usage("that is no assignment", f"{assignment!r} has no name and value", "write it as train.lr=0.01")
-    *sections, name = path.strip().split(".")
-    for section in sections:
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise Usage("--set", f"{assignment!r} does not name a value", "write it as train.lr=0.01")
+    for section in names[:-1]:
         table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise Usage("--set", f"{path}: {section} is a value, not a table", "write it as train.lr=0.01")
     try:
-        table[name] = tomllib.loads(f"x = {value}")["x"]
+        table[names[-1]] = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        table[name] = value
+        table[names[-1]] = value
 
 
 def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
     """What `farflock demo` trains."""
-    options: dict[str, dict[str, str | int | float]] = {
+    options: dict[str, dict[str, Any]] = {
         "noloco": {"period": 10, "codec": "fp16", "deadline_s": 6.0},
         "diloco": {"period": 10, "codec": "int8", "deadline_s": 6.0},
         "ddp": {"deadline_s": 6.0},
-        "local": {},
     }
-    if method not in options:
-        raise Usage("the method is not known", f"{method!r}", nearest(method, list(options)))
-    train = Train()
-    return Manifest(
-        run=Run(name="demo", seed=1, total_tokens=peers * steps * train.batch * train.seq),
-        train=train,
-        method=Method(name=method, options=options[method]),
-        exchange=Exchange(view_s=2.0, start_peers=peers),
-    ).check()
+    train = {"batch": 8, "seq": 64}
+    return resolve(
+        {
+            "run": {"name": "demo", "seed": 1, "total_tokens": peers * steps * math.prod(train.values())},
+            "train": train,
+            "method": {"name": method, "options": options.get(method, {})},
+            "exchange": {"view_s": 2.0, "start_peers": peers},
+        }
+    )
 
 
-def simulated_default(assignments: tuple[str, ...]) -> Manifest:
+def simulated_default(assignments: Sequence[str]) -> Manifest:
     """What `farflock sim` runs without a manifest: a tiny model, short rounds."""
-    table: dict[str, Any] = {
-        "run": {"name": "simulated", "seed": 1, "total_tokens": 40_000},
-        "model": {"preset": "tiny"},
-        "train": {"batch": 2, "seq": 32},
-        "method": {"name": "noloco", "options": {"period": 5, "codec": "fp16", "deadline_s": 10.0}},
-        "exchange": {"view_s": 5.0},
+    return resolve(
+        {
+            "run": {"name": "simulated", "seed": 1, "total_tokens": 40_000},
+            "model": {"preset": "tiny"},
+            "train": {"batch": 2, "seq": 32},
+            "method": {"name": "noloco", "options": {"period": 5}},
+            "exchange": {"codec": "fp16", "deadline_s": 10.0, "view_s": 5.0},
+        },
+        assignments,
+    )
+
+
+def _tables(text: str | bytes, origin: str) -> dict[str, Any]:
+    """What a TOML text says, untyped."""
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise Usage(origin, f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}", "a manifest is a short TOML file")
+    try:
+        lines = text.decode() if isinstance(text, bytes) else text
+        longest = max(map(len, lines.splitlines()), default=0)
+        if longest > MAX_LINE_CHARS:
+            raise Usage(origin, f"it has a line of {longest} characters, above {MAX_LINE_CHARS}", "break it up")
+        return tomllib.loads(lines)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise Usage(origin, f"it is no TOML: {str(error)[:200]}", "correct it there") from None
+
+
+def _require_protocol(table: Mapping[str, Any]) -> None:
+    """First of all: another version's manifest may well have other keys."""
+    run = table.get("run")
+    protocol = run.get("protocol", PROTOCOL) if isinstance(run, dict) else PROTOCOL
+    if protocol != PROTOCOL:
+        remedy = (
+            "update farflock" if isinstance(protocol, int) and protocol > PROTOCOL else "use the version that made it"
+        )
+        raise Refused("the run has another protocol", f"{protocol!r}, this program speaks {PROTOCOL}", remedy)
+
+
+def _require_tables(table: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        if not isinstance(value, dict):
+            raise Usage(
+                name, "it stands outside any table", f"put it under one of {', '.join(Manifest.__struct_fields__)}"
+            )
+
+
+def _fill_model(table: dict[str, Any]) -> None:
+    """Spell out the preset; sizes beside it replace its own."""
+    model = dict(table.get("model", {}))
+    named = any(size in model for size in ("dim", "layers", "heads"))
+    preset = model.pop("preset", None if named else "demo")
+    if preset is not None:
+        _require_name("model.preset", preset, PRESETS)
+        model = msgspec.to_builtins(PRESETS[preset]) | model
+    table["model"] = model
+
+
+def _fill_method(table: dict[str, Any]) -> None:
+    """Spell out the method's options, and put what is about sending into [exchange]."""
+    method, exchange = table.setdefault("method", {}), table.setdefault("exchange", {})
+    name, given = method.get("name", Method().name), method.get("options", {})
+    _require_name("method.name", name, METHODS)
+    if not isinstance(given, dict):
+        raise Usage("method.options", f"it is {given!r}, not a table", "write it as [method.options]")
+    defaults = _defaults(METHODS[name])
+    for option in SENT:
+        if option in exchange and option in given and exchange[option] != given[option]:
+            raise Usage(f"exchange.{option}", f"method.options.{option} says something else", "keep one of the two")
+        if option in exchange and option not in defaults:
+            raise Usage(f"exchange.{option}", f"{name} has no such thing", "leave it out")
+        if option in defaults:
+            exchange.setdefault(option, given.get(option, defaults[option]))
+    resolved = {
+        option: value for option, value in (defaults | given).items() if option not in SENT and value is not None
     }
-    for assignment in assignments:
-        override(table, assignment)
-    return convert(table).check()
+    table["method"] = {**method, "name": name, "options": resolved}
 
 
-def nearest(word: str, choices: list[str]) -> str:
-    """The remedy for a misspelt name."""
-    close = difflib.get_close_matches(word, choices, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(choices))}"
+def _defaults(method: type[Any]) -> dict[str, Any]:
+    """A method's options as plain values: the fields of its constructor that are not state."""
+    made = method()
+    names = [field.name for field in dataclasses.fields(method) if not field.name.startswith("_")]
+    values = {name: getattr(made, name) for name in names}
+    kinds = {kind: name for name, kind in OUTERS.items()}
+    return {
+        name: {"name": kinds[type(value)], **_defaults(type(value))} if type(value) in kinds else value
+        for name, value in values.items()
+    }
 
 
-def _hint(message: str) -> str:
-    """For an unknown field: the nearest known one of any section."""
-    if "unknown field" not in message:
-        return "correct that value"
-    wrong = message.split("`")[1]
-    sections = (Manifest, Run, Model, Data, Train, Method, Exchange, Trust)
-    return nearest(wrong, sorted({name for section in sections for name in section.__struct_fields__}))
+def _require_method(method: Method) -> None:
+    """Refuse unknown names, unknown options and options of a wrong type."""
+    _require_name("method.name", method.name, METHODS)
+    options = dict(method.options)
+    outer = options.pop("outer", None)
+    _require_options(METHODS[method.name], options, f"method.options of {method.name}")
+    if outer is None:
+        return
+    if not isinstance(outer, dict) or "outer" not in _defaults(METHODS[method.name]):
+        raise Usage(
+            "method.options.outer", f"{outer!r} does not fit method {method.name}", "leave it out, or make it a table"
+        )
+    name = outer.get("name", "nesterov")
+    _require_name("method.options.outer.name", name, OUTERS)
+    rest = {option: value for option, value in outer.items() if option != "name"}
+    _require_options(OUTERS[str(name)], rest, f"method.options.outer of {name}")
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """The founder's word on which manifest is the run's."""
+def _require_name(place: str, name: object, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        raise Usage(place, f"{str(name)[:64]!r} is not known", nearest(str(name), known))
+
+
+def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) -> None:
+    known, hints = _defaults(kind), get_type_hints(kind)
+    for option, value in options.items():
+        if option not in known:
+            raise Usage(place, f"there is no {option[:64]!r}", nearest(option, known))
+        try:
+            msgspec.convert(value, hints[option])
+        except msgspec.ValidationError as error:
+            raise Usage(f"{place}, {option}", str(error), "correct that value") from None
+
+
+@functools.cache
+def _corpus_hash(name: str) -> str:
+    """The SHA-256 of a corpus, read once."""
+    try:
+        return load_corpus(name).sha256
+    except BadCorpus as error:
+        raise Usage("data.corpus", str(error), "") from None
+
+
+def _convert(table: dict[str, Any]) -> Manifest:
+    _require_protocol(table)
+    _require_known(table, Manifest, "")
+    try:
+        manifest = msgspec.convert(table, Manifest)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _misfit(table, str(error)) from None
+    _require_plain(table, "")  # after the types, which bound how deep the table is
+    return manifest
+
+
+def _misfit(table: Mapping[str, Any], message: str) -> Usage:
+    """Say msgspec's error with the value that it is about, and the choices if there are only some."""
+    reason, _, place = message.partition(" - at `$.")
+    place = place.rstrip("`")
+    value: Any = table
+    kind: Any = Manifest
+    for name in place.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+        fields = getattr(kind, "__struct_fields__", ())
+        kind = get_type_hints(kind)[name] if name in fields else None
+    shown = "" if value is None or isinstance(value, Mapping) else f"{value!r:.80} is not possible: "
+    if get_origin(kind) is Literal:
+        return Usage(place, f"{value!r:.80} is not known", nearest(str(value), get_args(kind)))
+    return Usage(place or "the manifest", f"{shown}{reason}", "" if ";" in reason else "correct that value")
+
+
+def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: str) -> None:
+    """Refuse keys that this version does not know, and name the nearest one that it does."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in table.items():
+        if name not in fields:
+            raise Usage(f"{path}{name}"[:128], "there is no such key", nearest(name, fields))
+        if isinstance(value, dict) and isinstance(fields[name], type) and issubclass(fields[name], msgspec.Struct):
+            _require_known(value, fields[name], f"{path}{name}.")
+
+
+def _require_plain(value: object, path: str) -> None:
+    """Refuse numbers that are not finite and texts that are no UTF-8."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Usage(path, f"{value} is no number to compute with", "name a finite one")
+    if isinstance(value, str) and not value.isascii() and value.encode(errors="replace").decode() != value:
+        raise Usage(path, f"{value!r} is not UTF-8", "name it otherwise")
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, entry in entries:
+        _require_plain(entry, f"{path}.{name}" if path else str(name))
+
+
+class BadHead(ValueError):
+    """Bytes that are no head, or that the founder they name did not sign."""
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The founder's word on which manifest is the run's; every member re-publishes it. Wire: signature (64 bytes) and msgpack
+    array [run, founder, digest, size, sequence].
+
+    `digest` and `size` (bytes) are those of the canonical manifest; a higher `sequence` replaces a lower one."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     founder: Annotated[str, msgspec.Meta(max_length=64)]
@@ -254,20 +452,24 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 def seal_head(identity: Identity, head: Head) -> bytes:
-    """Signature and head."""
+    """Signature and head; raise `BadHead` if others would refuse it."""
+    if head.founder != identity.peer:
+        raise BadHead(f"{identity.peer} cannot sign a head of {head.founder}'s run")
     body = msgspec.msgpack.encode(head)
-    return identity.sign(_DOMAIN, body) + body
+    blob = identity.sign(_HEAD_DOMAIN, body) + body
+    unseal_head(blob)
+    return blob
 
 
 def unseal_head(blob: bytes) -> Head:
-    """A head with its founder's signature; `ValueError` for anything else."""
+    """A head with its founder's signature; `BadHead` for anything else."""
     if not SIGNATURE_BYTES < len(blob) <= MAX_HEAD_BYTES:
-        raise ValueError(f"a head has at most {MAX_HEAD_BYTES} bytes, got {len(blob)}")
-    body = blob[SIGNATURE_BYTES:]
+        raise BadHead(f"a head has {SIGNATURE_BYTES + 1} to {MAX_HEAD_BYTES} bytes, got {len(blob)}")
+    signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]
     try:
         head = msgspec.msgpack.decode(body, type=Head)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"not a head: {error}") from None
-    if not verify(head.founder, _DOMAIN, body, blob[:SIGNATURE_BYTES]):
-        raise ValueError(f"not signed by {head.founder}")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadHead(f"not a head: {error}") from None
+    if not verify(head.founder, _HEAD_DOMAIN, body, signature):
+        raise BadHead(f"not signed by {head.founder}")
     return head

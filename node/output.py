@@ -36,6 +36,13 @@ class Output:
         A command whose results are many calls this once for each."""
         click.echo(one_line(facts) if self._as_json else text)
 
+    def failure(self, sentence: str, exit_code: int) -> int:
+        """Say why it ends: one sentence on standard error, and as JSON where that was asked for; returns `exit_code`."""
+        click.echo(f"farflock: {sentence}", err=True)
+        if self._as_json:
+            click.echo(one_line({"error": sentence, "exit_code": exit_code}))
+        return exit_code
+
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[float], None]]:
         """A function that takes the share that is done; a bar on a terminal, tenths elsewhere; on standard error."""

@@ -84,7 +84,9 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
     run = manifest.run_id(identity.peer)
     async with _network(machine, identity, run, ()) as (directory, links):
         node = _node(machine, manifest, run, identity.peer, identity, directory, links)
-        head = seal_head(identity, Head(run, identity.peer, digest_of(manifest.canonical()), len(manifest.canonical()), 0))
+        head = seal_head(
+            identity, Head(run, identity.peer, digest_of(manifest.canonical()), len(manifest.canonical()), 0)
+        )
         async with node.participant.peer.running():
             node.participant.found()
             return await _train(node, head, on_start)
@@ -131,7 +133,9 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
 async def _until_started(node: Node) -> None:
     """The founder trains only once as many members are there as its manifest says; joiners come when they come."""
     wanted, peer = node.manifest.exchange.start_peers, node.participant.peer
-    while len(peer.port.views.newest.members) < wanted and peer.me == node.founder and not node.participant.loop.stopping:
+    while (  # noqa: ASYNC110 - three conditions of three parts, once, at the start
+        len(peer.port.views.newest.members) < wanted and peer.me == node.founder and not node.participant.loop.stopping
+    ):
         await asyncio.sleep(POLL_S)
 
 
@@ -152,7 +156,7 @@ async def _publish(node: Node, head: bytes) -> None:
 
 def _save(node: Node, tokens: int) -> Path:
     """Write the final checkpoint: what to evaluate and export, and the method's and the inner optimizer's state."""
-    part, loop = node.participant, node.participant.loop
+    loop = node.participant.loop
     replica, method = loop.driver.replica, loop.driver.method
     inner = {
         f"{moment}.{name}": tensor
@@ -204,7 +208,13 @@ async def _network(
 
 
 def _node(
-    machine: Machine, manifest: Manifest, run: str, founder: str, identity: Identity, directory: DhtDirectory, links: ZmqLinks
+    machine: Machine,
+    manifest: Manifest,
+    run: str,
+    founder: str,
+    identity: Identity,
+    directory: DhtDirectory,
+    links: ZmqLinks,
 ) -> Node:
     """Put the node together; its workers end with the process."""
     torch.set_num_threads(machine.threads)
@@ -249,7 +259,9 @@ async def _learn_run(directory: DhtDirectory, links: ZmqLinks, invite: Invite) -
 def _checked(raw: bytes, invite: Invite) -> Manifest:
     manifest = parse(raw.decode())
     if manifest.run_id(invite.founder) != invite.run:
-        raise Refused("the manifest is not the run's", "its hash differs from the invite's run id", "ask for a new invite")
+        raise Refused(
+            "the manifest is not the run's", "its hash differs from the invite's run id", "ask for a new invite"
+        )
     return manifest
 
 

@@ -33,7 +33,7 @@ class World:
 
     peers: int
     total_tokens: int
-    link: LinkModel = LinkModel()
+    link: LinkModel = field(default_factory=LinkModel)
     step_s: float = 0.5
     spread: float = 0.1  # steps of peer i take up to this share longer, drawn once
     churn_s: float | None = None

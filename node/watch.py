@@ -37,6 +37,14 @@ class _Sent:
     tokens: int
 
 
+@dataclass(slots=True)
+class _Feedback:
+    """A slow twin of one life's error feedback."""
+
+    residual: dict[str, Tensor]
+    message: dict[str, Tensor]
+
+
 class Watch:
     """Collects what all peers do, and the violations."""
 
@@ -50,6 +58,8 @@ class Watch:
         self._counted: Counter[tuple[str, int]] = Counter()
         self._trained: Counter[tuple[str, int]] = Counter()
         self._times: list[float] = []
+        self._feedback: dict[tuple[str, int], _Feedback] = {}
+        self.calm_until_s = 0.0  # only a death has happened: until then no round may fail
         self.violations: list[str] = []
 
     def violate(self, what: str) -> None:
@@ -68,7 +78,7 @@ class Watch:
 
     def digest(self) -> str:
         """One hash for all that happened: equal for two runs of one seed."""
-        text = repr(sorted((key, sorted(hashes)) for key, hashes in self._hashes.items()))
+        text = repr((self._times, sorted((key, sorted(hashes)) for key, hashes in self._hashes.items())))
         return hashlib.sha256(text.encode()).hexdigest()
 
     # what the harness tells
@@ -82,9 +92,11 @@ class Watch:
             place = watch._sent.setdefault((exchange.key.stream, exchange.key.round), {})
             if (peer.me, birth) in place:
                 watch.violate(f"peer {index} offered {exchange.key} twice: a round key was used again")
-            place[peer.me, birth] = _Sent(_decoded(exchange), exchange.weight, tokens)
+            place[peer.me, birth] = sent = _Sent(_decoded(exchange), exchange.weight, tokens)
+            watch._check_feedback(index, (peer.me, birth), driver, exchange)
             result = await carry(exchange, tokens, state)
             watch._check_result(index, exchange.key.stream, exchange.key.round, result)
+            watch._settle_feedback((peer.me, birth), sent, result)
             return result
 
         def noted_replay(stream: str, number: int) -> Result | None:
@@ -100,6 +112,8 @@ class Watch:
         """A node's own report: after each applied round, members of an exact method are compared."""
         if kind == "step":
             self._trained[self._peers[index], birth] += 10
+        if kind == "adopt":  # a snapshot replaces the state, and with it the residual
+            self._feedback.pop((self._peers[index], birth), None)
         if kind != "round":
             return
         stream, number = fields["stream"], fields["round"]
@@ -109,6 +123,8 @@ class Watch:
         self._applied.add(once)
         self._times.append(asyncio.get_running_loop().time())
         key = (stream, number)
+        if self._exact and fields["status"] == "failed" and self._times[-1] < self.calm_until_s:
+            self.violate(f"round {number} of {stream} failed although only a peer had died")
         digest = state_hash(driver.method.snapshot(driver.replica)) if self._exact else str(key).encode()
         hashes = self._hashes.setdefault(key, {})
         hashes.setdefault(digest, f"peer {index}")
@@ -157,6 +173,29 @@ class Watch:
         before = self._closes.get(number - 1)
         if before is not None and before[1] + sum(entry.tokens for entry in entries) != result.tokens:
             self.violate(f"round {number} has {result.tokens} tokens after {before[1]} and {[e.tokens for e in entries]}")
+
+    def _check_feedback(self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange) -> None:
+        """A message is beta·e + (phi - theta), with the residual e of the twin."""
+        beta = getattr(driver.method, "feedback", None)
+        if beta is None:
+            return
+        replica = driver.replica
+        theta, phi = replica.read(replica.names, "param"), driver.method.eval_params(replica)
+        twin = self._feedback.setdefault(life, _Feedback({}, {}))
+        for name, message in exchange.tensors.items():
+            kept = twin.residual.get(name, torch.zeros_like(message))
+            error = float((beta * kept + (phi[name] - theta[name]) - message).abs().max())
+            if error > TOLERANCE:
+                self.violate(f"peer {index}: the feedback in {name} of {exchange.key} is off by {error:.4f}")
+        twin.message = {name: message.clone() for name, message in exchange.tensors.items()}
+
+    def _settle_feedback(self, life: tuple[str, int], sent: _Sent, result: Result) -> None:
+        """Where the message was taken, the residual is what it held beyond what was delivered."""
+        twin = self._feedback.get(life)
+        for name in twin.message if twin is not None and result.status != "failed" else ():
+            assert twin is not None
+            if result.taken.get(name):
+                twin.residual[name] = twin.message[name] - sent.values[name]
 
     def check_end(self, peers: Sequence[Peer]) -> None:
         """At the end: no endless wait, no growing memory, no more tokens counted than trained."""

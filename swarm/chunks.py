@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from farflock.swarm.links import Life, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
 from farflock.swarm.window import Window
@@ -296,6 +298,9 @@ class Chunks:
         fetching.changed.set()
 
     def _enqueue(self, sender: PeerId, want: Want) -> None:
+        if want.start >= want.stop or want.start % PIECE_BYTES:
+            self.dropped["senseless want"] += 1
+            return
         if want.digest not in self.store:
             self._send(sender, Miss(want.digest))
             return
@@ -306,26 +311,37 @@ class Chunks:
                 return
             queue = self._wants[sender] = collections.deque()
             self._spawn(self._serve(sender, queue))
+        if any(_covers(queued, want) for queued in queue):
+            return  # an impatient asker: it is on its way
         if len(queue) < MAX_WANTS:
             queue.append(want)
         else:
             self.dropped["too many wants"] += 1
 
     async def _serve(self, asker: PeerId, queue: collections.deque[Want]) -> None:
-        """Send what one asker wants, in order, as fast as its link takes it; ends when there is nothing left."""
+        """Send what one asker wants, in order, as fast as its link takes it; ends when there is nothing left. The first
+        in the queue is the one being served, as far as it has not been sent yet."""
         try:
             while queue:
-                want = queue.popleft()
+                want = queue[0]
                 data = self.store.get(want.digest)
                 if data is None:
                     self._send(asker, Miss(want.digest))
+                elif want.start < min(want.stop, len(data)) and await self._serve_piece(asker, want, data):
+                    queue[0] = msgspec.structs.replace(want, start=want.start + PIECE_BYTES)
                     continue
-                for start in range(want.start // PIECE_BYTES * PIECE_BYTES, min(want.stop, len(data)), PIECE_BYTES):
-                    body = memoryview(data)[start : start + PIECE_BYTES]
-                    if not await self._send_piece(asker, Piece(want.digest, start, len(data)), body, SERVE_TIMEOUT_S):
-                        break
+                queue.popleft()
         finally:
             del self._wants[asker]
+
+    async def _serve_piece(self, asker: PeerId, want: Want, data: bytes) -> bool:
+        piece = Piece(want.digest, want.start, len(data))
+        body = memoryview(data)[want.start : want.start + PIECE_BYTES]
+        return await self._send_piece(asker, piece, body, SERVE_TIMEOUT_S)
+
+
+def _covers(queued: Want, want: Want) -> bool:
+    return queued.digest == want.digest and queued.start <= want.start and want.stop <= queued.stop
 
 
 def _pieces(size: int) -> int:

@@ -11,48 +11,37 @@ A round that cannot be filled by the deadline is decided empty, so that all agre
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
 
-from farflock.swarm.decide import Decision, Sends, is_quorum
+from farflock.swarm.decide import Decision, Sends
 from farflock.swarm.groups import reducers
+from farflock.swarm.holdings import Holdings, Item
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     MAX_MEMBERS,
     MAX_SHARDS,
     Count,
     Decided,
-    Digest,
     Holds,
     Index,
     Key,
-    Mask,
     Message,
     Offer,
     Promise,
     Propose,
     Reduced,
-    Size,
     Weight,
 )
 
 RESEND_S = 0.5
+FIRST_PROPOSERS = 3  # hear at once who holds what; others at the next repetition
 TAKEOVER_S = 1.0  # each later proposer waits this much longer before it steps in for a silent one
 SOFT = 0.5  # of the deadline: until then the live but slow are waited for
 LATE_REDUCER = 0.7  # of the deadline: from then on a live but silent reducer is replaced
-_NOTHING = bytes(8)
-
-
-class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of the result: its place, its content, and whose contributions are in it (bit i: member i)."""
-
-    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS * MAX_MEMBERS)]
-    digest: Digest
-    size: Size
-    mask: Mask
 
 
 class CloseList(msgspec.Struct, frozen=True, array_like=True):
@@ -145,15 +134,13 @@ class Collective:
     holding: Callable[[bytes], bool] = lambda digest: False  # whether the chunk store has this digest
 
     decision: Decision = field(init=False)
+    holdings: Holdings = field(init=False)
     offers: dict[int, Offer] = field(default_factory=dict)
-    items: dict[int, dict[bytes, Item]] = field(default_factory=dict)  # by index, then digest: rivals after a takeover
     close: CloseList | None = None
     complete: bool = False  # decided, and all its content is here
     suspects: frozenset[int] = frozenset()
-    _holds: dict[int, bytes] = field(default_factory=dict)
-    _held: set[bytes] = field(default_factory=set)
     _fetching: set[bytes] = field(default_factory=set)
-    _corrupt: set[bytes] = field(default_factory=set)
+    _contributed: dict[bytes, set[int]] = field(default_factory=dict)  # shards that need a contribution not yet here
     _reducing: dict[int, tuple[tuple[int, float, bytes], ...]] = field(default_factory=dict)  # inputs by shard
     _announced: dict[int, Reduced] = field(default_factory=dict)
     _actions: list[Action] = field(default_factory=list)
@@ -161,8 +148,11 @@ class Collective:
     _sent_s: float = 0.0
     _proposed_s: float | None = None
     _ready_s: float | None = None
+    _gathered: tuple[int, list[int]] = (-1, [])  # whose payload is agreed whole, as of a version of the holdings
 
     def __post_init__(self) -> None:
+        places = self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
+        self.holdings = Holdings(places, len(self.group), self.me)
         self.decision = Decision(self.key, self.view, self.me, len(self.group), self.ordered)
 
     # events
@@ -172,7 +162,7 @@ class Collective:
         if self.me not in self.offers:
             self._take_offer(self.me, offer)
             self._to_others(offer)
-        self.advance(now_s)
+        self.advance(now_s, range(self.terms.shards))
 
     def receive(self, now_s: float, sender: int, message: Message) -> None:
         """Take in a member's message about this key; `BadCloseList` if it carries a value that cannot be one."""
@@ -181,41 +171,43 @@ class Collective:
         if self.decision.decided is not None and not isinstance(message, Decided):
             self._actions += self.decision.receive(sender, message) or self._remind(sender, message)
             return
+        concerned = range(0)
         match message:
             case Offer():
                 self._take_offer(sender, message)
+                concerned = range(self.terms.shards)
             case Reduced():
                 self._take_reduced(message)
             case Holds(prefixes=prefixes):
-                self._holds[sender] = prefixes
+                self.holdings.hear(sender, prefixes)
             case _:
                 self._actions += self.decision.receive(sender, message)
-        self.advance(now_s)
+        self.advance(now_s, concerned)
 
     def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
         """A chunk has arrived (`intact`), could not be had now, or holds what no correct encoder wrote."""
         self._fetching.discard(digest)
         if corrupt:
-            self._corrupt.add(digest)
+            self.holdings.spoil(digest)
         elif intact:
-            self._held.add(digest)
-        self.advance(now_s)
+            self.holdings.hold(digest)
+        self.advance(now_s, self._contributed.pop(digest, ()))
 
     def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
         """My reduction of a shard is in the chunk store; payloads of `rejected` members were corrupt and left out."""
         inputs = self._reducing[shard]
-        self._corrupt.update(entry for member, _, entry in inputs if member in rejected)
-        self._held.add(digest)
+        self._spoil(entry for member, _, entry in inputs if member in rejected)
+        self.holdings.hold(digest)
         mask = _mask([member for member, _, _ in inputs if member not in rejected])
         message = self._announced[shard] = Reduced(self.key, self.view, shard, digest, size, mask)
         self._take_reduced(message)
         self._to_others(message)
-        self.advance(now_s)
+        self.advance(now_s, ())
 
     def unreduced(self, now_s: float, shard: int) -> None:
         """No payload of a reduction was usable; try again with whatever else comes."""
-        self._corrupt.update(digest for _, _, digest in self._reducing.pop(shard))
-        self.advance(now_s)
+        self._spoil(digest for _, _, digest in self._reducing.pop(shard))
+        self.advance(now_s, (shard,))
 
     def tick(self, now_s: float, suspects: frozenset[int]) -> None:
         """Time passes: who is suspect, what to repeat, what to take over."""
@@ -225,7 +217,8 @@ class Collective:
         if now_s - self._sent_s >= RESEND_S:
             self._sent_s = now_s
             self._resend()
-        self.advance(now_s)
+        self._collect(self.holdings.wanted())
+        self.advance(now_s, range(self.terms.shards))
 
     def take(self) -> list[Action]:
         """The actions since the last call, in order."""
@@ -233,6 +226,10 @@ class Collective:
         return actions
 
     # what is known
+
+    @property
+    def _place(self) -> int:
+        return self.ordered.index(self.me)
 
     @property
     def ends_s(self) -> float:
@@ -255,14 +252,13 @@ class Collective:
 
     # the machine
 
-    def advance(self, now_s: float) -> None:
-        """Do whatever has become possible; idempotent."""
+    def advance(self, now_s: float, concerned: Iterable[int]) -> None:
+        """Do whatever has become possible; `concerned` are the shards whose reduction may have."""
         if self.decision.decided is not None:
             self._finish()
             return
         if self.terms.kind == "mean":
-            self._reduce(now_s)
-        self._collect()
+            self._reduce(now_s, concerned)
         self._report()
         self._propose(now_s)
         if self.decision.decided is not None:
@@ -273,7 +269,8 @@ class Collective:
             return
         self.offers[member] = offer
         if member == self.me:
-            self._held.update(offer.digests)
+            for digest in offer.digests:
+                self.holdings.hold(digest)
         if self.terms.kind == "gather":
             for shard, (digest, size) in enumerate(zip(offer.digests, offer.sizes, strict=True)):
                 self._add_item(Item(member * self.terms.shards + shard, digest, size, _mask([member])))
@@ -284,34 +281,39 @@ class Collective:
             self._add_item(Item(message.shard, message.digest, message.size, message.mask))
 
     def _add_item(self, item: Item) -> None:
-        rivals = self.items.setdefault(item.index, {})
-        if len(rivals) < len(self.group):
-            rivals.setdefault(item.digest, item)
+        if self.holdings.add(item):
+            self._collect([item])
 
-    def _reduce(self, now_s: float) -> None:
+    def _spoil(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            self.holdings.spoil(digest)
+
+    def _reduce(self, now_s: float, shards: Iterable[int]) -> None:
         """Fetch the contributions to my shards as they are offered; reduce once all that will come have come."""
-        for shard in range(self.terms.shards):
+        for shard in sorted(shards):
             if shard in self._reducing or not self._is_mine(shard, now_s):
                 continue
             inputs = self._inputs(shard)
-            missing = [(member, digest) for member, _, digest in inputs if digest not in self._held]
+            missing = [(member, digest) for member, _, digest in inputs if digest not in self.holdings.held]
             for member, digest in missing:
+                self._contributed.setdefault(digest, set()).add(shard)
                 self._fetch(shard, digest, self.offers[member].sizes[shard], functools.partial(_only, member))
             if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
-                held = tuple(entry for entry in inputs if entry[2] in self._held)
+                held = tuple(entry for entry in inputs if entry[2] in self.holdings.held)
                 self._reducing[shard] = held
                 self._actions.append(Reduce(shard, held))
 
     def _is_mine(self, shard: int, now_s: float) -> bool:
         """Whether I reduce this shard: the first of its rotation does, then whoever follows the dead or the silent."""
-        line = reducers(self.ordered, shard)
-        rank = line.index(self.me)
-        if rank and any(digest in self._held for digest in self.items.get(shard, {})):
-            return False
-        if all(member in self.suspects for member in line[:rank]):
+        rank = (self._place - shard) % len(self.ordered)
+        if rank == 0:
             return True
-        late_s = self.started_s + self.terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
-        return now_s >= late_s and shard not in self.items
+        rivals = self.holdings.rivals[shard]
+        if any(digest in self.holdings.held for digest in rivals):
+            return False
+        if all(member in self.suspects for member in reducers(self.ordered, shard)[:rank]):
+            return True
+        return not rivals and now_s >= self.started_s + self.terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
 
     def _inputs(self, shard: int) -> tuple[tuple[int, float, bytes], ...]:
         """Contributions to a shard in member order, of those that started from the state that most started from."""
@@ -319,7 +321,7 @@ class Collective:
         return tuple(
             (member, offer.weight, offer.digests[shard])
             for member, offer in sorted(self.offers.items())
-            if offer.state == state and offer.digests[shard] not in self._corrupt
+            if offer.state == state and offer.digests[shard] not in self.holdings.corrupt
         )
 
     def _common_state(self) -> bytes:
@@ -332,72 +334,54 @@ class Collective:
         usable = offered - len(missing) >= self.terms.min_participants
         return usable and (all_here or now_s >= self.started_s + SOFT * self.terms.deadline_s)
 
-    def _collect(self) -> None:
-        """Fetch every announced item that I lack."""
-        for rivals in self.items.values():
-            for item in rivals.values():
-                if item.digest not in self._held and item.digest not in self._corrupt:
-                    self._fetch_item(item)
+    def _collect(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self._fetch_item(item)
 
     def _holders(self, item: Item) -> tuple[int, ...]:
         """Who said they hold it, then who ought to, then anybody: the chunk store asks in this order."""
-        prefix, place = item.digest[:8], 8 * item.index
-        said = [member for member, held in self._holds.items() if held[place : place + 8] == prefix]
         gathered = self.terms.kind == "gather"
         ought = (item.index // self.terms.shards,) if gathered else reducers(self.ordered, item.index)
-        return tuple(dict.fromkeys(member for member in (*said, *ought) if member != self.me))
+        return tuple(dict.fromkeys(member for member in (*self.holdings.said(item), *ought) if member != self.me))
 
     def _fetch_item(self, item: Item) -> None:
         self._fetch(item.index % self.terms.shards, item.digest, item.size, functools.partial(self._holders, item))
 
     def _fetch(self, shard: int, digest: bytes, size: int, holders: Callable[[], tuple[int, ...]]) -> None:
+        if digest in self._fetching or digest in self.holdings.held or digest in self.holdings.corrupt:
+            return
         if self.holding(digest):
-            self._held.add(digest)
-        elif digest not in self._fetching and digest not in self._corrupt:
+            self.holdings.hold(digest)
+        else:
             self._fetching.add(digest)
             self._actions.append(Fetch(shard, digest, size, holders))
 
     def _report(self) -> None:
-        """Tell everybody what I hold, once that is all there is."""
-        prefixes = self._prefixes()
-        if prefixes != self._reported and (self._all_items_held() or self.terms.kind == "gather"):
-            self._reported = prefixes
-            self._holds[self.me] = prefixes
-            self._to_others(Holds(self.key, self.view, prefixes))
-
-    def _places(self) -> int:
-        return self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
-
-    def _prefixes(self) -> bytes:
-        return b"".join(self._prefix(index) for index in range(self._places()))
-
-    def _prefix(self, index: int) -> bytes:
-        held = sorted(digest for digest in self.items.get(index, {}) if digest in self._held)
-        return held[0][:8] if held else _NOTHING
-
-    def _all_items_held(self) -> bool:
-        return all(self._prefix(index) != _NOTHING for index in range(self._places()))
+        """Tell everybody what I hold, once that is all there is; what is held until then is told by `_resend`."""
+        ready = self.holdings.whole and (self.holdings.filled or self.terms.kind == "gather")
+        if ready and (report := self.holdings.report) != self._reported and any(report):
+            self._reported = report
+            self._to_others(Holds(self.key, self.view, report))
 
     def _propose(self, now_s: float) -> None:
-        """Put a close list forward if it is my turn and there is one."""
-        value = self._proposal(now_s)
-        if value is None:
+        """Put a close list forward if there is one and it is my turn."""
+        items = self._ready_items(now_s)
+        if items is None:
             return
         self._ready_s = now_s if self._ready_s is None else self._ready_s
-        rank = self.ordered.index(self.me)
-        waiting_for = sum(member not in self.suspects for member in self.ordered[:rank])
+        waiting_for = sum(member not in self.suspects for member in self.ordered[: self._place])
         turn_s = self._ready_s + TAKEOVER_S * waiting_for
-        again_s = 0.0 if self._proposed_s is None else self._proposed_s + TAKEOVER_S * (2 + rank)
-        if now_s >= turn_s and now_s >= again_s:
+        again_s = 0.0 if self._proposed_s is None else self._proposed_s + TAKEOVER_S * (2 + self._place)
+        if now_s >= turn_s and now_s >= again_s and (value := self._proposal(items, now_s)) is not None:
             self._proposed_s = now_s
             self._actions += self.decision.propose(value)
 
-    def _proposal(self, now_s: float) -> bytes | None:
-        """The close list that could be decided now, or None to wait on."""
-        items = self._agreed_items(now_s)
-        if items is None or not self.offers.keys() >= set(self._included(items)):
+    def _proposal(self, agreed: Iterable[int], now_s: float) -> bytes | None:
+        """The close list of the agreed items at these places, or None to wait on."""
+        items = tuple(self.holdings.agreed[index] for index in agreed)
+        if not self.offers.keys() >= set(self._included(items)):
             if now_s < self.ends_s:
-                return None  # perhaps a reducer heard of a member whose offer I lack: who knows its weight proposes
+                return None  # a reducer heard of a member whose offer I lack: who knows its weight proposes
             items = ()
         included = self._included(items)
         members = tuple((member, self.offers[member].weight) for member in included)
@@ -408,47 +392,45 @@ class Collective:
     def _included(self, items: tuple[Item, ...]) -> list[int]:
         return [member for member in range(len(self.group)) if any(_has(item.mask, member) for item in items)]
 
-    def _agreed_items(self, now_s: float) -> tuple[Item, ...] | None:
-        """Items that I and a quorum hold: all shards of a mean; in a gather all live members', or, when the time is
-        half over, whichever there are."""
-        chosen = [item for index in range(self._places()) if (item := self._chosen(index)) is not None]
+    def _ready_items(self, now_s: float) -> Iterable[int] | None:
+        """The places of what could be decided now: all shards of a mean; of a gather all live members' or, when the
+        time is half over, whichever there are; nothing at all after the deadline."""
+        shards = self.terms.shards
+        nothing = None if now_s < self.ends_s else ()
         if self.terms.kind == "mean":
-            return tuple(chosen) if len(chosen) == self.terms.shards else None
-        whole = [member for member in self.offers if self._whole(member, chosen)]
+            return range(shards) if len(self.holdings.agreed) == shards else nothing
+        whole = self._whole()
         live = set(range(len(self.group))) - self.suspects
         late = now_s >= self.started_s + SOFT * self.terms.deadline_s
         if len(whole) < self.terms.min_participants or not (live <= set(whole) or late):
-            return None
-        return tuple(item for item in chosen if item.index // self.terms.shards in whole)
+            return nothing
+        return [member * shards + shard for member in whole for shard in range(shards)]
 
-    def _whole(self, member: int, chosen: list[Item]) -> bool:
-        return sum(item.index // self.terms.shards == member for item in chosen) == self.terms.shards
-
-    def _chosen(self, index: int) -> Item | None:
-        for digest, item in sorted(self.items.get(index, {}).items()):
-            said = [member for member, held in self._holds.items() if held[8 * index : 8 * index + 8] == digest[:8]]
-            if digest in self._held and is_quorum(said, len(self.group)):
-                return item
-        return None
+    def _whole(self) -> list[int]:
+        """The members of a gather all of whose shards are agreed."""
+        if self._gathered[0] != self.holdings.version:
+            counts = collections.Counter(index // self.terms.shards for index in self.holdings.agreed)
+            whole = sorted(member for member, count in counts.items() if count == self.terms.shards)
+            self._gathered = (self.holdings.version, whole)
+        return self._gathered[1]
 
     def _finish(self) -> None:
         """Decided: fetch what I lack of it, then it can be applied."""
         if self.close is None:
             assert self.decision.decided is not None
             self.close = decode_close_list(self.decision.decided, self.terms, len(self.group))
-        missing = [item for item in self.close.items if item.digest not in self._held]
-        for item in missing:
-            self._fetch_item(item)
-        self.complete = all(item.digest in self._held for item in self.close.items)
+        missing = [item for item in self.close.items if item.digest not in self.holdings.held]
+        self._collect(missing)
+        self.complete = all(item.digest in self.holdings.held for item in missing)
 
     def _resend(self) -> None:
         if self.me in self.offers:
             self._to_others(self.offers[self.me])
         for reduced in self._announced.values():
             self._to_others(reduced)
-        if any(self._prefixes()):
-            self._holds[self.me] = self._prefixes()
-            self._to_others(Holds(self.key, self.view, self._holds[self.me]))
+        if any(report := self.holdings.report):
+            self._reported = report
+            self._to_others(Holds(self.key, self.view, report))
         self._actions += self.decision.retry()
 
     def _remind(self, sender: int, message: Message) -> Sends:

@@ -19,12 +19,12 @@ from farflock.swarm.collective import (
     CloseList,
     Collective,
     Fetch,
-    Item,
     Reduce,
     Terms,
     decode_close_list,
 )
 from farflock.swarm.groups import order
+from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     Accepted,

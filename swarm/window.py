@@ -39,9 +39,10 @@ class Window:
     def give(self, taken_bytes: int) -> None:
         """Give back; the next in line go on as far as it reaches."""
         self.free_bytes += taken_bytes
-        while self._waiting and self._waiting[0][0] <= self.free_bytes:
+        while self._waiting and (self._waiting[0][0] <= self.free_bytes or self._waiting[0][2].cancelled()):
             _, most_bytes, turn = self._waiting.popleft()
-            turn.set_result(self._grant(most_bytes))
+            if not turn.cancelled():
+                turn.set_result(self._grant(most_bytes))
 
     def _grant(self, most_bytes: int) -> int:
         granted = min(most_bytes, self.free_bytes)

@@ -28,7 +28,8 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> Non
     from farflock.node.process import Node, join
 
     def started(node: Node) -> None:
-        out.line(f"joined run {node.run}: {node.manifest.run.name}, {len(node.participant.peer.port.views.newest.peers)} members")
+        members = len(node.participant.peer.port.views.newest.peers)
+        out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
 
     saved = asyncio.run(join(machine_of(machine), invited, started))
     out.result({"checkpoint": str(saved)}, f"done; checkpoint {saved}")

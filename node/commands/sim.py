@@ -14,8 +14,15 @@ from farflock.node.output import Output
 @click.option("--loss", type=click.FloatRange(0, 0.9), default=0.0, show_default=True, help="Share of frames lost.")
 @click.option("--churn", type=click.FloatRange(0.1), help="Mean seconds between two kills; the killed come back.")
 @click.option("--rate", type=click.FloatRange(0.01), default=100.0, show_default=True, help="Mbit/s of every line.")
-@click.option("--latency", type=click.FloatRange(0), default=20.0, show_default=True, help="ms, one way, of every line.")
-@click.option("--step", "step_s", type=click.FloatRange(0.001), default=0.5, show_default=True, help="Seconds a step takes.")
+@click.option(
+    "--latency", type=click.FloatRange(0), default=20.0, show_default=True, help="ms, one way, of every line."
+)
+@click.option(
+    "--step", "step_s", type=click.FloatRange(0.001), default=0.5, show_default=True, help="Seconds a step takes."
+)
+@click.option("--chaos", is_flag=True, help="Seeded disasters instead of one run; a violation is a seed.")
+@click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="With --chaos: how many.")
+@click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="With --chaos: the first.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved manifest and its hash, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
 def command(
@@ -27,6 +34,9 @@ def command(
     rate: float,
     latency: float,
     step_s: float,
+    chaos: bool,
+    seeds: int,
+    first_seed: int,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -34,6 +44,9 @@ def command(
     from farflock.node.manifest import load, simulated_default
 
     out = Output(as_json)
+    if chaos:
+        _disasters(out, first_seed, seeds)
+        return
     described = load(manifest, assignments) if manifest else simulated_default(assignments)
     if dry_run:
         text = described.canonical().decode()
@@ -63,3 +76,32 @@ def command(
         "steps": result.steps,
     }
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
+
+
+def _disasters(out: Output, first_seed: int, seeds: int) -> None:
+    """Run seeded disasters; the report counts the faults that fired, by kind and phase of an exchange."""
+    import collections
+    import logging
+
+    from farflock.node.chaos import KINDS, PHASES, cells, run_seeds
+
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+    fired: collections.Counter[tuple[str, str]] = collections.Counter()
+    failures = []
+    with out.progress("seeds") as progress:
+        for done, report in enumerate(run_seeds(first_seed, seeds), 1):
+            fired += report.fired
+            progress(done / seeds)
+            for violation in report.violations[:1]:
+                command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}"
+                failures.append({"seed": report.seed, "command": command, "violation": violation})
+    phases = sorted(set(PHASES.values()))
+    rows = [f"{kind:10}" + "".join(f"{fired[kind, phase]:9}" for phase in phases) for kind in KINDS]
+    empty = [f"{kind} in {phase}" for kind, phase in cells() if not fired[kind, phase]]
+    text = "\n".join((f"{'':10}" + "".join(f"{phase:>9}" for phase in phases), *rows))
+    failed = "\n".join(f"seed {entry['seed']}: {entry['violation']}\n  again: {entry['command']}" for entry in failures)
+    faults = {kind: {phase: fired[kind, phase] for phase in phases} for kind in KINDS}
+    facts = {"seeds": seeds, "violations": len(failures), "failures": failures, "faults": faults, "empty": empty}
+    out.result(facts, f"{text}\n{len(failures)} of {seeds} seeds with a violation\n{failed}")
+    if failures:
+        raise SystemExit(1)

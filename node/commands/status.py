@@ -20,7 +20,9 @@ def command(folder: Path | None, as_json: bool) -> None:
     try:
         status = read_status(path)
     except (OSError, msgspec.MsgspecError) as error:
-        raise Failure("there is no status", f"{path} cannot be read ({error})", "start a node there, or name its --folder") from None
+        raise Failure(
+            "there is no status", f"{path} cannot be read ({error})", "start a node there, or name its --folder"
+        ) from None
     Output(as_json).result(msgspec.to_builtins(status), _text(status))
 
 

@@ -42,7 +42,8 @@ def blockwise_bound(x, block, levels):
     """absmax/(2·levels) of each value's block with a little for rounding, and the size of what counts as nothing."""
     padded = torch.cat((x, x.new_zeros(-len(x) % block))).view(-1, block)
     absmax = padded.abs().amax(dim=1, keepdim=True).double().expand_as(padded).reshape(-1)[: len(x)]
-    return absmax / (2 * levels) * (1 + 2.0**-14) + levels * 2.0**-126
+    rounding = {127: 2.0**-14, 7: 2.0**-18}[levels]
+    return absmax / (2 * levels) * (1 + rounding) + levels * 2.0**-126
 
 
 def bound(name, x):

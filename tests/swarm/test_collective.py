@@ -17,12 +17,12 @@ from farflock.swarm.collective import (
     CloseList,
     Collective,
     Fetch,
-    Item,
     Reduce,
     Terms,
     decode_close_list,
 )
 from farflock.swarm.decide import is_quorum
+from farflock.swarm.holdings import Item
 from farflock.swarm.messages import Decided, Holds, Key, Offer, Promise, Propose, Reduced
 
 KEY, VIEW = Key("weights", 3), bytes(32)
@@ -65,9 +65,7 @@ class World:
         self.chance.shuffle(order)
         peers = tuple(f"peer{member}" for member in range(n))
         self.machines = [
-            Collective(
-                KEY, VIEW, peers, me, tuple(order), self.terms, 0.0, PRIOR_TOKENS, self.holds[me].__contains__
-            )
+            Collective(KEY, VIEW, peers, me, tuple(order), self.terms, 0.0, PRIOR_TOKENS, self.holds[me].__contains__)
             for me in range(n)
         ]
         for me in range(n):
@@ -280,13 +278,17 @@ def test_the_same_holds_in_ten_thousand_seeds(kind):
 
 def unlucky_world(seed, kind):
     chance = random.Random(f"unlucky {seed}")
-    world = World(seed, n=chance.randint(1, 7), kind=kind, shards=chance.randint(1, 5), loss=chance.choice([0, 0.1, 0.3]))
+    world = World(
+        seed, n=chance.randint(1, 7), kind=kind, shards=chance.randint(1, 5), loss=chance.choice([0, 0.1, 0.3])
+    )
     world.flapping = chance.choice([0.0, 0.0, 0.02])
     for me in range(world.n):
         when_s = chance.choice([chance.uniform(0, 1), chance.uniform(0, 15), None])
         if when_s is not None:
             state = OTHER_STATE if chance.random() < 0.1 else STATE
-            world.offer_at(when_s, me, state=state, weight=chance.uniform(0.5, 2), broken=world.n > 2 and chance.random() < 0.1)
+            world.offer_at(
+                when_s, me, state=state, weight=chance.uniform(0.5, 2), broken=world.n > 2 and chance.random() < 0.1
+            )
     for me in chance.sample(range(world.n), chance.randint(0, (world.n - 1) // 2)):
         world.at(chance.uniform(0, 12), world.crash, me)
     return world
@@ -294,9 +296,9 @@ def unlucky_world(seed, kind):
 
 def test_the_agreement_check_can_fail(monkeypatch):
     """With a quorum of one anywhere, members that lose sight of each other must be found to disagree."""
-    from farflock.swarm import collective, decide
+    from farflock.swarm import decide, holdings
 
-    for module in (collective, decide):
+    for module in (decide, holdings):
         monkeypatch.setattr(module, "is_quorum", lambda members, size: len(members) >= 1)
     with pytest.raises(AssertionError, match="two close lists"):
         offering_world(1, n=4, kind="gather", loss=1.0).run()
@@ -417,7 +419,7 @@ def test_a_result_with_a_member_whose_offer_no_survivor_knows_fails_at_the_deadl
 
     def fetch(me, wanted, until_s, fetch=world.fetch):
         fetch(me, wanted, until_s)
-        reduced.update({wanted.digest} & set(world.machines[reducer].items.get(0, {})))
+        reduced.update({wanted.digest} & set(world.machines[reducer].holdings.rivals[0]))
         if reduced and all(reduced <= world.holds[survivor] for survivor in survivors):
             world.crash(reducer)
             world.crash(stranger)
@@ -511,7 +513,12 @@ GATHERED = CloseList(items(mask(1), mask(1), first=2), ((1, 2.0),), 5)
 
 
 def test_sound_lists_pass():
-    for close, terms in ((GOOD, TERMS), (GATHERED, GATHER), (CloseList((), (), 5), TERMS), (CloseList((), (), 0), GATHER)):
+    for close, terms in (
+        (GOOD, TERMS),
+        (GATHERED, GATHER),
+        (CloseList((), (), 5), TERMS),
+        (CloseList((), (), 0), GATHER),
+    ):
         assert decode_close_list(encoded(close), terms, 2) == close
 
 
@@ -559,7 +566,7 @@ def test_an_announcement_of_an_impossible_shard_or_member_is_ignored():
     machine = Collective(KEY, VIEW, ("a", "b"), 1, (0, 1), TERMS, 0.0)
     for shard, entry in ((2, mask(0)), (0, mask(2)), (0, mask())):
         machine.receive(0.1, 0, Reduced(KEY, VIEW, shard, digest_of(b"x"), 5, entry))
-    assert machine.items == {}
+    assert not any(machine.holdings.rivals)
 
 
 def test_an_offer_of_another_number_of_shards_is_ignored():
@@ -572,7 +579,7 @@ def test_rival_announcements_of_one_shard_are_bounded():
     machine = Collective(KEY, VIEW, ("a", "b"), 1, (0, 1), TERMS, 0.0)
     for number in range(1000):
         machine.receive(0.1, 0, Reduced(KEY, VIEW, 0, digest_of(b"%d" % number), 5, mask(0)))
-    assert len(machine.items[0]) <= 2
+    assert len(machine.holdings.rivals[0]) <= 2
     assert sum(isinstance(action, Fetch) for action in machine.take()) <= 2
 
 

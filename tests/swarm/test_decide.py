@@ -282,9 +282,7 @@ def checks(member, text, proof):
 
 
 def signed_group(size):
-    return [
-        Decision(KEY, VIEW, me, size, tuple(range(size)), sign=sign_as(me), checks=checks) for me in range(size)
-    ]
+    return [Decision(KEY, VIEW, me, size, tuple(range(size)), sign=sign_as(me), checks=checks) for me in range(size)]
 
 
 def certificate(signers, ballot=(0, 0), value=b"v", key=KEY):

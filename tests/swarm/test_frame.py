@@ -367,9 +367,7 @@ def test_unpacking_takes_no_copy_of_the_body():
 
 
 def test_the_bytes_of_every_kind_are_the_golden_ones(request):
-    made = {
-        type(message).__name__: pack(Frame(12345, message, body_of(message))).hex() for message in SPECIMENS
-    }
+    made = {type(message).__name__: pack(Frame(12345, message, body_of(message))).hex() for message in SPECIMENS}
     if request.config.getoption("--write-golden", default=False):
         GOLDEN.write_text(json.dumps({"version": frames.VERSION, "frames": made}, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())

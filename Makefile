@@ -1,0 +1,49 @@
+# Each target sets up .venv by itself, once. `make PYTHON=/path/to/python3.12 demo` chooses another Python.
+PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
+	$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$name && break; done)
+BIN := .venv/bin
+READY := .venv/ready
+VIEW := .venv/view
+TORCH := $(shell grep '^torch==' constraints.txt)
+WORKERS ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test check test-long bench imports clean
+
+demo: $(READY)
+	$(BIN)/farflock demo
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS)
+
+check: $(READY) imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS)
+
+test-long: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+bench: $(READY)
+	$(BIN)/farflock bench
+
+# import-linter follows imports only from packages at the root of a search path; here the front door hides the folders
+# behind it. Seen through a folder of links, without the front door, they are the portions of one namespace package.
+imports: $(READY)
+	mkdir -p $(VIEW)/farflock
+	for folder in node swarm optimizers compression; do ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
+	cd $(VIEW) && ../bin/lint-imports --config ../../pyproject.toml
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
+	{ echo "Farflock needs Python 3.11 or 3.12, and $(PYTHON) is another one; name one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt $(TORCH)
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

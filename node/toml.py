@@ -1,0 +1,34 @@
+"""Writing TOML: the standard library only reads it, and a manifest must come out the same bytes everywhere."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """Tables of scalars, arrays and tables as TOML, in their order; None is left out."""
+    return "\n".join(_lines(tables, ())).lstrip() + "\n"
+
+
+def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    here = {name: value for name, value in table.items() if not isinstance(value, dict) and value is not None}
+    if path and here:
+        yield ""
+        yield f"[{'.'.join(_key(name) for name in path)}]"
+    for name, value in here.items():
+        yield f"{_key(name)} = {_value(value)}"
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _lines(value, (*path, name))
+
+
+def _key(name: str) -> str:
+    return name if name.isascii() and name.replace("_", "").replace("-", "").isalnum() else _value(name)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference to JSON's strings
+    return json.dumps(value)

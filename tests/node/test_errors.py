@@ -1,0 +1,93 @@
+"""Errors become sentences with a remedy and an exit code; bugs do not."""
+
+import errno
+import importlib
+import os
+import socket
+
+import pytest
+
+from farflock.node.errors import EXPLAINED, FarflockError, Failure, Refused, Usage, explained
+
+
+@pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (Refused, 3)])
+def test_an_error_is_one_sentence_with_cause_and_remedy_and_an_exit_code(kind, code):
+    error = kind("the port", "4001 is taken", "choose another --port")
+    assert str(error) == "the port: 4001 is taken; choose another --port"
+    assert (error.what, error.why, error.remedy) == ("the port", "4001 is taken", "choose another --port")
+    assert kind.exit_code == code
+    assert explained(error) is error
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [(("a", "", ""), "a"), (("a", "b", ""), "a: b"), (("", "b", ""), "b"), (("a", "", "c"), "a: c")],
+)
+def test_a_missing_part_leaves_no_punctuation_behind(parts, sentence):
+    assert str(FarflockError(*parts)) == sentence
+
+
+@pytest.mark.parametrize("name", sorted(EXPLAINED))
+def test_every_error_in_the_table_exists_and_keeps_its_own_words(name):
+    module, _, kind = name.rpartition(".")
+    error = getattr(importlib.import_module(module), kind)("the thing is wrong (7); do the other thing")
+    known = explained(error)
+    assert str(known) == "the thing is wrong (7); do the other thing"
+    assert type(known) is EXPLAINED[name]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EDQUOT, "free some space"),
+        (errno.EACCES, "permission"),
+        (errno.EROFS, "permission"),
+        (errno.EADDRINUSE, "--port"),
+        (errno.EMFILE, "ulimit"),
+        (errno.EIO, "check that path or address"),
+    ],
+)
+def test_what_the_system_says_gets_a_remedy(number, words):
+    known = explained(OSError(number, os.strerror(number), "/some/file"))
+    assert isinstance(known, Failure)
+    assert str(known).startswith(f"/some/file: {os.strerror(number)}; ")
+    assert words in known.remedy
+
+
+def test_a_real_missing_file_and_a_real_taken_port_are_explained(tmp_path):
+    with pytest.raises(OSError, match="missing") as missing:
+        (tmp_path / "missing").read_bytes()
+    assert str(explained(missing.value)) == f"{tmp_path / 'missing'}: No such file or directory; check that path"
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use") as taken:
+        socket.create_server(server.getsockname(), reuse_port=False)
+    assert "choose another --port" in str(explained(taken.value))
+
+
+def test_an_error_number_without_words_still_makes_a_sentence():
+    assert "ENOSPC: free some space" not in str(explained(OSError(errno.ENOSPC, None)))
+    assert "ENOSPC; free some space" in str(explained(OSError(errno.ENOSPC, None)))
+
+
+def test_too_little_memory_is_explained():
+    assert "smaller model" in str(explained(MemoryError()))
+
+
+def test_one_error_in_a_group_is_explained_and_several_are_not():
+    refused = Refused("a", "b", "c")
+    assert explained(ExceptionGroup("tasks", [ExceptionGroup("inner", [refused])])) is refused
+    assert explained(ExceptionGroup("tasks", [refused, refused])) is None
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), KeyError("x"), AssertionError("x"), OSError("no number"), RuntimeError()]
+)
+def test_a_bug_stays_a_bug(error):
+    assert explained(error) is None
+
+
+def test_a_class_that_only_shares_a_name_is_not_taken_for_ours():
+    class BadIdentity(ValueError):
+        pass
+
+    assert explained(BadIdentity("x")) is None

@@ -1,0 +1,90 @@
+"""Planted bugs: each makes one mistake that real systems of this kind have made; the watch must find every one."""
+
+from dataclasses import replace
+
+import pytest
+
+from farflock.node import courier
+from farflock.optimizers.diloco import DiLoCo
+from farflock.swarm import chunks, collective, decide, groups, holdings, pair, rounds, views
+
+
+def first_acknowledgement(patch):
+    """Whoever hears one acceptance takes the matter for decided; a leader applies before its follower confirms."""
+    patch.setattr(decide, "is_quorum", lambda members, size: len(members) >= 1)
+    patch.setattr(holdings, "is_quorum", lambda members, size: len(members) >= 1)
+    patch.setattr(pair.Pair, "_confirmed", lambda self: True)
+
+
+def no_hash_check(patch):
+    """A chunk is believed to be what it is called."""
+    patch.setattr(chunks, "is_intact", lambda data, digest: True)
+
+
+def round_key_again(patch):
+    """After a round in which somebody was missing, its key is used once more."""
+    result = courier.Courier._result
+
+    def again(self, line, outcome, payloads):
+        made = result(self, line, outcome, payloads)
+        return replace(made, next_round=outcome.key.round) if made.status == "partial" else made
+
+    patch.setattr(courier.Courier, "_result", again)
+
+
+def dead_reducer_ignored(patch):
+    """Nobody takes over the shards of a reducer that died."""
+
+    def only_first(self, shard, now_s):
+        return groups.reducers(self.ordered, shard)[0] == self.me
+
+    patch.setattr(collective.Collective, "_is_mine", only_first)
+
+
+def stale_view_accepted(patch):
+    """A message of any known view will do, and a view that has been promised away is used on."""
+    patch.setattr(rounds.Rounds, "_view_of", lambda self, sender, digest, key: self._port.views.by_hash(digest))
+    patch.setattr(views.Chain, "blocked", lambda self, number: False)
+    patch.setattr(views.Chain, "floor", lambda self, raw, touched: 0)
+
+
+def feedback_settled_at_encode(patch):
+    """The residual is computed when a message is made, whether or not anybody takes it."""
+    due, follow = DiLoCo.due, DiLoCo._follow
+
+    def settled(self, replica, progress):
+        exchanges = due(self, replica, progress)
+        for exchange in exchanges if self.feedback is not None else ():
+            for name, message in exchange.tensors.items():
+                kept = message.abs() < message.abs().max()
+                self._residual[name] = message * kept
+        return exchanges
+
+    def unsettled(self, name, *args, **kwargs):
+        residual = dict(self._residual)
+        moved = follow(self, name, *args, **kwargs)
+        self._residual = residual
+        return moved
+
+    patch.setattr(DiLoCo, "due", settled)
+    patch.setattr(DiLoCo, "_follow", unsettled)
+
+
+PLANTED = {
+    bug.__name__: bug
+    for bug in (
+        first_acknowledgement,
+        no_hash_check,
+        round_key_again,
+        dead_reducer_ignored,
+        stale_view_accepted,
+        feedback_settled_at_encode,
+    )
+}
+
+
+@pytest.fixture(params=sorted(PLANTED))
+def planted_bug(request, monkeypatch):
+    """One planted bug after the other."""
+    PLANTED[request.param](monkeypatch)
+    return request.param

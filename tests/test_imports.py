@@ -1,0 +1,82 @@
+"""What may import what, and what must not be imported early. import-linter checks the directions too (`make imports`);
+here are the rules that it cannot say, and their proof in a fresh interpreter."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "numpy", "hivemind", "rich", "matplotlib", "zmq", "cryptography")
+MAY_IMPORT = {
+    "compression": set(),
+    "swarm": set(),
+    "optimizers": {"compression"},
+    "node": {"compression", "optimizers", "swarm"},
+}
+
+
+def modules_after(statement):
+    """Top-level modules that a fresh interpreter has imported after a statement."""
+    code = f"import sys\n{statement}\nsys.stdout.write(' '.join({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def ours(path):
+    """Folders of this house that a file imports from, whenever it does."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[1] for name in names if name.startswith("farflock.")}
+
+
+@pytest.mark.parametrize("statement", ["import farflock", "import farflock.node.cli", "import farflock.node.output"])
+def test_the_front_door_and_the_command_line_import_nothing_heavy(statement):
+    assert not modules_after(statement) & set(HEAVY)
+
+
+def test_swarm_knows_no_tensor_in_a_fresh_interpreter():
+    statement = "import farflock.swarm.peer, farflock.swarm.zmq_links, farflock.swarm.sim"
+    assert not modules_after(statement) & {"torch", "numpy", "hivemind"}
+
+
+def test_compression_and_optimizers_stand_without_the_swarm():
+    imported = modules_after("import farflock.optimizers.catalog, farflock.compression.catalog")
+    assert not imported & {"hivemind", "zmq", "click"}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_the_folders_import_in_one_direction(folder):
+    wrong = {
+        path.name: bad for path in (ROOT / folder).rglob("*.py") if (bad := ours(path) - MAY_IMPORT[folder] - {folder})
+    }
+    assert not wrong
+
+
+def test_only_one_module_knows_hivemind():
+    knows = {
+        path.relative_to(ROOT).as_posix()
+        for folder in MAY_IMPORT
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^\s*(from|import) hivemind", path.read_text(), re.M)
+    }
+    assert knows == {"swarm/dht.py"}
+
+
+def test_public_names_are_found_and_others_are_refused_by_name():
+    import farflock
+
+    assert re.match(r"\d+[.+]", farflock.__version__)
+    with pytest.raises(AttributeError, match="public names: SwarmOptimizer"):
+        _ = farflock.nonsense
+
+
+def test_the_bare_folder_names_are_imported_nowhere():
+    bare = re.compile(r"^\s*(from|import) (node|swarm|optimizers|compression|experiments)\b", re.M)
+    everything = [path for folder in (*MAY_IMPORT, "experiments", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert not [str(path) for path in everything if bare.search(path.read_text())]
