@@ -21,7 +21,7 @@ from farflock.node.loop import Loop
 from farflock.node.seat import Seat
 from farflock.node.watch import Watch
 from farflock.optimizers.catalog import method
-from farflock.optimizers.method import Progress, Replica, Tensors, What
+from farflock.optimizers.method import Progress, Tensors, What
 from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -114,7 +114,10 @@ class CountingReplica:
 @dataclass(slots=True)
 class _Trainee:
     replica: CountingReplica
-    tokens_per_step: int = 10
+
+    @property
+    def tokens_per_step(self) -> int:
+        return 10
 
     def forward_backward(self, step: int, progress: Progress) -> float:
         self.replica.add_gradient(step)
@@ -162,7 +165,9 @@ class Chaos:
         self.network = SimNetwork(self.seed, LinkModel(2.5e6, 2.5e6, 0.02, 0.01))
         self.network.tap = self._tapped
         count = self._random.randint(4, 12)
-        self._identities = [Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")) for index in range(count)]
+        self._identities = [
+            Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")) for index in range(count)
+        ]
         self.arm, self.options = ARMS[self.seed % len(ARMS)]
         self._step_s = STEP_S * PERIOD if self.arm == "ddp" else STEP_S
         self.watch = Watch(self.arm, [identity.peer for identity in self._identities])
@@ -342,7 +347,9 @@ class Chaos:
             elif life.loop is None:
                 self.watch.violate(f"peer {index} is not back in the run {RECOVERY_S:.0f} s after the last fault")
             elif life.loop.step - marks.get(index, 0) < 8:
-                self.watch.violate(f"peer {index} made {life.loop.step - marks.get(index, 0)} steps in {RECOVERY_S:.0f} s")
+                self.watch.violate(
+                    f"peer {index} made {life.loop.step - marks.get(index, 0)} steps in {RECOVERY_S:.0f} s"
+                )
             elif life.peer is not None and not life.peer.membership.is_member:
                 self.watch.violate(f"peer {index} is no member {RECOVERY_S:.0f} s after the last fault")
         if self.watch.rounds_since_repair(asyncio.get_running_loop().time() - RECOVERY_S) < 3:

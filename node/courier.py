@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from farflock.compression.catalog import codec
+from farflock.compression.codec import CorruptPayload
 from farflock.node.wire import Cut, checker, decode_all, reducer, weighted_mean
-from farflock.optimizers.method import All, Exchange, RandomGroups, Ranges, Result, Tensors
+from farflock.optimizers.method import All, Exchange, PeerId, RandomGroups, Ranges, Result, Tensors
 from farflock.swarm.peer import Peer
 from farflock.swarm.streams import Outcome, Stream
 
@@ -104,16 +105,15 @@ class Courier:
         return None if outcome is None else self._result(self._lines[stream], outcome, None)
 
     def _result(self, line: _Line, outcome: Outcome, payloads: list[bytes] | None) -> Result:
+        assert outcome.status != "lost", f"{outcome.key} is lost, which is no result"
+        failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
         if outcome.status == "failed":
-            return Result("failed", outcome.next_round, tokens=outcome.tokens)
-        assert outcome.status != "lost"
+            return failed
+        try:
+            mean, gathered = self._decoded(line, outcome)
+        except CorruptPayload:
+            return failed  # agreed upon and malformed: the same bytes for everybody, so it fails for everybody
         number, shapes = outcome.key.round, line.shapes
-        mean, gathered = None, None
-        if outcome.reduced is not None:
-            mean = decode_all(line.back, number, outcome.reduced, shapes)
-        elif outcome.gathered is not None:
-            gathered = {peer: decode_all(line.out, number, shards, shapes) for peer, shards in outcome.gathered.items()}
-            mean = _mean_of(gathered, outcome.weights)
         sent = Decoded(tuple(shapes), lambda: decode_all(line.out, number, payloads, shapes)) if payloads else None
         return Result(
             outcome.status,
@@ -126,6 +126,18 @@ class Courier:
             taken=_taken_ranges(line.out, outcome.taken) if payloads else {},
             tokens=outcome.tokens,
         )
+
+    def _decoded(self, line: _Line, outcome: Outcome) -> tuple[Tensors | None, dict[PeerId, Tensors] | None]:
+        """The mean that the group agreed on, or everybody's tensors and their mean."""
+        number, shapes = outcome.key.round, line.shapes
+        if outcome.reduced is not None:
+            return decode_all(line.back, number, outcome.reduced, shapes), None
+        if outcome.gathered is None:
+            return None, None
+        gathered: dict[PeerId, Tensors] = {
+            peer: decode_all(line.out, number, shards, shapes) for peer, shards in outcome.gathered.items()
+        }
+        return _mean_of(gathered, outcome.weights), gathered
 
 
 def _group_size(exchange: Exchange) -> int:

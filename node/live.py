@@ -3,9 +3,13 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from farflock.node.demo import Child, Moment
 from farflock.node.status import Status
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 LINE_EVERY = 0.05  # of the run: without a terminal, a line for each twentieth
 
@@ -48,7 +52,7 @@ def _table(title: str) -> Iterator[Callable[[Moment], None]]:
         yield lambda moment: screen.update(_render(title, moment))
 
 
-def _render(title: str, moment: Moment) -> object:
+def _render(title: str, moment: Moment) -> "Group":
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table

@@ -24,7 +24,10 @@ LEAST_WAIT_S = 0.001  # a wait shorter than the clock can tell would never end i
 class Trainee(Protocol):
     """What is trained (node/trainee.py): batches, a model, gradients."""
 
-    tokens_per_step: int
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step."""
+        ...
 
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Run this peer's batch number `step` through the model, leave its gradients, return its loss in nats."""

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """Tables of scalars, arrays and tables as TOML, in their order; None is left out."""
+    """Tables of scalars, arrays and tables as TOML, in their order; None and empty tables are left out."""
     return "\n".join(_lines(tables, ())).lstrip() + "\n"
 
 

@@ -70,7 +70,7 @@ class Watch:
     @property
     def rounds(self) -> int:
         """Rounds that somebody applied."""
-        return len({key for key in self._hashes})
+        return len(self._hashes)
 
     def rounds_since_repair(self, since_s: float) -> int:
         """Applied rounds after a moment."""
@@ -99,10 +99,10 @@ class Watch:
             watch._settle_feedback((peer.me, birth), sent, result)
             return result
 
-        def noted_replay(stream: str, number: int) -> Result | None:
-            result = replay(stream, number)
+        def noted_replay(stream: str, round_number: int) -> Result | None:
+            result = replay(stream, round_number)
             if result is not None:
-                watch._check_result(index, stream, number, result)
+                watch._check_result(index, stream, round_number, result)
             return result
 
         inner.carry, inner.replay = noted_carry, noted_replay  # type: ignore[method-assign]
@@ -158,7 +158,8 @@ class Watch:
         assert result.mean is not None
         total = sum(entry.weight for entry in entries)
         for name, mean in result.mean.items():
-            expected = sum((entry.values[name].double() * (entry.weight / total) for entry in entries), torch.zeros(()).double())
+            shares = [entry.values[name].double() * (entry.weight / total) for entry in entries]
+            expected = torch.stack(shares).sum(dim=0)
             largest = max(float(entry.values[name].abs().max()) for entry in entries)
             error = float((mean.double() - expected).abs().max())
             if error > TOLERANCE + largest / 100:
@@ -172,7 +173,9 @@ class Watch:
             self.violate(f"round {number} ended as {known} for one and as {now} for another")
         before = self._closes.get(number - 1)
         if before is not None and before[1] + sum(entry.tokens for entry in entries) != result.tokens:
-            self.violate(f"round {number} has {result.tokens} tokens after {before[1]} and {[e.tokens for e in entries]}")
+            self.violate(
+                f"round {number} has {result.tokens} tokens after {before[1]} and {[e.tokens for e in entries]}"
+            )
 
     def _check_feedback(self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange) -> None:
         """A message is beta·e + (phi - theta), with the residual e of the twin."""

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from farflock.node.errors import EXPLAINED, FarflockError, Failure, Refused, Usage, explained
+from farflock.node.errors import EXPLAINED, Failure, FarflockError, Refused, Usage, explained
 
 
 @pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (Refused, 3)])

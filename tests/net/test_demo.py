@@ -1,0 +1,58 @@
+"""The demo with real processes, small: everything that a newcomer sees first."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(400)]
+
+FIELDS = {
+    "held_out_loss",
+    "ddp_loss",
+    "none_loss",
+    "share_of_gain",
+    "bytes_per_peer",
+    "ddp_bytes_per_peer",
+    "peers_killed",
+    "peers_joined",
+    "checkpoint",
+    "sample",
+}
+
+
+def of_this_demo(folder: Path) -> list[psutil.Process]:
+    """Processes that name this demo's folder on their command line."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = " ".join(process.info["cmdline"] or ())
+        if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def test_the_demo_trains_a_real_swarm_loses_a_peer_takes_one_in_and_leaves_nothing_behind(tmp_path: Path):
+    command = [sys.executable, "-m", "farflock.node.cli", "demo", "--peers", "3", "--steps", "100", "--json"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts.keys() >= FIELDS
+    assert facts["peers_killed"] == 1
+    assert facts["peers_joined"] == 1
+    assert facts["held_out_loss"] < facts["unigram_loss"] < facts["untrained_loss"]
+    assert 0 < facts["bytes_per_peer"] < facts["ddp_bytes_per_peer"]
+    assert (Path(facts["checkpoint"]) / "config.json").exists()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(facts["sample"]) >= 150
+    assert not of_this_demo(tmp_path)
