@@ -39,6 +39,7 @@ SLICE_S = 0.5
 STOPPED = 1e9  # times slower
 PERIOD = 3
 DEADLINE_S = 6.0
+CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # without another fault: no round may fail because of one death
 VIEW_S = 3.0
 KINDS = ("kill", "restart", "partition", "stop", "slow", "loss", "duplicate", "reorder", "corrupt", "delay")
 PHASES = {  # of an exchange, by the tag of a message
@@ -216,8 +217,9 @@ class Chaos:
                 peer.found()
                 seat.open()
             else:
-                await peer.join(self._contacts(index), 600.0)
+                await peer.meet(self._contacts(index), 600.0)
                 await seat.adopt(600.0)
+                peer.ask_in()
             life.loop = loop
             await loop.run(10**9)
 
@@ -288,8 +290,8 @@ class Chaos:
         match kind:
             case "kill":
                 await self._kill(victim)
-                self.watch.calm_until_s = asyncio.get_running_loop().time() + DEADLINE_S + 2
-                await asyncio.sleep(DEADLINE_S + 2)
+                self.watch.calm_until_s = asyncio.get_running_loop().time() + CALM_AFTER_DEATH_S
+                await asyncio.sleep(CALM_AFTER_DEATH_S)
             case "restart":
                 await self._kill(victim)
                 await asyncio.sleep(self._random.uniform(0.1, 6.0))

@@ -59,8 +59,9 @@ class Participant:
 
     async def join(self, records: list[bytes], timeout_s: float) -> None:
         """Join through these members: get to know the views, download the state, and ask to be admitted."""
-        await self.peer.join(records, timeout_s)
+        await self.peer.meet(records, timeout_s)
         await self.seat.adopt(timeout_s)
+        self.peer.ask_in()
         self.trainee.joined_at = self.loop.step
 
 

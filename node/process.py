@@ -22,7 +22,7 @@ from farflock.node import checkpoint
 from farflock.node.corpus import load_corpus
 from farflock.node.errors import Refused
 from farflock.node.history import History
-from farflock.node.invite import Invite, mint
+from farflock.node.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.manifest import Head, Manifest, parse, seal_head, unseal_head
 from farflock.node.participant import Participant, participant
 from farflock.node.paths import RunFolder
@@ -71,10 +71,11 @@ class Node:
     directory: DhtDirectory
     links: ZmqLinks
     history: History
+    doors: tuple[str, ...] = ()
 
     def invite(self) -> str:
-        """An invite to this run, over my own addresses."""
-        addresses = tuple(self.directory.addresses)[:8]
+        """An invite to this run, over my own addresses and those that I came in by: I may have none, or end first."""
+        addresses = tuple(dict.fromkeys((*self.directory.addresses, *self.doors)))[:MAX_ADDRESSES]
         return mint(Invite(self.run, self.founder, addresses, int(time.time() + INVITE_LASTS_S)))
 
 
@@ -98,6 +99,7 @@ async def join(machine: Machine, invite: Invite, on_start: Callable[[Node], None
     async with _network(machine, identity, invite.run, invite.addresses) as (directory, links):
         head, manifest, records = await _learn_run(directory, links, invite)
         node = _node(machine, manifest, invite.run, invite.founder, identity, directory, links)
+        node.doors = invite.addresses
         async with node.participant.peer.running():
             await node.participant.join(records, JOIN_TIMEOUT_S)
             node.history.event("joined", round=node.participant.seat.applied_round, run=invite.run)

@@ -20,6 +20,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim import LinkModel, SimNetwork
+from farflock.swarm.snapshots import SnapshotUnavailable
 from farflock.swarm.virtual import run_virtual
 
 JOIN_TIMEOUT_S = 120.0
@@ -136,8 +137,6 @@ class Simulation:
         return node
 
     def _peer(self, index: int, incarnation: int) -> Peer:
-        if index in self._nodes:
-            self._sent_bytes += self.network.line(self._identities[index].peer).sent_bytes
         identity = self._identities[index]
         terms = RunTerms(str(self._plan.run_seed), self._plan.run_seed, self._world.view_s)
         record = self._record(index, incarnation)
@@ -158,19 +157,31 @@ class Simulation:
         assert self._world.churn_s is not None
         while True:
             await asyncio.sleep(self._random.expovariate(1 / self._world.churn_s))
-            running = [index for index, task in self._lives.items() if not task.done() and index in self._nodes]
-            if len(running) < self._world.peers or self._done:
+            if self._done or not self._complete():
                 continue
-            index = self._random.choice(running)
+            index = self._random.randrange(self._world.peers)
             self.kills += 1
-            self.network.kill(self._identities[index].peer)
+            peer = self._identities[index].peer
+            self._sent_bytes += self.network.line(peer).sent_bytes
+            self.network.kill(peer)
+            del self._nodes[index]
             self._lives[index].cancel()
             await asyncio.gather(self._lives[index], return_exceptions=True)
             self._lives[index] = asyncio.create_task(self._return(index, self._random.uniform(*AWAY_S)))
 
+    def _complete(self) -> bool:
+        """Whether everybody is a member: a swarm that loses its majority at once is dead, and that is another experiment."""
+        members = [node.peer.membership.is_member for node in self._nodes.values()]
+        return len(members) == self._world.peers and all(members)
+
     async def _return(self, index: int, away_s: float) -> None:
+        """Come back as a new life; who finds nobody left, because the run has ended meanwhile, stays away."""
         await asyncio.sleep(away_s)
-        await self._live(index)
+        try:
+            await self._live(index)
+        except (TimeoutError, SnapshotUnavailable):
+            if not self._done:
+                raise
 
     def _outcome(self) -> Outcome:
         states = {self._identities[i].peer: node.loop.driver for i, node in sorted(self._nodes.items())}
@@ -178,7 +189,7 @@ class Simulation:
         digest = hashlib.sha256()
         for peer in sorted(snapshots):
             digest.update(peer.encode() + state_hash(snapshots[peer]))
-        lines = [self.network.line(identity.peer) for identity in self._identities]
+        lines = [self.network.line(self._identities[index].peer) for index in self._nodes]
         total = self._sent_bytes + sum(line.sent_bytes for line in lines)
         return Outcome(
             state_hash=digest.hexdigest(),

@@ -62,6 +62,7 @@ class Membership:
         self._asked: set[PeerId] = set()  # whom I asked for the views: the first ones are believed of nobody else
         self._told: dict[PeerId, tuple[int, int, float]] = {}  # whom I sent which views last, and when
         self.wants_in = False
+        self.watching = False  # wants to know the views, and to be let in only later
         self.known = asyncio.Event()  # set once the views are known
 
     def found(self) -> None:
@@ -104,7 +105,7 @@ class Membership:
     def tick(self) -> None:
         """Put the next view forward if it is due and my turn; ask to be let in; keep time."""
         now_s = self._port.now()
-        if self.wants_in and not self.is_member and now_s - self._joined_s >= JOIN_EVERY_S:
+        if (self.wants_in or self.watching) and not self.is_member and now_s - self._joined_s >= JOIN_EVERY_S:
             self._joined_s = now_s
             self._ask_in()
         if self.is_member:
@@ -169,7 +170,8 @@ class Membership:
         number = self._port.chain.newest.number + 1 if self._port.chain else 0
         self._asked = {*self._others(), *list(self.records)[:16]} - {self._port.me}
         for peer in sorted(self._asked):
-            self._port.send(peer, Join(self._blobs[self._port.me]))
+            if self.wants_in:
+                self._port.send(peer, Join(self._blobs[self._port.me]))
             self._port.send(peer, ViewQuery(number))
 
     def _take_join(self, sender: PeerId, blob: bytes) -> None:

@@ -245,10 +245,10 @@ class StateQuery(_Message, frozen=True, tag="state?"):
 
 
 class StateOffer(_Message, frozen=True, tag="state"):
-    """My snapshot after `round`: `digest` names a chunk that lists the snapshot's chunks."""
+    """My snapshot after `round` (-1: before the first): `digest` names a chunk that lists the snapshot's chunks."""
 
     stream: Name
-    round: Count
+    round: Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
     state: Annotated[bytes, msgspec.Meta(max_length=32)]
     digest: Digest
     size: Size

@@ -109,15 +109,24 @@ class Peer:
         self.membership.my_record(self._record())
         self.membership.found()
 
-    async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
-        """Get to know the run from these members' records and ask to be admitted; returns once the views are known
-        (membership follows by itself). `TimeoutError` if no member answers."""
+    async def meet(self, records: Sequence[bytes], timeout_s: float) -> None:
+        """Get to know the run from these members' records; returns once the views are known. `TimeoutError` if no member
+        answers. A newcomer downloads the state before it asks to be let in: a view of members without it could lose it."""
         self.membership.my_record(self._record())
         for blob in records:
             self.membership.learn(blob)
-        self.membership.wants_in = True
+        self.membership.watching = True
         async with asyncio.timeout(timeout_s):
             await self.membership.known.wait()
+
+    def ask_in(self) -> None:
+        """Ask the members to admit me, until they have."""
+        self.membership.wants_in = True
+
+    async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
+        """Meet the run and ask to be let in at once: for peers that need no state."""
+        await self.meet(records, timeout_s)
+        self.ask_in()
 
     def leave(self) -> None:
         """Say goodbye; the next view is made without me."""

@@ -124,10 +124,11 @@ class Node:
             self.apply(outcome, name)
 
     def apply(self, outcome, name):
-        number = outcome.key.round
+        number, pairs = outcome.key.round, self.herd.stream.group == 2
         assert number == self.applied + 1, "a round was left out"
         self.events.append((now(), number, outcome.status if name else "replayed"))
-        self.applied = number
+        self.applied = outcome.next_round - 1
+        assert pairs or self.applied == number
         contents = contents_of(outcome)
         if outcome.status != "failed":
             self.state = hashlib.sha256(self.state + b"".join(contents)).digest()
@@ -145,6 +146,7 @@ class Herd:
         self.pace_s, self.padding = 1.0, 0
         self.results = {}  # by round: (contents, participants, tokens, state after)
         self.counted = collections.Counter()
+        self.pairs = {}
         self.incarnation = 100
 
     def records(self, but):
@@ -163,6 +165,26 @@ class Herd:
         return node
 
     def applied(self, node, outcome, contents, name):
+        """Check an outcome that a node has applied against those of all others."""
+        if self.stream.group == 2:
+            self.swapped(node, contents, name)
+        else:
+            self.agreed(node, outcome, contents, name)
+
+    def swapped(self, node, contents, name):
+        """A pair's contribution counts at its owner and at one other peer, and both mean the same two."""
+        for content in contents[:1]:
+            names = json.loads(content)["names"]
+            assert name in names
+            assert len(names) <= 2
+            self.counted.update(other for other in names if other != name)
+            assert max(self.counted.values(), default=0) <= 1, "a contribution went to two partners"
+            self.pairs[name] = names
+            for other in set(names) - {name}:
+                assert self.pairs.get(other, names) in (names, [other]), "partners mean different pairs"
+
+    def agreed(self, node, outcome, contents, name):
+        """There is one result of a round, with everybody's contribution in it at most once and in its own round."""
         number = outcome.key.round
         result = (contents, outcome.participants, outcome.tokens, node.state)
         if number not in self.results:

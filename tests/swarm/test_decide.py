@@ -257,7 +257,7 @@ def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
 
 def test_who_works_on_a_decided_key_is_told_the_decision():
     members = group(3)
-    run(members[:2] + [Decision(KEY, VIEW, 2, 3, (0, 1, 2))], members[0].propose(b"v"))
+    run([*members[:2], Decision(KEY, VIEW, 2, 3, (0, 1, 2))], members[0].propose(b"v"))
     (answer,) = members[0].receive(2, Prepare(KEY, VIEW, (9, 2)))
     members[2].receive(0, answer[1])
     assert members[2].decided == b"v"

@@ -2,6 +2,7 @@
 
 import asyncio
 import runpy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ async def test_joiners_are_let_in_and_all_see_the_same_views(herd):
     chains = [[entry.view for entry in node.peer.port.views.views] for node in herd.nodes.values()]
     newest = {chain[-1].hash for chain in chains}
     assert len(newest) == 1
-    assert all(one.hash == other.previous for chain in chains for one, other in zip(chain, chain[1:], strict=False))
+    assert all(one.hash == other.previous for chain in chains for one, other in pairwise(chain))
     assert {event[2] for node in herd.nodes.values() for event in node.events[-1:]} <= {"ok", "partial", "replayed"}
 
 
@@ -239,8 +240,8 @@ async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd
     proposal = views.encode(View(newest.number + 1, newest.hash, number, newest.members))
     decision = node.peer.membership._ensure_decision()
     assert decision.floor(proposal) == number + 1
-    for other in herd.nodes.values():
-        other.quiet = False
+    for other in (1, 2):
+        herd.nodes[other].quiet = False
     await task
 
 

@@ -1,0 +1,71 @@
+"""`farflock status` shows what a node wrote of itself, and says so where there is none."""
+
+import json
+
+import msgspec
+import pytest
+
+from farflock.node.status import Partner, Status, Waiting
+
+STATUS = Status(
+    pid=1,
+    run="ab" * 16,
+    peer="12D3KooWme",
+    invite="farflock:x",
+    step=12,
+    tokens=600,
+    total_tokens=1200,
+    loss=None,
+    view=3,
+    members=("12D3KooWme", "12D3KooWother"),
+    is_member=True,
+    partners=(Partner("12D3KooWother", "suspect", "direct", None),),
+    waits=(Waiting("pairs", 5, ("12D3KooWother",), 4.2),),
+    sent_bytes=1234567,
+    received_bytes=10,
+    unsure_rounds=0,
+    dropped={},
+)
+
+
+@pytest.fixture
+def node(tmp_path):
+    """The folder of a node that wrote its status."""
+    (tmp_path / "status.json").write_bytes(msgspec.json.encode(STATUS))
+    return tmp_path
+
+
+def test_status_says_how_far_the_run_is_and_whom_it_waits_for(farflock, node):
+    code, out, _ = farflock("status", "--folder", node)
+    assert code == 0
+    assert "50.0% of 1,200 tokens" in out
+    assert "sent 1,234,567 bytes" in out
+    assert "waits for ooWother (pairs, round 5, 4 s left)" in out
+
+
+def test_status_for_programs_is_the_whole_of_it(farflock, node):
+    _, out, _ = farflock("status", "--folder", node, "--json")
+    assert msgspec.convert(json.loads(out), Status) == STATUS
+
+
+def test_a_newcomer_that_is_no_member_yet_is_shown_as_one(farflock, node):
+    newcomer = msgspec.structs.replace(STATUS, is_member=False)
+    (node / "status.json").write_bytes(msgspec.json.encode(newcomer))
+    assert "not a member yet" in farflock("status", "--folder", node)[1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff"])
+def test_without_a_status_it_says_so_and_what_to_do(farflock, tmp_path, content):
+    if content is not None:
+        (tmp_path / "status.json").write_bytes(content)
+    code, out, err = farflock("status", "--folder", tmp_path, "--json")
+    assert code == 1
+    assert json.loads(out)["exit_code"] == 1
+    assert "--folder" in err
+
+
+def test_the_folder_in_the_users_data_is_looked_at_unless_another_is_named(farflock, tmp_path):
+    folder = tmp_path / "home" / "node"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_bytes(msgspec.json.encode(STATUS))
+    assert farflock("status")[0] == 0

@@ -1,0 +1,70 @@
+"""Whole simulated runs: real steps of a tiny model, a lossy network, peers that die and come back."""
+
+import pytest
+import torch
+
+from farflock.node.corpus import load_corpus
+from farflock.node.model import PRESETS
+from farflock.node.participant import Plan
+from farflock.node.simulation import Outcome, World, simulate
+from farflock.node.tokenizer import ByteTokenizer
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.state import state_hash
+from farflock.swarm.sim import LinkModel
+
+TOKENS = 12_000
+
+
+@pytest.fixture(scope="module")
+def text():
+    torch.set_num_threads(1)
+    return ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000])
+
+
+def run(text, method: str, *, peers: int = 3, seed: int = 1, loss: float = 0.0, churn_s=None, codec="fp16") -> Outcome:
+    options = {"codec": codec, "deadline_s": 8.0} if method != "local" else {}
+    options |= {"period": 4} if method in ("noloco", "diloco") else {}
+    inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, TOKENS)
+    plan = Plan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
+    world = World(peers, TOKENS, LinkModel(loss=loss), churn_s=churn_s, view_s=3.0)
+    return simulate(plan, world, text)
+
+
+def facts(outcome: Outcome):
+    return outcome.state_hash, outcome.rounds, outcome.losses, outcome.bytes, outcome.virtual_s, outcome.kills
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: str):
+    assert facts(run(text, method, loss=0.2, churn_s=8.0)) == facts(run(text, method, loss=0.2, churn_s=8.0))
+
+
+def test_another_seed_gives_another_run(text):
+    assert run(text, "noloco").state_hash != run(text, "noloco", seed=2).state_hash
+
+
+@pytest.mark.parametrize("method", ["diloco", "ddp"])
+def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: str):
+    outcome = run(text, method, peers=4, loss=0.2)
+    newest = max(int(state["round"]) for state in outcome.states.values())
+    hashes = {state_hash(state) for state in outcome.states.values() if int(state["round"]) == newest}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco", "ddp", "local"])
+def test_the_loss_falls(text, method: str):
+    outcome = run(text, method, peers=2)
+    assert outcome.losses[-1] < outcome.losses[0] - 0.5
+
+
+def test_peers_that_are_killed_come_back_and_the_run_ends(text):
+    outcome = run(text, "noloco", peers=4, churn_s=6.0)
+    assert outcome.kills >= 1
+    assert outcome.losses[-1] < outcome.losses[0]
+
+
+def test_int8_loses_no_more_than_noise_against_raw(text):
+    raw, small = run(text, "diloco", codec="fp32"), run(text, "diloco", codec="int8")
+    assert abs(raw.losses[-1] - small.losses[-1]) < 0.15
+    assert small.bytes < raw.bytes
