@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_unbiased
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import named, unnamed
+from farflock.optimizers.state import counter, named, unnamed
 
 STREAM = "grad"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -30,6 +31,11 @@ class DDP:
     _pending: bool = False
     _sent: dict[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        require_deadline(self.deadline_s)
+        require_unbiased("codec", self.codec, "DDP has no feedback; choose bf16 or fp32")
+        require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
+
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the gradients."""
         return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, 1)]
@@ -50,23 +56,27 @@ class DDP:
         return [self._exchange(self._sent, self._sent_steps)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """An inner step with the mean gradient; gradients that nobody took go back to those that wait."""
-        mine = result.sent is not None or bool(exchange.tensors)
+        """An inner step with the mean gradient; a gradient that nobody took goes back to those that wait."""
         self._round = result.next_round
+        if exchange.tensors:
+            if result.status == "failed" or not _counted(result):
+                self._take_back(replica)
+            self._pending, self._sent = False, {}
+        if result.status == "failed":
+            return []
+        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
         since = replica.read(replica.names, "grad")
-        steps = self._steps
-        if mine:
-            self._pending = False
-        if mine and not _all_taken(result):
-            since = {name: since[name] + scaled(self._sent[name], float(self._sent_steps)) for name in since}
-            steps += self._sent_steps
-        if result.status != "failed":
-            assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
-            replica.write(result.mean, "grad")
-            replica.inner_step()
+        replica.write(result.mean, "grad")
+        replica.inner_step()
         replica.write(since, "grad")
-        self._steps = steps
         return []
+
+    def _take_back(self, replica: Replica) -> None:
+        """Add the pending gradient to those that wait for the next exchange."""
+        since = replica.read(replica.names, "grad")
+        back = {name: since[name] + scaled(self._sent[name], float(self._sent_steps)) for name in since}
+        replica.write(back, "grad")
+        self._steps += self._sent_steps
 
     def snapshot(self, replica: Replica) -> State:
         """Parameters, inner moments and the round: a joiner must be bit-equal."""
@@ -76,14 +86,18 @@ class DDP:
         return {**state, "round": torch.tensor(self._round)}
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over everything; unsent gradients are carried or dropped."""
-        replica.write(unnamed("param", state), "param")
-        for moment in MOMENTS:
-            replica.write(unnamed(moment, state), moment)
+        """Take over everything; gradients that did not count yet, the pending one too, are carried or dropped."""
+        shapes = {moment: _shapes(replica, moment) for moment in MOMENTS}
+        new = {what: unnamed(what, state, shapes.get(what, replica.shapes)) for what in ("param", *MOMENTS)}
+        self._round = counter("round", state)
+        for what, tensors in new.items():
+            replica.write(tensors, what)
         if mode == "adopt":
             replica.write({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, "grad")
             self._steps = 0
-        self._round, self._pending = int(state["round"]), False
+        elif self._pending:
+            self._take_back(replica)
+        self._pending, self._sent = False, {}
 
     def eval_params(self, replica: Replica) -> Tensors:
         """The replica's parameters."""
@@ -102,6 +116,12 @@ class DDP:
         )
 
 
-def _all_taken(result: Result) -> bool:
-    """Whether every shard was taken: a gradient that is only partly in counts as in, for its parts differ by shard."""
-    return result.status != "failed" and any(result.taken.values())
+def _counted(result: Result) -> bool:
+    """Whether some shard of mine was taken. A gradient that is only partly in counts as in: it has one weight, so its parts
+    cannot wait for different rounds, and what is lost is one peer's share of one step."""
+    return any(result.taken.values())
+
+
+def _shapes(replica: Replica, moment: str) -> dict[str, tuple[int, ...]]:
+    """A moment's shapes: mostly the parameters', but the step count is a scalar."""
+    return {name: tuple(tensor.shape) for name, tensor in replica.read(replica.names, moment).items()}

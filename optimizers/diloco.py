@@ -10,11 +10,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.compression.catalog import codec
-from farflock.optimizers.feedback import choose, message
+from farflock.optimizers.feedback import choose, message, settle
 from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov
-from farflock.optimizers.state import named, unnamed
+from farflock.optimizers.state import counter, named, unnamed
 
 STREAM = "delta"
 
@@ -41,12 +41,13 @@ class DiLoCo:
     _pending: bool = False
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ValueError(f"a period of {self.period} steps makes no rounds; choose 1 or more, usually 30 to 500")
-        if self.feedback is None and codec(self.codec).biased:
-            raise ValueError(f"codec {self.codec} is biased: a mean of it needs feedback, e.g. feedback=0.9")
-        if codec(self.return_codec).biased:
-            raise ValueError(f"return codec {self.return_codec} is biased; choose bf16 or fp32")
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
+        if self.feedback is None:
+            require_unbiased("codec", self.codec, "give it feedback, e.g. feedback=0.9, or choose fp16, bf16 or int8")
+        elif not 0 <= self.feedback <= 1:
+            raise ValueError(f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.9, or None")
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the pseudo-gradients."""
@@ -97,8 +98,7 @@ class DiLoCo:
         """theta <- phi_new + what has been done since the snapshot, where the snapshot's work was taken."""
         assert result.sent is not None
         if self.feedback is not None:
-            kept = self._residual.get(name, torch.zeros_like(theta))
-            self._residual[name] = choose(taken, self._message[name] - result.sent[name], kept)
+            self._residual[name] = settle(self._message[name], result.sent[name], taken, self._residual.get(name))
         if result.steps_since == 0:
             return choose(taken, after, theta)
         snapshot = before - result.sent[name] if self.feedback is None else self._snapshot[name]
@@ -111,16 +111,18 @@ class DiLoCo:
         return {**named("phi", self._phi), **named("momentum", self._momentum), **counters}
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over phi and momentum; `carry` puts this replica's unsent work on top of the new phi."""
-        new = unnamed("phi", state)
+        """Take over phi and momentum; `carry` puts this replica's unsent work on top of the new phi, and keeps its residual."""
+        new, momentum = unnamed("phi", state, replica.shapes), unnamed("momentum", state, replica.shapes)
+        self._round = counter("round", state)
         if mode == "carry" and self._phi:
             theta = replica.read(replica.names, "param")
             replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
         else:
             replica.write(new, "param")
-        self._phi, self._momentum = new, unnamed("momentum", state)
-        self._round, self._since, self._pending = int(state["round"]), 0, False
-        self._residual, self._message, self._snapshot = {}, {}, {}
+            self._residual = {}
+        self._phi, self._momentum = new, momentum
+        self._since, self._pending = 0, False
+        self._message, self._snapshot = {}, {}
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""

@@ -1,5 +1,9 @@
-"""The inner optimizers: what a replica does between exchanges."""
+"""The inner optimizers: what a replica does between exchanges.
 
+Moments stay on the replica; only DDP, whose joiners must be bit-equal, ever sends them.
+"""
+
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,10 +24,14 @@ class InnerConfig:
     def __post_init__(self) -> None:
         if self.name not in ("adamw", "sgd"):
             raise ValueError(f"inner optimizer {self.name!r} is not known; choose adamw or sgd")
-        if not self.lr > 0:
-            raise ValueError(f"a learning rate of {self.lr} trains nothing; choose one above 0")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {self.betas} must lie in [0, 1); usual are (0.9, 0.95)")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"a learning rate of {self.lr} trains nothing; choose a finite one above 0, usually 1e-3")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {self.betas} must be two numbers in [0, 1); usual are (0.9, 0.95)")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"a weight decay of {self.weight_decay} makes weights grow; choose 0 or more, usually 0.1")
+        if not 0 < self.eps < math.inf:
+            raise ValueError(f"eps of {self.eps} does not keep the division finite; choose one above 0, usually 1e-8")
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a module's parameters."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from farflock.optimizers.method import Exchange, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.state import named, unnamed
 
 
 @dataclass(slots=True)
@@ -30,11 +31,11 @@ class Local:
 
     def snapshot(self, replica: Replica) -> State:
         """The parameters."""
-        return dict(replica.read(replica.names, "param"))
+        return named("param", replica.read(replica.names, "param"))
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over the parameters; there is no outer state that local work could be carried on."""
-        replica.write(state, "param")
+        replica.write(unnamed("param", state, replica.shapes), "param")
 
     def eval_params(self, replica: Replica) -> Tensors:
         """The replica's parameters."""

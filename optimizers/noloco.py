@@ -6,9 +6,11 @@
 
 For g = b this equals d_i <- a·d_i + b·(mean_j theta_j - phi_i), so only theta is exchanged (half the bytes). Deviations:
 the stability bound below is ours (exact mean-square analysis of the update with zero gradients; the paper's printed
-window is neither necessary nor sufficient), and g differs from b only where both vectors are sent.
+window is neither necessary nor sufficient), g differs from b only where both vectors are sent, and a joiner takes over
+its teacher's momentum too, so that a snapshot is all that a resumed peer needs.
 """
 
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -16,11 +18,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.compression.catalog import codec
 from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import Exchange, Key, Progress, RandomGroups, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import named, unnamed
+from farflock.optimizers.state import counter, named, unnamed
 
 STREAM = "pairs"
 
@@ -49,9 +51,10 @@ class NoLoCo:
     _pending: bool = False
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ValueError(f"a period of {self.period} steps makes no rounds; choose 1 or more, usually 50")
-        if not 0 <= self.alpha < 1 or self.beta <= 0:
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        require_unbiased("codec", self.codec, "NoLoCo has no feedback; choose fp16, bf16 or int8")
+        if not 0 <= self.alpha < 1 or not 0 < self.beta < math.inf:
             raise ValueError(
                 f"alpha={self.alpha}, beta={self.beta}: alpha lies in [0, 1) and beta above 0 (0.5 and 0.7)"
             )
@@ -62,9 +65,7 @@ class NoLoCo:
                 "replicas would drift apart without end; lower gamma or alpha"
             )
         if self.gamma > 0.9 * bound:
-            warnings.warn(f"gamma={self.gamma} is within 10 % of the stability bound {bound:.3f}", stacklevel=2)
-        if codec(self.codec).biased:
-            raise ValueError(f"codec {self.codec} is biased and NoLoCo has no feedback; choose fp16, bf16 or int8")
+            warnings.warn(f"gamma={self.gamma} is within 10 % of the stability bound {bound:.3f}", stacklevel=3)
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: theta, or pseudo-gradient and phi where gamma differs from beta."""
@@ -89,12 +90,14 @@ class NoLoCo:
         return [self._exchange({**named("delta", delta), **named("phi", self._phi)})]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The outer step with whoever took part; alone it is heavy ball on the own pseudo-gradient."""
-        self._pending, self._round = False, result.next_round
-        if result.status == "failed":
+        """The outer step with whoever took part; alone it is heavy ball on the own pseudo-gradient. A round replayed from a log
+        was between others and changes nothing here."""
+        self._round = result.next_round
+        if exchange.tensors:
+            self._pending = False
+        if result.status == "failed" or result.sent is None:
             return []
         assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
-        assert result.sent is not None, f"{exchange.key}: a pair's result without what was sent"
         theta = replica.read(replica.names, "param")
         moved = {}
         for name in replica.names:
@@ -104,7 +107,8 @@ class NoLoCo:
             after = self._phi[name]
             if result.steps_since:
                 after = after + (theta[name] - self._theta_then(name, before, result))
-            moved[name] = choose(result.taken.get(name, [(0, after.numel())]), after, theta[name])
+            taken = result.taken.get(name if self._one_vector else f"delta.{name}", ())
+            moved[name] = choose(taken, after, theta[name])
         replica.write(moved, "param")
         return []
 
@@ -113,8 +117,10 @@ class NoLoCo:
         kept = scaled(self._delta[name], self.alpha)
         if self._one_vector:
             return kept + scaled(result.mean[name] - phi, self.beta)
-        pulled = scaled(phi - result.mean[f"phi.{name}"], self.gamma)
-        return kept - scaled(result.mean[f"delta.{name}"], self.beta) - pulled
+        moved = kept - scaled(result.mean[f"delta.{name}"], self.beta)
+        if result.status == "alone":  # the mean of phi is my own, but for what its codec lost
+            return moved
+        return moved - scaled(phi - result.mean[f"phi.{name}"], self.gamma)
 
     def _theta_then(self, name: str, phi: Tensor, result: Result) -> Tensor:
         assert result.sent is not None
@@ -125,21 +131,21 @@ class NoLoCo:
         return self.gamma == self.beta
 
     def snapshot(self, replica: Replica) -> State:
-        """phi and the round; a joiner starts with no momentum, which the papers' analysis allows."""
+        """phi, the momentum, and the round."""
         self._begin(replica)
-        return {**named("phi", self._phi), "round": torch.tensor(self._round)}
+        return {**named("phi", self._phi), **named("delta", self._delta), "round": torch.tensor(self._round)}
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over one peer's phi, momentum zero; `carry` puts this replica's unsent work on top of it."""
-        new = unnamed("phi", state)
+        """Take over one peer's phi and momentum; `carry` puts this replica's unsent work on top of it."""
+        new, delta = unnamed("phi", state, replica.shapes), unnamed("delta", state, replica.shapes)
+        self._round = counter("round", state)
         if mode == "carry" and self._phi:
             theta = replica.read(replica.names, "param")
             replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
         else:
             replica.write(new, "param")
-        self._phi = new
-        self._delta = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
-        self._round, self._since, self._pending = int(state["round"]), 0, False
+        self._phi, self._delta = new, delta
+        self._since, self._pending = 0, False
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""

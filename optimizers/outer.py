@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 class Outer(Protocol):
-    """Law: pure; zero pseudo-gradient and zero momentum leave the parameters as they are."""
+    """Law: pure; zero pseudo-gradient and zero momentum leave the parameters as they are.
+
+    One tensor at a time, so that a step over a model needs the room of one tensor beside the result's.
+    """
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
         """New parameters and new momentum of one tensor."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 class Schedule:
     """Linear warm-up over `warmup_tokens`, then a cosine down to `floor`·`peak` at `total_tokens`.
 
-    A peer whose moments are empty warms up on its own besides: its rate grows over `joiner_steps` of its own steps.
+    With `floor` 1 it is constant after the warm-up. A peer whose moments are empty warms up on its own besides: its rate
+    grows over `joiner_steps` of its own steps.
     """
 
     peak: float
@@ -22,6 +23,8 @@ class Schedule:
             raise ValueError(f"a peak learning rate of {self.peak} trains nothing; choose one above 0")
         if not 0 <= self.warmup_tokens <= self.total_tokens or self.total_tokens < 1:
             raise ValueError(f"warm-up of {self.warmup_tokens} tokens does not fit a run of {self.total_tokens}")
+        if self.joiner_steps < 0:
+            raise ValueError(f"{self.joiner_steps} warm-up steps for joiners are none; choose 0 or more, usually 100")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"a floor of {self.floor} is no share of the peak; choose one in [0, 1]")
 

@@ -1,11 +1,21 @@
-"""A method's state as plain tensors: its hash, which exact methods compare after each sync."""
+"""A method's state as plain tensors: its hash, which exact methods compare after each sync, and its check on the way in.
+
+A state may come from a stranger's snapshot, so `restore` looks at all of it before it changes anything.
+"""
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import State
+from farflock.optimizers.method import State, Tensors
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class WrongState(ValueError):
+    """A state that this method on this model cannot have written; the message says what was expected and what came."""
 
 
 def state_hash(state: State) -> bytes:
@@ -18,12 +28,32 @@ def state_hash(state: State) -> bytes:
     return digest.digest()
 
 
-def named(prefix: str, tensors: dict[str, Tensor]) -> State:
+def named(prefix: str, tensors: Tensors) -> State:
     """The tensors copied under `prefix.name`."""
     return {f"{prefix}.{name}": tensor.clone() for name, tensor in tensors.items()}
 
 
-def unnamed(prefix: str, state: State) -> dict[str, Tensor]:
-    """The tensors that `named` put under this prefix, copied."""
-    start = len(prefix) + 1
-    return {name[start:]: tensor.clone() for name, tensor in state.items() if name.startswith(prefix + ".")}
+def unnamed(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
+    """The tensors that `named` put under this prefix, copied; `WrongState` unless they are finite float32 of `shapes`."""
+    return {name: _fitting(f"{prefix}.{name}", state, shape).clone() for name, shape in shapes.items()}
+
+
+def counter(name: str, state: State) -> int:
+    """A counter out of a state; `WrongState` unless it is an int64 scalar of 0 or more."""
+    found = state.get(name)
+    if found is None or found.dtype != torch.int64 or found.dim() != 0 or int(found) < 0:
+        raise WrongState(f"{name} must be an int64 scalar of 0 or more, got {_described(found)}; ask another member")
+    return int(found)
+
+
+def _fitting(name: str, state: State, shape: tuple[int, ...]) -> Tensor:
+    found = state.get(name)
+    if found is None or found.dtype != torch.float32 or tuple(found.shape) != shape:
+        raise WrongState(f"{name} must be float32 of shape {shape}, got {_described(found)}; ask another member")
+    if not bool(torch.isfinite(found).all()):
+        raise WrongState(f"{name} holds NaN or infinity; ask another member")
+    return found
+
+
+def _described(found: Tensor | None) -> str:
+    return "nothing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
