@@ -16,7 +16,9 @@ from farflock.compression.codec import Codec, Context, CorruptPayload
 from farflock.swarm.streams import CheckShard, ReduceShard, Reduction
 
 SHARD_VALUES = 262_144
-MAX_ABS = 1e30  # larger values are no update of anything; bounding them keeps a weighted mean finite
+MAX_ABS = 2.0**100  # larger values are no update of anything; bounding them keeps a weighted mean finite
+MAX_MEAN = MAX_ABS / 2  # what the return codec rounds up from here is still let in
+MIN_WEIGHT = 2.0**-100  # a smaller total may be 0 in float32
 _LENGTH = struct.Struct("<I")
 
 
@@ -91,7 +93,7 @@ class Cut:
             out = torch.empty(segment.count)
             self.codec.decode(view[at : at + length], self._context(index, round_number, segment), out)
             if segment.count and float(out.abs().amax()) > MAX_ABS:
-                raise CorruptPayload(f"{segment.tensor} holds a value beyond {MAX_ABS:g}")
+                raise CorruptPayload(f"{segment.tensor} holds a value beyond {MAX_ABS:.3g}")
             values.append(out)
             at += length
         if at != len(view):
@@ -147,9 +149,10 @@ def reducer(cut: Cut, back: Codec) -> ReduceShard:
                 usable.append((weight, cut.decode(index, round_number, payload)))
             except CorruptPayload:
                 rejected.append(peer)
-        if sum(weight for weight, _ in usable) <= 0:
+        if sum(weight for weight, _ in usable) < MIN_WEIGHT:
             return Reduction(None, tuple(peer for peer, _, _ in inputs))
-        return Reduction(returned.pack(index, round_number, weighted_mean(usable)), tuple(rejected))
+        mean = [x.clamp_(-MAX_MEAN, MAX_MEAN) for x in weighted_mean(usable)]
+        return Reduction(returned.pack(index, round_number, mean), tuple(rejected))
 
     return reduce
 

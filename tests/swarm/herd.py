@@ -238,9 +238,7 @@ async def grown(herd, count):
     for number in range(count):
         herd.start(number)
     await until(
-        lambda: all(
-            node.peer.port.chain is not None and len(node.members) == count for node in herd.nodes.values()
-        ),
+        lambda: all(node.peer.port.chain is not None and len(node.members) == count for node in herd.nodes.values()),
         30,
         f"a view of {count}",
     )

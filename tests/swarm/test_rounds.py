@@ -242,8 +242,8 @@ async def test_an_item_larger_than_a_shard_may_be_is_not_fetched(herd):
     value = msgspec.msgpack.encode(CloseList(items, ((0, 1.0), (1, 1.0)), 10))
     wants = []
     herd.network.tap = lambda when_s, sender, to, packed: (
-        wants.append(packed) if isinstance(unpack(packed).message, Want) else None
-    ) or packed
+        (wants.append(packed) if isinstance(unpack(packed).message, Want) else None) or packed
+    )
     lie = Decided(Key(STREAM, node.applied + 1), node.view.hash, value, (0, 0), ((0, b""), (1, b""), (2, b"")))
     node.peer._route(liar.id, liar.incarnation, lie, b"")
     await asyncio.sleep(2)
