@@ -184,7 +184,8 @@ class Chaos:
             await asyncio.sleep(0.3)
         await asyncio.sleep(CALM_S)
         for kind in self._random.sample(KINDS, 4):
-            await self._wait_for_moment()
+            phase = await self._wait_for_moment()
+            self.fired[kind, phase] += 1
             await self._strike(kind)
             await asyncio.sleep(self._random.uniform(0, FAULT_S / 4))
         await self._repair()
@@ -272,18 +273,20 @@ class Chaos:
             return _altered(frame)
         return frame
 
-    async def _wait_for_moment(self) -> None:
-        """Until the swarm is in a phase drawn beforehand: so each kind of fault meets each phase in some seed."""
+    async def _wait_for_moment(self) -> str:
+        """Until a message of a phase drawn beforehand is sent, so that each kind of fault meets each phase in some seed;
+        returns the phase that was met."""
         phases = PAIR_PHASES if self.arm == "noloco" else sorted(set(PHASES.values()))
         self._wanted = self._random.choice(phases)
         self._moment.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOMENT_S):
                 await self._moment.wait()
+        met = self._wanted if self._moment.is_set() else self._phase
         self._wanted = ""
+        return met
 
     async def _strike(self, kind: str) -> None:
-        self.fired[kind, self._phase] += 1
         living = [index for index, life in self._lives.items() if life.loop is not None]
         victim = self._random.choice(living or [0])
         peer = self._identities[victim].peer

@@ -59,14 +59,16 @@ class Driver:
 
     def next(self, progress: Progress) -> Apply | Wait | None:
         """What to do before the next local step: apply a result, wait for one, or nothing."""
+        held: set[str] = set()  # streams with an older exchange that is still open
         for pending in self._pending.values():
-            due = progress.step - pending.since_step >= pending.exchange.apply_after
-            if pending.result is not None and due:
-                steps = progress.step - pending.since_step
+            key, steps = pending.exchange.key, progress.step - pending.since_step
+            due = steps >= pending.exchange.apply_after
+            if pending.result is not None and due and key.stream not in held:
                 return Apply(pending.exchange, replace(pending.result, steps_since=steps))
             until_s = pending.since_s + pending.exchange.deadline_s
-            if due and progress.run_time_s < until_s:
-                return Wait(pending.exchange.key, until_s)
+            if pending.result is None and due and progress.run_time_s < until_s:
+                return Wait(key, until_s)
+            held.add(key.stream)
         return None
 
     def apply(self, action: Apply, progress: Progress) -> list[Exchange]:

@@ -12,19 +12,21 @@ from farflock.optimizers.noloco import NoLoCo
 
 METHODS: dict[str, type[Any]] = {"local": Local, "ddp": DDP, "diloco": DiLoCo, "noloco": NoLoCo}
 
+_SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's manifest
+
 
 def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come from a manifest; the constructor checks them
     """The method of this name; `ValueError` with the nearest valid choice for an unknown name or option."""
     if name not in METHODS:
-        raise ValueError(f"method {name!r} is not known; {_nearest(name, METHODS)}")
+        raise ValueError(f"method {name[:_SHOWN]!r} is not known; {_nearest(name, METHODS)}")
     known = {field.name for field in dataclasses.fields(METHODS[name]) if not field.name.startswith("_")}
     for option in options:
         if option not in known:
-            raise ValueError(f"method {name} has no option {option!r}; {_nearest(option, known)}")
+            raise ValueError(f"method {name} has no option {option[:_SHOWN]!r}; {_nearest(option, known)}")
     made: Method = METHODS[name](**options)
     return made
 
 
 def _nearest(word: str, choices: dict[str, Any] | set[str]) -> str:
-    close = difflib.get_close_matches(word, list(choices), n=1)
+    close = difflib.get_close_matches(word[:_SHOWN], list(choices), n=1)
     return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(choices)) or 'none'}"

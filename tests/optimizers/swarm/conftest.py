@@ -193,7 +193,9 @@ class Loopback:
         if inside and not self.fails(key.round):
             all_in = all(list(r) == [(0, sent[n][w].numel())] for n in offers for w, r in ranges[n].items())
             status = "partial" if not all_in else "alone" if len(offers) == 1 else "ok"
-            back = through(next(iter(offers.values())).return_codec, exact_mean(mine))
+            example = next(iter(offers.values()))
+            paired = isinstance(example.group, RandomGroups)  # both hold both payloads, nothing is sent back
+            back = exact_mean(mine) if paired else through(example.return_codec, exact_mean(mine))
             weights = tuple(offers[name].weight for name in inside)
             result = Result(status, key.round + 1, inside, weights, mean=back)
         self.log[key] = result

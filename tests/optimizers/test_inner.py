@@ -1,0 +1,66 @@
+"""The inner optimizers: which parameters decay, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from farflock.optimizers.inner import InnerConfig
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_matrices_decay_and_vectors_do_not(name):
+    module = Layers()
+    optimizer = InnerConfig(name, weight_decay=0.3).build(module)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {n: decay[id(p)] for n, p in module.named_parameters()} == {
+        "embed.weight": 0.3,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "head.bias": 0.0,
+    }
+
+
+def test_a_tied_parameter_is_stepped_once():
+    module = Layers()
+    optimizer = InnerConfig("sgd", lr=0.5, weight_decay=0.0).build(module)
+    before = module.embed.weight.detach().clone()
+    module.embed.weight.grad = torch.ones_like(before)
+    optimizer.step()
+    torch.testing.assert_close(module.head.weight.detach(), before - 0.5)
+
+
+def test_adamw_gets_the_betas_rate_and_eps_of_the_configuration():
+    optimizer = InnerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6).build(nn.Linear(2, 2))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert all((g["lr"], g["betas"], g["eps"]) == (0.01, (0.8, 0.9), 1e-6) for g in optimizer.param_groups)
+
+
+def test_a_module_of_vectors_only_has_no_empty_group():
+    groups = InnerConfig().build(nn.LayerNorm(4)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "muon"}, "'muon' is not known"),
+        ({"lr": 0.0}, "rate of 0.0"),
+        ({"lr": float("nan")}, "rate of nan"),
+        ({"lr": float("inf")}, "rate of inf"),
+        ({"betas": (0.9, 1.0)}, r"\(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, r"\(0.9,\)"),
+        ({"weight_decay": -0.1}, "decay of -0.1"),
+        ({"weight_decay": float("nan")}, "decay of nan"),
+        ({"eps": 0.0}, "eps of 0.0"),
+    ],
+)
+def test_a_value_that_cannot_train_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        InnerConfig(**options)
