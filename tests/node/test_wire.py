@@ -88,6 +88,29 @@ def test_the_cut_is_a_function_of_names_shapes_and_codec():
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 3 * SHARD_VALUES), min_size=1, max_size=6),
+    name=st.sampled_from([*CODECS, "int8:100", "topk:64/65536"]),
+)
+def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name):
+    """A second cutter, written from docs/wire-format.md alone."""
+    shapes = {f"t{number}": (count,) for number, count in enumerate(counts)}
+    granule = codec(name).granule((1,))
+    segment = max(262_144 // granule, 1) * granule
+    shards, left = [], 0
+    for what, (count,) in shapes.items():
+        for start in range(0, count, segment) if count else [0]:
+            size = min(segment, count - start)
+            if not shards or size > left:
+                shards.append([])
+                left = 262_144
+            shards[-1].append((what, start, start + size))
+            left -= size
+    cut = Cut.of(shapes, codec(name))
+    assert [[(part.tensor, part.start, part.stop) for part in shard] for shard in cut.shards] == shards
+
+
 def test_small_tensors_share_a_shard_and_a_full_one_is_closed():
     cut = Cut.of({"a": (10,), "b": (SHARD_VALUES - 10,), "c": (1,)}, codec("fp32"))
     assert cut.shards == (
@@ -225,15 +248,16 @@ def test_the_mean_of_the_largest_values_that_are_let_in_is_finite():
 
 
 def test_the_reducer_takes_the_mean_in_peer_order_whatever_the_order_of_arrival():
-    cut = Cut.of({"x": (4,)}, codec("fp16"))
-    inputs = [(peer, 1.0, cut.encode(0, 0, tensors_of({"x": (4,)}, seed))) for seed, peer in enumerate("dacb")]
+    shapes = {"x": (99,)}
+    cut = Cut.of(shapes, codec("fp16"))
+    weights = {"a": 0.3, "b": 7.0, "c": 1.0, "d": 0.1}
+    inputs = [(peer, weights[peer], cut.encode(0, 0, tensors_of(shapes, seed))) for seed, peer in enumerate("dacb")]
     reduce = reducer(cut, codec("fp32"))
-    results = {reduce(0, 0, order) for order in itertools.permutations(inputs)}
-    assert len(results) == 1
-    (result,) = results
-    decoded = EXACT.decode(0, 0, result.data)[0]
-    values = {peer: cut.decode(0, 0, payload) for peer, _, payload in inputs}
-    assert torch.equal(decoded, weighted_mean([(1.0, values[peer]) for peer in "abcd"])[0])
+    (result,) = {reduce(0, 0, order) for order in itertools.permutations(inputs)}
+    decoded = Cut(cut.shards, codec("fp32"), 0).decode(0, 0, result.data)[0]
+    values = {peer: (weight, cut.decode(0, 0, payload)) for peer, weight, payload in inputs}
+    assert torch.equal(decoded, weighted_mean([values[peer] for peer in "abcd"])[0])
+    assert not torch.equal(decoded, weighted_mean([values[peer] for peer in "dcba"])[0])
     assert result.rejected == ()
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from farflock.optimizers.ddp import DDP
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import Key, Result
 from farflock.optimizers.noloco import NoLoCo
@@ -113,6 +114,29 @@ def test_a_failed_round_leaves_the_residual_as_it_was(loopback, same):
     swarm.steps(2)
     assert [result.status for result in peer.results] == ["alone", "failed"]
     assert same(peer.method._residual, settled)
+
+
+def test_the_next_message_is_new_work_and_the_decayed_residual(loopback):
+    swarm = loopback(local_sgd(2, codec="topk:2/8", feedback=0.5), "a")
+    swarm.steps(2)
+    peer = swarm.peers["a"]
+    residual = {name: x.clone() for name, x in peer.method._residual.items()}
+    swarm.steps(2)
+    for name, x in peer.offered[1][1].tensors.items():
+        assert torch.equal(x, residual[name] / 2 + work(swarm, "a", 4, since=2)[name])
+        assert residual[name].any()
+
+
+@pytest.mark.parametrize(("mode", "share"), [("adopt", 0.0), ("carry", 0.5)])
+def test_adopting_a_snapshot_drops_the_residual_and_carrying_keeps_it(loopback, mode, share):
+    swarm = loopback(local_sgd(2, codec="topk:2/8", feedback=0.5), "a")
+    swarm.steps(2)
+    peer = swarm.peers["a"]
+    residual = {name: x.clone() for name, x in peer.method._residual.items()}
+    peer.method.restore(peer.replica, peer.outer(), mode)
+    swarm.steps(2)
+    for name, x in peer.offered[1][1].tensors.items():
+        assert torch.equal(x, residual[name] * share + work(swarm, "a", 4, since=2)[name])
 
 
 # several peers
@@ -230,6 +254,31 @@ def test_permuting_the_peers_names_of_equal_work_leaves_phi_bitwise_unchanged(lo
         swarm.steps(9)
     first, *others = [swarm.peers["a"].outer() for swarm in swarms]
     assert all(same(first, other) for other in others)
+
+
+# DDP
+
+
+@pytest.mark.parametrize("late", [(0,), (1,), (2, 0, 3), (1, 4)])
+@pytest.mark.parametrize("failing", [set(), {1}, {0, 3, 4}])
+def test_every_gradient_is_sent_once_with_its_weight_or_waits(loopback, late, failing):
+    swarm = loopback(lambda: DDP(codec="fp32", return_codec="fp32"), "ab", lr=0.5)
+    swarm.late = lambda peer, number: late[number % len(late)] if peer == "b" else 0
+    swarm.fails = lambda number: number in failing
+    swarm.taken = drop(("b", 2))
+    swarm.steps(14)
+    for peer in swarm.peers.values():
+        waiting = peer.replica.read(peer.replica.names, "grad")
+        counted = [
+            exchange
+            for _, exchange in peer.offered
+            if exchange.key in peer.driver.pending
+            or not (exchange.key.round in failing or (peer.name, exchange.key.round) == ("b", 2))
+        ]
+        assert len(peer.offered) > 3
+        for name, total in work(swarm, peer.name, peer.step).items():
+            sent = sum(exchange.weight * exchange.tensors[name] for exchange in counted)
+            torch.testing.assert_close(sent + waiting[name], total, rtol=0, atol=1e-5)
 
 
 # NoLoCo

@@ -1,0 +1,76 @@
+"""The law of `Replica` on a module that two processes share (FSDP2, gloo, loopback), and what only a sharded one has."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COUNT = 2
+TIMEOUT_S = 100
+
+pytestmark = pytest.mark.net
+
+
+def law_names():
+    spec = importlib.util.spec_from_file_location("replica_law", HERE / "replica_law.py")
+    law = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(law)
+    return [rule.__name__ for rule in (*law.LAW, *law.SGD_LAW)]
+
+
+CASES = [
+    "shards_are_really_apart",
+    "a_method_trains_as_on_a_plain_replica",
+    "ddp_trains_as_on_a_plain_replica",
+    "noloco_trains_as_on_a_plain_replica",
+    "an_unsharded_module_is_refused",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which two processes have left what became of each case."""
+    folder = tmp_path_factory.mktemp("sharded")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "sharded_worker.py")]
+    workers = []
+    for rank in range(COUNT):
+        errors = (folder / f"errors-{rank}").open("w")
+        arguments = [*command, str(rank), str(COUNT), str(folder)]
+        workers.append(subprocess.Popen(arguments, env=environment, stdout=errors, stderr=subprocess.STDOUT))
+        errors.close()
+    try:
+        for worker in workers:
+            worker.wait(TIMEOUT_S)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
+    for rank, worker in enumerate(workers):
+        assert worker.returncode == 0, (folder / f"errors-{rank}").read_text()[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", law_names())
+def test_law(folder, name):
+    assert json.loads((folder / "results.json").read_text())[name] is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(folder, name):
+    assert json.loads((folder / "results.json").read_text())[name] is None
+
+
+def test_every_case_that_ran_is_looked_at(folder):
+    assert set(json.loads((folder / "results.json").read_text())) == {*law_names(), *CASES}
+
+
+def test_only_the_leader_gets_full_tensors(folder):
+    first, second = (json.loads((folder / f"names-{rank}.json").read_text()) for rank in range(COUNT))
+    assert len(first) == 8
+    assert second == []
