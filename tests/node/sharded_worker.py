@@ -1,4 +1,4 @@
-"""One of the processes of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`. The processes meet in a file of FOLDER.
+"""One of the processes of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`. They meet in a file of FOLDER.
 
 Rank 0 runs the law and the cases below, and writes what became of each to FOLDER/results.json; the others follow it.
 """

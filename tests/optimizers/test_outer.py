@@ -29,7 +29,10 @@ def run(outer, steps, phi=None, momentum=None):
     return phi, momentum
 
 
-def twin(name, phi, momentum, delta, lr=np.float32(0.7), mu=np.float32(0.9)):
+LR, MU = np.float32(0.7), np.float32(0.9)
+
+
+def twin(name, phi, momentum, delta, lr=LR, mu=MU):
     """One step of specs 0.4 in NumPy float32, every operation by itself."""
     if name == "sgd":
         return phi - lr * delta, momentum

@@ -42,7 +42,7 @@ def test_a_state_with_one_wrong_entry_is_refused_and_changes_nothing(quick, vect
     other, teacher = trained(quick, vectors, name, steps=4, gradient=0.5)
     count = 0
     for state in broken_states(other.snapshot(teacher)):
-        with pytest.raises(WrongState, match="must be|holds NaN"):
+        with pytest.raises(WrongState, match=r"must be|holds NaN"):
             made.restore(replica, state, mode)
         count += 1
         assert state_hash(made.snapshot(replica)) == before
