@@ -1,4 +1,4 @@
-"""Outer optimizers against torch's own, against slow twins written from the specification, and bit for bit."""
+"""Outer optimizers against torch's own, against slow twins, and bit for bit."""
 
 import hashlib
 import os
@@ -33,7 +33,7 @@ LR, MU = np.float32(0.7), np.float32(0.9)
 
 
 def twin(name, phi, momentum, delta, lr=LR, mu=MU):
-    """One step of specs 0.4 in NumPy float32, every operation by itself."""
+    """One step of the definitions in NumPy float32, every operation by itself."""
     if name == "sgd":
         return phi - lr * delta, momentum
     u = mu * momentum + delta

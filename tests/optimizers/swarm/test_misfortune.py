@@ -313,3 +313,18 @@ def test_a_round_between_others_means_nothing_to_a_pair(loopback, same):
     assert int(after.pop("round")) == 2
     before.pop("round")
     assert same(after, before)
+
+
+@pytest.mark.parametrize("gamma", [0.7, 0.6])
+def test_a_pair_keeps_the_work_that_was_not_taken(loopback, gamma):
+    """Also where both vectors are sent, so that what was taken is named `delta.NAME`."""
+    swarm = loopback(lambda: NoLoCo(4, gamma=gamma, codec="fp32"), "ab")
+    swarm.taken = lambda peer, number: (lambda what, n: [(0, 3)]) if peer == "b" else (lambda what, n: [(0, n)])
+    swarm.steps(4)
+    own = minus(start_of(swarm), work(swarm, "b", 4))
+    b = swarm.peers["b"]
+    for name, theta in b.theta().items():
+        flat, phi = theta.reshape(-1), phi_of(b)[name].reshape(-1)
+        assert torch.equal(flat[:3], phi[:3])
+        assert torch.equal(flat[3:], own[name].reshape(-1)[3:])
+        assert not torch.equal(flat, phi)
