@@ -5,13 +5,11 @@ run. Everything lives on one asyncio loop; what computes runs in two worker thre
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +18,14 @@ import torch
 
 from farflock.node import checkpoint
 from farflock.node.corpus import load_corpus
-from farflock.node.errors import Refused
 from farflock.node.history import History
 from farflock.node.invite import MAX_ADDRESSES, Invite, mint
-from farflock.node.manifest import Head, Manifest, parse, seal_head, unseal_head
+from farflock.node.manifest import Head, Manifest, seal_head
+from farflock.node.network import Machine, identity_of, learn_run, network
 from farflock.node.participant import Participant, participant
-from farflock.node.paths import RunFolder
 from farflock.node.status import StatusWriter
 from farflock.node.tokenizer import ByteTokenizer
 from farflock.node.worker import Worker
-from farflock.swarm.bootstrap import fetch_chunk
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.dht import DhtDirectory
 from farflock.swarm.identity import Identity
@@ -42,21 +38,8 @@ POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
 HEAD_EVERY_S = 60.0
 INVITE_LASTS_S = 7 * 24 * 3600
-MANIFEST_BYTES = 256 * 1024
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What this machine gives: where it listens, how many threads, and where its files are."""
-
-    folder: RunFolder
-    host: str = "127.0.0.1"
-    port: int = 0  # of the links; 0: any
-    dht_port: int = 0
-    threads: int = 1
-    client_mode: bool = False  # cannot be dialled
 
 
 @dataclass(slots=True)
@@ -81,9 +64,9 @@ class Node:
 
 async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node], None]) -> Path:
     """Found a run and train it to its end; returns the final checkpoint's folder."""
-    identity = _identity(machine.folder)
+    identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
-    async with _network(machine, identity, run, ()) as (directory, links):
+    async with network(machine, identity, run, ()) as (directory, links):
         node = _node(machine, manifest, run, identity.peer, identity, directory, links)
         head = seal_head(
             identity, Head(run, identity.peer, digest_of(manifest.canonical()), len(manifest.canonical()), 0)
@@ -95,9 +78,9 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
 
 async def join(machine: Machine, invite: Invite, on_start: Callable[[Node], None]) -> Path:
     """Join the run of an invite and train it to its end; returns the final checkpoint's folder."""
-    identity = _identity(machine.folder)
-    async with _network(machine, identity, invite.run, invite.addresses) as (directory, links):
-        head, manifest, records = await _learn_run(directory, links, invite)
+    identity = identity_of(machine.folder)
+    async with network(machine, identity, invite.run, invite.addresses) as (directory, links):
+        head, manifest, records = await learn_run(directory, links, invite)
         node = _node(machine, manifest, invite.run, invite.founder, identity, directory, links)
         node.doors = invite.addresses
         async with node.participant.peer.running():
@@ -176,39 +159,6 @@ def _save(node: Node, tokens: int) -> Path:
     return checkpoint.save(node.machine.folder.checkpoints, loop.step, parts, meta, {"config.json": config})
 
 
-def _identity(folder: RunFolder) -> Identity:
-    """This machine's identity in this folder: the key file, made on the first start."""
-    if not folder.identity.exists():
-        Identity.generate().save(folder.identity)
-    return Identity.load(folder.identity)
-
-
-@contextlib.asynccontextmanager
-async def _network(
-    machine: Machine, identity: Identity, run: str, addresses: Sequence[str]
-) -> AsyncIterator[tuple[DhtDirectory, ZmqLinks]]:
-    """Directory and links, open for as long as the block runs. Sequence numbers of records are milliseconds of the wall
-    clock at the start: they must only rise from one start to the next."""
-    listen = (f"/ip4/{machine.host}/tcp/{machine.dht_port}",)
-    directory = await DhtDirectory.open(
-        machine.folder.identity, run=run, initial_peers=addresses, listen=listen, client_mode=machine.client_mode
-    )
-    try:
-        links = await ZmqLinks.open(
-            identity,
-            run,
-            incarnation=secrets.randbits(62),
-            sequence=int(time.time() * 1000),
-            listen=None if machine.client_mode else f"tcp://{machine.host}:{machine.port}",
-        )
-        try:
-            yield directory, links
-        finally:
-            await links.close()
-    finally:
-        await directory.close()
-
-
 def _node(
     machine: Machine,
     manifest: Manifest,
@@ -236,46 +186,3 @@ def _node(
 
     part = participant(manifest.plan(), peer, tokens, compute=codecs, train=steps, report=report)
     return Node(machine, manifest, run, founder, part, directory, links, history)
-
-
-async def _learn_run(directory: DhtDirectory, links: ZmqLinks, invite: Invite) -> tuple[bytes, Manifest, list[bytes]]:
-    """The run's head, its manifest and some members' records, each verified against the invite."""
-    deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        heads = [blob for blob in await directory.heads(invite.run) if _head_of(blob, invite) is not None]
-        records = await directory.peers(invite.run)
-        members = [_owner(blob, invite.run) for blob in records if links.learn(blob)]
-        if heads and members:
-            head = max((unseal_head(blob) for blob in heads), key=lambda entry: entry.sequence)
-            raw = await fetch_chunk(links, invite.run, head.digest, head.size, members, 20.0)
-            if raw is not None:
-                return heads[0], _checked(raw, invite), records
-        await asyncio.sleep(0.5)
-    raise Refused(
-        f"run {invite.run} cannot be joined",
-        "none of its members answered in time",
-        "check that somebody is training, and ask for a fresh invite",
-    )
-
-
-def _checked(raw: bytes, invite: Invite) -> Manifest:
-    manifest = parse(raw.decode())
-    if manifest.run_id(invite.founder) != invite.run:
-        raise Refused(
-            "the manifest is not the run's", "its hash differs from the invite's run id", "ask for a new invite"
-        )
-    return manifest
-
-
-def _head_of(blob: bytes, invite: Invite) -> Head | None:
-    """A head that the run's founder signed, else None."""
-    try:
-        head = unseal_head(blob)
-    except ValueError:
-        return None
-    fits = head.run == invite.run and head.founder == invite.founder and head.size <= MANIFEST_BYTES
-    return head if fits else None
-
-
-def _owner(blob: bytes, run: str) -> str:
-    return unseal(blob, run).peer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from farflock.node.process import Machine
+    from farflock.node.network import Machine
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -30,8 +30,8 @@ def machine_options(command: Command) -> Command:
 
 def machine_of(options: Mapping[str, Any]) -> "Machine":
     """The machine that these options describe."""
+    from farflock.node.network import Machine
     from farflock.node.paths import RunFolder
-    from farflock.node.process import Machine
 
     return Machine(
         folder=RunFolder.at(options["folder"]),
