@@ -124,6 +124,9 @@ class _Trainee:
         self.replica.add_gradient(step)
         return 0.0
 
+    def set_rate(self, tokens: int) -> None:
+        """Its gradients are whole counts, which no rate scales."""
+
 
 @dataclass(slots=True)
 class Report:

@@ -5,6 +5,7 @@ An exchange blocks training only between the step at which its result is wanted 
 after that the peer trains on, and the result is applied whenever it is known. Results of one stream come in round order.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from farflock.optimizers.method import All, Exchange, Key, Method, Progress, Replica, Result
@@ -27,7 +28,9 @@ class Wait:
 
 
 @dataclass(slots=True)
-class _Pending:
+class Pending:
+    """An exchange that was asked for at a step and a run time, and its result once that is known."""
+
     exchange: Exchange
     since_step: int
     since_s: float
@@ -39,12 +42,21 @@ class Driver:
 
     def __init__(self, method: Method, replica: Replica) -> None:
         self.method, self.replica = method, replica
-        self._pending: dict[Key, _Pending] = {}
+        self._pending: dict[Key, Pending] = {}
 
     @property
     def pending(self) -> tuple[Key, ...]:
         """The exchanges without an applied result, oldest first."""
         return tuple(self._pending)
+
+    @property
+    def table(self) -> tuple[Pending, ...]:
+        """All that is pending, oldest first: what a checkpoint holds."""
+        return tuple(self._pending.values())
+
+    def take_up(self, table: Iterable[Pending]) -> None:
+        """Go on with what was pending when a checkpoint was written."""
+        self._pending = {pending.exchange.key: pending for pending in table}
 
     def after_step(self, progress: Progress) -> list[Exchange]:
         """The exchanges to start after a local step."""
@@ -89,5 +101,5 @@ class Driver:
     def _begin(self, exchanges: list[Exchange], progress: Progress) -> list[Exchange]:
         for exchange in exchanges:
             assert exchange.key not in self._pending, f"{exchange.key} is asked for twice"
-            self._pending[exchange.key] = _Pending(exchange, progress.step, progress.run_time_s)
+            self._pending[exchange.key] = Pending(exchange, progress.step, progress.run_time_s)
         return exchanges

@@ -33,6 +33,10 @@ class Trainee(Protocol):
         """Run this peer's batch number `step` through the model, leave its gradients, return its loss in nats."""
         ...
 
+    def set_rate(self, tokens: int) -> None:
+        """Set the learning rate to the schedule's at the run's `tokens`, alike on every peer."""
+        ...
+
 
 @dataclass(slots=True)
 class Loop:
@@ -44,27 +48,38 @@ class Loop:
     compute: Callable[[Callable[[], Any]], Awaitable[Any]]
     train: Callable[[Callable[[], float]], Awaitable[float]]
     report: Callable[[str, dict[str, object]], None] = lambda kind, fields: None
+    pause: Callable[[], Awaitable[None]] | None = None  # called between steps: checkpoints are written there
     step: int = 0
     stopping: bool = False
     last_loss: float | None = None
     _carrying: dict[Key, asyncio.Task[Result]] = field(default_factory=dict)
 
-    async def run(self, total_tokens: int) -> None:
-        """Train until the run has its tokens, or until `stopping` is set."""
+    async def run(self, total_tokens: int, drain_s: float = 0.0) -> None:
+        """Train until the run has its tokens, or until `stopping` is set; then wait for open exchanges up to `drain_s`."""
         try:
             while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
-                await self._replay_missed()
-                progress = self.seat.progress(self.step)
-                loss = self.last_loss = await self.train(partial(self._train_one, progress))
-                self.step += 1
-                self.seat.trained(self.trainee.tokens_per_step)
-                self._start(self.driver.after_step(self.seat.progress(self.step)))
-                self.report("step", {"step": self.step, "loss": loss})
-                await self._settle()
+                progress = await self.begin_step()
+                await self.end_step(await self.train(partial(self.train_one, progress)))
+                if self.pause is not None:
+                    await self.pause()
+            await self.drain(drain_s)
         finally:
-            await self._drop_carrying()
+            await self.drop()
 
-    def _train_one(self, progress: Progress) -> float:
+    async def begin_step(self) -> Progress:
+        """What comes before a step: the rounds that were decided without this peer."""
+        await self._replay_missed()
+        return self.seat.progress(self.step)
+
+    async def end_step(self, loss: float) -> None:
+        """What comes after a step: start the exchanges that are due, apply results, wait where the driver says so."""
+        self.step, self.last_loss = self.step + 1, loss
+        self.seat.trained(self.trainee.tokens_per_step)
+        self._start(self.driver.after_step(self.seat.progress(self.step)))
+        self.report("step", {"step": self.step, "loss": loss})
+        await self._settle()
+
+    def train_one(self, progress: Progress) -> float:
         """One local step; runs in the worker, so it reads no clock and no swarm."""
         loss = self.trainee.forward_backward(self.step, progress)
         self.driver.method.local_step(self.driver.replica, progress)
@@ -88,8 +103,15 @@ class Loop:
     async def _apply(self, action: Apply) -> None:
         progress = self.seat.progress(self.step)
         self.seat.applied(action.exchange.key, action.result)
-        self._start(await self.compute(lambda: self.driver.apply(action, progress)))
+        apply = partial(self.driver.apply, action, progress)
+        self._start(await self.compute(partial(self._with_rate, action.result, apply)))
         self._report_round(action.exchange.key, action.result)
+
+    def _with_rate(self, result: Result, apply: Callable[[], list[Exchange]]) -> list[Exchange]:
+        """A method may step the inner optimizer in `apply` (DDP): at the rate of the round, however late this peer is."""
+        if result.tokens:
+            self.trainee.set_rate(result.tokens)
+        return apply()
 
     async def _replay_missed(self) -> None:
         """Rounds that were decided without this peer move its outer state before its next sync; local work stays."""
@@ -97,7 +119,8 @@ class Loop:
             key, result = missed
             progress = self.seat.progress(self.step)
             self.seat.applied(key, result)
-            self._start(await self.compute(lambda: self.driver.replay(key, result, progress)))  # noqa: B023 - awaited here
+            replay = partial(self.driver.replay, key, result, progress)
+            self._start(await self.compute(partial(self._with_rate, result, replay)))
             self._report_round(key, result)
 
     async def _collect(self) -> None:
@@ -107,12 +130,21 @@ class Loop:
             try:
                 self.driver.resolve(key, task.result())
             except OutOfStep as reason:
-                await self._drop_carrying()
+                await self.drop()
                 self.report("adopt", {"reason": str(reason)})
                 await self.seat.adopt(ADOPT_TIMEOUT_S)
                 return
 
-    async def _drop_carrying(self) -> None:
+    async def drain(self, timeout_s: float) -> None:
+        """Take in what is still on its way, so that nothing is in doubt afterwards."""
+        if timeout_s > 0:
+            if self._carrying:
+                await asyncio.wait(self._carrying.values(), timeout=timeout_s)
+            await self._settle()
+            await self._replay_missed()
+
+    async def drop(self) -> None:
+        """End the exchanges that are still on their way; their results will not come."""
         for task in self._carrying.values():
             task.cancel()
         await asyncio.gather(*self._carrying.values(), return_exceptions=True)

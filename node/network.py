@@ -5,10 +5,13 @@ Shared by nodes (node/process.py) and by the optimizer for other people's loops 
 
 import asyncio
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from farflock.node.errors import Refused
 from farflock.node.invite import Invite
@@ -17,11 +20,13 @@ from farflock.node.paths import RunFolder
 from farflock.swarm.bootstrap import fetch_chunk
 from farflock.swarm.dht import DhtDirectory
 from farflock.swarm.identity import Identity
-from farflock.swarm.record import unseal
+from farflock.swarm.record import BadRecord, unseal
 from farflock.swarm.zmq_links import ZmqLinks
 
 LEARN_TIMEOUT_S = 120.0
+FETCH_S = 20.0
 MANIFEST_BYTES = 256 * 1024
+HEAD_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Machine:
     dht_port: int = 0
     threads: int = 1
     client_mode: bool = False  # cannot be dialled
+    checkpoint_s: float = 600.0  # from one checkpoint to the next
 
 
 def identity_of(folder: RunFolder) -> Identity:
@@ -60,6 +66,7 @@ async def network(
             incarnation=secrets.randbits(62),
             sequence=int(time.time() * 1000),
             listen=None if machine.client_mode else f"tcp://{machine.host}:{machine.port}",
+            doors=directory.addresses,
         )
         try:
             yield directory, links
@@ -69,24 +76,41 @@ async def network(
         await directory.close()
 
 
-async def learn_run(directory: DhtDirectory, links: ZmqLinks, invite: Invite) -> tuple[bytes, Manifest, list[bytes]]:
+async def learn_run(
+    directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
+) -> tuple[bytes, Manifest, list[bytes]]:
     """The run's head, its manifest and some members' records, each verified against the invite."""
-    deadline_s = time.monotonic() + LEARN_TIMEOUT_S
+    head, raw, records = await learn_terms(directory, links, invite, timeout_s)
+    return head, _checked(raw, invite), records
+
+
+async def learn_terms(
+    directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
+) -> tuple[bytes, bytes, list[bytes]]:
+    """As `learn_run`, with the manifest as it was sent: runs of somebody's own model have something else in its place."""
+    deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        heads = [blob for blob in await directory.heads(invite.run) if _head_of(blob, invite) is not None]
+        heads = {blob: head for blob in await directory.heads(invite.run) if (head := _head_of(blob, invite))}
         records = await directory.peers(invite.run)
-        members = [_owner(blob, invite.run) for blob in records if links.learn(blob)]
+        members = [peer for blob in records if (peer := _learned(links, blob, invite.run)) not in ("", links.me)]
         if heads and members:
-            head = max((unseal_head(blob) for blob in heads), key=lambda entry: entry.sequence)
-            raw = await fetch_chunk(links, invite.run, head.digest, head.size, members, 20.0)
+            newest = max(heads, key=lambda blob: heads[blob].sequence)
+            raw = await fetch_chunk(links, invite.run, heads[newest].digest, heads[newest].size, members, FETCH_S)
             if raw is not None:
-                return heads[0], _checked(raw, invite), records
+                return newest, raw, records
         await asyncio.sleep(0.5)
     raise Refused(
         f"run {invite.run} cannot be joined",
         "none of its members answered in time",
         "check that somebody is training, and ask for a fresh invite",
     )
+
+
+async def keep_published(directory: DhtDirectory, run: str, head: bytes) -> None:
+    """Re-publish the manifest's head, as every member does, so that the run can be found without its founder."""
+    while True:
+        await directory.publish_head(run, head)
+        await asyncio.sleep(HEAD_EVERY_S)
 
 
 def _checked(raw: bytes, invite: Invite) -> Manifest:
@@ -108,5 +132,34 @@ def _head_of(blob: bytes, invite: Invite) -> Head | None:
     return head if fits else None
 
 
-def _owner(blob: bytes, run: str) -> str:
-    return unseal(blob, run).peer
+def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
+    """The owner of a record, which the links take in; empty for a bad one."""
+    try:
+        owner = unseal(blob, run).peer
+    except BadRecord:
+        return ""
+    links.learn(blob)
+    return owner
+
+
+class Doors:
+    """Where the last members known could be reached: a node that starts again finds its run by them, whoever is gone.
+
+    `doors.json` in the node's folder: run, founder, and up to `MAX_ADDRESSES` addresses."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.path / "doors.json"
+
+    def write(self, invite: Invite) -> None:
+        """Remember an invite's content."""
+        partial = self._path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(msgspec.structs.astuple(invite)))
+        os.replace(partial, self._path)
+
+    def read(self, run: str) -> Invite | None:
+        """What was remembered of this run; None for nothing, or nothing readable."""
+        try:
+            invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return invite if invite.run == run else None

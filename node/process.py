@@ -9,34 +9,39 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
-from farflock.node import checkpoint
+from farflock.node.checkpoint import Checkpoint
 from farflock.node.corpus import load_corpus
+from farflock.node.errors import Refused
 from farflock.node.history import History
 from farflock.node.invite import MAX_ADDRESSES, Invite, mint
+from farflock.node.keeper import Keeper, last_of
 from farflock.node.manifest import Head, Manifest, seal_head
-from farflock.node.network import Machine, identity_of, learn_run, network
+from farflock.node.network import LEARN_TIMEOUT_S, Doors, Machine, identity_of, learn_run, network
 from farflock.node.participant import Participant, participant
+from farflock.node.resume import take_up, take_up_moments
 from farflock.node.status import StatusWriter
 from farflock.node.tokenizer import ByteTokenizer
 from farflock.node.worker import Worker
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.dht import DhtDirectory
+from farflock.swarm.dht_greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
 from farflock.swarm.zmq_links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
+REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
 HEAD_EVERY_S = 60.0
+REMEMBER_EVERY_S = 5.0
 INVITE_LASTS_S = 7 * 24 * 3600
 
 log = logging.getLogger(__name__)
@@ -54,39 +59,82 @@ class Node:
     directory: DhtDirectory
     links: ZmqLinks
     history: History
-    doors: tuple[str, ...] = ()
+    keeper: Keeper
+    doors: tuple[str, ...] = ()  # by which I came in
 
     def invite(self) -> str:
-        """An invite to this run, over my own addresses and those that I came in by: I may have none, or end first."""
-        addresses = tuple(dict.fromkeys((*self.directory.addresses, *self.doors)))[:MAX_ADDRESSES]
-        return mint(Invite(self.run, self.founder, addresses, int(time.time() + INVITE_LASTS_S)))
+        """An invite to this run, over my own address and those of others: I may have none, or end first."""
+        return mint(self._invite((*self.directory.addresses[:1], *self._others())))
+
+    def _others(self) -> tuple[str, ...]:
+        """One address of each member that has any, then those that I came in by."""
+        records = self.participant.peer.membership.records.values()
+        return (*(record.doors[0] for record in records if record.doors and record.peer != self.links.me), *self.doors)
+
+    def _invite(self, addresses: Sequence[str]) -> Invite:
+        distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+        return Invite(self.run, self.founder, distinct, int(time.time() + INVITE_LASTS_S))
+
+    async def remember(self) -> None:
+        """Write down where the others are, for the next start."""
+        while True:
+            if others := self._others():
+                Doors(self.machine.folder).write(self._invite(others))
+            await asyncio.sleep(REMEMBER_EVERY_S)
 
 
 async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node], None]) -> Path:
-    """Found a run and train it to its end; returns the final checkpoint's folder."""
+    """Found a run, or take it up again, and train it to its end; returns the final checkpoint's folder.
+
+    Taking up means going back into the swarm if its members can still be reached, else going on from the checkpoint."""
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
+    saved = last_of(machine.folder, run)
+    known = Doors(machine.folder).read(run)
+    if saved is not None and known is not None and not _ended(saved, manifest):
+        try:
+            return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
+        except (Refused, DirectoryUnreachable) as reason:
+            log.info("nobody of the run can be reached, so it goes on from step %d: %s", saved.step, reason)
     async with network(machine, identity, run, ()) as (directory, links):
         node = _node(machine, manifest, run, identity.peer, identity, directory, links)
-        head = seal_head(
-            identity, Head(run, identity.peer, digest_of(manifest.canonical()), len(manifest.canonical()), 0)
-        )
+        text = manifest.canonical()
+        head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
         async with node.participant.peer.running():
-            node.participant.found()
+            if saved is None:
+                node.participant.found()
+            else:
+                node.participant.peer.found()
+                take_up(node.participant, saved)
+                node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
             return await _train(node, head, on_start)
 
 
-async def join(machine: Machine, invite: Invite, on_start: Callable[[Node], None]) -> Path:
-    """Join the run of an invite and train it to its end; returns the final checkpoint's folder."""
+async def join(
+    machine: Machine, invite: Invite, on_start: Callable[[Node], None], learn_timeout_s: float = LEARN_TIMEOUT_S
+) -> Path:
+    """Join the run of an invite and train it to its end; returns the final checkpoint's folder.
+
+    Who has been in this run before keeps its place in its data and its inner moments; the state is the swarm's."""
     identity = identity_of(machine.folder)
-    async with network(machine, identity, invite.run, invite.addresses) as (directory, links):
-        head, manifest, records = await learn_run(directory, links, invite)
+    known = Doors(machine.folder).read(invite.run)
+    doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[:MAX_ADDRESSES]
+    async with network(machine, identity, invite.run, doors) as (directory, links):
+        head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
         node = _node(machine, manifest, invite.run, invite.founder, identity, directory, links)
-        node.doors = invite.addresses
+        node.doors = doors
+        saved = last_of(machine.folder, invite.run)
         async with node.participant.peer.running():
+            if saved is not None:
+                take_up_moments(node.participant, saved)
             await node.participant.join(records, JOIN_TIMEOUT_S)
             node.history.event("joined", round=node.participant.seat.applied_round, run=invite.run)
             return await _train(node, head, on_start)
+
+
+def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
+    """Whether the checkpoint is that of the run's end."""
+    return int(saved.meta["tokens"]) >= manifest.run.total_tokens
 
 
 async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> Path:
@@ -96,13 +144,17 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop, node)
     status = StatusWriter(node)
-    helpers = [asyncio.create_task(_publish(node, head)), asyncio.create_task(status.run())]
+    helpers = [
+        asyncio.create_task(_publish(node, head)),
+        asyncio.create_task(status.run()),
+        asyncio.create_task(node.remember()),
+    ]
     try:
         on_start(node)
         await _until_started(node)
         await loop.run(node.manifest.run.total_tokens)
         await asyncio.sleep(0 if loop.stopping else LINGER_S)
-        saved = await asyncio.to_thread(_save, node, node.participant.seat.progress(loop.step).tokens)
+        saved = await node.keeper.save()
         peer.leave()
         node.history.event("stopped" if loop.stopping else "done", checkpoint=str(saved), step=loop.step)
         await asyncio.sleep(0.2)  # the goodbye is on its way
@@ -117,10 +169,10 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
 
 async def _until_started(node: Node) -> None:
     """The founder trains only once as many members are there as its manifest says; joiners come when they come."""
-    wanted, peer = node.manifest.exchange.start_peers, node.participant.peer
-    while (  # noqa: ASYNC110 - three conditions of three parts, once, at the start
-        len(peer.port.views.newest.members) < wanted and peer.me == node.founder and not node.participant.loop.stopping
-    ):
+    wanted, peer, loop = node.manifest.exchange.start_peers, node.participant.peer, node.participant.loop
+    if peer.me != node.founder or loop.step:
+        return
+    while len(peer.port.views.newest.members) < wanted and not loop.stopping:  # noqa: ASYNC110 - two parts' conditions
         await asyncio.sleep(POLL_S)
 
 
@@ -137,26 +189,6 @@ async def _publish(node: Node, head: bytes) -> None:
     while True:
         await node.directory.publish_head(node.run, head)
         await asyncio.sleep(HEAD_EVERY_S)
-
-
-def _save(node: Node, tokens: int) -> Path:
-    """Write the final checkpoint: what to evaluate and export, and the method's and the inner optimizer's state."""
-    loop = node.participant.loop
-    replica, method = loop.driver.replica, loop.driver.method
-    inner = {
-        f"{moment}.{name}": tensor
-        for moment in ("exp_avg", "exp_avg_sq", "step")
-        for name, tensor in replica.read(replica.names, moment).items()
-    }
-    config = msgspec.json.encode(node.manifest.plan().model)
-    parts = {"model": dict(method.eval_params(replica)), "method": method.snapshot(replica), "inner": inner}
-    meta = {
-        "run": node.run,
-        "step": loop.step,
-        "tokens": tokens,
-        "manifest": node.manifest.canonical().decode(),
-    }
-    return checkpoint.save(node.machine.folder.checkpoints, loop.step, parts, meta, {"config.json": config})
 
 
 def _node(
@@ -185,4 +217,6 @@ def _node(
             history.event(kind, **fields)
 
     part = participant(manifest.plan(), peer, tokens, compute=codecs, train=steps, report=report)
-    return Node(machine, manifest, run, founder, part, directory, links, history)
+    keeper = Keeper(part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
+    part.loop.pause = keeper.pause
+    return Node(machine, manifest, run, founder, part, directory, links, history, keeper)

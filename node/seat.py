@@ -3,7 +3,10 @@
 Everything here is the same in a process and in the simulator; what computes goes through the injected `compute`.
 """
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import safetensors.torch
@@ -11,7 +14,7 @@ import safetensors.torch
 from farflock.node.courier import Courier
 from farflock.node.driver import Driver
 from farflock.optimizers.method import Exchange, Key, Progress, Result, State
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.state import WrongState, state_hash
 from farflock.swarm.peer import Peer
 from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
@@ -19,9 +22,22 @@ from farflock.swarm.snapshots import Snapshot
 STATE = "state"  # the name under which a method's whole state is served
 CHUNK_BYTES = 1024 * 1024
 
+log = logging.getLogger(__name__)
+
 
 class CorruptSnapshot(Exception):
     """A downloaded snapshot that is not what its hash says, or not a state at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a node is in its run: the last round in its method's state, the run's agreed tokens after it, this node's own
+    tokens since then, and how many members it last knew."""
+
+    round: int = -1
+    agreed_tokens: int = 0
+    own_tokens: int = 0
+    members: int = 1
 
 
 class Seat:
@@ -44,6 +60,16 @@ class Seat:
         for specimen in self._streams:
             self._courier.open(specimen, after_round, tokens)
         self._peer.snapshots.serve(STATE, self._snapshot)
+
+    @property
+    def place(self) -> Place:
+        """What a checkpoint remembers of the run."""
+        return Place(self._applied, self._agreed_tokens, self._own_tokens, self.members)
+
+    def take_up(self, place: Place) -> None:
+        """Open the streams again where a checkpoint was written."""
+        self.open(place.round, place.agreed_tokens)
+        self._own_tokens, self.members = place.own_tokens, place.members
 
     @property
     def applied_round(self) -> int:
@@ -90,13 +116,22 @@ class Seat:
         return None
 
     async def adopt(self, timeout_s: float, downloaded: Downloaded = lambda here, total: None) -> None:
-        """Download the run's state, verify it and make it ours: pending exchanges and local work are given up."""
-        snapshot = await self._peer.snapshots.fetch(STATE, timeout_s, downloaded)
-        state = decode_state(snapshot)
+        """Download the run's state, verify it and make it ours: pending exchanges and local work are given up.
+
+        A snapshot that is not what its hash says, or fits another model, is not used, and another one is asked for."""
         method, replica = self._driver.method, self._driver.replica
+        async with asyncio.timeout(timeout_s):
+            while True:
+                snapshot = await self._peer.snapshots.fetch(STATE, timeout_s, downloaded)
+                try:
+                    state = decode_state(snapshot)
+                    await self._compute(lambda: method.restore(replica, state, "adopt"))  # noqa: B023 - awaited here
+                    break
+                except (CorruptSnapshot, WrongState) as error:
+                    log.warning("a snapshot is not used: %s", error)
+                    self._peer.snapshots.distrust(STATE)
         self._driver.forget()
         self._offered.clear()
-        await self._compute(lambda: method.restore(replica, state, "adopt"))
         self.open(snapshot.round, snapshot.tokens)
 
     async def _snapshot(self) -> Snapshot:

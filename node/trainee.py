@@ -1,7 +1,7 @@
 """What a peer trains: a model, its batches, the gradient accumulated over micro-batches, and the learning rate."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -45,6 +45,10 @@ class LanguageModel:
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
+
+    def set_rate(self, tokens: int) -> None:
+        """The schedule's rate at the run's `tokens`; no warm-up of a joiner's own, since everybody takes this step."""
+        self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
     def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
         if not self.autocast:

@@ -9,7 +9,7 @@ from torch import Tensor
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_unbiased
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import counter, named, unnamed
+from farflock.optimizers.state import counter, kept, named, unnamed
 
 STREAM = "grad"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -98,6 +98,17 @@ class DDP:
         elif self._pending:
             self._take_back(replica)
         self._pending, self._sent = False, {}
+
+    def personal(self, replica: Replica) -> State:
+        """How many gradients wait in the replica, and the pending one."""
+        counters = {"steps": self._steps, "sent_steps": self._sent_steps, "pending": self._pending}
+        return {**named("sent", self._sent), **{name: torch.tensor(int(value)) for name, value in counters.items()}}
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._round, self._steps = counter("round", state), counter("steps", state)
+        self._sent_steps, self._pending = counter("sent_steps", state), bool(counter("pending", state))
+        self._sent = kept("sent", state, replica.shapes)
 
     def eval_params(self, replica: Replica) -> Tensors:
         """The replica's parameters."""

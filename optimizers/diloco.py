@@ -14,7 +14,7 @@ from farflock.optimizers.feedback import choose, message, settle
 from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov
-from farflock.optimizers.state import counter, named, unnamed
+from farflock.optimizers.state import counter, kept, named, unnamed
 
 STREAM = "delta"
 
@@ -123,6 +123,21 @@ class DiLoCo:
         self._phi, self._momentum = new, momentum
         self._since, self._pending = 0, False
         self._message, self._snapshot = {}, {}
+
+    def personal(self, replica: Replica) -> State:
+        """Where in the round this peer is, its residual, and what its pending message was made from."""
+        counters = {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
+        lists = {"residual": self._residual, "message": self._message, "start": self._snapshot}
+        return counters | {key: value for what, held in lists.items() for key, value in named(what, held).items()}
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._phi, self._momentum = (unnamed(what, state, replica.shapes) for what in ("phi", "momentum"))
+        self._round, self._since = counter("round", state), counter("since", state)
+        self._pending = bool(counter("pending", state))
+        self._residual, self._message, self._snapshot = (
+            kept(what, state, replica.shapes) for what in ("residual", "message", "start")
+        )
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""

@@ -37,6 +37,13 @@ class Local:
         """Take over the parameters; there is no outer state that local work could be carried on."""
         replica.write(unnamed("param", state, replica.shapes), "param")
 
+    def personal(self, replica: Replica) -> State:
+        """Nothing."""
+        return {}
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """The replica is all there is."""
+
     def eval_params(self, replica: Replica) -> Tensors:
         """The replica's parameters."""
         return replica.read(replica.names, "param")

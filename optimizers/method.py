@@ -138,6 +138,7 @@ class Method(Protocol):
     4. A result is applied at most once; denominators come from `participants` alone.
     5. `exact` methods: equal state and equal results (but for `sent`, `taken`) give equal `snapshot()` bits.
     6. `restore(snapshot(), "adopt")` gives the same future as never having stopped, if the replica does too.
+    7. So does `resume(snapshot() | personal())`, at any moment between two calls, also while an exchange is pending.
     """
 
     @property
@@ -168,6 +169,14 @@ class Method(Protocol):
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over a snapshot: `adopt` resets the replica to it, `carry` keeps local work on top of it."""
+        ...
+
+    def personal(self, replica: Replica) -> State:
+        """What belongs to this peer alone and no joiner gets: counters, residuals, what a pending exchange needs."""
+        ...
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on from `snapshot` and `personal` of the same peer, merged; the replica is restored by the caller."""
         ...
 
     def eval_params(self, replica: Replica) -> Tensors:

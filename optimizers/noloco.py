@@ -147,6 +147,16 @@ class NoLoCo:
         self._phi, self._delta = new, delta
         self._since, self._pending = 0, False
 
+    def personal(self, replica: Replica) -> State:
+        """Where in the round this peer is."""
+        return {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._phi, self._delta = (unnamed(what, state, replica.shapes) for what in ("phi", "delta"))
+        self._round, self._since = counter("round", state), counter("since", state)
+        self._pending = bool(counter("pending", state))
+
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
         self._begin(replica)

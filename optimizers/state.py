@@ -38,6 +38,11 @@ def unnamed(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
     return {name: _fitting(f"{prefix}.{name}", state, shape).clone() for name, shape in shapes.items()}
 
 
+def kept(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
+    """As `unnamed`, but nothing where nothing was stored under this prefix: for what a method does not always hold."""
+    return unnamed(prefix, state, shapes) if any(name.startswith(f"{prefix}.") for name in state) else {}
+
+
 def counter(name: str, state: State) -> int:
     """A counter out of a state; `WrongState` unless it is an int64 scalar of 0 or more."""
     found = state.get(name)

@@ -15,6 +15,8 @@ from farflock.swarm.links import PeerId
 
 _DOMAIN = b"record"
 
+MAX_DOORS = 2
+
 Text = Annotated[str, msgspec.Meta(max_length=128)]
 
 
@@ -24,7 +26,8 @@ class BadRecord(ValueError):
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a peer says of itself. `endpoints` are multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty for a
-    peer that cannot be dialled; `relays` are the peers that forward for it. `incarnation` is drawn anew at every
+    peer that cannot be dialled; `doors` those of its directory, ending in `/p2p/ID`, through which others can come in;
+    `relays` are the peers that forward for it. `incarnation` is drawn anew at every
     start: a restarted peer has forgotten its promises and must not be taken for the old one."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
@@ -34,6 +37,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     curve: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     endpoints: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
     relays: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4)] = ()
+    doors: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_DOORS)] = ()
     role: Text = "replica"
     speed: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0  # tokens per second, as measured by itself
     lifetime_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_RECORD_AGE_S)] = 60.0

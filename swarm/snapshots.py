@@ -20,6 +20,7 @@ ASK_EVERY_S = 1.0
 SETTLE_S = 0.5  # after the first offer, how long to wait for others to compare it with
 MAX_SNAPSHOT_CHUNKS = 65536
 PARALLEL = 16
+MAX_DISTRUSTED = 64
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +56,8 @@ class Snapshots:
         self._served: dict[str, StateOffer] = {}
         self._building: set[str] = set()
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
+        self._taken: dict[str, bytes] = {}  # the listing of the last download
+        self._distrusted: collections.deque[bytes] = collections.deque(maxlen=MAX_DISTRUSTED)
 
     def serve(self, name: str, provide: Provide) -> None:
         """From now on, answer questions for this stream's snapshot."""
@@ -64,11 +67,17 @@ class Snapshots:
         """Answer a question, or note an answer to mine."""
         if isinstance(message, StateOffer):
             wanted = self._offers.get(message.stream)
-            if wanted is not None and sender in self._members():
+            if message.digest in self._distrusted:
+                self._port.drop("distrusted snapshot")
+            elif wanted is not None and sender in self._members():
                 wanted[sender] = message
         elif message.stream in self._providers and message.stream not in self._building:
             self._building.add(message.stream)
             self._port.spawn(self._offer(sender, message.stream))
+
+    def distrust(self, name: str) -> None:
+        """The last download was not what its offer said (only the caller can tell): never take that listing again."""
+        self._distrusted.append(self._taken.pop(name))
 
     async def fetch(self, name: str, timeout_s: float, progress: Progress = lambda here, total: None) -> Snapshot:
         """Download the state that the members agree on; `SnapshotUnavailable` if that fails in time."""
@@ -94,6 +103,7 @@ class Snapshots:
             finally:
                 self._port.store.release(pin)
             if chunks is not None:
+                self._taken[name] = offer.digest
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
     async def _gather_offers(self, name: str, offers: dict[PeerId, StateOffer]) -> None:

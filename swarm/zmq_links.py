@@ -22,7 +22,7 @@ from farflock.swarm.forward import FORWARD_BYTES_PER_S, MAX_FORWARD_BYTES, pack_
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import MAX_FRAME_BYTES, Life, PeerId, Road
 from farflock.swarm.outbox import BULK, CONTROL, LANES, Inbox
-from farflock.swarm.record import BadRecord, Record, seal, unseal
+from farflock.swarm.record import MAX_DOORS, BadRecord, Record, seal, unseal
 from farflock.swarm.zap import Gate, ZapHandler
 from farflock.swarm.zmq_detour import FORWARD, FORWARDED, Detours
 from farflock.swarm.zmq_partner import DEAD_S, Dial, Partner, Route, Table, Traffic, endpoint_pairs
@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     sequence: int  # at least any that this identity has published
     listen: str | None  # control is bound there, bulk on the next port (any two for port 0); None: only dial
     advertise: Sequence[str]  # numeric hosts to publish instead of the one in `listen`
+    doors: Sequence[str]  # addresses of my directory, published in my record
     relay: bool  # forward for others
     refuse: Collection[PeerId]  # a block list
     patience_s: float  # silence after which a partner is suspect; 2 to 3 s where the round trip is above 200 ms
@@ -68,6 +69,7 @@ class ZmqLinks:
         sequence: int = 0,
         listen: str | None = "tcp://127.0.0.1:0",
         advertise: Sequence[str] = (),
+        doors: Sequence[str] = (),
         relay: bool = True,
         refuse: Collection[PeerId] = (),
         patience_s: float = 1.0,
@@ -97,7 +99,7 @@ class ZmqLinks:
         curve = self._key.public_key().public_bytes_raw()
         try:
             endpoints = self._listen(listen, advertise) if listen else ()
-            self._record = Record(run, self._me, incarnation, sequence, curve, endpoints)
+            self._record = Record(run, self._me, incarnation, sequence, curve, endpoints, doors=tuple(doors[:MAX_DOORS]))
             self._greeting = _RECORD + seal(identity, self._record)
         except BaseException:
             self._shut()

@@ -1,0 +1,61 @@
+"""A node's checkpoints: when they are written, which are kept, and which one a new start goes on from."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from farflock.node import checkpoint
+from farflock.node.checkpoint import Checkpoint
+from farflock.node.participant import Participant
+from farflock.node.paths import RunFolder
+from farflock.node.resume import memory_of
+
+KEPT = 3
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Writes a checkpoint between two steps every `every_s` seconds, and one at the end; the last `KEPT` are kept."""
+
+    node: Participant
+    folder: RunFolder
+    run: str
+    manifest: str  # its canonical text
+    every_s: float
+    _written_s: float = field(default_factory=time.monotonic)
+
+    async def pause(self) -> None:
+        """Called between steps: write one if it is time. A disk that is full then must not end the training."""
+        if time.monotonic() - self._written_s < self.every_s:
+            return
+        try:
+            await self.save()
+        except checkpoint.CheckpointError as error:
+            log.warning("this checkpoint is left out: %s", error)
+            self._written_s = time.monotonic()
+
+    async def save(self) -> Path:
+        """Write one now, unless this step has one already; returns its folder."""
+        step = self.node.loop.step
+        parts, cursors = memory_of(self.node)
+        self._written_s = time.monotonic()
+        if newest := [path for at, path in checkpoint.steps(self.folder.checkpoints) if at == step]:
+            return newest[0]
+        tokens = self.node.seat.progress(step).tokens
+        meta = {"run": self.run, "step": step, "tokens": tokens, "manifest": self.manifest, "node": cursors}
+        config = {"config.json": msgspec.json.encode(self.node.model.config)}
+        written = await asyncio.to_thread(checkpoint.save, self.folder.checkpoints, step, parts, meta, config)
+        await asyncio.to_thread(checkpoint.prune, self.folder.checkpoints, KEPT)
+        return written
+
+
+def last_of(folder: RunFolder, run: str) -> Checkpoint | None:
+    """The newest whole checkpoint in a node's folder, if it is one of this run."""
+    newest = checkpoint.latest(folder.checkpoints)
+    return newest if newest is not None and newest.meta.get("run") == run else None

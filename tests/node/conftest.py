@@ -1,0 +1,64 @@
+"""One node at a time on the simulated network: whole participants without processes."""
+
+import asyncio
+
+import pytest
+import torch
+
+from farflock.node.corpus import load_corpus
+from farflock.node.model import PRESETS
+from farflock.node.participant import Plan, participant
+from farflock.node.tokenizer import ByteTokenizer
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer import Peer, RunTerms
+from farflock.swarm.record import Record, seal
+from farflock.swarm.sim import SimNetwork
+
+TOTAL = 3200
+
+
+class Bench:
+    """A network, and nodes of one plan on it. A step takes half a virtual second, everything else none."""
+
+    def __init__(self, text, method="diloco", peers=1, total=TOTAL, **options):
+        self.text, self.total = text, total
+        inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total, warmup_tokens=total // 10, joiner_steps=5)
+        self.plan = Plan(3, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
+        self.network = SimNetwork(3)
+        self.identities = [Identity.from_seed(bytes([number + 1]) * 32) for number in range(peers)]
+
+    def record(self, number, incarnation=1):
+        mine = self.identities[number]
+        return seal(mine, Record("3", mine.peer, incarnation, incarnation, curve=bytes(32)))
+
+    def peer(self, number, incarnation=1):
+        mine = self.identities[number]
+        links = self.network.links(mine.peer)
+        record = self.record(number, incarnation)
+        terms = RunTerms("3", 3, view_s=2.0)
+        return Peer(terms, mine, links, None, incarnation=incarnation, record=lambda: record)
+
+    def node(self, peer, report=lambda kind, fields: None):
+        async def compute(work):
+            return work()
+
+        async def train(work):
+            loss = work()
+            await asyncio.sleep(0.5)
+            return loss
+
+        return participant(self.plan, peer, self.text, compute=compute, train=train, report=report)
+
+
+@pytest.fixture(scope="session")
+def text():
+    torch.set_num_threads(1)
+    return ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000])
+
+
+@pytest.fixture(scope="session")
+def bench():
+    """The class `Bench`."""
+    return Bench
