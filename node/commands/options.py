@@ -22,6 +22,13 @@ def machine_options(command: Command) -> Command:
         ),
         click.option("--port", type=click.IntRange(0, 65534), default=0, help="Port of the links (0: any)."),
         click.option("--dht-port", type=click.IntRange(0, 65535), default=0, help="Port of the directory (0: any)."),
+        click.option(
+            "--checkpoint-every",
+            type=click.FloatRange(1, 86400),
+            default=600.0,
+            show_default=True,
+            help="Seconds from one checkpoint to the next; the last three are kept.",
+        ),
         click.option("--no-listen", is_flag=True, help="Only dial out: for machines that nobody can reach."),
     ):
         command = option(command)
@@ -40,4 +47,5 @@ def machine_of(options: Mapping[str, Any]) -> "Machine":
         dht_port=options["dht_port"],
         threads=options["threads"],
         client_mode=options["no_listen"],
+        checkpoint_s=options["checkpoint_every"],
     )

@@ -1,0 +1,150 @@
+"""Real nodes that stop and start again: alone they go on bit by bit, in a living swarm they go back into it."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+
+RUN = """
+[run]
+name = "resume"
+total_tokens = {tokens}
+[model]
+preset = "tiny"
+[train]
+batch = 4
+seq = 32
+[method]
+name = "diloco"
+[method.options]
+period = 10
+[exchange]
+view_s = 2.0
+deadline_s = 6.0
+start_peers = {peers}
+"""
+
+
+class Nodes:
+    """Processes of `farflock run` and `farflock join` in folders of their own."""
+
+    def __init__(self, folder: Path, **terms: int):
+        self.folder, self.processes = folder, {}
+        self.manifest = folder / "run.toml"
+        self.manifest.write_text(RUN.format(**terms))
+
+    def start(self, name: str, *command: str):
+        (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / name / "status.json").unlink(missing_ok=True)
+        arguments = [*command, "--folder", str(self.folder / name), "--checkpoint-every", "2"]
+        with open(self.folder / name / "log.txt", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "farflock.node.cli", *arguments],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def found(self, name: str):
+        self.start(name, "run", str(self.manifest))
+
+    def status(self, name: str):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.folder / name / "status.json").read_text())
+        return None
+
+    def wait(self, name: str, reached):
+        deadline_s = time.monotonic() + 100
+        while time.monotonic() < deadline_s:
+            status = self.status(name)
+            if status is not None and reached(status):
+                return status
+            assert self.processes[name].poll() is None, (self.folder / name / "log.txt").read_text()[-2000:]
+            time.sleep(0.1)
+        raise AssertionError(f"{name} did not come that far: {self.status(name)}")
+
+    def ended(self, name: str):
+        assert self.processes[name].wait(120) == 0, (self.folder / name / "log.txt").read_text()[-2000:]
+
+    def events(self, name: str):
+        lines = (self.folder / name / "events.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def kinds(self, name: str):
+        return [event["kind"] for event in self.events(name) if event["kind"] != "round"]
+
+    def model(self, name: str) -> bytes:
+        newest = max((self.folder / name / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+        return (newest / "model.safetensors").read_bytes()
+
+    def end(self):
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = []
+
+    def make(**terms):
+        made.append(Nodes(tmp_path, **terms))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def test_a_founder_that_is_alone_goes_on_from_its_checkpoint_bit_by_bit(nodes):
+    swarm = nodes(tokens=100_000, peers=1)
+    swarm.found("whole")
+    swarm.ended("whole")
+    (swarm.folder / "stopped").mkdir()
+    shutil.copy(swarm.folder / "whole" / "identity.key", swarm.folder / "stopped")
+    swarm.found("stopped")
+    swarm.wait("stopped", lambda status: status["step"] >= 100)
+    swarm.processes["stopped"].terminate()
+    swarm.ended("stopped")
+    assert swarm.status("stopped")["tokens"] < 100_000
+    swarm.found("stopped")
+    swarm.ended("stopped")
+    assert swarm.kinds("stopped") == ["stopped", "resumed", "done"]
+    assert swarm.model("stopped") == swarm.model("whole")
+
+
+def test_a_founder_that_was_killed_goes_back_into_the_swarm_that_went_on_without_it(nodes):
+    swarm = nodes(tokens=450_000, peers=3)
+    swarm.found("founder")
+    invite = swarm.wait("founder", lambda status: status["invite"])["invite"]
+    for name in ("b", "c"):
+        swarm.start(name, "join", invite)
+    before = swarm.wait("founder", lambda status: status["step"] >= 150)
+    swarm.processes["founder"].kill()
+    swarm.processes["founder"].wait()
+    swarm.wait("b", lambda status: status["step"] >= 250)
+    saved = {path.name for path in (swarm.folder / "founder" / "checkpoints").glob("step-*")}
+    assert saved, "there was no checkpoint to go on from"
+    swarm.found("founder")
+    for name in swarm.processes:
+        swarm.ended(name)
+    assert swarm.kinds("founder")[0] == "joined"
+    assert "resumed" not in swarm.kinds("founder")
+    assert swarm.status("founder")["step"] > max(int(name.split("-")[1]) for name in saved)
+    assert swarm.status("founder")["tokens"] >= 450_000 > before["tokens"]
+    last = {name: [event for event in swarm.events(name) if event["kind"] == "round"][-1] for name in swarm.processes}
+    assert {event["peers"] for event in last.values()} == {3}
+    assert len({swarm.model(name) for name in swarm.processes}) == 1

@@ -1,0 +1,65 @@
+"""The loop around real nodes: peers that are late, that missed rounds, and that have been left behind."""
+
+import asyncio
+
+import pytest
+
+from farflock.optimizers.state import state_hash
+from farflock.swarm.virtual import run_virtual
+
+
+async def gather(bench, tokens, slowness):
+    """Peers of these speeds from the start to `tokens`; what they reported, and the nodes at the end."""
+    reports = [[] for _ in slowness]
+    nodes = []
+
+    async def live(number):
+        async with bench.peer(number).running() as peer:
+            node = bench.node(peer, lambda kind, fields: reports[number].append((kind, fields)))
+            nodes.append(node)
+            quick = node.loop.train
+
+            async def train(work):
+                loss = await quick(work)
+                await asyncio.sleep(slowness[number])
+                return loss
+
+            node.loop.train = train
+            if number == 0:
+                node.found()
+            else:
+                await node.join([bench.record(other) for other in range(number)], 60.0)
+            await node.loop.run(tokens, drain_s=30.0)
+            done.append(number)
+            while len(done) < len(slowness):  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.5)
+            await node.loop._replay_missed()
+
+    done = []
+    async with asyncio.TaskGroup() as group:
+        for number in range(len(slowness)):
+            group.create_task(live(number))
+            await asyncio.sleep(1.0)
+    return reports, nodes
+
+
+def hashes_by_round(nodes):
+    found = {}
+    for node in nodes:
+        driver = node.loop.driver
+        state = driver.method.snapshot(driver.replica)
+        found.setdefault(int(state["round"]), set()).add(state_hash(state))
+    return found
+
+
+@pytest.mark.parametrize("method", ["ddp", "diloco"])
+def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(bench, text, method):
+    """It applies rounds from the log that were decided without it, at the rates of those rounds and not of its own step."""
+    made = bench(text, method, peers=3, total=6400, deadline_s=2.0, **({"period": 3} if method == "diloco" else {}))
+    reports, nodes = run_virtual(gather(made, 6400, [0.0, 0.1, 3.0]))
+    for peer in reports:
+        assert not [fields for kind, fields in peer if kind == "adopt"]
+    missed = {fields["round"] for kind, fields in reports[2] if kind == "round" and fields["status"] == "partial"}
+    assert missed, "nobody was late, so this test shows nothing"
+    for number, states in hashes_by_round(nodes).items():
+        assert len(states) == 1, f"states differ after round {number}"
