@@ -56,8 +56,8 @@ class Snapshots:
         self._served: dict[str, StateOffer] = {}
         self._building: set[str] = set()
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
-        self._taken: dict[str, bytes] = {}  # the listing of the last download
-        self._distrusted: collections.deque[bytes] = collections.deque(maxlen=MAX_DISTRUSTED)
+        self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
+        self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
 
     def serve(self, name: str, provide: Provide) -> None:
         """From now on, answer questions for this stream's snapshot."""
@@ -67,7 +67,7 @@ class Snapshots:
         """Answer a question, or note an answer to mine."""
         if isinstance(message, StateOffer):
             wanted = self._offers.get(message.stream)
-            if message.digest in self._distrusted:
+            if (message.state, message.digest) in self._distrusted:
                 self._port.drop("distrusted snapshot")
             elif wanted is not None and sender in self._members():
                 wanted[sender] = message
@@ -76,7 +76,7 @@ class Snapshots:
             self._port.spawn(self._offer(sender, message.stream))
 
     def distrust(self, name: str) -> None:
-        """The last download was not what its offer said (only the caller can tell): never take that listing again."""
+        """The last download was not what its offer said (only the caller can tell): never take it again."""
         self._distrusted.append(self._taken.pop(name))
 
     async def fetch(self, name: str, timeout_s: float, progress: Progress = lambda here, total: None) -> Snapshot:
@@ -103,7 +103,7 @@ class Snapshots:
             finally:
                 self._port.store.release(pin)
             if chunks is not None:
-                self._taken[name] = offer.digest
+                self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
     async def _gather_offers(self, name: str, offers: dict[PeerId, StateOffer]) -> None:

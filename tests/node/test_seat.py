@@ -1,0 +1,133 @@
+"""A node's seat: the state it serves and adopts, and how far it says the run is."""
+
+import asyncio
+
+import pytest
+import safetensors.torch
+import torch
+
+from farflock.node.seat import CorruptSnapshot, Place, decode_state
+from farflock.optimizers.method import Key, Result
+from farflock.optimizers.state import state_hash
+from farflock.swarm.snapshots import Snapshot, SnapshotUnavailable
+from farflock.swarm.virtual import run_virtual
+
+
+def snapshot(state, told=None, at=3):
+    return Snapshot(at, state_hash(told or state), 640, (safetensors.torch.save(state),))
+
+
+def test_a_snapshot_that_is_what_its_hash_says_is_decoded():
+    state = {"a": torch.arange(3.0)}
+    assert torch.equal(decode_state(snapshot(state))["a"], state["a"])
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (snapshot({"a": torch.ones(2)}, told={"a": torch.zeros(2)}), "not what its hash says"),
+        (Snapshot(1, bytes(32), 0, (b"no tensors",)), "cannot be read"),
+        (Snapshot(1, bytes(32), 0, ()), "cannot be read"),
+    ],
+)
+def test_other_bytes_are_refused(broken, reason):
+    with pytest.raises(CorruptSnapshot, match=reason):
+        decode_state(broken)
+
+
+def seated(bench, text, work, method="diloco", peers=1):
+    made = bench(text, method, peers=peers)
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.found()
+            return await work(node)
+
+    return run_virtual(main())
+
+
+def test_progress_is_the_agreed_tokens_and_what_everybody_has_presumably_trained_since(bench, text):
+    async def work(node):
+        node.seat.take_up(Place(4, 1000, 30, 5))
+        return node.seat.progress(7), node.seat.place
+
+    progress, place = seated(bench, text, work)
+    assert (progress.step, progress.tokens) == (7, 1000 + 30 * 5)
+    assert place == Place(4, 1000, 30, 5)
+
+
+def test_tokens_that_did_not_count_stay_mine(bench, text):
+    async def work(node):
+        seat, key = node.seat, Key("delta", 0)
+        seat.trained(64)
+        seat._offered[key] = 64
+        seat.applied(key, Result("failed", 1))
+        kept = seat.progress(0).tokens
+        seat._offered[key] = 64
+        seat.applied(key, Result("ok", 1, ("me",), (1.0,), taken={"a": [(0, 1)]}, tokens=100))
+        return kept, seat.progress(0).tokens
+
+    assert seated(bench, text, work) == (64, 100)
+
+
+def serve(node, snapshots):
+    """Let a node hand out these snapshots, one after the other, the last one for ever."""
+    left = list(snapshots)
+
+    async def provide():
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    node.peer.snapshots.serve("state", provide)
+
+
+def joined(bench, text, broken):
+    """A newcomer to a founder that first serves what `broken(state)` makes of its state, then the truth."""
+    made = bench(text, "diloco", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as founder, made.peer(1).running() as newcomer:
+            first, second = made.node(founder), made.node(newcomer)
+            first.found()
+            method, replica = first.loop.driver.method, first.loop.driver.replica
+            replica.write({name: torch.ones(shape) for name, shape in replica.shapes.items()}, "param")
+            state = method.snapshot(replica)
+            serve(first, [broken(state), snapshot(state)])
+            await second.join([made.record(0)], 60.0)
+            other = second.loop.driver
+            return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.port.counters
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda state: snapshot(state, told={"other": torch.zeros(1)}),
+        lambda state: snapshot({name: tensor for name, tensor in state.items() if "norm" not in name}),
+        lambda state: snapshot({name: tensor * float("nan") for name, tensor in state.items()}),
+    ],
+    ids=["a lie about its hash", "parts missing", "not finite"],
+)
+def test_a_newcomer_does_not_take_a_broken_snapshot_and_asks_again(bench, text, broken):
+    truth, found, _ = joined(bench, text, broken)
+    assert found == truth
+
+
+def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_state(bench, text):
+    made = bench(text, "diloco", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as founder, made.peer(1).running() as newcomer:
+            first, second = made.node(founder), made.node(newcomer)
+            first.found()
+            driver = second.loop.driver
+            before = state_hash(driver.method.snapshot(driver.replica))
+            serve(first, [snapshot({"a": torch.ones(2)})])
+            with pytest.raises((TimeoutError, SnapshotUnavailable)):
+                await second.join([made.record(0)], 20.0)
+            return before, state_hash(driver.method.snapshot(driver.replica)), asyncio.get_running_loop().time()
+
+    before, after, time_s = run_virtual(main())
+    assert before == after
+    assert time_s < 60
