@@ -1,0 +1,126 @@
+"""A method's exchange over two real peers and back: the mean, everybody's tensors, and what cannot be carried."""
+
+import asyncio
+
+import pytest
+import torch
+
+from farflock.compression.codec import UnencodableTensor
+from farflock.node.courier import Courier, OutOfStep
+from farflock.optimizers.method import All, Exchange, Key, Members, RandomGroups
+from farflock.swarm.virtual import run_virtual
+
+
+def exchange(values, number=0, kind="mean", group=None, **options):
+    tensors = {"a": torch.as_tensor(values, dtype=torch.float32), "b": torch.full((2, 2), float(values[0]))}
+    return Exchange(
+        Key("s", number), kind, group or All(), tensors, codec="fp32", return_codec="fp32", deadline_s=8.0, **options
+    )
+
+
+async def inline(work):
+    return work()
+
+
+def between(bench, text, work):
+    """`work(couriers)` with two members of one run."""
+    made = bench(text, "local", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as one, made.peer(1).running() as other:
+            one.found()
+            await other.join([made.record(0)], 30.0)
+            while not (one.membership.is_member and other.membership.is_member):  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.5)
+            first = max(peer.port.views.newest.first_round for peer in (one, other))
+            couriers = [Courier(peer, 3, inline) for peer in (one, other)]
+            return await work(couriers, first)
+
+    return run_virtual(main())
+
+
+def carried(bench, text, *exchanges, states=(b"", b"")):
+    async def work(couriers, first):
+        jobs = []
+        for courier, make, state in zip(couriers, exchanges, states, strict=True):
+            asked = make(first)
+            courier.open(asked, first - 1)
+            jobs.append(courier.carry(asked, 10, state))
+        return await asyncio.gather(*jobs)
+
+    return between(bench, text, work)
+
+
+def test_the_mean_is_weighted_and_the_same_for_both(bench, text):
+    one, other = carried(
+        bench,
+        text,
+        lambda number: exchange([1.0, 2.0], number, weight=1.0),
+        lambda number: exchange([5.0, 6.0], number, weight=3.0),
+    )
+    assert one.status == other.status == "ok"
+    assert torch.equal(one.mean["a"], torch.tensor([4.0, 5.0]))
+    assert torch.equal(one.mean["b"], torch.full((2, 2), 4.0))
+    assert all(torch.equal(one.mean[name], other.mean[name]) for name in one.mean)
+    assert one.participants == other.participants == tuple(sorted(one.participants))
+    assert one.tokens == other.tokens == 20
+    assert sorted(one.weights) == [1.0, 3.0]
+    assert torch.equal(one.sent["a"], torch.tensor([1.0, 2.0]))
+    assert one.taken == {"a": [(0, 2)], "b": [(0, 4)]}
+
+
+def test_a_gather_gives_everybody_s_tensors_and_their_mean(bench, text):
+    one, other = carried(
+        bench,
+        text,
+        lambda number: exchange([1.0, 2.0], number, kind="gather"),
+        lambda number: exchange([3.0, 6.0], number, kind="gather"),
+    )
+    assert sorted(float(tensors["a"][0]) for tensors in one.gathered.values()) == [1.0, 3.0]
+    assert torch.equal(one.mean["a"], torch.tensor([2.0, 4.0]))
+    assert list(one.gathered) == list(other.gathered) == list(one.participants)
+
+
+def test_a_pair_swaps(bench, text):
+    pair = RandomGroups(2)
+    one, other = carried(
+        bench,
+        text,
+        lambda number: exchange([1.0, 2.0], number, group=pair),
+        lambda number: exchange([3.0, 6.0], number, group=pair),
+    )
+    assert one.status == other.status == "ok"
+    assert torch.equal(one.mean["a"], torch.tensor([2.0, 4.0]))
+    assert torch.equal(other.mean["a"], one.mean["a"])
+
+
+def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
+    async def work(couriers, first):
+        jobs = []
+        for courier, state in zip(couriers, (b"x" * 32, b"y" * 32), strict=True):
+            asked = exchange([1.0, 2.0], first)
+            courier.open(asked, first - 1)
+            jobs.append(courier.carry(asked, 10, state))
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    answers = between(bench, text, work)
+    assert [type(answer) for answer in answers].count(OutOfStep) == 1, "the one that is not with the majority"
+
+
+def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
+    async def work(couriers, first):
+        asked = exchange([float("nan"), 1.0], first)
+        couriers[0].open(asked, first - 1)
+        with pytest.raises(UnencodableTensor):
+            await couriers[0].carry(asked, 10, b"")
+
+    between(bench, text, work)
+
+
+@pytest.mark.parametrize("group", [RandomGroups(3), Members(("a", "b"))])
+def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, text, group):
+    async def work(couriers, first):
+        with pytest.raises(ValueError, match="not carried yet"):
+            couriers[0].open(exchange([1.0], group=group))
+
+    between(bench, text, work)
