@@ -41,7 +41,7 @@ $(READY): pyproject.toml constraints.txt
 	{ echo "Farflock needs Python 3.11 or 3.12, and $(PYTHON) is another one; name one: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt $(TORCH)
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev,hf]"
 	touch $(READY)
 
 clean:
