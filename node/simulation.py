@@ -1,24 +1,32 @@
 """A whole run on a simulated network: the product's own nodes, real steps, virtual time, one seed.
 
 The same seed gives the same bytes: the same rounds, losses and states. Churn kills peers and lets others join, both at
-seeded moments; every kill is followed by a new life of the same peer a while later.
+seeded moments; every kill is followed by a new life of the same peer a while later. A long run may be cut into legs: at
+the end of one everybody stops and is saved (node/legs.py), and the next one begins from there in a world of its own.
 """
 
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from farflock.node.checkpoint import Checkpoint
+from farflock.node.legs import LegShelf, Story
 from farflock.node.participant import Participant, Plan, participant
+from farflock.node.resume import take_up
 from farflock.node.tokenizer import Tokens
+from farflock.optimizers.method import State
 from farflock.optimizers.state import state_hash
 from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
+from farflock.swarm.memory import DirectoryFaults, MemoryDirectory, MemoryTable
 from farflock.swarm.peer import Peer, RunTerms
-from farflock.swarm.record import Record, seal
+from farflock.swarm.record import Record, seal, unseal
 from farflock.swarm.sim import LinkModel, SimNetwork
 from farflock.swarm.snapshots import SnapshotUnavailable
 from farflock.swarm.virtual import run_virtual
@@ -39,6 +47,8 @@ class World:
     spread: float = 0.1  # steps of peer i take up to this share longer, drawn once
     churn_s: float | None = None
     view_s: float = 5.0
+    directory: DirectoryFaults = field(default_factory=DirectoryFaults)
+    leg_tokens: int | None = None  # after how many tokens all stop and are saved; None: never
 
 
 @dataclass(slots=True)
@@ -58,25 +68,34 @@ class Outcome:
 
 
 class Simulation:
-    """All nodes of one simulated run."""
+    """All nodes of one simulated run, from where `saved` (by peer) left them, or from the start, until `until` tokens."""
 
-    def __init__(self, plan: Plan, world: World, tokens: Tokens, progress: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        tokens: Tokens,
+        progress: Callable[[float], None],
+        story: Story,
+        saved: Mapping[int, Checkpoint],
+        until: int,
+    ) -> None:
         self._plan, self._world, self._tokens, self._progress = plan, world, tokens, progress
+        self._story, self._saved, self._until = story, saved, until
         self._random = random.Random(f"{plan.run_seed}/simulation")
-        self.network = SimNetwork(plan.run_seed, world.link)
-        self._identities = [Identity.from_seed(_seed(plan.run_seed, i)) for i in range(world.peers)]
+        self.network = SimNetwork(plan.run_seed + 1_000_003 * story.legs, world.link)
+        now = asyncio.get_running_loop().time
+        self.directory = MemoryTable(str(plan.run_seed), plan.run_seed, now, world.directory)
+        self._identities = [_identity(plan, index) for index in range(world.peers)]
         self._slowness = [1 + self._random.random() * world.spread for _ in self._identities]
+        self._begun: set[int] = set()
         self._lives: dict[int, asyncio.Task[None]] = {}
         self._nodes: dict[int, Participant] = {}
-        self._births = 0
-        self._losses: list[tuple[int, float]] = []
-        self._rounds: set[tuple[str, int]] = set()
-        self._sent_bytes = 0
         self._done = 0
-        self.kills = 0
+        self._random.seed(f"{plan.run_seed}/simulation/{story.legs}")  # speeds, drawn before, are those of all legs
 
-    async def run(self) -> Outcome:
-        """Everybody from start to end."""
+    async def run(self) -> dict[int, Participant]:
+        """Everybody from start to end; the nodes as they were then, by number."""
         for index in range(self._world.peers):
             self._lives[index] = asyncio.create_task(self._live(index))
             await asyncio.sleep(self._random.random())
@@ -89,7 +108,10 @@ class Simulation:
             for task in self._lives.values():
                 task.cancel()
             await asyncio.gather(*self._lives.values(), return_exceptions=True)
-        return self._outcome()
+        self._story.legs += 1
+        self._story.sent_bytes += sum(self.network.line(node.peer.me).sent_bytes for node in self._nodes.values())
+        self._story.virtual_s += asyncio.get_running_loop().time()
+        return dict(sorted(self._nodes.items()))
 
     async def _until_done(self) -> None:
         while alive := [task for task in self._lives.values() if not task.done()]:
@@ -103,18 +125,35 @@ class Simulation:
 
     async def _live(self, index: int) -> None:
         """One life of one peer: found or join, train, linger."""
-        self._births += 1
-        peer = self._peer(index, self._births)
+        known = index in self._begun
+        self._story.births += 1
+        self._begun.add(index)
+        directory = self.directory.directory(self._identities[index].peer)
+        peer = self._peer(index, self._story.births, directory)
         async with peer.running():
             node = self._assemble(index, peer)
             self._nodes[index] = node
-            if self._births == 1:
+            if self._saved and not known:
+                await self._resume(index, node, directory)
+            elif self._story.births == 1:
                 node.found()
             else:
-                await node.join([self._record(other, 0) for other in self._contacts(index)], JOIN_TIMEOUT_S)
-            await node.loop.run(self._world.total_tokens)
+                await node.join(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
+            await node.loop.run(self._until, drain_s=LINGER_S)
             self._done += 1
             await asyncio.sleep(LINGER_S)
+            await node.loop.drain(LINGER_S)
+
+    async def _resume(self, index: int, node: Participant, directory: MemoryDirectory) -> None:
+        """Begin a leg where the one before it ended; nobody trains before all are members again."""
+        if index == 0:
+            node.peer.found()
+        else:
+            await node.peer.join(await self._introduced(node.peer.me, directory), JOIN_TIMEOUT_S)
+        take_up(node, self._saved[index])
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            while not self._complete():  # noqa: ASYNC110 - all nodes' condition
+                await asyncio.sleep(0.1)
 
     def _assemble(self, index: int, peer: Peer) -> Participant:
         step_s = self._world.step_s * self._slowness[index]
@@ -129,28 +168,34 @@ class Simulation:
 
         def report(kind: str, fields: dict[str, Any]) -> None:
             if kind == "step":
-                self._losses.append((node.seat.progress(0).tokens, fields["loss"]))
+                self._story.losses.append((node.seat.progress(0).tokens, fields["loss"]))
             elif kind == "round":
-                self._rounds.add((fields["stream"], fields["round"]))
+                self._story.rounds.add((fields["stream"], fields["round"]))
 
         node = participant(self._plan, peer, self._tokens, compute=compute, train=train, report=report)
         return node
 
-    def _peer(self, index: int, incarnation: int) -> Peer:
+    def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity = self._identities[index]
         terms = RunTerms(str(self._plan.run_seed), self._plan.run_seed, self._world.view_s)
         record = self._record(index, incarnation)
         links = self.network.links(identity.peer)
-        return Peer(terms, identity, links, None, incarnation=incarnation, record=lambda: record)
+        return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: record)
 
     def _record(self, index: int, incarnation: int) -> bytes:
         identity = self._identities[index]
         run = str(self._plan.run_seed)
         return seal(identity, Record(run, identity.peer, incarnation, incarnation, curve=bytes(32)))
 
-    def _contacts(self, index: int) -> list[int]:
-        others = [other for other in self._nodes if other != index]
-        return others[:3]
+    async def _introduced(self, me: PeerId, directory: MemoryDirectory) -> list[bytes]:
+        """Look into the directory until it shows somebody else; `TimeoutError` if it never does."""
+        run = str(self._plan.run_seed)
+        others: list[bytes] = []
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            while not others:
+                await asyncio.sleep(1.0)
+                others = [blob for blob in await directory.peers(run) if unseal(blob, run).peer != me]
+        return others
 
     async def _churn(self) -> None:
         """Kill a seeded peer now and then; it comes back as a new life."""
@@ -160,9 +205,9 @@ class Simulation:
             if self._done or not self._complete():
                 continue
             index = self._random.randrange(self._world.peers)
-            self.kills += 1
+            self._story.kills += 1
             peer = self._identities[index].peer
-            self._sent_bytes += self.network.line(peer).sent_bytes
+            self._story.sent_bytes += self.network.line(peer).sent_bytes
             self.network.kill(peer)
             del self._nodes[index]
             self._lives[index].cancel()
@@ -183,40 +228,56 @@ class Simulation:
             if not self._done:
                 raise
 
-    def _outcome(self) -> Outcome:
-        states = {self._identities[i].peer: node.loop.driver for i, node in sorted(self._nodes.items())}
-        snapshots = {peer: driver.method.snapshot(driver.replica) for peer, driver in states.items()}
-        digest = hashlib.sha256()
-        for peer in sorted(snapshots):
-            digest.update(peer.encode() + state_hash(snapshots[peer]))
-        lines = [self.network.line(self._identities[index].peer) for index in self._nodes]
-        total = self._sent_bytes + sum(line.sent_bytes for line in lines)
-        return Outcome(
-            state_hash=digest.hexdigest(),
-            rounds=len(self._rounds),
-            losses=_by_tenth(self._losses, self._world.total_tokens),
-            bytes=total,
-            bytes_per_peer=total / self._world.peers,
-            virtual_s=asyncio.get_running_loop().time(),
-            kills=self.kills,
-            steps=len(self._losses),
-            states=snapshots,
-        )
+
+def outcome(world: World, story: Story, states: dict[str, State]) -> Outcome:
+    """What a run that has ended amounts to; the hash covers the method's state of every peer."""
+    digest = hashlib.sha256()
+    for peer in sorted(states):
+        digest.update(peer.encode() + state_hash(states[peer]))
+    return Outcome(
+        state_hash=digest.hexdigest(),
+        rounds=len(story.rounds),
+        losses=_by_tenth(story.losses, world.total_tokens),
+        bytes=story.sent_bytes,
+        bytes_per_peer=story.sent_bytes / world.peers,
+        virtual_s=story.virtual_s,
+        kills=story.kills,
+        steps=len(story.losses),
+        states=states,
+    )
 
 
 def simulate(
-    plan: Plan, world: World, tokens: Tokens, progress: Callable[[float], None] = lambda share: None
+    plan: Plan,
+    world: World,
+    tokens: Tokens,
+    progress: Callable[[float], None] = lambda share: None,
+    folder: Path | None = None,
 ) -> Outcome:
-    """Run a simulation to its end."""
+    """Run a simulation to its end. With a `folder` each leg is saved there, and legs that are there already are not run
+    again: the outcome is bit by bit that of a run that was never interrupted. `Usage` if the folder is another run's."""
+    shelf = LegShelf(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}") if folder else None
+    story, saved = shelf.newest() if shelf else (Story(), {})
 
-    async def main() -> Outcome:
-        return await Simulation(plan, world, tokens, progress).run()
+    async def leg(until: int) -> dict[int, Participant]:
+        return await Simulation(plan, world, tokens, progress, story, saved, until).run()
 
-    return run_virtual(main())
+    leg_tokens = world.leg_tokens or world.total_tokens
+    states = {_identity(plan, index).peer: checkpoint.parts["method"] for index, checkpoint in saved.items()}
+    while story.legs * leg_tokens < world.total_tokens:
+        nodes = run_virtual(leg(min((story.legs + 1) * leg_tokens, world.total_tokens)))
+        states = {node.peer.me: _state(node) for node in nodes.values()}
+        if shelf:
+            saved = shelf.save(story, nodes)
+    return outcome(world, story, states)
 
 
-def _seed(run_seed: int, index: int) -> bytes:
-    return hashlib.sha256(f"simulated peer {run_seed}/{index}".encode()).digest()
+def _state(node: Participant) -> State:
+    return node.loop.driver.method.snapshot(node.loop.driver.replica)
+
+
+def _identity(plan: Plan, index: int) -> Identity:
+    return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{index}".encode()).digest())
 
 
 def _by_tenth(losses: list[tuple[int, float]], total: int) -> list[float]:

@@ -43,6 +43,8 @@ def public_key(peer: PeerId) -> bytes:
         raise BadIdentity(f"{peer[:64]!r} is not a peer id: {error}") from None
     if len(raw) != 38 or raw[:6] != _ID_HEAD:
         raise BadIdentity(f"{peer[:64]!r} is not the id of an Ed25519 key (those begin with 12D3Koo)")
+    if peer_id(raw[6:]) != peer:  # base58 decoders ignore white space: one key would have many names
+        raise BadIdentity(f"{peer[:64]!r} is not in canonical form; it has no white space around it")
     return raw[6:]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from farflock.node.corpus import load_corpus
+from farflock.node.errors import Usage
 from farflock.node.model import PRESETS
 from farflock.node.participant import Plan
 from farflock.node.simulation import Outcome, World, simulate
@@ -22,13 +23,26 @@ def text():
     return ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000])
 
 
-def run(text, method: str, *, peers: int = 3, seed: int = 1, loss: float = 0.0, churn_s=None, codec="fp16") -> Outcome:
+def run(
+    text,
+    method: str,
+    *,
+    peers=3,
+    seed=1,
+    loss=0.0,
+    churn_s=None,
+    codec="fp16",
+    progress=lambda share: None,
+    folder=None,
+    total=TOKENS,
+    **more,
+) -> Outcome:
     options = {"codec": codec, "deadline_s": 8.0} if method != "local" else {}
     options |= {"period": 4} if method in ("noloco", "diloco") else {}
-    inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, TOKENS)
+    inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total)
     plan = Plan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
-    world = World(peers, TOKENS, LinkModel(loss=loss), churn_s=churn_s, view_s=3.0)
-    return simulate(plan, world, text)
+    world = World(peers, total, LinkModel(loss=loss), churn_s=churn_s, view_s=3.0, **more)
+    return simulate(plan, world, text, progress, folder)
 
 
 def facts(outcome: Outcome):
@@ -38,6 +52,41 @@ def facts(outcome: Outcome):
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: str):
     assert facts(run(text, method, loss=0.2, churn_s=8.0)) == facts(run(text, method, loss=0.2, churn_s=8.0))
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco", "ddp"])
+def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: str):
+    whole = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "whole")
+
+    def interrupt(share: float) -> None:
+        if (tmp_path / "cut" / "leg-1" / "story.json").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut", progress=interrupt)
+    assert not (tmp_path / "cut" / "leg-2").exists()
+    again = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut")
+    assert facts(again) == facts(whole)
+    assert facts(run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut")) == facts(whole)
+
+
+def test_a_leg_that_was_cut_short_is_not_believed(text, tmp_path):
+    whole = run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)
+    (tmp_path / "leg-3" / "story.json").unlink()
+    (
+        tmp_path
+        / "leg-2"
+        / "peer-1"
+        / next(path.name for path in (tmp_path / "leg-2" / "peer-1").iterdir())
+        / "method.safetensors"
+    ).write_bytes(b"torn")
+    assert facts(run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)) == facts(whole)
+
+
+def test_a_folder_of_another_run_is_refused(text, tmp_path):
+    run(text, "local", peers=1, leg_tokens=10_000, folder=tmp_path)
+    with pytest.raises(Usage, match="another run's"):
+        run(text, "local", peers=1, seed=2, leg_tokens=10_000, folder=tmp_path)
 
 
 def test_another_seed_gives_another_run(text):
