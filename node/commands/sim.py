@@ -20,6 +20,10 @@ from farflock.node.output import Output
 @click.option(
     "--step", "step_s", type=click.FloatRange(0.001), default=0.5, show_default=True, help="Seconds a step takes."
 )
+@click.option("--lost", type=click.FloatRange(0, 1), default=0.0, help="Share of stores that the directory loses.")
+@click.option("--stale", type=click.FloatRange(0), default=0.0, help="Seconds by which the directory may lag behind.")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Save legs here, and go on from them.")
+@click.option("--leg", "leg_tokens", type=click.IntRange(1), help="With --folder: tokens from one leg to the next.")
 @click.option("--chaos", is_flag=True, help="Seeded disasters instead of one run; a violation is a seed.")
 @click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="With --chaos: how many.")
 @click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="With --chaos: the first.")
@@ -34,6 +38,10 @@ def command(
     rate: float,
     latency: float,
     step_s: float,
+    lost: float,
+    stale: float,
+    folder: Path | None,
+    leg_tokens: int | None,
     chaos: bool,
     seeds: int,
     first_seed: int,
@@ -44,6 +52,8 @@ def command(
     from farflock.node.manifest import load, simulated_default
 
     out = Output(as_json)
+    if leg_tokens and not folder:
+        raise click.UsageError("--leg saves the run now and then, so it needs a --folder")
     if chaos:
         _disasters(out, first_seed, seeds)
         return
@@ -57,14 +67,24 @@ def command(
     from farflock.node.corpus import load_corpus
     from farflock.node.simulation import World, simulate
     from farflock.node.tokenizer import ByteTokenizer
+    from farflock.swarm.memory import DirectoryFaults
     from farflock.swarm.sim import LinkModel
 
     torch.set_num_threads(1)
     tokens = ByteTokenizer().encode(load_corpus(described.data.corpus, described.data.sha256 or None).train)
     link = LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, loss)
-    world = World(peers, described.run.total_tokens, link, step_s, churn_s=churn, view_s=described.exchange.view_s)
+    world = World(
+        peers,
+        described.run.total_tokens,
+        link,
+        step_s,
+        churn_s=churn,
+        view_s=described.exchange.view_s,
+        directory=DirectoryFaults(stale, lost),
+        leg_tokens=leg_tokens,
+    )
     with out.progress("simulating") as progress:
-        result = simulate(described.plan(), world, tokens, progress)
+        result = simulate(described.plan(), world, tokens, progress, folder)
     facts = {
         "state_hash": result.state_hash,
         "rounds": result.rounds,
