@@ -1,10 +1,36 @@
 """Farflock trains one model on machines that are far apart. Importing it loads neither torch nor the network."""
 
+import importlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from farflock.compression.catalog import codec
+    from farflock.node.local_swarm import local_swarm
+    from farflock.node.swarm_optimizer import SwarmOptimizer
+    from farflock.optimizers.catalog import method
+
+__all__ = ["SwarmOptimizer", "__version__", "codec", "local_swarm", "method"]
+
+_WHERE = {
+    "SwarmOptimizer": "farflock.node.swarm_optimizer",
+    "local_swarm": "farflock.node.local_swarm",
+    "method": "farflock.optimizers.catalog",
+    "codec": "farflock.compression.catalog",
+}
 
 try:
     __version__ = version("farflock")
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> object:
+    """A public name, imported when it is first asked for (PEP 562)."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -12,7 +12,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -38,6 +38,7 @@ MAX_LINE_CHARS = 1024  # the time that TOML takes grows with the square of a dot
 MAX_BATCH = 65_536  # sequences; a peer's memory is checked before it starts
 WARMUP_SHARE = 0.05  # of the run's tokens, where the manifest names no warm-up
 
+USER_MODEL = "user_model"  # the table that runs of somebody's own model have in place of [model] (node/user_terms.py)
 OUTERS: dict[str, type[Any]] = {"sgd": OuterSGD, "nesterov": OuterNesterov, "heavyball": OuterHeavyBall}
 SENT = ("codec", "return_codec", "deadline_s")  # options of a method that [exchange] holds
 
@@ -46,6 +47,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**60)]
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Terms = TypeVar("Terms", bound=msgspec.Struct)
 Option = int | float | str | bool | dict[str, int | float | str]
 
 
@@ -150,7 +152,7 @@ class Manifest(_Section, frozen=True, kw_only=True):
                 train.lr, self.run.total_tokens, train.warmup_tokens, train.min_lr_ratio, train.joiner_steps
             ),
             method=self.method.name,
-            options=self._options(),
+            options=constructor_options(self.method, self.exchange),
             batch=train.batch,
             seq=train.seq,
             accumulate=train.accumulate,
@@ -158,18 +160,9 @@ class Manifest(_Section, frozen=True, kw_only=True):
             autocast=train.autocast,
         )
 
-    def _options(self) -> dict[str, Any]:
-        """What the method's constructor is given."""
-        sent = {name: value for name in SENT if (value := getattr(self.exchange, name)) is not None}
-        options: dict[str, Any] = {**self.method.options, **sent}
-        if "outer" in options:
-            outer = dict(options["outer"])
-            options["outer"] = OUTERS[outer.pop("name", "nesterov")](**outer)
-        return options
-
     def check(self) -> "Manifest":
         """Refuse what cannot run, before anything starts; returns itself."""
-        _require_method(self.method)
+        require_method(self.method)
         if self.data.tokenizer not in TOKENIZERS:
             raise Usage(
                 "data.tokenizer", f"{self.data.tokenizer!r} is not known", nearest(self.data.tokenizer, TOKENIZERS)
@@ -191,13 +184,15 @@ class Manifest(_Section, frozen=True, kw_only=True):
 
 def load(path: Path, assignments: Sequence[str] = ()) -> Manifest:
     """Read a founder's file, apply `a.b=c` overrides and resolve; `Usage` or `Refused` for whatever is wrong."""
-    return resolve(_tables(path.read_bytes(), str(path)), assignments)
+    return resolve(tables(path.read_bytes(), str(path)), assignments)
 
 
 def parse(text: str | bytes) -> Manifest:
     """A resolved manifest from its canonical text, as members send it; `Refused` for anything else."""
     try:
-        return _convert(_tables(text, "the manifest")).check()
+        table = tables(text, "the manifest")
+        _require_known_model(table)
+        return convert(table, Manifest).check()
     except Usage as error:
         raise Refused("this version cannot take part in that run", str(error), "tell its founder, or update") from None
 
@@ -206,16 +201,16 @@ def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
     """A manifest with everything spelt out, from what a founder wrote; may read the corpus to hash it."""
     for assignment in assignments:
         override(table, assignment)
-    _require_protocol(table)
+    require_protocol(table)
     _require_tables(table)
     _fill_model(table)
-    _fill_method(table)
+    fill_method(table)
     run, data, train = (table.setdefault(name, {}) for name in ("run", "data", "train"))
     if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", Run().total_tokens), int):
         train["warmup_tokens"] = int(total * WARMUP_SHARE)
     if "sha256" not in data:
         data["sha256"] = _corpus_hash(str(data.get("corpus", SHIPPED)))
-    return _convert(table).check()
+    return convert(table, Manifest).check()
 
 
 def override(table: dict[str, Any], assignment: str) -> None:
@@ -266,7 +261,7 @@ def simulated_default(assignments: Sequence[str]) -> Manifest:
     )
 
 
-def _tables(text: str | bytes, origin: str) -> dict[str, Any]:
+def tables(text: str | bytes, origin: str) -> dict[str, Any]:
     """What a TOML text says, untyped."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise Usage(origin, f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}", "a manifest is a short TOML file")
@@ -280,7 +275,7 @@ def _tables(text: str | bytes, origin: str) -> dict[str, Any]:
         raise Usage(origin, f"it is no TOML: {str(error)[:200]}", "correct it there") from None
 
 
-def _require_protocol(table: Mapping[str, Any]) -> None:
+def require_protocol(table: Mapping[str, Any]) -> None:
     """First of all: another version's manifest may well have other keys."""
     run = table.get("run")
     protocol = run.get("protocol", PROTOCOL) if isinstance(run, dict) else PROTOCOL
@@ -289,6 +284,15 @@ def _require_protocol(table: Mapping[str, Any]) -> None:
             "update farflock" if isinstance(protocol, int) and protocol > PROTOCOL else "use the version that made it"
         )
         raise Refused("the run has another protocol", f"{protocol!r}, this program speaks {PROTOCOL}", remedy)
+
+
+def _require_known_model(table: Mapping[str, Any]) -> None:
+    if USER_MODEL in table:
+        why, remedy = (
+            "a command cannot build it",
+            "join it from that program: farflock.SwarmOptimizer(model, invite=...)",
+        )
+        raise Refused("that run trains the model of a program of its founder's", why, remedy)
 
 
 def _require_tables(table: Mapping[str, Any]) -> None:
@@ -310,7 +314,7 @@ def _fill_model(table: dict[str, Any]) -> None:
     table["model"] = model
 
 
-def _fill_method(table: dict[str, Any]) -> None:
+def fill_method(table: dict[str, Any]) -> None:
     """Spell out the method's options, and put what is about sending into [exchange]."""
     method, exchange = table.setdefault("method", {}), table.setdefault("exchange", {})
     name, given = method.get("name", Method().name), method.get("options", {})
@@ -343,7 +347,17 @@ def _defaults(method: type[Any]) -> dict[str, Any]:
     }
 
 
-def _require_method(method: Method) -> None:
+def constructor_options(method: Method, exchange: Exchange) -> dict[str, Any]:
+    """What the method's constructor is given."""
+    sent = {name: value for name in SENT if (value := getattr(exchange, name)) is not None}
+    options: dict[str, Any] = {**method.options, **sent}
+    if "outer" in options:
+        outer = dict(options["outer"])
+        options["outer"] = OUTERS[outer.pop("name", "nesterov")](**outer)
+    return options
+
+
+def require_method(method: Method) -> None:
     """Refuse unknown names, unknown options and options of a wrong type."""
     _require_name("method.name", method.name, METHODS)
     options = dict(method.options)
@@ -386,23 +400,24 @@ def _corpus_hash(name: str) -> str:
         raise Usage("data.corpus", str(error), "") from None
 
 
-def _convert(table: dict[str, Any]) -> Manifest:
-    _require_protocol(table)
-    _require_known(table, Manifest, "")
+def convert(table: dict[str, Any], kind: type[Terms]) -> Terms:
+    """Tables as a manifest (or what a run of somebody's own model has in its place); `Usage` with the place of an error."""
+    require_protocol(table)
+    _require_known(table, kind, "")
     try:
-        manifest = msgspec.convert(table, Manifest)
+        terms = msgspec.convert(table, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise _misfit(table, str(error)) from None
+        raise _misfit(table, str(error), kind) from None
     _require_plain(table, "")  # after the types, which bound how deep the table is
-    return manifest
+    return terms
 
 
-def _misfit(table: Mapping[str, Any], message: str) -> Usage:
+def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) -> Usage:
     """Say msgspec's error with the value that it is about, and the choices if there are only some."""
     reason, _, place = message.partition(" - at `$.")
     place = place.rstrip("`")
     value: Any = table
-    kind: Any = Manifest
+    kind: Any = root
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
         fields = getattr(kind, "__struct_fields__", ())

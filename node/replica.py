@@ -13,10 +13,11 @@ from farflock.optimizers.method import Tensors, What
 
 
 class Slots:
-    """Where a module and its inner optimizer keep what methods ask for. A tied parameter is there once; buffers are not."""
+    """Where a module and its inner optimizer keep what methods ask for. A tied parameter is there once; buffers and frozen
+    parameters are not."""
 
     def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None) -> None:
-        self.parameters = dict(module.named_parameters())
+        self.parameters = {name: entry for name, entry in module.named_parameters() if entry.requires_grad}
         self._inner, self._clip_norm = inner, clip_norm
 
     @property

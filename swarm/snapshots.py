@@ -20,6 +20,7 @@ ASK_EVERY_S = 1.0
 SETTLE_S = 0.5  # after the first offer, how long to wait for others to compare it with
 MAX_SNAPSHOT_CHUNKS = 65536
 PARALLEL = 16
+MAX_ASKERS = 64
 MAX_DISTRUSTED = 64
 
 
@@ -54,7 +55,7 @@ class Snapshots:
         self._port, self._members = port, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
-        self._building: set[str] = set()
+        self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
@@ -62,6 +63,10 @@ class Snapshots:
     def serve(self, name: str, provide: Provide) -> None:
         """From now on, answer questions for this stream's snapshot."""
         self._providers[name] = provide
+
+    def withdraw(self) -> None:
+        """Serve nothing any more: my state is none of the run's."""
+        self._providers.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
         """Answer a question, or note an answer to mine."""
@@ -71,8 +76,11 @@ class Snapshots:
                 self._port.drop("distrusted snapshot")
             elif wanted is not None and sender in self._members():
                 wanted[sender] = message
-        elif message.stream in self._providers and message.stream not in self._building:
-            self._building.add(message.stream)
+        elif message.stream in self._askers:
+            if len(self._askers[message.stream]) < MAX_ASKERS:
+                self._askers[message.stream].add(sender)
+        elif message.stream in self._providers:
+            self._askers[message.stream] = set()
             self._port.spawn(self._offer(sender, message.stream))
 
     def distrust(self, name: str) -> None:
@@ -98,11 +106,12 @@ class Snapshots:
             await self._gather_offers(name, offers)
             offer, holders = _choose(offers)
             pin = ("download", name)
+            line = self._port.chain
             try:
                 chunks = await self._download(offer, holders, pin, timeout_s, progress)
             finally:
                 self._port.store.release(pin)
-            if chunks is not None:
+            if chunks is not None and self._port.chain is line:  # else its members are on a line that I left meanwhile
                 self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
@@ -139,17 +148,23 @@ class Snapshots:
         return tuple(self._port.store.get(digest) or b"" for digest, _ in listing.chunks)
 
     async def _offer(self, asker: PeerId, name: str) -> None:
-        """Build (or reuse) this round's snapshot and tell the asker where it is."""
+        """Build (or reuse) this round's snapshot; tell the asker where it is, and all who have asked meanwhile."""
+        askers = self._askers.setdefault(name, set())
+        askers.add(asker)
         try:
-            snapshot = await self._providers[name]()
+            if name in self._providers:
+                snapshot = await self._providers[name]()
+            if name not in self._providers:
+                return  # withdrawn meanwhile
             pin = ("snapshot", name)
             served = self._served.get(name)
             if served is None or served.round != snapshot.round or served.state != snapshot.state:
                 self._port.store.release(pin)
                 served = self._served[name] = self._put(name, snapshot, pin)
-            self._port.send(asker, served)
+            for waiting in sorted(askers):
+                self._port.send(waiting, served)
         finally:
-            self._building.discard(name)
+            del self._askers[name]
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
         store = self._port.store

@@ -1,0 +1,201 @@
+"""A border between threads and asyncio: a swarm that lives in one thread of its own beside somebody else's program.
+
+Other people's training loops are synchronous and own the main thread; links and agreement need an event loop that
+turns also while a long step runs. The thread is a daemon's: whoever makes one must close it (`SwarmOptimizer` does so
+with its block, when it is forgotten, and at the interpreter's exit).
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+from farflock.node.errors import Failure, FarflockError, explained
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Enter = Callable[[], AbstractAsyncContextManager[T]]
+
+POLL_S = 0.1
+END_TIMEOUT_S = 30.0  # for leaving a context in good order; then it is cancelled
+
+
+class Background:
+    """One thread that runs one event loop until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+        self._loop = self._started.result()
+
+    def enter(self, context: Enter[T]) -> "Life[T]":
+        """Enter a context there; returns once it is entered, and raises what entering raises."""
+        life = Life[T](self._loop)
+        life.begin(context)
+        return life
+
+    def run(self, work: Callable[[], R]) -> R:
+        """Call a plain function there, between two turns of the loop."""
+
+        async def called() -> R:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(END_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End whatever still runs there, and the thread; harmless when done twice."""
+        if not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # it has closed meanwhile
+                self._loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        async def turn() -> None:
+            self._started.set_result(asyncio.get_running_loop())
+            await self._stop.wait()
+
+        asyncio.run(turn())
+
+
+class Life(Generic[T]):
+    """A context that was entered in the background: its value, a way to call what runs there, and its end."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._entered: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._leave = asyncio.Event()
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._over: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._leaving = False
+        self._unfinished: concurrent.futures.Future[Any] | None = None
+
+    @property
+    def value(self) -> T:
+        """What the context gave."""
+        return self._entered.result()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the context is left."""
+        return self._over.done()
+
+    def begin(self, context: Enter[T]) -> None:
+        """Enter; whatever interrupts the wait for it also ends it."""
+        self._over = asyncio.run_coroutine_threadsafe(self._live(context), self._loop)
+        try:
+            _first_of(self._entered, self._over)
+        except BaseException:
+            self._over.cancel()
+            concurrent.futures.wait((self._over,), END_TIMEOUT_S)
+            raise
+        if not self._entered.done():
+            if self._over.cancelled():
+                raise stopped(None)
+            self._over.result()
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, R]], *, through: bool = False) -> R:
+        """Run a coroutine there and wait for it. If the context ends first, raise why.
+
+        An interrupted wait (Ctrl-C) cancels it, unless it must go `through`: then the next call waits for its end first."""
+        self._raise_if_over()
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            self._wait_for(unfinished)
+        future = asyncio.run_coroutine_threadsafe(self._called(work), self._loop)
+        try:
+            return self._wait_for(future)
+        except BaseException:
+            if through and not future.done():
+                self._unfinished = future
+            else:
+                future.cancel()
+            raise
+
+    def _wait_for(self, future: "concurrent.futures.Future[R]") -> R:
+        _first_of(future, self._over)
+        if not future.done():
+            concurrent.futures.wait((future,), POLL_S)  # it hears of the end too, unless it came too late for the loop
+        if not future.done() or future.cancelled():
+            concurrent.futures.wait((self._over,), END_TIMEOUT_S)
+            self._raise_if_over()
+        return future.result()
+
+    def end(self) -> None:
+        """Leave the context and wait until that is done; errors on the way out were raised by `call`, or concern nobody."""
+        if self._over.done():
+            return
+        self._loop.call_soon_threadsafe(self._leave.set)
+        if self._in_its_thread():
+            return
+        concurrent.futures.wait((self._over,), END_TIMEOUT_S)
+        if not self._over.done():
+            self._over.cancel()
+
+    async def _live(self, context: Enter[T]) -> None:
+        async with context() as value:
+            self._entered.set_result(value)
+            try:
+                await self._leave.wait()
+            finally:
+                self._leaving = True
+                for task in self._calls:
+                    task.cancel()
+                await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def _called(self, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._leaving:
+            raise asyncio.CancelledError
+        self._calls.add(task)
+        try:
+            return await work()
+        finally:
+            self._calls.discard(task)
+
+    def _raise_if_over(self) -> None:
+        if self._over.done():
+            error = None if self._over.cancelled() else self._over.exception()
+            raise stopped(error) from error
+
+    def _in_its_thread(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+
+def stopped(error: BaseException | None) -> FarflockError:
+    """Why nothing can be done in the background any more."""
+    if error is None:
+        return Failure("the optimizer is closed", "it has left its run", "make a new one to go on")
+    known = explained(error)
+    why = str(known) if known is not None else f"{type(error).__name__}: {error}"
+    return Failure("the swarm's background thread has failed", why, "the cause is above; make a new optimizer to go on")
+
+
+def _first_of(*futures: "concurrent.futures.Future[Any]") -> None:
+    concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+
+
+def in_threads(count: int, work: Callable[[int], R], give_up: Callable[[], None]) -> list[R]:
+    """`work(0)` to `work(count - 1)`, each in a thread of its own; their results. The first error, or Ctrl-C, makes all
+    others end by `give_up`, and is raised."""
+    with concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="peer") as pool:
+        futures = [pool.submit(work, number) for number in range(count)]
+        try:
+            done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+            failed = [future for future in futures if future in done and future.exception() is not None]
+            if failed:
+                failed[0].result()
+        except BaseException:
+            give_up()
+            raise
+        return [future.result() for future in futures]

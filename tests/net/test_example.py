@@ -1,0 +1,125 @@
+"""The example that newcomers copy, as two processes; and one peer's real links, which must leave nothing behind."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from farflock.node.errors import Refused
+from farflock.node.swarm_optimizer import SwarmOptimizer
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "plain_loop.py"
+ROUND = re.compile(r"number=(\d+), status='(\w+)', peers=(\d)")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+FORGETFUL = """
+import psutil, torch, farflock
+model = torch.nn.Linear(2, 1)
+optimizer = farflock.SwarmOptimizer(model, period=1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+for child in psutil.Process().children(recursive=True):
+    print(child.pid)
+"""
+
+
+@contextlib.contextmanager
+def example(*arguments):
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLE), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+def alive(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def gone(pids, limit_s=5.0):
+    ends_s = time.monotonic() + limit_s
+    while any(map(alive, pids)) and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def test_two_processes_of_the_example_train_one_model():
+    with example() as founder:
+        invite = founder.stdout.readline().split()[-1]
+        with example(invite) as joiner:
+            texts = [process.communicate(timeout=90)[0] for process in (founder, joiner)]
+            assert [founder.returncode, joiner.returncode] == [0, 0], texts
+    rounds = [[(int(n), status, int(peers)) for n, status, peers in ROUND.findall(text)] for text in texts]
+    together = [[number for number, status, peers in each if (status, peers) == ("ok", 2)] for each in rounds]
+    assert together[0] == together[1]
+    assert len(together[0]) >= 3
+    assert together[0][-1] == rounds[0][-1][0] == rounds[1][-1][0]
+    hashes = {re.search(r"weights: (\w{64})", text)[1] for text in texts}
+    assert len(hashes) == 1
+
+
+def test_the_example_is_short():
+    code = [line for line in EXAMPLE.read_text().split('"""')[2].splitlines() if line.strip()]
+    assert len(code) <= 30
+
+
+def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_is_not_the_run_s(tmp_path, monkeypatch):
+    threads, passing = set(threading.enumerate()), tmp_path / "passing"
+    passing.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(passing))
+    model = nn.Linear(2, 1)
+    with SwarmOptimizer(model, "diloco", period=1) as optimizer:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        assert children
+        assert optimizer.last_round == ("delta", 0, "alone", 1)
+        with pytest.raises(Refused, match="this model is not the run's: 2 tensors of 4 numbers here, 2 of 3 there"):
+            SwarmOptimizer(nn.Linear(3, 1), invite=optimizer.invite)
+        with pytest.raises(Refused, match=r"method\.name: it is 'noloco' here and 'diloco' in the run"):
+            SwarmOptimizer(nn.Linear(2, 1), "noloco", optimizer.invite, folder=tmp_path / "mine")
+        assert (tmp_path / "mine" / "identity.key").exists()
+        assert len(list(passing.glob("farflock-*"))) == 1
+    assert gone(children)
+    ends_s = time.monotonic() + 5
+    while set(threading.enumerate()) - threads and time.monotonic() < ends_s:
+        time.sleep(0.02)  # asyncio's own thread that has waited for the directory's process is on its way out
+    assert not set(threading.enumerate()) - threads
+    assert not list(passing.glob("farflock-*"))
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same():
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    children = [int(pid) for pid in done.stdout.split()]
+    assert children
+    assert gone(children)
+    assert time.monotonic() - started < 50
