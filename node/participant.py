@@ -55,6 +55,8 @@ class Participant:
     def found(self) -> None:
         """Found the run: my initial weights are everybody's."""
         self.peer.found()
+        driver = self.loop.driver
+        driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
         self.seat.open()
 
     async def join(self, records: list[bytes], timeout_s: float) -> None:

@@ -22,7 +22,7 @@ from farflock.node.history import History
 from farflock.node.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.keeper import Keeper, last_of
 from farflock.node.manifest import Head, Manifest, seal_head
-from farflock.node.network import LEARN_TIMEOUT_S, Doors, Machine, identity_of, learn_run, network
+from farflock.node.network import LEARN_TIMEOUT_S, Doors, Machine, identity_of, keep_published, learn_run, network
 from farflock.node.participant import Participant, participant
 from farflock.node.resume import take_up, take_up_moments
 from farflock.node.status import StatusWriter
@@ -40,7 +40,6 @@ JOIN_TIMEOUT_S = 120.0
 REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
-HEAD_EVERY_S = 60.0
 REMEMBER_EVERY_S = 5.0
 INVITE_LASTS_S = 7 * 24 * 3600
 
@@ -145,7 +144,7 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
         asyncio.get_running_loop().add_signal_handler(number, _stop, node)
     status = StatusWriter(node)
     helpers = [
-        asyncio.create_task(_publish(node, head)),
+        asyncio.create_task(keep_published(node.directory, node.run, head)),
         asyncio.create_task(status.run()),
         asyncio.create_task(node.remember()),
     ]
@@ -182,13 +181,6 @@ def _stop(node: Node) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     node.participant.loop.stopping = True
-
-
-async def _publish(node: Node, head: bytes) -> None:
-    """Every member re-publishes the manifest's head, so that the run can be found without its founder."""
-    while True:
-        await node.directory.publish_head(node.run, head)
-        await asyncio.sleep(HEAD_EVERY_S)
 
 
 def _node(
