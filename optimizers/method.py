@@ -130,7 +130,7 @@ class Method(Protocol):
     """How peers keep one model although they train apart. A state machine without I/O, clock, rank, world size or
     global random numbers.
 
-    Law, for every method in `catalog.METHODS` (tests/optimizers/test_law.py):
+    Law, for every method in `catalog.METHODS` (tests/optimizers/swarm/test_law.py):
 
     1. With one participant it runs and gives its section's documented degenerate result.
     2. `failed` leaves outer state untouched and keeps local work.

@@ -14,8 +14,10 @@ class Directory(Protocol):
     """A table of signed records per run, readable by strangers, written only by each record's owner.
 
     Law (tests/swarm/test_directory_law.py): what `announce` stored is seen by `peers` of others sooner or later,
-    until it expires; a record that is forged, expired, too long or not newer is never returned. Reads may be stale,
-    stores may be lost, and views may differ between readers: callers must live with all three.
+    until it expires; a record that is forged, expired, too long, or an older one replayed by others is never returned.
+    Reads may be stale, stores may be lost, and views may differ between readers: callers must live with all three.
+    It is opened for one run: another is `ValueError`, announcing somebody else's record `BadRecord`. After `close` calls
+    end quietly; what was announced stays until it expires.
     """
 
     async def announce(self, run: str, record: bytes) -> bool:

@@ -19,7 +19,8 @@ class Links(Protocol):
 
     Law (tests/swarm/test_links_law.py): a frame arrives whole and unaltered or not at all, and its sender is who it
     says; it may be lost, late, doubled or out of order. `send` never blocks. Queues are bounded in bytes per peer and
-    in total. `life` turns `suspect` within a second and `dead` about five seconds after a peer's end, and back to
+    in total; a frame above `MAX_FRAME_BYTES` is `ValueError`, and nobody reaches itself. A cancelled `receive` loses
+    nothing. `life` turns `suspect` within a second and `dead` about five seconds after a peer's end, and back to
     `alive` when it is heard again.
     """
 
