@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farflock.compression.codec import Codec, Context, CorruptPayload
+from farflock.compression.payload import largest
 from farflock.swarm.streams import CheckShard, ReduceShard, Reduction
 
 SHARD_VALUES = 262_144
@@ -84,21 +85,24 @@ class Cut:
 
     def decode(self, index: int, round_number: int, payload: bytes) -> list[Tensor]:
         """One flat tensor a segment; `CorruptPayload` for anything that no correct peer encodes."""
-        view, at, values = memoryview(payload), 0, []
-        for segment in self.shards[index]:
+        values = [torch.empty(segment.count) for segment in self.shards[index]]
+        self.decode_into(index, round_number, payload, values)
+        return values
+
+    def decode_into(self, index: int, round_number: int, payload: bytes, values: Sequence[Tensor]) -> None:
+        """As `decode`, into flat tensors that are there; after `CorruptPayload` they hold anything."""
+        view, at = memoryview(payload), 0
+        for segment, out in zip(self.shards[index], values, strict=True):
             if len(view) < at + _LENGTH.size:
                 raise CorruptPayload(f"shard {index} ends after {len(view)} bytes, inside {segment.tensor}")
             (length,) = _LENGTH.unpack_from(view, at)
             at += _LENGTH.size
-            out = torch.empty(segment.count)
             self.codec.decode(view[at : at + length], self._context(index, round_number, segment), out)
-            if segment.count and float(out.abs().amax()) > MAX_ABS:
+            if largest(out) > MAX_ABS:
                 raise CorruptPayload(f"{segment.tensor} holds a value beyond {MAX_ABS:.3g}")
-            values.append(out)
             at += length
         if at != len(view):
             raise CorruptPayload(f"shard {index} has {len(view)} bytes, its segments {at}")
-        return values
 
     def _context(self, index: int, round_number: int, segment: Segment) -> Context:
         return Context(self.run_seed, round_number, segment.tensor, index)
@@ -118,9 +122,10 @@ def decode_all(
 ) -> dict[str, Tensor]:
     """Whole tensors from all shards of one payload."""
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    flat = {name: tensor.view(-1) for name, tensor in tensors.items()}
     for index, payload in enumerate(payloads):
-        for segment, values in zip(cut.shards[index], cut.decode(index, round_number, payload), strict=True):
-            tensors[segment.tensor].reshape(-1)[segment.start : segment.stop] = values
+        places = [flat[part.tensor][part.start : part.stop] for part in cut.shards[index]]
+        cut.decode_into(index, round_number, payload, places)
     return tensors
 
 
@@ -133,7 +138,7 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
     for weight, values in inputs:
         share = torch.tensor(weight, dtype=torch.float32) / total
         scaled = [x * share for x in values]
-        mean = [a + b for a, b in zip(mean, scaled, strict=True)] if mean else scaled
+        mean = [a.add_(b) for a, b in zip(mean, scaled, strict=True)] if mean else scaled
     return mean
 
 
