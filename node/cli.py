@@ -1,16 +1,19 @@
 """The command line: a table of commands, each imported only when it is run, and one place where errors become sentences."""
 
+import contextlib
 import os
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from types import FrameType
 
 import click
 
 from farflock import __version__
-from farflock.node.errors import INTERRUPTED, explained
+from farflock.node.errors import INTERRUPTED, Terminated, explained
 from farflock.node.output import Output
 
 COMMANDS = {
@@ -20,6 +23,7 @@ COMMANDS = {
     "status": ("farflock.node.commands.status:command", "What the local node does now, and whom it waits for."),
     "leave": ("farflock.node.commands.leave:command", "End the local node in good order."),
     "sim": ("farflock.node.commands.sim:command", "The same run on a simulated network."),
+    "bench": ("farflock.experiments.bench.command:command", "The scoreboard: what it costs, beside a yardstick."),
     "export": ("farflock.node.commands.export:command", "A checkpoint as a Hugging Face folder."),
     "generate": ("farflock.node.commands.generate:command", "Sample text from a checkpoint."),
 }
@@ -50,9 +54,27 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exit codes: 0 ok, 1 failure, 2 usage, 3 refused by the run, 130 interrupted."""
+    """Run the command line; exit codes: 0 ok, 1 failure, 2 usage, 3 refused by the run, 130 interrupted, 143 terminated."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    sys.exit(_run(given, Output("--json" in given)))
+    with _signals_raise():
+        sys.exit(_run(given, Output("--json" in given)))
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise `Terminated` wherever the program is, as Ctrl-C raises `KeyboardInterrupt`."""
+
+    def terminated(number: int, frame: FrameType | None) -> None:
+        raise Terminated(number)
+
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, terminated)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _run(arguments: list[str], out: Output) -> int:
@@ -65,6 +87,8 @@ def _run(arguments: list[str], out: Output) -> int:
     except click.ClickException as error:
         where = f" (see `{error.ctx.command_path} --help`)" if isinstance(error, click.UsageError) and error.ctx else ""
         return out.failure(f"{error.format_message()}{where}", error.exit_code)
+    except Terminated as error:
+        return out.failure("asked to end; what was running has been ended", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return out.failure("interrupted; what was running has been ended", INTERRUPTED)
     except BrokenPipeError:  # whoever read the output has seen enough; Python would complain once more at its own end

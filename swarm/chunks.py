@@ -20,7 +20,8 @@ from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
 from farflock.swarm.window import Window
 
 PIECE_BYTES = 64 * 1024
-WINDOW_BYTES = 1024 * 1024  # asked for and not yet here, per holder
+WINDOW_BYTES = 2 * 1024 * 1024  # asked for and not yet here, per holder
+ASK_BYTES = 20 * PIECE_BYTES  # asked for at once unless less is missing: a whole shard, so that chunks come one by one
 INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 STALL_S = 1.0
 GAP_S = 0.3  # between pieces of one request, which come one after the other
@@ -59,9 +60,9 @@ class Store:
         """The chunk, or None."""
         return self._chunks.get(digest)
 
-    def put(self, data: bytes, pin: Hashable) -> bytes:
-        """Keep a chunk at least until `pin` is released; returns its digest."""
-        digest = digest_of(data)
+    def put(self, data: bytes, pin: Hashable, verified: bytes | None = None) -> bytes:
+        """Keep a chunk at least until `pin` is released; returns its digest, or takes it from who has `verified` it."""
+        digest = verified or digest_of(data)
         if digest not in self._chunks:
             self._chunks[digest] = data
             self.size_bytes += len(data)
@@ -107,12 +108,22 @@ class _Fetching:
     asked: set[PeerId] = field(default_factory=set)  # nobody else's pieces are taken
     refused: set[PeerId] = field(default_factory=set)  # silent or without it: asked again when nobody else is left
     served: set[PeerId] = field(default_factory=set)
+    holder: PeerId | None = None  # who is asked now
+    window: Window | None = None  # its window, of which
+    room_bytes: int = 0  # are taken for what it has not sent yet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin_again(self) -> None:
         """Forget what has come so far."""
         self.missing = set(range(_pieces(len(self.data))))
         self.served.clear()
+
+    def give(self, size: int) -> None:
+        """Some of what was asked for is here: others may ask the same holder for as much."""
+        given = min(size, self.room_bytes)
+        self.room_bytes -= given
+        if self.window is not None:
+            self.window.give(given)
 
 
 class Chunks:
@@ -155,7 +166,7 @@ class Chunks:
                 data = await self._fetch_whole(digest, size, holders)
         except TimeoutError:
             return False
-        self.store.put(data, pin)
+        self.store.put(data, pin, verified=digest)
         return True
 
     def receive(self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes) -> None:
@@ -221,20 +232,22 @@ class Chunks:
             await asyncio.sleep(STALL_S / 2)
             return bool(living)
         window = self._windows.setdefault(holder, Window(WINDOW_BYTES))
-        wanted = await window.take(*self._wanted(fetching))
+        fetching.room_bytes = await window.take(*self._wanted(fetching), ahead=bool(fetching.served))
+        fetching.holder, fetching.window = holder, window
         try:
             if self._life(holder) not in ("suspect", "dead"):  # the turn may have been long in coming
-                await self._ask(fetching, holder, wanted)
+                await self._ask(fetching, holder, fetching.room_bytes)
         finally:
-            window.give(wanted)
-            if window.idle:
-                self._windows.pop(holder, None)
+            fetching.give(fetching.room_bytes)
+            fetching.holder = None
+            if window.idle and self._windows.get(holder) is window:
+                del self._windows[holder]
         return True
 
     def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
-        """What to take of a holder's window for the next request: at least one piece, at most the rest."""
+        """What to take of a holder's window for the next request: at least `ASK_BYTES` if so much is missing, at most all."""
         first = min(fetching.missing) * PIECE_BYTES
-        least = max(min(PIECE_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
+        least = max(min(ASK_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, len(fetching.data) - first))
 
     async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
@@ -292,6 +305,8 @@ class Chunks:
         fetching.data[piece.start : piece.start + expected] = body
         fetching.missing.discard(index)
         fetching.served.add(sender)
+        if sender == fetching.holder:
+            fetching.give(expected)
         self._heard_s[sender] = asyncio.get_running_loop().time()
         if len(self._heard_s) > MAX_ASKERS:
             del self._heard_s[next(iter(self._heard_s))]

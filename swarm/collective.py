@@ -143,6 +143,7 @@ class Collective:
     _contributed: dict[bytes, set[int]] = field(default_factory=dict)  # shards that need a contribution not yet here
     _reducing: dict[int, tuple[tuple[int, float, bytes], ...]] = field(default_factory=dict)  # inputs by shard
     _announced: dict[int, Reduced] = field(default_factory=dict)
+    _announcers: dict[bytes, set[int]] = field(default_factory=dict)  # of each item: they hold it
     _actions: list[Action] = field(default_factory=list)
     _reported: bytes = b""
     _sent_s: float = 0.0
@@ -177,7 +178,7 @@ class Collective:
                 self._take_offer(sender, message)
                 concerned = range(self.terms.shards)
             case Reduced():
-                self._take_reduced(message)
+                self._take_reduced(sender, message)
             case Holds(prefixes=prefixes):
                 self.holdings.hear(sender, prefixes)
             case _:
@@ -200,7 +201,7 @@ class Collective:
         self.holdings.hold(digest)
         mask = _mask([member for member, _, _ in inputs if member not in rejected])
         message = self._announced[shard] = Reduced(self.key, self.view, shard, digest, size, mask)
-        self._take_reduced(message)
+        self._take_reduced(self.me, message)
         self._to_others(message)
         self.advance(now_s, ())
 
@@ -273,16 +274,20 @@ class Collective:
                 self.holdings.hold(digest)
         if self.terms.kind == "gather":
             for shard, (digest, size) in enumerate(zip(offer.digests, offer.sizes, strict=True)):
-                self._add_item(Item(member * self.terms.shards + shard, digest, size, _mask([member])))
+                self._add_item(member, Item(member * self.terms.shards + shard, digest, size, _mask([member])))
 
-    def _take_reduced(self, message: Reduced) -> None:
+    def _take_reduced(self, member: int, message: Reduced) -> None:
         known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self.group)
         if message.shard < self.terms.shards and self.terms.kind == "mean" and known:
-            self._add_item(Item(message.shard, message.digest, message.size, message.mask))
+            self._add_item(member, Item(message.shard, message.digest, message.size, message.mask))
 
-    def _add_item(self, item: Item) -> None:
+    def _add_item(self, member: int, item: Item) -> None:
+        """Note an item that a member announces, and fetch it."""
         if self.holdings.add(item):
+            self._announcers.setdefault(item.digest, set()).add(member)
             self._collect([item])
+        elif item.digest in self._announcers:
+            self._announcers[item.digest].add(member)
 
     def _spoil(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
@@ -339,10 +344,14 @@ class Collective:
             self._fetch_item(item)
 
     def _holders(self, item: Item) -> tuple[int, ...]:
-        """Who said they hold it, then who ought to, then anybody: the chunk store asks in this order."""
+        """Who announced it or said they hold it; while none of them lives, who ought to, then anybody. The chunk store
+        asks whichever is the least busy of these, so nobody who cannot have it yet may be among them."""
+        known = {*self._announcers.get(item.digest, ()), *self.holdings.said(item)} - {self.me}
+        if known - self.suspects:
+            return tuple(sorted(known))
         gathered = self.terms.kind == "gather"
         ought = (item.index // self.terms.shards,) if gathered else reducers(self.ordered, item.index)
-        return tuple(dict.fromkeys(member for member in (*self.holdings.said(item), *ought) if member != self.me))
+        return tuple(dict.fromkeys(member for member in (*sorted(known), *ought) if member != self.me))
 
     def _fetch_item(self, item: Item) -> None:
         self._fetch(item.index % self.terms.shards, item.digest, item.size, functools.partial(self._holders, item))

@@ -19,13 +19,16 @@ class Window:
         """Whether nobody has or wants any of it."""
         return self.free_bytes == self.size_bytes and not self._waiting
 
-    async def take(self, least_bytes: int, most_bytes: int) -> int:
-        """Wait for at least `least_bytes` (at most the whole window) and take up to `most_bytes`; returns how many."""
+    async def take(self, least_bytes: int, most_bytes: int, *, ahead: bool = False) -> int:
+        """Wait for at least `least_bytes` (at most the whole window) and take up to `most_bytes`; returns how many.
+
+        `ahead` of all who wait goes who has had a part already: what was begun ends before something new begins."""
         assert least_bytes <= min(most_bytes, self.size_bytes), f"{least_bytes} bytes of {self.size_bytes}"
-        if not self._waiting and least_bytes <= self.free_bytes:
+        if (ahead or not self._waiting) and least_bytes <= self.free_bytes:
             return self._grant(most_bytes)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append((least_bytes, most_bytes, turn))
+        add = self._waiting.appendleft if ahead else self._waiting.append
+        add((least_bytes, most_bytes, turn))
         try:
             return await turn
         except asyncio.CancelledError:

@@ -350,6 +350,40 @@ async def test_a_strangers_miss_does_not_turn_the_reader_from_its_holder(net):
     assert now() < 0.5
 
 
+def contributions(count):
+    """Chunks as shards are: 262,144 values of four bytes and a length, so that two do not quite fit a window."""
+    return [data_of(2**20 + 4, seed) for seed in range(count)]
+
+
+@in_virtual_time
+async def test_chunks_asked_for_in_order_are_whole_in_order_one_after_the_other(net):
+    """What is begun ends first: else all would be whole at the end, and whoever computes with them would wait till then."""
+    parts = contributions(8)
+    net.peer("holder", *parts)
+    reader = net.peer("reader")
+    whole = {}
+
+    async def one(number, part):
+        assert await fetch(reader, part, ["holder"])
+        whole[number] = now()
+
+    await asyncio.gather(*(one(number, part) for number, part in enumerate(parts)))
+    assert sorted(whole, key=whole.get) == list(range(8))
+    part_s = len(parts[0]) / net.rate
+    assert all(whole[number] < (number + 2) * part_s + 4 * net.latency_s for number in whole)
+
+
+@in_virtual_time
+async def test_a_far_holder_is_never_idle_while_something_is_missing(net):
+    """Each piece that comes makes room for the next question: the line stays full although the window is four times what
+    is on its way."""
+    parts = contributions(20)
+    net.peer("holder", *parts)
+    reader = net.peer("reader")
+    assert all(await asyncio.gather(*(fetch(reader, part, ["holder"]) for part in parts)))
+    assert now() < sum(map(len, parts)) / net.rate + 4 * net.latency_s
+
+
 # Bounds.
 
 
@@ -501,8 +535,17 @@ def test_the_same_content_is_kept_once():
     assert store.size_bytes == 100
 
 
+def test_what_was_verified_is_not_hashed_again(monkeypatch):
+    store = Store(1000)
+    name = digest_of(b"x" * 100)
+    monkeypatch.setattr(module, "digest_of", lambda data: pytest.fail("hashed again"))
+    assert store.put(b"x" * 100, "a", verified=name) == name
+    assert store.get(name) == b"x" * 100
+
+
 def test_the_constants_fit_each_other():
     assert WINDOW_BYTES % PIECE_BYTES == 0
+    assert module.ASK_BYTES % PIECE_BYTES == 0
     assert MAX_CHUNK_BYTES % PIECE_BYTES == 0
     assert module.MAX_WANTS * (WINDOW_BYTES // MAX_WANTS) == WINDOW_BYTES
     assert INBOUND_BYTES >= MAX_CHUNK_BYTES

@@ -483,6 +483,27 @@ def test_everything_is_asked_for_once_at_a_time():
     assert set(fetches.values()) == {1}
 
 
+def test_a_result_is_fetched_from_who_announced_it_or_says_to_hold_it_and_from_anybody_once_those_are_gone():
+    """Whoever cannot have it yet would only answer that it does not, a round trip later."""
+    machine = Collective(KEY, VIEW, tuple("abcd"), 3, (0, 1, 2, 3), TERMS, 0.0)
+    digest = digest_of(b"reduced")
+    machine.receive(0.1, 0, Reduced(KEY, VIEW, 0, digest, 7, mask(0, 1)))
+    (wanted,) = (action for action in machine.take() if isinstance(action, Fetch))
+    assert wanted.holders() == (0,)
+    machine.receive(0.2, 2, Holds(KEY, VIEW, digest[:8] + bytes(8)))
+    assert wanted.holders() == (0, 2)
+    machine.receive(0.3, 1, Reduced(KEY, VIEW, 0, digest, 7, mask(0, 1)))
+    assert wanted.holders() == (0, 1, 2)
+    machine.tick(0.4, frozenset({0, 1, 2}))
+    assert set(wanted.holders()) == {0, 1, 2}
+
+    lone = Collective(KEY, VIEW, tuple("abcd"), 3, (0, 1, 2, 3), TERMS, 0.0)
+    lone.receive(0.1, 1, Reduced(KEY, VIEW, 0, digest, 7, mask(0, 1)))
+    (wanted,) = (action for action in lone.take() if isinstance(action, Fetch))
+    lone.tick(0.2, frozenset({1}))
+    assert set(wanted.holders()) == {0, 1, 2}, "the announcer is gone: the others may have got it"
+
+
 def test_ticks_after_the_end_do_nothing():
     world = offering_world(16).run()
     for me in range(3):

@@ -40,6 +40,30 @@ def test_who_waits_goes_in_order_even_if_a_later_one_would_fit():
     run_virtual(main())
 
 
+def test_who_has_begun_goes_ahead_of_who_waits_and_takes_no_more_than_there_is():
+    async def main():
+        window, order = Window(100), []
+
+        async def user(name, size, ahead):
+            taken = await window.take(size, size, ahead=ahead)
+            order.append(name)
+            await asyncio.sleep(1)
+            window.give(taken)
+
+        async with asyncio.TaskGroup() as group:
+            for name, size, ahead in (
+                ("first", 90, False),
+                ("large", 100, False),
+                ("begun", 20, True),
+                ("fits", 5, True),
+            ):
+                group.create_task(user(name, size, ahead))
+        assert order == ["first", "fits", "begun", "large"]
+        assert window.idle
+
+    run_virtual(main())
+
+
 def test_more_than_the_whole_window_is_a_bug():
     async def main():
         with pytest.raises(AssertionError):

@@ -1,0 +1,104 @@
+"""What does a codec cost? Encoding and decoding a buffer shard by shard, over one copy of that buffer; and how many bits a
+parameter takes.
+
+The buffer holds normal values, 1e-3 wide, as pseudo-gradients are; one thread; shards as `node/wire.py` cuts them. The
+ratio is of the codec alone, into memory that is there; the note adds what the whole way costs, from an exchange's
+tensors to payloads and back to tensors. Real pseudo-gradients, and what zstandard makes of them: compression/zstd.py.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflock.compression import catalog
+from farflock.compression.codec import Codec, Context
+from farflock.experiments.bench.metric import Metric, Options, load, medians, turns
+from farflock.experiments.bench.threads import one_thread
+from farflock.node.errors import Usage
+from farflock.node.wire import SHARD_VALUES, Cut, decode_all
+
+VALUES = 16 * SHARD_VALUES  # 16 MiB
+QUICK_VALUES = SHARD_VALUES
+WIDTH = 1e-3
+SEED = 20_261_121
+TURNS = 5  # rounds a repeat: each takes milliseconds
+SPARSE, K, CHUNK, SPARSE_BITS = "topk:64/4096", 64, 4096, 2
+
+
+def run(options: Options) -> Iterator[Metric]:
+    """`codec.NAME` for each codec of the catalogue, and `codec.sparse_bits`."""
+    chance = torch.Generator().manual_seed(SEED)
+    values = WIDTH * torch.randn(QUICK_VALUES if options.quick else VALUES, generator=chance)
+    with one_thread():
+        for name in _names(options.only):
+            yield _speed(name, _codec(name), values, options.repeats)
+    if options.wants("codec.sparse_bits"):
+        yield _sparse_bits(values)
+
+
+def _names(only: str | None) -> tuple[str, ...]:
+    if only is None:
+        return tuple(catalog.CODECS)
+    name = only.removeprefix("codec.")
+    return () if name == "sparse_bits" else (name,)
+
+
+def _codec(name: str) -> Codec:
+    """Any codec that the catalogue knows by name, also one with other numbers than usual."""
+    try:
+        return catalog.codec(name)
+    except ValueError as error:
+        raise Usage(f"codec.{name}", str(error), "or take codec.sparse_bits") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The two ways through a codec: alone, and as an exchange's tensors take it."""
+
+    codec: Codec
+    cut: Cut
+    values: Tensor
+    out: Tensor
+
+    def alone(self) -> int:
+        """Encode and decode each shard; returns the payloads' bytes."""
+        written = 0
+        for x, out in zip(self.values.view(-1, SHARD_VALUES), self.out.view(-1, SHARD_VALUES), strict=True):
+            payload = bytearray()
+            written += self.codec.encode(x, Context(), payload)
+            self.codec.decode(payload, Context(), out)
+        return written
+
+    def whole(self) -> None:
+        """All payloads of an exchange, then all of its tensors."""
+        tensors = {"x": self.values}
+        payloads = [self.cut.encode(index, 0, tensors) for index in range(len(self.cut.shards))]
+        decode_all(self.cut, 0, payloads, {"x": tuple(self.values.shape)})
+
+
+def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
+    out = torch.empty_like(values)
+    shards = Shards(codec, Cut.of({"x": tuple(values.shape)}, codec), values, out)
+    target = torch.empty_like(values)
+    works: tuple[Callable[[], object], ...] = (shards.alone, lambda: target.copy_(values), shards.whole)
+    rounds = turns(repeats * TURNS, *works, clock=time.process_time)
+    value, yardstick, ratio = medians([(alone, copy) for alone, copy, _ in rounds])
+    _, _, whole = medians([(whole, copy) for _, copy, whole in rounds])
+    error = float((out - values).norm() / values.norm())
+    bits = 8 * shards.alone() / values.numel()
+    note = f"{bits:.4g} bits a value; {whole:.3g}x with node/wire.py around it; relative error {error:.2g} on normal values"
+    return Metric(f"codec.{name}", value, yardstick, ratio, len(rounds), load(), note=note)
+
+
+def _sparse_bits(values: Tensor) -> Metric:
+    """Bits a parameter of the sparse codec, over what positions and values of two bits would need at least."""
+    payload = bytearray()
+    bits = 8 * catalog.codec(SPARSE).encode(values, Context(), payload) / values.numel()
+    positions = math.log2(math.comb(CHUNK, K))
+    limit, same = ((positions + K * each) / CHUNK for each in (SPARSE_BITS, 8))
+    note = f"{SPARSE} with values of 8 bits, positions of 12; the limit with values of 8 bits is {same:.3f}"
+    return Metric("codec.sparse_bits", bits, limit, round(bits / limit, 4), 1, load(), "bits a parameter", note)

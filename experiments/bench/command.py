@@ -1,0 +1,106 @@
+"""`farflock bench`: the scoreboard, one JSON object a line on standard output, whoever reads it.
+
+A benchmark is a module with `run(options) -> Iterator[Metric]`, imported only when it is asked for.
+"""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import click
+
+from farflock.node.errors import Usage
+from farflock.node.nearest import nearest
+from farflock.node.output import Output
+
+if TYPE_CHECKING:
+    from farflock.experiments.bench.metric import Metric, Options
+
+BENCHMARKS = {
+    "codec": "farflock.experiments.bench.codec",
+    "loop": "farflock.experiments.bench.loop",
+    "sim": "farflock.experiments.bench.sim",
+    "memory": "farflock.experiments.bench.memory",
+    "sync": "farflock.experiments.bench.sync",
+    "kill": "farflock.experiments.bench.kill",
+}
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MAX_BITS = 1e12
+COLUMNS = ("metric", "value", "yardstick", "ratio", "n", "load", "unit", "note")
+SHOWN = COLUMNS[:-1]  # in the table; notes are long
+
+
+def rate_bits(text: str) -> float:
+    """`100mbit` -> 1e8 bits a second; `ValueError` for anything that is no rate."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmg]bit)", text.strip().lower())
+    bits = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not 0 < bits <= MAX_BITS:
+        raise ValueError(f"{text!r} is no rate; write a number and kbit, mbit or gbit, such as 100mbit")
+    return bits
+
+
+def _rate(ctx: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    try:
+        return None if text is None else rate_bits(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _known(ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if _benchmark(name) not in BENCHMARKS:
+            raise click.BadParameter(f"there is no benchmark {name!r}; {nearest(_benchmark(name), BENCHMARKS)}")
+    return names
+
+
+def _benchmark(name: str) -> str:
+    """Of `codec` or `codec.int8`: `codec`."""
+    return name.partition(".")[0]
+
+
+@click.command("bench")
+@click.argument("names", nargs=-1, metavar="[NAME]...", callback=_known)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Alternating runs of each.")
+@click.option("--rate", "rate", callback=_rate, metavar="RATE", help="Of every link, for sync: 100mbit, 1gbit.")
+@click.option("--quick", is_flag=True, help="Small sizes: to see that it runs; the numbers say little.")
+@click.option("--json", "as_json", is_flag=True, help="No table at the end; JSON lines come in any case.")
+def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool) -> None:
+    """Measure codec, loop, sim, memory, sync, kill, or one metric such as codec.int8; without NAME, all of them.
+
+    Each line is one JSON object: metric, value, yardstick (measured in the same call, in turns), ratio, n, load (of the
+    machine, a core; above 1 the numbers are noisy), unit, note.
+    """
+    from farflock.experiments.bench.metric import Options
+
+    out, rows = Output(as_json=True), []
+    for name in names or BENCHMARKS:
+        only = name if "." in name else None
+        out.line(f"measuring {name}")
+        for metric in measured(_benchmark(name), Options(repeats, rate, quick, only)):
+            out.result(facts(metric), "")
+            rows.append([_short(facts(metric)[name]) for name in SHOWN])
+    if not as_json:
+        out.table(SHOWN, rows)
+
+
+def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
+    """A benchmark's metrics, or the one that was asked for; `Usage` if it has none of that name."""
+    run = import_module(BENCHMARKS[benchmark]).run
+    seen = []
+    for metric in run(options):
+        seen.append(metric.metric)
+        if options.wants(metric.metric):
+            yield metric
+    if options.only is not None and options.only not in seen:
+        remedy = nearest(options.only, seen) if seen else f"`farflock bench {benchmark}` measures all there are"
+        raise Usage(f"bench {options.only}", f"{benchmark} has no metric of this name", remedy)
+
+
+def facts(metric: "Metric") -> dict[str, object]:
+    """The line's fields in the order of `COLUMNS`."""
+    return {name: getattr(metric, name) for name in COLUMNS}
+
+
+def _short(value: object) -> object:
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,0 +1,170 @@
+"""Worker processes of a benchmark, told what to do and answering in lines of JSON over their standard streams.
+
+They end with us, however we end: a worker whose standard input closes leaves, and on Linux the kernel kills one that
+cannot even do that because it is stopped.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farflock.experiments.bench.netns import Host
+
+START_TIMEOUT_S = 90.0
+ANSWER_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 5.0
+LINE_BYTES = 4 * 1024 * 1024
+MAX_COMMANDS = 64
+ROOT = Path(__file__).resolve().parents[2]
+PR_SET_PDEATHSIG = 1
+
+Fields = dict[str, Any]
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended or fell silent before it had answered."""
+
+
+class Worker:
+    """One process, as its owner sees it. `name` is for messages."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name, self.process = name, process
+        self._heard: list[Fields] = []
+
+    def tell(self, kind: str, **fields: object) -> None:
+        """Send a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
+
+    async def hear(self, kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Fields:
+        """The next message of this kind; others are kept for later. `WorkerFailed` if it does not come."""
+        for index, message in enumerate(self._heard):
+            if message["kind"] == kind:
+                return self._heard.pop(index)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (message := await self._next())["kind"] != kind:
+                    self._heard.append(message)
+        except TimeoutError:
+            raise WorkerFailed(f"{self.name} did not say {kind!r} within {timeout_s:.0f} s") from None
+        return message
+
+    def kept(self, kind: str) -> list[Fields]:
+        """The messages of this kind that came while another one was waited for, oldest first."""
+        found = [message for message in self._heard if message["kind"] == kind]
+        self._heard = [message for message in self._heard if message["kind"] != kind]
+        return found
+
+    async def _next(self) -> Fields:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        if not line:
+            raise WorkerFailed(f"{self.name} ended; what it said last is on standard error")
+        message: Fields = msgspec.json.decode(line)
+        return message
+
+    def signal(self, number: int) -> None:
+        """Send this process a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def end(self) -> None:
+        """Kill it, stopped or not, and take leave of its remains."""
+        self.signal(signal.SIGKILL)
+        await self.process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def fleet(module: str, places: Sequence[Host], settings: Mapping[str, object]) -> AsyncIterator[list[Worker]]:
+    """One worker a place, each running `module` with its number, its place and `settings`; all have ended after the
+    block, whatever happened in it."""
+    workers: list[Worker] = []
+    try:
+        for number, place in enumerate(places):
+            described = {**settings, "number": number, "count": len(places), "host": place.address}
+            process = await asyncio.create_subprocess_exec(
+                *(*place.prefix, sys.executable, "-m", module, msgspec.json.encode(described).decode()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=_surroundings(),
+                limit=LINE_BYTES,
+                start_new_session=True,  # Ctrl-C is for us, who end them
+            )
+            workers.append(Worker(f"worker {number}", process))
+        yield workers
+    finally:
+        await asyncio.gather(*(worker.end() for worker in workers))
+
+
+async def hear_all(workers: Sequence[Worker], kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Fields]:
+    """One message of this kind from each."""
+    hearing = [asyncio.create_task(worker.hear(kind, timeout_s)) for worker in workers]
+    try:
+        return list(await asyncio.gather(*hearing))
+    finally:
+        for task in hearing:
+            task.cancel()
+        await asyncio.gather(*hearing, return_exceptions=True)
+
+
+async def introduce(workers: Sequence[Worker]) -> list[Fields]:
+    """The rendezvous: everybody gets everybody's record; returns what each said when it was a member of the whole view."""
+    records = [answer["record"] for answer in await hear_all(workers, "record", START_TIMEOUT_S)]
+    for worker in workers:
+        worker.tell("records", records=records)
+    return await hear_all(workers, "ready", START_TIMEOUT_S)
+
+
+def _surroundings() -> dict[str, str]:
+    """One compute thread a worker: they share the machine's cores."""
+    paths = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path)
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+class Owner:
+    """The other end: what a worker hears from and says to whoever started it."""
+
+    def __init__(self) -> None:
+        self._commands: asyncio.Queue[Fields] = asyncio.Queue(MAX_COMMANDS)
+        self._listening: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls) -> "Owner":
+        """Listen to standard input; from now on this process does not outlive its owner."""
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        reader = asyncio.StreamReader(limit=LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        owner = cls()
+        owner._listening = asyncio.create_task(owner._listen(reader))
+        return owner
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            await self._commands.put(msgspec.json.decode(line))
+        os._exit(0)  # the owner has gone: nobody is left to work or to tidy up for
+
+    async def next(self) -> Fields:
+        """What the owner says next."""
+        return await self._commands.get()
+
+    async def command(self, kind: str) -> Fields:
+        """The next command, which must be of this kind."""
+        message = await self.next()
+        assert message["kind"] == kind, f"expected {kind}, got {message}"
+        return message
+
+    @staticmethod
+    def say(kind: str, **fields: object) -> None:
+        """Send the owner a message."""
+        sys.stdout.buffer.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
+        sys.stdout.buffer.flush()

@@ -1,0 +1,150 @@
+"""What does a sudden death cost the others? Nodes train together over real links; one gets a signal in mid-exchange.
+
+It is first stopped (SIGSTOP, as a cut cable would: nothing says that it has gone), later continued, and when it is back
+it is killed (SIGKILL). Both times it owes the others a shard that it has begun to reduce. `notice` is the time from the
+signal until the last of the others has that round's result applied; a step of theirs is lost if no result holds it and
+none will, because it was given up for a snapshot. The run's agreed tokens must confirm what the workers count.
+"""
+
+import asyncio
+import signal
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from farflock.experiments.bench.fleet import Fields, Worker, fleet, introduce
+from farflock.experiments.bench.kill_peer import PERIOD
+from farflock.experiments.bench.metric import Metric, Options, load
+from farflock.experiments.bench.netns import Host
+
+WORKER = "farflock.experiments.bench.kill_peer"
+GOAL_S = 1.0
+ROUNDS_AFTER = 2  # which the others must have finished before what they lost is counted
+WAIT_S = 60.0
+VICTIM = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many nodes, and the model's shape."""
+
+    peers: int = 4
+    dim: int = 128
+    layers: int = 4
+
+
+QUICK = Size(3, 16, 1)
+
+
+class Diverged(RuntimeError):
+    """Nodes whose states or books differ after the same round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """What one signal cost the others."""
+
+    notice_s: float
+    steps_lost: int
+
+
+@dataclass(slots=True)
+class Watch:
+    """What each worker has said of its rounds."""
+
+    workers: Sequence[Worker]
+    states: dict[int, str] = field(default_factory=dict)  # by round: equal on all
+    latest: dict[str, Fields] = field(default_factory=dict)
+
+    async def next(self, worker: Worker) -> Fields:
+        """The next round that a worker has applied."""
+        said = await worker.hear("round", WAIT_S)
+        self.note(worker, said)
+        return said
+
+    def note(self, worker: Worker, said: Fields) -> None:
+        """Take in what a worker said of a round."""
+        self.latest[worker.name] = said
+        if self.states.setdefault(said["number"], said["state"]) != said["state"]:
+            raise Diverged(f"{worker.name} has another state than others after round {said['number']}")
+
+    async def together(self, members: int) -> None:
+        """Until every worker has applied a round of so many members."""
+        for worker in self.workers:
+            while (await self.next(worker))["members"] != members:
+                pass
+
+    async def after(self, worker: Worker, moment_s: float) -> float:
+        """When a worker applied its first round after this moment."""
+        while (at_s := float((await self.next(worker))["at_s"])) <= moment_s:
+            pass
+        return at_s
+
+    def lost(self, workers: Sequence[Worker]) -> int:
+        """Steps that these workers have given up so far."""
+        return sum(int(self.latest[worker.name]["lost"]) for worker in workers)
+
+
+def run(options: Options) -> Iterator[Metric]:
+    """`kill.notice_s`, `kill.steps_lost`, and the same of a stopped node."""
+    size, repeats = (QUICK, 1) if options.quick else (Size(), options.repeats)
+    blows = [asyncio.run(blows_of(size)) for _ in range(repeats)]
+    stops, kills = zip(*blows, strict=True)
+    yield from _metrics("kill.", kills, f"SIGKILL to 1 of {size.peers} in mid-exchange")
+    yield from _metrics("kill.stop_", stops, f"SIGSTOP to 1 of {size.peers} in mid-exchange")
+
+
+def _metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
+    notice_s = statistics.median(blow.notice_s for blow in blows)
+    note = (
+        f"{what}; worst of {len(blows)}: {max(blow.notice_s for blow in blows):.2f} s; the goal is below the yardstick"
+    )
+    yield Metric(f"{prefix}notice_s", notice_s, GOAL_S, round(notice_s / GOAL_S, 3), len(blows), load(), note=note)
+    lost = max(blow.steps_lost for blow in blows)
+    note = f"{what}; the most of {len(blows)}, all survivors together; the goal is none"
+    yield Metric(f"{prefix}steps_lost", lost, 0.0, None, len(blows), load(), "steps", note)
+
+
+async def blows_of(size: Size) -> tuple[Blow, Blow]:
+    """What a stop and a kill cost the others in one run of these nodes."""
+    settings = {"dim": size.dim, "layers": size.layers}
+    async with fleet(WORKER, [Host()] * size.peers, settings) as workers:
+        await introduce(workers)
+        watch, victim = Watch(workers), workers[VICTIM]
+        await watch.together(size.peers)
+        stopped = await _strike(watch, victim, signal.SIGSTOP)
+        victim.signal(signal.SIGCONT)
+        victim.tell("release")
+        await watch.together(size.peers)
+        killed = await _strike(watch, victim, signal.SIGKILL)
+        _require_books(watch, victim)
+        return stopped, killed
+
+
+async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:
+    """Signal the victim while it holds a shard, and see how the others take it."""
+    others = [worker for worker in watch.workers if worker is not victim]
+    lost_before = watch.lost(others)
+    victim.tell("hold")
+    await victim.hear("holding", WAIT_S)
+    struck_s = asyncio.get_running_loop().time()
+    victim.signal(number)
+    for said in victim.kept("round"):
+        watch.note(victim, said)
+    went_on_s = max([await watch.after(worker, struck_s) for worker in others])
+    for worker in others:
+        for _ in range(ROUNDS_AFTER):
+            await watch.next(worker)
+    return Blow(went_on_s - struck_s, watch.lost(others) - lost_before)
+
+
+def _require_books(watch: Watch, victim: Worker) -> None:
+    """The run's agreed tokens hold what the workers count, no more and no less; of the victim's last round nobody can say
+    whether it counted, and of the others' only their latest common round can be compared."""
+    last = min(int(said["number"]) for name, said in watch.latest.items() if name != victim.name)
+    agreed = max(int(said["agreed"]) for said in watch.latest.values() if said["number"] == last)
+    counted = sum(int(said["counted"]) for said in watch.latest.values())
+    rounds_apart = sum(int(said["number"]) - last for name, said in watch.latest.items() if name != victim.name)
+    surplus = agreed + PERIOD * rounds_apart - counted
+    if surplus not in (0, PERIOD):
+        raise Diverged(f"{agreed} steps are agreed after round {last}, but the workers count {counted}: {watch.latest}")

@@ -1,0 +1,112 @@
+"""What does the node's loop cost beside a bare PyTorch loop? Tokens per second of processor time, the two in turns.
+
+One peer alone, put together as `node/process.py` does it: real links, worker threads for steps and codecs, the history
+on disk; no directory, checkpoints or status file, and a method that exchanges nothing. Both loops take the same steps on
+the same batches, and must come to the same loss.
+"""
+
+import asyncio
+import contextlib
+import math
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from farflock.experiments.bench.bare import SEED, Bare, plan_of
+from farflock.experiments.bench.metric import Metric, Options, load, medians, seconds
+from farflock.experiments.bench.threads import one_thread
+from farflock.node.corpus import SHIPPED, load_corpus
+from farflock.node.history import History
+from farflock.node.participant import Participant, Plan, participant
+from farflock.node.tokenizer import ByteTokenizer, Tokens
+from farflock.node.worker import Worker
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer import Peer, RunTerms
+from farflock.swarm.zmq_links import ZmqLinks
+
+RUN = "bench"
+SAME_LOSS = 1e-4  # of its value: the arithmetic is the same, though not every order of it
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is trained, for how many steps a turn, and how many turns a repeat: short ones see the same machine."""
+
+    preset: str = "demo"
+    batch: int = 8
+    seq: int = 64
+    steps: int = 10
+    turns: int = 6
+
+
+QUICK = Size("tiny", 2, 16, 5, 1)
+
+
+class Unalike(RuntimeError):
+    """The two loops did not train the same: comparing their speed would mean nothing."""
+
+
+def run(options: Options) -> Iterator[Metric]:
+    """`loop`: the node's tokens per processor second over the bare loop's."""
+    size = QUICK if options.quick else Size()
+    with one_thread(), ThreadPoolExecutor(1) as thread:
+        pairs = asyncio.run(_pairs(size, options.repeats * size.turns, thread))
+    value, yardstick, ratio = medians(pairs)
+    unit = "tokens a processor second"
+    note = f"{size.preset} model, batch {size.batch} x {size.seq}, {size.steps} steps a turn, one thread"
+    yield Metric("loop", value, yardstick, ratio, len(pairs), load(), unit, note)
+
+
+async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tuple[float, float]]:
+    """Rates of both loops, turn by turn; the first turn of each warms up.
+
+    The bare loop has a thread of its own, as the node's steps have: memory is handed out to each thread in its own way,
+    which costs more than what is measured here. The node stands still meanwhile."""
+    plan = plan_of(size.preset, size.batch, size.seq, "local")
+    tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
+    turn_tokens = size.steps * size.batch * size.seq
+    pairs = []
+    async with alone(plan, tokens) as node:
+        bare = Bare(plan, tokens, node.peer.me)
+        for number in range(1, turns + 2):
+            begin_s = time.process_time()
+            await node.loop.run(number * turn_tokens)
+            ours_s = time.process_time() - begin_s
+            bare_s = seconds(lambda: thread.submit(bare.train, size.steps).result(), time.process_time)
+            _require_alike(node.loop.last_loss, bare.loss)
+            pairs.append((turn_tokens / ours_s, turn_tokens / bare_s))
+    return pairs[1:]
+
+
+@contextlib.asynccontextmanager
+async def alone(plan: Plan, tokens: Tokens) -> AsyncIterator[Participant]:
+    """A node that has founded a run and is its only member; nothing of it is left after the block."""
+    identity = Identity.from_seed(bytes(32))
+    codecs, steps = Worker("codec"), Worker("train")
+    with tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder, contextlib.ExitStack() as stack:
+        stack.callback(codecs.close)
+        stack.callback(steps.close)
+        history = stack.enter_context(History.open(Path(folder), time.time))
+
+        def report(kind: str, fields: dict[str, object]) -> None:
+            if kind == "step":
+                history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
+
+        links = await ZmqLinks.open(identity, RUN, incarnation=1, listen="tcp://127.0.0.1:0")
+        try:
+            terms = RunTerms(RUN, SEED)
+            peer = Peer(terms, identity, links, None, incarnation=1, record=links.record, compute=codecs)
+            async with peer.running():
+                node = participant(plan, peer, tokens, compute=codecs, train=steps, report=report)
+                node.found()
+                yield node
+        finally:
+            await links.close()
+
+
+def _require_alike(ours: float | None, theirs: float) -> None:
+    if ours is None or not math.isclose(ours, theirs, rel_tol=SAME_LOSS):
+        raise Unalike(f"the node's loop ended a turn with a loss of {ours}, the bare loop with {theirs}")

@@ -1,0 +1,72 @@
+"""A worker's way into a swarm of workers: real links on its host, and a rendezvous through its owner.
+
+There is no directory: the owner hands everybody's record to everybody, so that what is measured is the swarm alone.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from farflock.experiments.bench.fleet import Owner
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer import Peer, RunTerms
+from farflock.swarm.views import View
+from farflock.swarm.zmq_links import ZmqLinks
+
+RUN = "bench"
+SEED = 20_261_121
+VIEW_S = 2.0
+JOIN_TIMEOUT_S = 60.0
+POLL_S = 0.02
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Which of how many workers this is, and the address of its host."""
+
+    number: int
+    count: int
+    host: str
+
+
+@contextlib.asynccontextmanager
+async def member(
+    owner: Owner, place: Place, compute: Callable[[Callable[[], Any]], Awaitable[Any]]
+) -> AsyncIterator[Peer]:
+    """A running peer on real links, not yet in any view; its owner is told its record."""
+    identity = Identity.from_seed(place.number.to_bytes(32, "big"))
+    incarnation = place.number + 1
+    links = await ZmqLinks.open(identity, RUN, incarnation=incarnation, listen=f"tcp://{place.host}:0")
+    try:
+        terms = RunTerms(RUN, SEED, VIEW_S)
+        peer = Peer(terms, identity, links, None, incarnation=incarnation, record=links.record, compute=compute)
+        async with peer.running():
+            owner.say("record", record=links.record().hex())
+            yield peer
+    finally:
+        await links.close()
+
+
+async def meet(
+    owner: Owner,
+    peer: Peer,
+    place: Place,
+    found: Callable[[], None],
+    join: Callable[[list[bytes], float], Awaitable[None]],
+) -> View:
+    """Found the run as worker 0, else join it; the view that all workers are members of."""
+    records = [bytes.fromhex(record) for record in (await owner.command("records"))["records"]]
+    if place.number == 0:
+        for blob in records[1:]:
+            peer.membership.learn(blob)
+        found()
+    else:
+        await join(records[:1], JOIN_TIMEOUT_S)
+    async with asyncio.timeout(JOIN_TIMEOUT_S):
+        while len(peer.port.views.newest.members) < place.count:  # noqa: ASYNC110 - the chain tells nobody
+            await asyncio.sleep(POLL_S)
+    for other in records:  # so that nobody has to dial in the middle of what is measured
+        peer.membership.learn(other)
+    return peer.port.views.newest

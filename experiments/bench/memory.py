@@ -1,0 +1,89 @@
+"""What memory does an exchange take besides the model? The peak of a process's resident memory while two processes
+average their work, less what was resident just before, over one snapshot at send precision and 64 MiB.
+
+Everything that an exchange takes counts: the method's copies of the model, payloads, shards of the other peer, the mean.
+Just before the first one the process holds what a run without exchanges holds: model, outer state, links, a view of two.
+Later ones find the round log beside that, which `memory.run` counts.
+"""
+
+import asyncio
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from farflock.compression.catalog import codec
+from farflock.experiments.bench import fleet
+from farflock.experiments.bench.fleet import Fields
+from farflock.experiments.bench.metric import Metric, Options, load
+from farflock.experiments.bench.netns import Host
+from farflock.node.model import PRESETS
+
+WORKER = "farflock.experiments.bench.memory_peer"
+PEERS = 2
+CODEC, RETURN_CODEC = "fp16", "bf16"
+ALLOWED_BYTES = 64 * 1024 * 1024
+ROUND_TIMEOUT_S = 180.0
+LOG_ROUNDS = 8  # whose content members keep for those who were away
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Resident memory of one worker just before an exchange, and at its peak."""
+
+    before_bytes: int
+    peak_bytes: int
+
+
+def run(options: Options) -> Iterator[Metric]:
+    """`memory`: of one exchange; `memory.run`: of a whole run of them, with the round log full."""
+    preset = "demo" if options.quick else "10m"
+    rounds = asyncio.run(_rounds(preset, options.repeats if options.quick else max(options.repeats, LOG_ROUNDS + 1)))
+    parameters = PRESETS[preset].parameters()
+    allowed = codec(CODEC).max_bytes(parameters) + ALLOWED_BYTES
+    note = (
+        f"{PEERS} processes on loopback, {preset} model of {parameters / 1e6:.1f}M parameters, DiLoCo, {CODEC} out and"
+        f" {RETURN_CODEC} back, the worse of the two"
+    )
+    for name, extra, what in (
+        ("memory", one_exchange(rounds), "one exchange"),
+        ("memory.run", whole_run(rounds), "all of them"),
+    ):
+        ratio = round(extra / allowed, 4)
+        yield Metric(name, extra, allowed, ratio, len(rounds), load(), "bytes", f"{what}; {note}")
+
+
+def one_exchange(rounds: Sequence[Sequence[Taken]]) -> float:
+    """The peak above what was resident just before: the median of the exchanges, of the worse worker in each."""
+    worse = [max(taken.peak_bytes - taken.before_bytes for taken in workers) for workers in rounds]
+    return float(statistics.median(worse))
+
+
+def whole_run(rounds: Sequence[Sequence[Taken]]) -> float:
+    """The highest peak of all above what was resident before the first: what earlier exchanges leave behind counts."""
+    before = [taken.before_bytes for taken in rounds[0]]
+    peaks = [max(workers[number].peak_bytes for workers in rounds) for number in range(len(before))]
+    return max(peak - first for peak, first in zip(peaks, before, strict=True))
+
+
+async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
+    """What each exchange took, worker by worker."""
+    settings = {"preset": preset, "codec": CODEC, "return_codec": RETURN_CODEC}
+    async with fleet.fleet(WORKER, [Host()] * PEERS, settings) as workers:
+        await fleet.introduce(workers)
+        rounds = []
+        for _ in range(repeats):
+            for worker in workers:
+                worker.tell("exchange")
+            answers = await fleet.hear_all(workers, "done", ROUND_TIMEOUT_S)
+            _require_exchange(answers)
+            rounds.append([Taken(answer["before"], answer["peak"]) for answer in answers])
+    return rounds
+
+
+class NoExchange(RuntimeError):
+    """The peers did not come to one state: what they took for it says nothing."""
+
+
+def _require_exchange(answers: list[Fields]) -> None:
+    if {(answer["status"], answer["peers"]) for answer in answers} != {("ok", PEERS)}:
+        raise NoExchange(f"an exchange ended with {[(answer['status'], answer['peers']) for answer in answers]}")

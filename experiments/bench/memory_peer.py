@@ -1,0 +1,132 @@
+"""One worker of the benchmark of memory: a node that exchanges when it is told, and says what was resident meanwhile.
+
+`python -m farflock.experiments.bench.memory_peer SETTINGS`, started by experiments/bench/fleet.py.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import re
+import resource
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from farflock.experiments.bench.bare import plan_of
+from farflock.experiments.bench.fleet import Owner
+from farflock.experiments.bench.member import Place, meet, member
+from farflock.node.participant import Participant, participant
+from farflock.node.tokenizer import ByteTokenizer
+from farflock.node.worker import Worker
+from farflock.optimizers.inner import InnerConfig
+
+TEXT = "no step is taken, so any text will do. " * 8
+DELTA = 1e-3
+
+
+class Settings(Place, frozen=True):
+    """What the owner settles: the model and the codecs."""
+
+    preset: str
+    codec: str
+    return_codec: str
+
+
+class Peak:
+    """This process's resident memory: now, and the highest since `forget`.
+
+    Where the peak cannot be forgotten (outside Linux) it is that of the process's whole life."""
+
+    def __init__(self) -> None:
+        self._status = Path("/proc/self/status")
+        self._process = psutil.Process()
+
+    def forget(self) -> None:
+        """Begin anew; what the allocator keeps free is given back first, else the exchange would hide in it."""
+        if sys.platform.startswith("linux"):
+            with contextlib.suppress(AttributeError):  # musl has no such call, and keeps less
+                ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def now_bytes(self) -> int:
+        """Resident now."""
+        return int(self._process.memory_info().rss)
+
+    def highest_bytes(self) -> int:
+        """The most since `forget`. On Linux not `ru_maxrss`, which begins with the parent's."""
+        if not sys.platform.startswith("linux"):
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        match = re.search(r"^VmHWM:\s*(\d+) kB$", self._status.read_text(), re.M)
+        assert match is not None, "/proc/self/status has no VmHWM"
+        return int(match[1]) * 1024
+
+
+class Rounds:
+    """Exchanges of a node that takes no steps: its parameters are moved by hand before each."""
+
+    def __init__(self, owner: Owner, settings: Settings, node: Participant, results: list[dict[str, object]]) -> None:
+        self._owner, self._node, self._results = owner, node, results
+        self._chance = torch.Generator().manual_seed(settings.number)
+        self._peak = Peak()
+
+    def begin(self, first_round: int) -> None:
+        """Hold the method's state as from `first_round` on. It is copied, because the zeros of a fresh one take no memory
+        until the first outer step writes them."""
+        driver = self._node.loop.driver
+        state = {name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()}
+        driver.method.restore(driver.replica, {**state, "round": torch.tensor(first_round)}, "adopt")
+        self._node.seat.open(first_round - 1)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """As if the node had trained: each parameter, one after the other, so that this takes little memory itself."""
+        for parameter in self._node.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=self._chance), alpha=DELTA)
+
+    async def round(self) -> None:
+        """One step without gradients, whose end brings the exchange: encode, send, reduce, decode, outer step."""
+        loop = self._node.loop
+        self.move()
+        self._peak.forget()
+        before = self._peak.now_bytes()
+        progress = await loop.begin_step()
+        loop.driver.method.local_step(loop.driver.replica, progress)
+        await loop.end_step(0.0)
+        peak = self._peak.highest_bytes()
+        assert self._results, "the exchange's deadline has passed without a result"
+        result = self._results.pop()
+        self._owner.say("done", before=before, peak=peak, status=result["status"], peers=result["peers"])
+
+
+async def main(settings: Settings) -> None:
+    """Work until the owner hangs up or kills us."""
+    torch.set_num_threads(1)
+    owner, codecs = await Owner.open(), Worker("codec")
+    plan = plan_of(settings.preset, 1, 32, "diloco", period=1, codec=settings.codec, return_codec=settings.return_codec)
+    plan = dataclasses.replace(
+        plan, inner=InnerConfig("sgd")
+    )  # which has no moments, and passes over missing gradients
+    results: list[dict[str, object]] = []
+
+    def report(kind: str, fields: dict[str, object]) -> None:
+        if kind == "round":
+            results.append(fields)
+
+    async with member(owner, settings, codecs) as peer:
+        tokens = ByteTokenizer().encode(TEXT)
+        node = participant(plan, peer, tokens, compute=codecs, train=codecs, report=report)
+        view = await meet(owner, peer, settings, peer.found, peer.join)
+        rounds = Rounds(owner, settings, node, results)
+        rounds.begin(view.first_round)
+        owner.say("ready")
+        while True:
+            await owner.command("exchange")
+            await rounds.round()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(msgspec.json.decode(sys.argv[1], type=Settings)))

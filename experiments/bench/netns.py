@@ -1,0 +1,105 @@
+"""Hosts on one machine: network namespaces on a bridge, each with a limited rate up and down.
+
+The namespaces have no names: each belongs to a process that waits for the end of its standard input, so the kernel
+takes all of them away with us, however we end. Needs root, iproute2 and util-linux; delay needs more than Linux's own
+tools give everywhere, so there is none.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+TOOLS = ("ip", "tc", "unshare", "nsenter")
+BURST_BYTES = 64 * 1024
+QUEUE_MS = 50  # what a full queue holds packets back
+TRAIN = "8"  # packets that one cable hands over together: the limit counts each, the machine works for all at once
+COMMAND_TIMEOUT_S = 10.0
+BITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where a process can run: put `prefix` before its command, and it has `address`."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
+class NoHosts(RuntimeError):
+    """Namespaces cannot be made here."""
+
+
+def obstacle() -> str:
+    """Why this machine cannot have hosts with a rate; empty if it can."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    return f"{', '.join(missing)} not installed (iproute2, util-linux)" if missing else ""
+
+
+@contextlib.contextmanager
+def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
+    """`count` hosts that see each other through one bridge, each limited to `rate_bits` a second in both directions;
+    gone after the block. Raise `NoHosts` where that is not possible."""
+    if why := obstacle():
+        raise NoHosts(why)
+    with contextlib.ExitStack() as stack:
+        hub, *spaces = [stack.enter_context(_namespace()) for _ in range(count + 1)]
+        _inside(hub, "ip", "link", "add", "bridge", "type", "bridge")
+        _inside(hub, "ip", "link", "set", "bridge", "up")
+        yield tuple(_plug(hub, space, number, rate_bits) for number, space in enumerate(spaces))
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """A process with a network namespace of its own, which lasts as long as it does; its id."""
+    keeper = subprocess.Popen(("unshare", "--net", "cat"), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        until_s = time.monotonic() + COMMAND_TIMEOUT_S
+        while _space_of(keeper.pid) == _space_of(os.getpid()):
+            if keeper.poll() is not None or time.monotonic() > until_s:
+                raise NoHosts(
+                    "a network namespace could not be made (unshare --net); in a container, give it CAP_SYS_ADMIN"
+                )
+            time.sleep(0.001)
+        _inside(keeper.pid, "ip", "link", "set", "lo", "up")
+        yield keeper.pid
+    finally:
+        keeper.kill()
+        keeper.communicate()
+
+
+def _space_of(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def _plug(hub: int, space: int, number: int, rate_bits: float) -> Host:
+    """A cable from a namespace to the bridge, limited at both ends: at the host for what it sends, at the bridge for
+    what it gets. Packets travel in short trains, whose every packet and header the limit counts: whole super-packets would
+    not fit its burst, and single ones cost so much that two cores cannot carry eight hosts."""
+    address, port = f"10.78.0.{number + 1}", f"port{number}"
+    _inside(hub, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(space))
+    _inside(hub, "ip", "link", "set", port, "master", "bridge")
+    _inside(space, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+    for where, link in ((hub, port), (space, "eth0")):
+        _inside(where, "ip", "link", "set", link, "gso_max_segs", TRAIN, "up")
+        limit = ("rate", f"{rate_bits:.0f}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
+        _inside(where, "tc", "qdisc", "add", "dev", link, "root", "tbf", *limit)
+    return Host(address, _enter(space))
+
+
+def _enter(pid: int) -> tuple[str, ...]:
+    return ("nsenter", f"--net=/proc/{pid}/ns/net", "--")
+
+
+def _inside(pid: int, *command: str) -> None:
+    done = subprocess.run(
+        (*_enter(pid), *command), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise NoHosts(f"{' '.join(command)}: {done.stderr.strip()}")

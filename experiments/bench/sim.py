@@ -1,0 +1,99 @@
+"""What does the simulator cost? Training steps of a whole simulated swarm per second of processor time, over those of a
+plain loop that trains as many replicas in turn; and what each further peer costs before it has taken a step.
+
+The swarm is `node/simulation.py`'s: real steps, and the product's own agreement, links, codecs and states in virtual time.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from farflock.experiments.bench.bare import Bare, plan_of
+from farflock.experiments.bench.metric import Metric, Options, load, medians, seconds
+from farflock.experiments.bench.threads import one_thread
+from farflock.node.corpus import SHIPPED, load_corpus
+from farflock.node.simulation import Outcome, World, simulate
+from farflock.node.tokenizer import ByteTokenizer, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The swarm that trains, its steps in a round and a replica; and the two swarms whose starts are compared."""
+
+    preset: str = "demo"
+    batch: int = 8
+    seq: int = 64
+    peers: int = 4
+    period: int = 10
+    steps: int = 30
+    few: int = 2
+    many: int = 18
+
+    @property
+    def swarm_tokens(self) -> int:
+        """Of the run whose peers take `steps` each."""
+        return self.steps * self.peers * self.batch * self.seq
+
+
+QUICK = Size("tiny", 2, 16, 2, 3, 6, 1, 3)
+
+
+def run(options: Options) -> Iterator[Metric]:
+    """`sim` and `sim.peer_s`."""
+    size = QUICK if options.quick else Size()
+    tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
+    with one_thread():
+        if options.wants("sim"):
+            yield _steps(size, tokens, options.repeats)
+        if options.wants("sim.peer_s"):
+            yield _peer(size, tokens, options.repeats)
+
+
+def _steps(size: Size, tokens: Tokens, repeats: int) -> Metric:
+    """The first turn warms up."""
+    pairs = [_turn(size, tokens) for _ in range(1 + repeats)][1:]
+    value, yardstick, ratio = medians(pairs)
+    note = (
+        f"{size.peers} peers, {size.preset} model, batch {size.batch} x {size.seq}, DiLoCo with rounds of {size.period}"
+        f" steps, about {size.steps} steps a replica, start and end of the run included"
+    )
+    return Metric("sim", value, yardstick, ratio, len(pairs), load(), "steps a processor second", note)
+
+
+def _turn(size: Size, tokens: Tokens) -> tuple[float, float]:
+    """Steps a second of the swarm, then of the plain loop for as many steps in all."""
+    begin_s = time.process_time()
+    steps = _simulated(size, tokens, size.peers, size.swarm_tokens).steps
+    swarm_s = time.process_time() - begin_s
+    plan = plan_of(size.preset, size.batch, size.seq, "local")
+    replicas = [Bare(plan, tokens, str(number)) for number in range(size.peers)]
+
+    def plain() -> None:
+        for step in range(steps):
+            replicas[step % size.peers].train(1)
+
+    return steps / swarm_s, steps / seconds(plain, time.process_time)
+
+
+def _peer(size: Size, tokens: Tokens, repeats: int) -> Metric:
+    """Runs that end at once: founding, joining with the state's download, being admitted, a step of one token, and 30
+    virtual seconds of life."""
+    size = replace(size, batch=1, seq=1)
+    each_s = []
+    for _ in range(1 + repeats):
+        few_s, many_s = (
+            seconds(lambda count=count: _simulated(size, tokens, count, 1), time.process_time)  # type: ignore[misc]
+            for count in (size.few, size.many)
+        )
+        each_s.append((many_s - few_s) / (size.many - size.few))
+    value, _, _ = medians([(each, 1.0) for each in each_s[1:]])
+    note = (
+        f"a run of {size.many} peers less one of {size.few}, {size.preset} model: download of the state, admission, one step"
+        " of one token, 30 virtual seconds of life"
+    )
+    return Metric("sim.peer_s", value, None, None, repeats, load(), "processor seconds", note)
+
+
+def _simulated(size: Size, tokens: Tokens, peers: int, total_tokens: int) -> Outcome:
+    plan = plan_of(size.preset, size.batch, size.seq, "diloco", period=size.period)
+    return simulate(plan, World(peers, total_tokens), tokens)

@@ -1,0 +1,123 @@
+"""What does a whole sync cost? N processes average 10 million parameters: from a common start, until the last one has
+the decoded mean; the time that its bytes must take on its link, beside it.
+
+Ideal: a contribution of `out` bytes is cut into N parts, part i goes to the peer that reduces it, and the reduced
+parts, `back` bytes in all, go to everybody (reduce-scatter and all-gather: no all-reduce moves fewer bytes). Each peer
+sends (N-1)/N · out, its parts for the others to reduce, and (N-1) · back/N, its reduced part to each of the others, and
+receives as much; both directions are equally busy, so
+
+    ideal seconds = (N-1)/N · (out + back) · 8 / rate
+
+of payload: headers of Ethernet, IP and TCP (about 4.5 %), acknowledgements of the other direction, encryption, hashing,
+encoding, agreement and idle links all show as a ratio below 1, and so does a machine too small to be N hosts: the note
+says what the workers computed (the kernel's packets come on top). On loopback there is no rate: the yardstick is then
+the same bytes between the same processes over plain TCP, all pairs at once.
+"""
+
+import asyncio
+import contextlib
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from farflock.compression.catalog import codec
+from farflock.experiments.bench import fleet
+from farflock.experiments.bench.fleet import Fields, Worker, hear_all
+from farflock.experiments.bench.metric import Metric, Options, load
+from farflock.experiments.bench.netns import Host, hosts
+
+WORKER = "farflock.experiments.bench.sync_peer"
+BARRIER_S = 0.1  # for everybody to hear of the start
+ROUND_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is synced, by how many, how often."""
+
+    parameters: int = 10_000_000
+    peers: tuple[int, ...] = (2, 4, 8)
+    out: str = "fp16"
+    back: str = "bf16"
+
+    @property
+    def payload_bytes(self) -> int:
+        """`out` + `back` of the ideal's formula."""
+        return codec(self.out).max_bytes(self.parameters) + codec(self.back).max_bytes(self.parameters)
+
+
+QUICK = Size(200_000, (2, 3))
+
+
+class NoSync(RuntimeError):
+    """A round that did not give all workers the same mean of all: there is nothing to measure."""
+
+
+def run(options: Options) -> Iterator[Metric]:
+    """`sync.N` for each number of peers."""
+    size = QUICK if options.quick else Size()
+    for peers in size.peers:
+        yield measure(size, peers, options)
+
+
+def measure(size: Size, peers: int, options: Options) -> Metric:
+    """One number of peers: on hosts of their own if there is a rate, else all on loopback."""
+    with contextlib.ExitStack() as stack:
+        places: Sequence[Host] = [Host()] * peers
+        if options.rate_bits is not None:
+            places = stack.enter_context(hosts(peers, options.rate_bits))
+        synced_s, plain_s, cpu_s = asyncio.run(_rounds(size, places, options.repeats))
+    measured_s, tcp_s = statistics.median(synced_s), statistics.median(plain_s)
+    ideal_s, note = tcp_s, f"loopback without a rate: the yardstick is plain TCP between the same {peers} processes"
+    if options.rate_bits is not None:
+        ideal_s = each_way_bytes(size, peers) * 8 / options.rate_bits
+        note = f"at {options.rate_bits / 1e6:g} Mbit/s each way; plain TCP took {tcp_s:.3g} s, {ideal_s / tcp_s:.3f} of ideal"
+    cores = os.cpu_count() or 1
+    note += (
+        f"; the workers computed {statistics.median(cpu_s):.2f} s, and {cores} cores have {cores * measured_s:.2f} s"
+    )
+    ratio = round(ideal_s / measured_s, 4)
+    return Metric(f"sync.{peers}", measured_s, ideal_s, ratio, options.repeats, load(), note=note)
+
+
+def each_way_bytes(size: Size, peers: int) -> float:
+    """What each peer must send, and receive."""
+    return (peers - 1) / peers * size.payload_bytes
+
+
+async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each sync, of each swap over plain TCP, taken in turns, and of all workers' computing in each sync; the
+    first of each warms up."""
+    settings = {"parameters": size.parameters, "codec": size.out, "return_codec": size.back}
+    part_bytes = round(each_way_bytes(size, len(places)) / (len(places) - 1))
+    synced_s, plain_s, cpu_s = [], [], []
+    async with fleet.fleet(WORKER, places, settings) as workers:
+        addresses = [answer["plain"] for answer in await fleet.introduce(workers)]
+        for worker in workers:
+            worker.tell("plain", addresses=addresses)
+        for _ in range(1 + repeats):
+            took_s, answers = await _round(workers, "sync")
+            _require_sync(answers)
+            synced_s.append(took_s)
+            cpu_s.append(sum(answer["cpu_s"] for answer in answers))
+            plain_s.append((await _round(workers, "swap", bytes=part_bytes))[0])
+    return synced_s[1:], plain_s[1:], cpu_s[1:]
+
+
+async def _round(workers: Sequence[Worker], kind: str, **fields: object) -> tuple[float, list[Fields]]:
+    """From the barrier until the last worker is done."""
+    for worker in workers:
+        worker.tell(kind, **fields)
+    await hear_all(workers, "prepared")
+    start_s = asyncio.get_running_loop().time() + BARRIER_S
+    for worker in workers:
+        worker.tell("go", start_s=start_s)
+    answers = await hear_all(workers, "done", ROUND_TIMEOUT_S)
+    return max(answer["done_s"] for answer in answers) - start_s, answers
+
+
+def _require_sync(answers: Sequence[Fields]) -> None:
+    results = {(answer["status"], answer["members"], answer["hash"]) for answer in answers}
+    if len(results) != 1 or [(status, members) for status, members, _ in results] != [("ok", len(answers))]:
+        raise NoSync(f"{len(answers)} workers ended a round with {sorted(results)}")

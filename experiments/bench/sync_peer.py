@@ -1,0 +1,180 @@
+"""One worker of the benchmark of a whole sync: an exchange through the product's own courier, peer and links, and beside
+it the same bytes over plain TCP.
+
+`python -m farflock.experiments.bench.sync_peer SETTINGS`, started by experiments/bench/fleet.py.
+"""
+
+import asyncio
+import hashlib
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from farflock.experiments.bench.fleet import Fields, Owner
+from farflock.experiments.bench.member import SEED, Place, meet, member
+from farflock.node.courier import Courier
+from farflock.node.worker import Worker
+from farflock.optimizers.method import All, Exchange, Key, Result
+from farflock.swarm.peer import Peer
+
+STREAM = "sync"
+TENSOR_VALUES = 1_000_000
+DEADLINE_S = 60.0
+PIECE_BYTES = 256 * 1024
+
+
+class Settings(Place, frozen=True):
+    """What the owner settles: the parameters' number and the codecs."""
+
+    parameters: int
+    codec: str
+    return_codec: str
+
+
+def model(settings: Settings) -> dict[str, Tensor]:
+    """This worker's contribution: tensors of about a million values, the last one smaller."""
+    chance = torch.Generator().manual_seed(settings.number)
+    starts = range(0, settings.parameters, TENSOR_VALUES)
+    counts = [min(TENSOR_VALUES, settings.parameters - start) for start in starts]
+    return {f"tensor.{i}": 0.01 * torch.randn(count, generator=chance) for i, count in enumerate(counts)}
+
+
+def exchange_of(settings: Settings, number: int, tensors: dict[str, Tensor]) -> Exchange:
+    """The request of a round; no two rounds hold equal bytes, which nobody would have to fetch again."""
+    fresh = {name: tensor * (1 + number / 128) for name, tensor in tensors.items()}
+    key = Key(STREAM, number)
+    return Exchange(
+        key, "mean", All(), fresh, codec=settings.codec, return_codec=settings.return_codec, deadline_s=DEADLINE_S
+    )
+
+
+def fingerprint(result: Result) -> str:
+    """A hash of the mean: equal at all workers, or the sync was none."""
+    assert result.mean is not None, f"{result.status} without a mean"
+    whole = hashlib.sha256()
+    for name in sorted(result.mean):
+        whole.update(result.mean[name].numpy().tobytes())
+    return whole.hexdigest()
+
+
+async def until(start_s: float) -> None:
+    """The start barrier: a moment on the clock that all processes of a machine share."""
+    left_s = start_s - asyncio.get_running_loop().time()
+    assert left_s > 0, f"the start was {-left_s:.3f} s ago; choose a later one"
+    await asyncio.sleep(left_s)
+
+
+@dataclass(slots=True)
+class Sync:
+    """The worker's work: one round after another, as it is told."""
+
+    owner: Owner
+    settings: Settings
+    courier: Courier
+    tensors: dict[str, Tensor]
+    number: int
+
+    async def round(self) -> None:
+        """Encode, exchange, decode, from the barrier to the decoded mean."""
+        exchange = exchange_of(self.settings, self.number, self.tensors)
+        self.owner.say("prepared")
+        await until(float((await self.owner.command("go"))["start_s"]))
+        begun_s = time.process_time()
+        result = await self.courier.carry(exchange, 1, b"")
+        done_s = asyncio.get_running_loop().time()
+        self.owner.say(
+            "done",
+            done_s=done_s,
+            cpu_s=time.process_time() - begun_s,
+            status=result.status,
+            members=len(result.participants),
+            hash=fingerprint(result),
+        )
+        self.number += 1
+
+
+class Plain:
+    """The yardstick: the same bytes between the same hosts over plain TCP, nothing encrypted, reduced or agreed."""
+
+    def __init__(self, host: str) -> None:
+        self._server = socket.create_server((host, 0), backlog=64)
+        self._server.setblocking(False)
+        self.address = self._server.getsockname()[:2]
+        self._out: list[socket.socket] = []
+        self._in: list[socket.socket] = []
+
+    async def connect(self, addresses: list[tuple[str, int]]) -> None:
+        """A connection to each of the others, and one from each."""
+        loop = asyncio.get_running_loop()
+
+        async def dial(address: tuple[str, int]) -> socket.socket:
+            plain = socket.socket()
+            plain.setblocking(False)
+            await loop.sock_connect(plain, address)
+            return plain
+
+        async def accept() -> list[socket.socket]:
+            return [(await loop.sock_accept(self._server))[0] for _ in addresses]
+
+        self._in, self._out = await asyncio.gather(accept(), asyncio.gather(*map(dial, addresses)))
+
+    async def swap(self, size_bytes: int) -> None:
+        """Send this many bytes to each of the others, and receive as many from each."""
+        loop = asyncio.get_running_loop()
+        data = memoryview(bytearray(size_bytes))
+
+        async def send(plain: socket.socket) -> None:
+            for at in range(0, size_bytes, PIECE_BYTES):
+                await loop.sock_sendall(plain, data[at : at + PIECE_BYTES])
+
+        async def receive(plain: socket.socket) -> None:
+            buffer, left = memoryview(bytearray(PIECE_BYTES)), size_bytes
+            while left:
+                got = await loop.sock_recv_into(plain, buffer[: min(left, PIECE_BYTES)])
+                assert got, "the other end closed"
+                left -= got
+
+        await asyncio.gather(*map(send, self._out), *map(receive, self._in))
+
+    async def round(self, owner: Owner, size_bytes: int) -> None:
+        """One swap from the barrier on."""
+        owner.say("prepared")
+        await until(float((await owner.command("go"))["start_s"]))
+        await self.swap(size_bytes)
+        owner.say("done", done_s=asyncio.get_running_loop().time())
+
+
+async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) -> None:
+    """Join, then do one round after another."""
+    view = await meet(owner, peer, settings, peer.found, peer.join)
+    courier = Courier(peer, SEED, codecs)
+    tensors = model(settings)
+    courier.open(exchange_of(settings, view.first_round, tensors), view.first_round - 1)
+    sync, plain = Sync(owner, settings, courier, tensors, view.first_round), Plain(settings.host)
+    owner.say("ready", plain=plain.address)
+    peers: Fields = await owner.command("plain")
+    others = [address for number, address in enumerate(peers["addresses"]) if number != settings.number]
+    await plain.connect([(str(host), int(port)) for host, port in others])
+    while True:
+        command = await owner.next()
+        if command["kind"] == "sync":
+            await sync.round()
+        else:
+            await plain.round(owner, command["bytes"])
+
+
+async def main(settings: Settings) -> None:
+    """Work until the owner hangs up or kills us."""
+    torch.set_num_threads(1)
+    owner, codecs = await Owner.open(), Worker("codec")
+    async with member(owner, settings, codecs) as peer:
+        await serve(owner, settings, peer, codecs)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(msgspec.json.decode(sys.argv[1], type=Settings)))

@@ -1,0 +1,76 @@
+"""The node's loop and the bare loop take the same steps, and are compared in processor time."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+
+from farflock.experiments.bench import loop
+from farflock.experiments.bench.bare import Bare, plan_of
+from farflock.node.corpus import SHIPPED, load_corpus
+from farflock.node.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return ByteTokenizer().encode(load_corpus(SHIPPED).train[:50_000])
+
+
+def test_one_line_with_both_rates(quick):
+    (line,) = loop.run(quick())
+    assert line.metric == "loop"
+    assert 0 < line.value < math.inf
+    assert 0 < line.yardstick < math.inf
+    assert 0 < line.ratio < 10
+    assert line.n == 2
+
+
+def test_node_and_bare_loop_come_to_the_same_loss(tokens):
+    plan = plan_of("tiny", 2, 16, "local")
+
+    async def losses():
+        async with loop.alone(plan, tokens) as node:
+            await node.loop.run(7 * 2 * 16)
+            bare = Bare(plan, tokens, node.peer.me)
+            bare.train(4)
+            bare.train(3)
+            return node.loop.step, node.loop.last_loss, bare.loss
+
+    steps, ours, theirs = asyncio.run(losses())
+    assert steps == 7
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_bare_loop_learns(tokens):
+    bare = Bare(plan_of("tiny", 2, 16, "local"), tokens, "a")
+    bare.train(1)
+    before = bare.loss
+    bare.train(60)
+    assert bare.loss < before - 0.5
+
+
+def test_the_bare_loop_clips_only_where_the_plan_does(tokens):
+    plan = plan_of("tiny", 2, 16, "local")
+    clipped, free = Bare(replace(plan, clip_norm=1e-6), tokens, "a"), Bare(replace(plan, clip_norm=None), tokens, "a")
+    for bare in (clipped, free):
+        bare.train(20)
+    assert clipped.loss != free.loss
+
+
+@pytest.mark.parametrize("ours", [None, 2.01, math.nan])
+def test_loops_that_did_not_train_alike_are_not_compared(ours):
+    with pytest.raises(loop.Unalike):
+        loop._require_alike(ours, 2.0)
+
+
+def test_nothing_of_a_lone_node_is_left_behind(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def live():
+        async with loop.alone(plan_of("tiny", 2, 16, "local"), tokens) as node:
+            await node.loop.run(32)
+            assert list(tmp_path.iterdir())
+
+    asyncio.run(live())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,62 @@
+"""The benchmark of a whole sync, small: what it counts as ideal, and that what it times was a sync."""
+
+import pytest
+
+from farflock.experiments.bench import sync
+from farflock.experiments.bench.metric import Options
+from farflock.experiments.bench.netns import NoHosts, hosts
+from farflock.experiments.bench.sync import NoSync, Size, each_way_bytes, measure
+
+
+def test_ideal_is_what_reduce_scatter_and_all_gather_move():
+    size = Size(parameters=10_000_000)
+    assert size.payload_bytes == 40_000_000  # two bytes a value out, two back
+    assert [each_way_bytes(size, peers) * 8 / 1e8 for peers in (2, 4, 8)] == pytest.approx([1.6, 2.4, 2.8])
+    assert each_way_bytes(Size(1000, out="fp32", back="fp32"), 4) == 0.75 * 8000
+
+
+def answer(status="ok", members=2, mean="aa"):
+    return {"kind": "done", "status": status, "members": members, "hash": mean, "done_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [answer(), answer(mean="bb")],
+        [answer(), answer(status="partial")],
+        [answer("partial"), answer("partial")],
+        [answer(members=1), answer(members=1)],
+    ],
+)
+def test_a_round_that_was_no_sync_of_all_is_not_timed(answers):
+    sync._require_sync([answer(), answer()])
+    with pytest.raises(NoSync):
+        sync._require_sync(answers)
+
+
+@pytest.mark.net
+def test_on_loopback_two_processes_sync_and_the_yardstick_is_plain_tcp():
+    metric = measure(Size(60_000), 2, Options(repeats=2))
+    assert (metric.metric, metric.n, metric.unit) == ("sync.2", 2, "s")
+    assert 0 < metric.yardstick < metric.value
+    assert metric.ratio == pytest.approx(metric.yardstick / metric.value, abs=1e-4)
+    assert "loopback" in metric.note
+
+
+@pytest.mark.net
+def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
+    try:
+        with hosts(1, 1e8):
+            pass
+    except NoHosts as why:
+        pytest.skip(str(why))
+    metric = measure(Size(400_000), 3, Options(repeats=1, rate_bits=20e6))
+    assert metric.yardstick == pytest.approx(2 / 3 * 1_600_000 * 8 / 20e6)
+    assert 0 < metric.ratio < 1
+    assert "20 Mbit/s" in metric.note
+
+
+@pytest.mark.net
+def test_quick_goes_through_its_sizes(monkeypatch):
+    monkeypatch.setattr(sync, "QUICK", Size(1000, (2,), "int8", "fp32"))
+    assert [metric.metric for metric in sync.run(Options(repeats=1, quick=True))] == ["sync.2"]
