@@ -57,6 +57,20 @@ def test_at_a_rate_the_yardstick_is_the_ideal_and_no_sync_beats_it():
 
 
 @pytest.mark.net
+def test_where_a_rate_cannot_be_had_the_note_says_so_first(monkeypatch):
+    monkeypatch.setattr(sync, "obstacle", lambda: "no root here")
+    metric = measure(Size(60_000), 2, Options(repeats=1, rate_bits=1e8))
+    assert metric.note.startswith("NOT at the rate that was asked for (no root here)")
+    assert metric.yardstick < 0.1
+
+
+def test_one_size_is_measured_alone(monkeypatch):
+    monkeypatch.setattr(sync, "measure", lambda size, peers, options: peers)
+    assert list(sync.run(Options(only="sync.4"))) == [4]
+    assert list(sync.run(Options())) == [2, 4, 8]
+
+
+@pytest.mark.net
 def test_quick_goes_through_its_sizes(monkeypatch):
     monkeypatch.setattr(sync, "QUICK", Size(1000, (2,), "int8", "fp32"))
     assert [metric.metric for metric in sync.run(Options(repeats=1, quick=True))] == ["sync.2"]
