@@ -6,9 +6,12 @@ watched is in node/watch.py. A violation prints the command that brings it back.
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
+import logging
+import multiprocessing
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +22,7 @@ from farflock.node.courier import Courier
 from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.seat import Seat
-from farflock.node.watch import Watch
+from farflock.node.watch import DEADLINE_S, STORE_BYTES, TOKENS_PER_STEP, Watch
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress, Tensors, What
 from farflock.swarm.frame import Frame, pack, unpack
@@ -27,19 +30,23 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
-from farflock.swarm.sim import Faults, LinkModel, SimNetwork
-from farflock.swarm.virtual import run_virtual
+from farflock.swarm.sim import Faults, LinkModel, SimLinks, SimNetwork
+from farflock.swarm.virtual import Deadlock, run_virtual
 
-FAULT_S = 24.0  # faults fall in this stretch of virtual time, after `CALM_S`
-CALM_S = 8.0
-RECOVERY_S = 30.0  # after the last fault: within it the run must make progress again
+FAULTS = 4  # a seed
+ENOUGH_SEEDS = 100  # for every kind of fault to meet every phase of an exchange
+GAP_S = 2.0  # at most, from the end of a fault to the wait for the next one's moment
+RECOVERY_S = 30.0  # after the start and the last fault: within it everybody must be in and make progress
+PROGRESS_STEPS = 4  # by everybody
+RECOVERED_ROUNDS = 3  # applied by everybody after the last fault
+LOOK_S = 1.0  # from one look at what peers hold and wait for to the next
+LINK = LinkModel(2.5e6, 2.5e6, 0.02, 0.01)
 STEP_S = 0.5
 MOMENT_S = 6.0  # a fault waits so long for its phase
 SLICE_S = 0.5
 STOPPED = 1e9  # times slower
 PERIOD = 3
-DEADLINE_S = 6.0
-CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # without another fault: no round may fail because of one death
+CALM_AFTER_DEATH_S = DEADLINE_S + 2.0  # a round that was open when a peer died must not fail for that alone
 VIEW_S = 3.0
 KINDS = ("kill", "restart", "partition", "stop", "slow", "loss", "duplicate", "reorder", "corrupt", "delay")
 PHASES = {  # of an exchange, by the tag of a message
@@ -59,6 +66,7 @@ PHASES = {  # of an exchange, by the tag of a message
     b"commit": "decided",
 }
 PAIR_PHASES = ["decided", "held", "offer", "transfer"]
+CELLS = [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]
 ARMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("diloco", {"period": PERIOD, "codec": "fp32", "return_codec": "fp32", "deadline_s": DEADLINE_S}),
     ("diloco", {"period": PERIOD, "codec": "int8", "deadline_s": DEADLINE_S}),
@@ -118,7 +126,7 @@ class _Trainee:
 
     @property
     def tokens_per_step(self) -> int:
-        return 10
+        return TOKENS_PER_STEP
 
     def forward_backward(self, step: int, progress: Progress) -> float:
         self.replica.add_gradient(step)
@@ -137,6 +145,7 @@ class Report:
     fired: collections.Counter[tuple[str, str]]
     rounds: int
     state_hash: str
+    recovery_s: float = 0.0  # from the last fault until everybody was in and had made progress
 
 
 @dataclass(slots=True)
@@ -163,10 +172,15 @@ class Chaos:
     _wanted: str = ""  # the phase that the next fault waits for
     _moment: asyncio.Event = field(default_factory=asyncio.Event)
     _lying: float = 0.0  # share of chunk pieces that are altered by who sends them
+    _lines: list[SimLinks] = field(default_factory=list)  # of all lives
+    _tapped_bytes: collections.Counter[PeerId] = field(default_factory=collections.Counter)
+    arm: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    _step_s: float = STEP_S
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"chaos/{self.seed}")
-        self.network = SimNetwork(self.seed, LinkModel(2.5e6, 2.5e6, 0.02, 0.01))
+        self.network = SimNetwork(self.seed, LINK)
         self.network.tap = self._tapped
         count = self._random.randint(4, 12)
         self._identities = [
@@ -176,29 +190,27 @@ class Chaos:
         self._step_s = STEP_S * PERIOD if self.arm == "ddp" else STEP_S
         self.watch = Watch(self.arm, [identity.peer for identity in self._identities])
 
-    arm: str = ""
-    _step_s: float = STEP_S
-    options: dict[str, Any] = field(default_factory=dict)
-
     async def run(self) -> Report:
-        """From the first peer's start to the end of recovery."""
+        """From the first peer's start until all have recovered from the last fault."""
+        looking = asyncio.create_task(self._look_around())
         for index in range(len(self._identities)):
             self._begin(index)
             await asyncio.sleep(0.3)
-        await asyncio.sleep(CALM_S)
-        for kind in self._random.sample(KINDS, 4):
-            phase = await self._wait_for_moment()
-            self.fired[kind, phase] += 1
-            await self._strike(kind)
-            await asyncio.sleep(self._random.uniform(0, FAULT_S / 4))
-        await self._repair()
-        marks = self._marks()
-        await asyncio.sleep(RECOVERY_S)
-        self._check_progress(marks)
-        self._check_all()
-        report = Report(self.seed, self.watch.violations, self.fired, self.watch.rounds, self.watch.digest())
+        await self._progress(1, "the start")
+        for kind, wanted in faults_of(self.seed):
+            phase = await self._wait_for_moment(wanted)
+            self.fired[kind, phase] += await self._strike(kind)
+            await asyncio.sleep(self._random.uniform(0, GAP_S))
+        self._check_memory()
+        self._repair()
+        recovery_s = await self._progress(RECOVERED_ROUNDS, "the last fault")
+        self._check_memory()
+        self._check_waits()
+        looking.cancel()
+        await asyncio.wait([looking])
         await self._end_all()
-        return report
+        self._check_rest(looking)
+        return Report(self.seed, self.watch.violations, +self.fired, self.watch.rounds, self.watch.digest(), recovery_s)
 
     # peers
 
@@ -243,8 +255,9 @@ class Chaos:
         identity = self._identities[index]
         record = self._record(index, birth)
         links = self.network.links(identity.peer)
+        self._lines.append(links)
         terms = RunTerms("chaos", self.seed, VIEW_S)
-        return Peer(terms, identity, links, None, incarnation=birth, record=lambda: record, store_bytes=1 << 20)
+        return Peer(terms, identity, links, None, incarnation=birth, record=lambda: record, store_bytes=STORE_BYTES)
 
     def _record(self, index: int, birth: int) -> bytes:
         identity = self._identities[index]
@@ -268,6 +281,7 @@ class Chaos:
 
     def _tapped(self, now_s: float, sender: PeerId, receiver: PeerId, frame: bytes) -> bytes:
         """Note in which phase of an exchange the swarm is, by the last message sent (its tag follows the frame's head)."""
+        self._tapped_bytes[sender] += len(frame)
         tag = frame[26 : 26 + (frame[25] & 31)]
         self._phase = PHASES.get(tag, self._phase)
         if self._phase == self._wanted:
@@ -276,11 +290,10 @@ class Chaos:
             return _altered(frame)
         return frame
 
-    async def _wait_for_moment(self) -> str:
-        """Until a message of a phase drawn beforehand is sent, so that each kind of fault meets each phase in some seed;
-        returns the phase that was met."""
-        phases = PAIR_PHASES if self.arm == "noloco" else sorted(set(PHASES.values()))
-        self._wanted = self._random.choice(phases)
+    async def _wait_for_moment(self, wanted: str) -> str:
+        """Until a message of this phase is sent (of another one where pairs have no such phase); returns the phase met."""
+        possible = self.arm != "noloco" or wanted in PAIR_PHASES
+        self._wanted = wanted if possible else self._random.choice(PAIR_PHASES)
         self._moment.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOMENT_S):
@@ -289,83 +302,150 @@ class Chaos:
         self._wanted = ""
         return met
 
-    async def _strike(self, kind: str) -> None:
+    async def _strike(self, kind: str) -> bool:
+        """Let a fault happen, to its end; returns whether it hit anything."""
         living = [index for index, life in self._lives.items() if life.loop is not None]
         victim = self._random.choice(living or [0])
-        peer = self._identities[victim].peer
         match kind:
             case "kill":
-                await self._kill(victim)
-                self.watch.calm_until_s = asyncio.get_running_loop().time() + CALM_AFTER_DEATH_S
-                await asyncio.sleep(CALM_AFTER_DEATH_S)
+                return await self._kill_for_good(victim)
             case "restart":
-                await self._kill(victim)
-                await asyncio.sleep(self._random.uniform(0.1, 6.0))
-                self._begin(victim)
+                return await self._restart(victim)
             case "partition":
-                peers = [identity.peer for identity in self._identities]
-                some = set(self._random.sample(peers, self._random.randint(1, len(peers) // 2)))
-                self.network.partition(some, set(peers) - some)
-                await asyncio.sleep(self._random.uniform(1, 8))
-                self.network.heal()
+                return await self._partition()
             case "stop":
-                self.network.stop(peer)
-                self._slow[victim] = STOPPED
-                await asyncio.sleep(self._random.uniform(0.5, 8))
-                self._slow.pop(victim)
-                self.network.cont(peer)
+                return await self._stop(victim)
             case "slow":
                 self._slow[victim] = self._random.uniform(2, 6)
-                self.network.slow(peer, 4.0)
-            case _:
-                share = self._random.uniform(0.02, 0.2)
-                self._lying = share if kind == "corrupt" else 0.0
-                self.network.faults = Faults(**{_RATE[kind]: share}, delay_s=0.2 if kind == "reorder" else 1.0)
-                await asyncio.sleep(self._random.uniform(2, 6))
-                self.network.faults, self._lying = Faults(), 0.0
+                self.network.slow(self._identities[victim].peer, 4.0)
+                return True
+        return await self._disturb(kind)
 
-    async def _kill(self, victim: int) -> None:
+    async def _kill_for_good(self, victim: int) -> bool:
+        if not await self._kill(victim):
+            return False
+        self.watch.calm_until_s = asyncio.get_running_loop().time() + CALM_AFTER_DEATH_S
+        await asyncio.sleep(CALM_AFTER_DEATH_S)
+        return True
+
+    async def _restart(self, victim: int) -> bool:
+        if not await self._kill(victim):
+            return False
+        await asyncio.sleep(self._random.uniform(0.1, 6.0))
+        self._begin(victim)
+        return True
+
+    async def _kill(self, victim: int) -> bool:
         if sum(life.loop is not None for life in self._lives.values()) <= 3:
-            return  # a majority must stay: what happens without one is another test
+            return False  # a majority must stay: what happens without one is another test
         self.network.kill(self._identities[victim].peer)
-        self.watch.killed(victim)
         await self._end(victim)
+        return True
 
-    async def _repair(self) -> None:
+    async def _partition(self) -> bool:
+        peers = [identity.peer for identity in self._identities]
+        some = set(self._random.sample(peers, self._random.randint(1, len(peers) // 2)))
+        self.network.partition(some, set(peers) - some)
+        await asyncio.sleep(self._random.uniform(1, 8))
+        self.network.heal()
+        return True
+
+    async def _stop(self, victim: int) -> bool:
+        peer = self._identities[victim].peer
+        self.network.stop(peer)
+        self._slow[victim] = STOPPED
+        await asyncio.sleep(self._random.uniform(0.5, 8))
+        self._slow.pop(victim)
+        self.network.cont(peer)
+        return True
+
+    async def _disturb(self, kind: str) -> bool:
+        """Let a share of all frames suffer for a while."""
+        share, before = self._random.uniform(0.02, 0.2), self.network.fired[_RATE[kind]]
+        self._lying = share if kind == "corrupt" else 0.0
+        self.network.faults = Faults(**{_RATE[kind]: share}, delay_s=0.2 if kind == "reorder" else 1.0)
+        await asyncio.sleep(self._random.uniform(2, 6))
+        self.network.faults, self._lying = Faults(), 0.0
+        return self.network.fired[_RATE[kind]] > before
+
+    def _repair(self) -> None:
         """The last fault is over: everybody runs, nobody is slow, all hear each other."""
         self.network.heal()
         self.network.faults = Faults()
         self._slow.clear()
+        for identity in self._identities:
+            self.network.set_link(identity.peer, LINK)
         for index, life in self._lives.items():
             if life.task.done():
-                if not life.task.cancelled() and (error := life.task.exception()) is not None:
-                    self.watch.violate(f"peer {index} ended by itself: {error!r}")
+                self._check_ended(index, life)
                 self._begin(index)
 
     # judgement
 
-    def _marks(self) -> dict[int, int]:
-        return {index: life.loop.step for index, life in self._lives.items() if life.loop is not None}
+    async def _look_around(self) -> None:
+        """Now and then, at every peer."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for life in self._lives.values():
+                if life.peer is not None and not life.task.done():
+                    self.watch.look(life.peer)
 
-    def _check_progress(self, marks: dict[int, int]) -> None:
-        """After the last fault everybody is in, trains, and exchanges again."""
+    async def _progress(self, rounds: int, after: str) -> float:
+        """Wait until everybody is in, trains, and has applied so many rounds; returns how long that took."""
+        begun_s = asyncio.get_running_loop().time()
+        steps = {index: life.loop.step if life.loop is not None else 0 for index, life in self._lives.items()}
+        while lagging := self._lagging(begun_s, steps, rounds):
+            if asyncio.get_running_loop().time() - begun_s >= RECOVERY_S:
+                for what in lagging:
+                    self.watch.violate(f"{what} in the {RECOVERY_S:.0f} s after {after}")
+                break
+            await asyncio.sleep(SLICE_S)
+        return asyncio.get_running_loop().time() - begun_s
+
+    def _lagging(self, begun_s: float, steps: Mapping[int, int], rounds: int) -> list[str]:
+        """Who has not made progress since then, and what is missing."""
+        counts, found = self.watch.rounds_since(begun_s), []
         for index, life in self._lives.items():
-            if life.task.done() and not life.task.cancelled():
-                self.watch.violate(f"peer {index} ended by itself: {life.task.exception()!r}")
-            elif life.loop is None:
-                self.watch.violate(f"peer {index} is not back in the run {RECOVERY_S:.0f} s after the last fault")
-            elif life.loop.step - marks.get(index, 0) < 8:
-                self.watch.violate(
-                    f"peer {index} made {life.loop.step - marks.get(index, 0)} steps in {RECOVERY_S:.0f} s"
-                )
-            elif life.peer is not None and not life.peer.membership.is_member:
-                self.watch.violate(f"peer {index} is no member {RECOVERY_S:.0f} s after the last fault")
-        if self.watch.rounds_since_repair(asyncio.get_running_loop().time() - RECOVERY_S) < 3:
-            self.watch.violate(f"fewer than 3 rounds in the {RECOVERY_S:.0f} s after the last fault")
+            applied = counts[self._identities[index].peer]
+            if life.peer is None or life.loop is None:
+                found.append(f"peer {index} has not come into the run")
+            elif not life.peer.membership.is_member:
+                found.append(f"peer {index} has not become a member")
+            elif life.loop.step - steps[index] < PROGRESS_STEPS or applied < rounds:
+                made = life.loop.step - steps[index]
+                found.append(f"peer {index} has made {made} steps and applied {applied} rounds")
+        return found
 
-    def _check_all(self) -> None:
-        peers = [life.peer for life in self._lives.values() if life.peer is not None]
-        self.watch.check_end(peers)
+    def _check_ended(self, index: int, life: _Life) -> None:
+        if not life.task.cancelled() and (error := life.task.exception()) is not None:
+            self.watch.violate(f"peer {index} ended by itself: {error!r}")
+
+    def _check_memory(self) -> None:
+        for life in self._lives.values():
+            if life.peer is not None and not life.task.done():
+                self.watch.check_memory(life.peer)
+
+    def _check_waits(self) -> None:
+        for life in self._lives.values():
+            if life.peer is not None and life.loop is not None:
+                self.watch.check_waits(life.peer, life.loop)
+
+    def _check_rest(self, looking: asyncio.Task[None]) -> None:
+        """When all have ended: nobody had ended before, nothing runs on without an owner, and all bytes are accounted for."""
+        if not looking.cancelled():
+            looking.result()  # raises what a look ended with
+        for index, life in self._lives.items():
+            self._check_ended(index, life)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        if left:
+            self.watch.violate(f"{len(left)} tasks outlive their peers: {sorted(task.get_name() for task in left)[:3]}")
+        sent_bytes: collections.Counter[PeerId] = collections.Counter()
+        for line in self._lines:
+            sent_bytes[line.me] += line.sent_bytes
+        if sent_bytes != self._tapped_bytes:
+            self.watch.violate(f"peers count {sent_bytes} bytes sent, the network saw {self._tapped_bytes}")
+        if self.network.missing_bytes() or self.network.bytes["overflowed"]:
+            self.watch.violate(f"{self.network.missing_bytes()} bytes are missing: {self.network.bytes}")
 
 
 _RATE = {"loss": "loss", "duplicate": "duplicate", "reorder": "reorder", "corrupt": "corrupt", "delay": "reorder"}
@@ -390,16 +470,40 @@ def run_seed(seed: int) -> Report:
     async def main() -> Report:
         return await Chaos(seed).run()
 
-    return run_virtual(main())
-
-
-def run_seeds(first: int, count: int) -> Iterator[Report]:
-    """Seeds one after the other."""
     torch.set_num_threads(1)
-    for seed in range(first, first + count):
-        yield run_seed(seed)
+    try:
+        return run_virtual(main())
+    except Deadlock as error:
+        return Report(seed, [str(error)], collections.Counter(), 0, "")
 
 
-def cells() -> list[tuple[str, str]]:
-    """Every kind of fault in every phase of an exchange: what a full run must have fired."""
-    return [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]
+def run_seeds(first: int, count: int, workers: int = 1) -> Iterator[Report]:
+    """Reports of seeds in order, run by so many processes; each seed's is the same however many there are."""
+    seeds = range(first, first + count)
+    if workers == 1:
+        yield from map(run_seed, seeds)
+        return
+    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    level = logging.getLogger("farflock").level
+    pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _quieten, (level,))
+    try:
+        yield from pool.map(run_seed, seeds)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _quieten(level: int) -> None:
+    """A worker says as little as its parent."""
+    logging.getLogger("farflock").setLevel(level)
+
+
+def faults_of(seed: int) -> list[tuple[str, str]]:
+    """A seed's faults, each with the phase that it waits for: every so many seeds in a row have each cell once."""
+    turn, place = divmod(seed, len(CELLS) // FAULTS)
+    shuffled = random.Random(f"faults/{turn}").sample(CELLS, len(CELLS))
+    return shuffled[FAULTS * place : FAULTS * (place + 1)]
+
+
+def empty_cells(fired: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
+    """The kinds of faults that met no exchange in this phase."""
+    return [cell for cell in CELLS if not fired.get(cell)]

@@ -25,6 +25,7 @@ START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # without any progress
 POLL_S = 0.25
+LEAVE_S = 10.0  # for children to leave in good order
 
 
 @dataclass(slots=True)
@@ -166,16 +167,18 @@ class Demo:
         return f"read the log.txt files under {self.folder}"
 
     def _end_all(self) -> None:
-        """Ask everybody to leave, then insist; nothing of this demo stays behind."""
+        """Ask everybody to leave, then insist, at once if this is interrupted in its turn: nothing stays behind."""
         alive = [child for child in self.children if child.running]
-        for child in alive:
-            child.process.send_signal(signal.SIGCONT)
-            child.process.terminate()
-        deadline_s = time.monotonic() + 10.0
-        for child in alive:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(deadline_s - time.monotonic(), 0.1))
-        for child in alive:
-            if child.running:
+        try:
+            for child in alive:
+                child.process.send_signal(signal.SIGCONT)
+                child.process.terminate()
+            deadline_s = time.monotonic() + LEAVE_S
+            for child in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(deadline_s - time.monotonic(), 0.1))
+        finally:
+            for child in alive:
                 child.process.kill()
+            for child in alive:
                 child.process.wait()

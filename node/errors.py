@@ -9,6 +9,14 @@ import errno
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
 
 
+class Terminated(BaseException):
+    """Another program, or a terminal that closes, asks this one to end; like `KeyboardInterrupt`, no error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.exit_code = 128 + number
+
+
 class FarflockError(Exception):
     """One sentence with cause and remedy. Exit codes: 1 failure, 2 usage, 3 refused by the run."""
 
@@ -56,6 +64,7 @@ _FORBIDDEN = "give this user permission, or choose another --folder or --port"
 _TAKEN = "choose another --port or --dht-port, or 0 for any that is free"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
+    errno.EFBIG: _FULL,
     errno.EDQUOT: _FULL,
     errno.EACCES: _FORBIDDEN,
     errno.EPERM: _FORBIDDEN,
@@ -63,6 +72,8 @@ _REMEDIES = {
     errno.EADDRINUSE: _TAKEN,
     errno.EADDRNOTAVAIL: "name an address of this machine with --host",
     errno.ENOENT: "check that path",
+    errno.ENOTDIR: "a file stands where a folder should be; choose another --folder",
+    errno.EEXIST: "a file stands where a folder should be; choose another --folder",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

@@ -1,7 +1,8 @@
-"""A run's local history: numbers in `run.db` (sqlite), events in `events.jsonl`.
+"""A run's local history: numbers in `run.db` (sqlite), events in `events.jsonl`, applied rounds in `receipts.jsonl`.
 
-The live view, `status` and the page read both from other processes while a run writes them, and a run that is
-killed leaves them readable: sqlite in WAL mode with NORMAL durability, and one write a line for the events.
+The live view, `status` and the page read all from other processes while a run writes them, and a run that is killed
+leaves them readable: sqlite in WAL mode with NORMAL durability, and one write a line for events and receipts. Each is
+bounded: lines by files that take turns, numbers by means, each a `ROLL` of steps long, in place of what is old.
 """
 
 import errno
@@ -16,23 +17,34 @@ from typing import Any
 import msgspec
 
 DATABASE = "run.db"
-EVENTS = "events.jsonl"
-OLDER_EVENTS = "events.1.jsonl"
-EVENTS_FILE_BYTES = 16 << 20  # then it becomes OLDER_EVENTS: the two together never exceed twice this
-EVENT_BYTES = 64 << 10
+EVENTS, OLDER_EVENTS = "events.jsonl", "events.1.jsonl"
+RECEIPTS, OLDER_RECEIPTS = "receipts.jsonl", "receipts.1.jsonl"
+LINES_FILE_BYTES = 16 << 20  # then a file takes its older one's place: the two together never exceed twice this
+LINE_BYTES = 64 << 10
 COMMIT_ROWS = 100
 COMMIT_S = 1.0
-_SCHEMA_VERSION = 1
+KEPT = 10_000  # the newest steps, and as many of each longer stretch, are kept as they are
+ROLL = 100  # of what is older, one row is the mean of so many
+ROLL_ROWS = 5_000  # rows between two looks for what is old
+_SCHEMA_VERSION = 2
 _BUSY_S = 5.0
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE IF NOT EXISTS metrics (
-    id INTEGER PRIMARY KEY, name TEXT NOT NULL, step INTEGER NOT NULL, time_s REAL NOT NULL, value REAL
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, step INTEGER NOT NULL, time_s REAL NOT NULL, value REAL,
+    span INTEGER NOT NULL DEFAULT 1, count INTEGER NOT NULL DEFAULT 1
 );
 CREATE INDEX IF NOT EXISTS metrics_by_name ON metrics (name, step);
 PRAGMA user_version = {_SCHEMA_VERSION};
 COMMIT;
 """
+_WIDEN = """
+BEGIN;
+ALTER TABLE metrics ADD COLUMN span INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE metrics ADD COLUMN count INTEGER NOT NULL DEFAULT 1;
+COMMIT;
+"""
+_MEAN = "CASE WHEN COUNT(*) = COUNT(value) THEN SUM(value * count) / SUM(count) END"
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +66,7 @@ class History:
         self._database = database
         self._clock = clock
         self._rows: list[tuple[str, int, float, float]] = []
+        self._unrolled = 0
         self._committed_s = clock()
 
     @classmethod
@@ -65,7 +78,8 @@ class History:
             folder.mkdir(parents=True, exist_ok=True)
             database = _connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=rwc")
             _prepare(folder, database)
-            _end_last_line(folder / EVENTS)
+            for name in (EVENTS, RECEIPTS):
+                _end_last_line(folder / name)
         except (OSError, sqlite3.Error) as error:
             raise _unusable(folder, error) from error
         return cls(folder, database, clock)
@@ -89,15 +103,20 @@ class History:
 
     def event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
         """Append one line to events.jsonl, at most 64 kB of JSON; raise `ValueError` if it is longer."""
-        line = msgspec.json.encode({"time_s": self._clock(), "kind": kind, **fields}) + b"\n"
-        if len(line) > EVENT_BYTES:
-            raise ValueError(
-                f"an event of kind {kind!r} has {len(line)} bytes, above {EVENT_BYTES}; shorten its fields"
-            )
-        path = self._folder / EVENTS
+        self._write_line(f"an event of kind {kind!r}", EVENTS, OLDER_EVENTS, {"kind": kind, **fields})
+
+    def receipt(self, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
+        """Append one applied round to receipts.jsonl, bounded as events are."""
+        self._write_line("a receipt", RECEIPTS, OLDER_RECEIPTS, fields)
+
+    def _write_line(self, what: str, name: str, older: str, fields: dict[str, Any]) -> None:
+        line = msgspec.json.encode({"time_s": self._clock(), **fields}) + b"\n"
+        if len(line) > LINE_BYTES:
+            raise ValueError(f"{what} has {len(line)} bytes, above {LINE_BYTES}; shorten its fields")
+        path = self._folder / name
         try:
-            if path.exists() and path.stat().st_size + len(line) > EVENTS_FILE_BYTES:
-                os.replace(path, self._folder / OLDER_EVENTS)
+            if path.exists() and path.stat().st_size + len(line) > LINES_FILE_BYTES:
+                os.replace(path, self._folder / older)
             _append(path, line)
         except OSError as error:
             raise _unusable(self._folder, error) from error
@@ -109,26 +128,46 @@ class History:
         try:
             with self._database:
                 self._database.executemany("INSERT INTO metrics (name, step, time_s, value) VALUES (?, ?, ?, ?)", rows)
+                self._unrolled += len(rows)
+                if self._unrolled >= ROLL_ROWS:
+                    self._unrolled = 0
+                    self._roll_up()
         except sqlite3.Error as error:
             raise _unusable(self._folder, error) from error
+
+    def _roll_up(self) -> None:
+        """Put means of `ROLL` rows in place of rows that are older than the newest `KEPT` of their span; the means' means
+        likewise: the table grows with the logarithm of the steps. Part of the caller's transaction."""
+        newest = "SELECT name, span, MAX(step) FROM metrics GROUP BY name, span"
+        for name, span, last in self._database.execute(newest).fetchall():
+            wide = span * ROLL
+            old = {"name": name, "span": span, "wide": wide, "edge": (last - KEPT * span) // wide * wide}
+            self._database.execute(
+                f"INSERT INTO metrics (name, step, time_s, value, span, count) "
+                f"SELECT name, MIN(step), MAX(time_s), {_MEAN}, :wide, SUM(count) FROM metrics "
+                f"WHERE name = :name AND span = :span AND step < :edge GROUP BY step / :wide",
+                old,
+            )
+            self._database.execute("DELETE FROM metrics WHERE name = :name AND span = :span AND step < :edge", old)
 
     def last(self) -> dict[str, tuple[int, float]]:
         """Step and value of each metric's latest committed row."""
         rows = self._query(
-            "SELECT name, step, value FROM metrics WHERE id IN (SELECT MAX(id) FROM metrics GROUP BY name)",
+            "SELECT name, step, value FROM metrics "
+            "WHERE id IN (SELECT MAX(id) FROM metrics WHERE span = 1 GROUP BY name)",
             (),
         )
         return {name: (step, _number(value)) for name, step, value in rows}
 
     def series(self, name: str, points: int = 500) -> list[tuple[int, float]]:
         """A metric over steps in at most `points` points: (first step, mean value) of equal stretches of
-        steps.
+        steps; fewer where only means of longer stretches are kept.
         """
         if points < 1:
             raise ValueError(f"a series has at least one point, got {points}")
         rows = self._query(
             "WITH ends AS (SELECT MIN(step) AS low, MAX(step) AS high FROM metrics WHERE name = :name) "
-            "SELECT MIN(step), CASE WHEN COUNT(*) = COUNT(value) THEN AVG(value) END FROM metrics, ends "
+            f"SELECT MIN(step), {_MEAN} FROM metrics, ends "
             "WHERE name = :name GROUP BY (step - low) * :points / (high - low + 1) ORDER BY 1",
             {"name": name, "points": points},
         )
@@ -136,8 +175,15 @@ class History:
 
     def events(self, last: int = 20) -> list[dict[str, Any]]:
         """The latest events, oldest first; lines that a crash cut short are left out."""
+        return self._lines(OLDER_EVENTS, EVENTS, last)
+
+    def receipts(self, last: int = 20) -> list[dict[str, Any]]:
+        """The latest applied rounds, as events."""
+        return self._lines(OLDER_RECEIPTS, RECEIPTS, last)
+
+    def _lines(self, older: str, newer: str, last: int) -> list[dict[str, Any]]:
         lines: list[bytes] = []
-        for name in (OLDER_EVENTS, EVENTS):
+        for name in (older, newer):
             try:
                 lines += (self._folder / name).read_bytes().splitlines()
             except FileNotFoundError:
@@ -176,6 +222,8 @@ def _prepare(folder: Path, database: sqlite3.Connection) -> None:
     _require_version(folder, database)
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
+    if database.execute("PRAGMA user_version").fetchone()[0] == 1:
+        database.executescript(_WIDEN)
     database.executescript(_SCHEMA)
 
 
@@ -213,7 +261,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        log.debug("left out a broken line of %d bytes in %s", len(line), EVENTS)
+        log.debug("left out a broken line of %d bytes", len(line))
         return None
 
 

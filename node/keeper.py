@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from farflock.node import checkpoint
-from farflock.node.checkpoint import Checkpoint
+from farflock.node.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.participant import Participant
 from farflock.node.paths import RunFolder
 from farflock.node.resume import memory_of
@@ -56,6 +56,17 @@ class Keeper:
 
 
 def last_of(folder: RunFolder, run: str) -> Checkpoint | None:
-    """The newest whole checkpoint in a node's folder, if it is one of this run."""
+    """The newest whole checkpoint of this run in a node's folder; None if there is none at all.
+
+    Raise `CheckpointError` where there are only others: to go on would write among them, and in time over them."""
     newest = checkpoint.latest(folder.checkpoints)
-    return newest if newest is not None and newest.meta.get("run") == run else None
+    if newest is not None and newest.meta.get("run") != run:
+        raise CheckpointError(
+            f"{newest.folder} is of another run ({str(newest.meta.get('run'))[:8]}, not {run[:8]});"
+            " choose another --folder, or move the checkpoints away"
+        )
+    if newest is None and checkpoint.steps(folder.checkpoints):
+        raise CheckpointCorrupt(
+            f"no checkpoint in {folder.checkpoints} is whole; restore one, or move them away to begin anew"
+        )
+    return newest

@@ -111,7 +111,7 @@ class LocalSwarm:
         terms = await self._terms_for(rank, entrant)
         run, identity = self._run, self._identities[rank]
         record = self._record(rank)
-        known = RunTerms(run, terms.run.seed, terms.exchange.view_s)
+        known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
         links = self.network.links(identity.peer)
         peer = Peer(known, identity, links, None, incarnation=1, record=lambda: record, compute=self._codecs)
         here = Presence.assemble(entrant, terms, peer, self._codecs, _no_invite, founder=rank == 0)

@@ -18,6 +18,7 @@ from farflock.node.seat import Seat
 from farflock.optimizers.method import Exchange, Key, Progress, Result
 
 ADOPT_TIMEOUT_S = 300.0
+STOPPING_WAIT_S = 2.0  # for an answer on its way: who trains alone stops at the same state whenever it is asked to
 LEAST_WAIT_S = 0.001  # a wait shorter than the clock can tell would never end in virtual time
 
 
@@ -53,9 +54,17 @@ class Loop:
     stopping: bool = False
     last_loss: float | None = None
     _carrying: dict[Key, asyncio.Task[Result]] = field(default_factory=dict)
+    _halt: asyncio.Future[None] | None = None  # done once `stop` was called
+
+    def stop(self) -> None:
+        """End after the step that is running; who is waited for then is waited for `STOPPING_WAIT_S` longer."""
+        self.stopping = True
+        if self._halt is not None and not self._halt.done():
+            self._halt.set_result(None)
 
     async def run(self, total_tokens: int, drain_s: float = 0.0) -> None:
-        """Train until the run has its tokens, or until `stopping` is set; then wait for open exchanges up to `drain_s`."""
+        """Train until the run has its tokens, or until `stop` is called; then wait for open exchanges up to `drain_s`."""
+        self._halt = asyncio.get_running_loop().create_future()
         try:
             while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
                 progress = await self.begin_step()
@@ -95,10 +104,21 @@ class Loop:
         while (action := self.driver.next(self.seat.progress(self.step))) is not None:
             if isinstance(action, Wait):
                 left_s = max(action.until_s - self.seat.progress(self.step).run_time_s, LEAST_WAIT_S)
-                await asyncio.wait([self._carrying[action.key]], timeout=left_s)
+                await self._wait(self._carrying[action.key], left_s)
                 await self._collect()
+                if self.stopping and action.key in self._carrying:
+                    return
             else:
                 await self._apply(action)
+
+    async def _wait(self, answer: asyncio.Task[Result], left_s: float) -> None:
+        """Wait for an answer; once this node is to stop, only as long as an answer takes that depends on nobody's patience."""
+        if self._halt is not None:
+            either: list[asyncio.Future[Any]] = [answer, self._halt]
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            left_s = STOPPING_WAIT_S if self.stopping else 0.0
+        if left_s:
+            await asyncio.wait([answer], timeout=left_s)
 
     async def _apply(self, action: Apply) -> None:
         progress = self.seat.progress(self.step)
@@ -151,5 +171,6 @@ class Loop:
         self._carrying.clear()
 
     def _report_round(self, key: Key, result: Result) -> None:
-        fields = {"stream": key.stream, "round": key.round, "status": result.status, "peers": len(result.participants)}
-        self.report("round", fields)
+        who = list(result.participants)
+        fields = {"stream": key.stream, "round": key.round, "status": result.status, "peers": len(who)}
+        self.report("round", {**fields, "participants": who, "tokens": result.tokens})

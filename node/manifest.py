@@ -28,9 +28,10 @@ from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 from farflock.optimizers.schedule import Schedule
+from farflock.swarm.frame import VERSION as FRAME_VERSION
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
 
-PROTOCOL = 1
+PROTOCOL = FRAME_VERSION  # one number for all that peers exchange; who has another one is refused before it dials
 MAX_HEAD_BYTES = 512
 _HEAD_DOMAIN = b"head"
 MAX_MANIFEST_BYTES = 64 * 1024
@@ -103,12 +104,14 @@ class Method(_Section, frozen=True):
 
 class Exchange(_Section, frozen=True):
     """[exchange]: what is sent and how long it is waited for; empty where the method has no such thing. Membership changes
-    at most every `view_s` seconds, and the founder trains once `start_peers` members are there."""
+    at most every `view_s` seconds, members without a majority for `branch_after_s` go on as a branch, and the founder
+    trains once `start_peers` members are there."""
 
     codec: Text | None = None
     return_codec: Text | None = None
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] | None = None
     view_s: Annotated[float, msgspec.Meta(ge=0.5, le=3600)] = 30.0
+    branch_after_s: Annotated[float, msgspec.Meta(ge=10, le=1e6)] = 600.0
     start_peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
@@ -278,7 +281,11 @@ def tables(text: str | bytes, origin: str) -> dict[str, Any]:
 def require_protocol(table: Mapping[str, Any]) -> None:
     """First of all: another version's manifest may well have other keys."""
     run = table.get("run")
-    protocol = run.get("protocol", PROTOCOL) if isinstance(run, dict) else PROTOCOL
+    require_same_protocol(run.get("protocol", PROTOCOL) if isinstance(run, dict) else PROTOCOL)
+
+
+def require_same_protocol(protocol: object) -> None:
+    """Refuse a run whose peers exchange something else."""
     if protocol != PROTOCOL:
         remedy = (
             "update farflock" if isinstance(protocol, int) and protocol > PROTOCOL else "use the version that made it"
@@ -453,17 +460,19 @@ class BadHead(ValueError):
     """Bytes that are no head, or that the founder they name did not sign."""
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Head(msgspec.Struct, frozen=True, array_like=True):
     """The founder's word on which manifest is the run's; every member re-publishes it. Wire: signature (64 bytes) and msgpack
-    array [run, founder, digest, size, sequence].
+    array [run, founder, digest, size, sequence, protocol].
 
-    `digest` and `size` (bytes) are those of the canonical manifest; a higher `sequence` replaces a lower one."""
+    `digest` and `size` (bytes) are those of the canonical manifest; a higher `sequence` replaces a lower one. A head of a
+    later `protocol` may have further fields: it is still read, so that it can be told why it cannot be joined."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     founder: Annotated[str, msgspec.Meta(max_length=64)]
     digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     sequence: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+    protocol: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = PROTOCOL
 
 
 def seal_head(identity: Identity, head: Head) -> bytes:

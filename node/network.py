@@ -6,6 +6,7 @@ Shared by nodes (node/process.py) and by the optimizer for other people's loops 
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +16,7 @@ import msgspec
 
 from farflock.node.errors import Refused
 from farflock.node.invite import Invite
-from farflock.node.manifest import Head, Manifest, parse, unseal_head
+from farflock.node.manifest import Head, Manifest, parse, require_same_protocol, unseal_head
 from farflock.node.paths import RunFolder
 from farflock.swarm.bootstrap import fetch_chunk
 from farflock.swarm.dht import DhtDirectory
@@ -27,6 +28,7 @@ LEARN_TIMEOUT_S = 120.0
 FETCH_S = 20.0
 MANIFEST_BYTES = 256 * 1024
 HEAD_EVERY_S = 60.0
+DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's own process has its share
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,21 @@ def identity_of(folder: RunFolder) -> Identity:
     return Identity.load(folder.identity)
 
 
+def raise_descriptor_limit() -> None:
+    """Let this process open up to `DESCRIPTORS` files and sockets, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 @contextlib.asynccontextmanager
 async def network(
     machine: Machine, identity: Identity, run: str, addresses: Sequence[str]
 ) -> AsyncIterator[tuple[DhtDirectory, ZmqLinks]]:
     """Directory and links, open for as long as the block runs. Sequence numbers of records are milliseconds of the wall
     clock at the start: they must only rise from one start to the next."""
+    raise_descriptor_limit()
     listen = (f"/ip4/{machine.host}/tcp/{machine.dht_port}",)
     directory = await DhtDirectory.open(
         machine.folder.identity, run=run, initial_peers=addresses, listen=listen, client_mode=machine.client_mode
@@ -84,6 +95,14 @@ async def learn_run(
     return head, _checked(raw, invite), records
 
 
+async def look_up(machine: Machine, invite: Invite, timeout_s: float) -> Manifest:
+    """The manifest of an invite's run, verified; nothing is joined."""
+    identity = identity_of(machine.folder)
+    async with network(machine, identity, invite.run, invite.addresses) as (directory, links):
+        _, manifest, _ = await learn_run(directory, links, invite, timeout_s)
+        return manifest
+
+
 async def learn_terms(
     directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
 ) -> tuple[bytes, bytes, list[bytes]]:
@@ -93,8 +112,10 @@ async def learn_terms(
         heads = {blob: head for blob in await directory.heads(invite.run) if (head := _head_of(blob, invite))}
         records = await directory.peers(invite.run)
         members = [peer for blob in records if (peer := _learned(links, blob, invite.run)) not in ("", links.me)]
-        if heads and members:
+        if heads:
             newest = max(heads, key=lambda blob: heads[blob].sequence)
+            require_same_protocol(heads[newest].protocol)
+        if heads and members:
             raw = await fetch_chunk(links, invite.run, heads[newest].digest, heads[newest].size, members, FETCH_S)
             if raw is not None:
                 return newest, raw, records

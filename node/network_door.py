@@ -104,7 +104,7 @@ async def _published(directory: DhtDirectory, run: str, head: bytes, raw: bytes,
 def _peer(
     terms: UserTerms, run: str, identity: Identity, links: ZmqLinks, directory: DhtDirectory, compute: Compute
 ) -> Peer:
-    known = RunTerms(run, terms.run.seed, terms.exchange.view_s)
+    known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
     incarnation = unseal(links.record(), run).incarnation
     return Peer(known, identity, links, directory, incarnation=incarnation, record=links.record, compute=compute)
 

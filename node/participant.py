@@ -20,6 +20,7 @@ from farflock.optimizers.catalog import method
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.peer import Peer
+from farflock.swarm.snapshots import Progress as Downloaded
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 Report = Callable[[str, dict[str, object]], None]
@@ -59,10 +60,12 @@ class Participant:
         driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
         self.seat.open()
 
-    async def join(self, records: list[bytes], timeout_s: float) -> None:
+    async def join(
+        self, records: list[bytes], timeout_s: float, downloaded: Downloaded = lambda here, total: None
+    ) -> None:
         """Join through these members: get to know the views, download the state, and ask to be admitted."""
         await self.peer.meet(records, timeout_s)
-        await self.seat.adopt(timeout_s)
+        await self.seat.adopt(timeout_s, downloaded)
         self.peer.ask_in()
         self.trainee.joined_at = self.loop.step
 

@@ -1,6 +1,6 @@
 """Where files are: the user's data folder, and in it (or where `--folder` says) the folder of one node.
 
-A node's folder holds `identity.key` (0600), `status.json`, `run.db` and `events.jsonl` (node/history.py), and
+A node's folder holds `identity.key` (0600), `status.json`, `run.db`, `events.jsonl` and `receipts.jsonl` (node/history.py), and
 `checkpoints/step-N/` (node/checkpoint.py). The environment is read here and nowhere else.
 """
 

@@ -5,9 +5,8 @@ run. Everything lives on one asyncio loop; what computes runs in two worker thre
 """
 
 import asyncio
+import contextlib
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,17 @@ import torch
 
 from farflock.node.checkpoint import Checkpoint
 from farflock.node.corpus import load_corpus
-from farflock.node.errors import Refused
+from farflock.node.errors import Failure, Refused
 from farflock.node.history import History
 from farflock.node.invite import MAX_ADDRESSES, Invite, mint
+from farflock.node.journal import Journal
 from farflock.node.keeper import Keeper, last_of
 from farflock.node.manifest import Head, Manifest, seal_head
 from farflock.node.network import LEARN_TIMEOUT_S, Doors, Machine, identity_of, keep_published, learn_run, network
 from farflock.node.participant import Participant, participant
 from farflock.node.resume import take_up, take_up_moments
-from farflock.node.status import StatusWriter
+from farflock.node.room import require_room
+from farflock.node.status import Status, StatusWriter
 from farflock.node.tokenizer import ByteTokenizer
 from farflock.node.worker import Worker
 from farflock.swarm.chunks import digest_of
@@ -34,6 +35,7 @@ from farflock.swarm.dht_greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
+from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.zmq_links import ZmqLinks
 
 JOIN_TIMEOUT_S = 120.0
@@ -58,8 +60,15 @@ class Node:
     directory: DhtDirectory
     links: ZmqLinks
     history: History
+    journal: Journal
     keeper: Keeper
     doors: tuple[str, ...] = ()  # by which I came in
+    show: Callable[[Status], None] = lambda status: None  # called once a second
+
+    def awaited(self) -> int:
+        """How many members there must be before the founder trains; 0 where nobody is waited for any more."""
+        first = self.links.me == self.founder and not self.participant.loop.step
+        return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
         """An invite to this run, over my own address and those of others: I may have none, or end first."""
@@ -78,7 +87,8 @@ class Node:
         """Write down where the others are, for the next start."""
         while True:
             if others := self._others():
-                Doors(self.machine.folder).write(self._invite(others))
+                with contextlib.suppress(OSError):  # a full disk must not end a node that could train on
+                    Doors(self.machine.folder).write(self._invite(others))
             await asyncio.sleep(REMEMBER_EVERY_S)
 
 
@@ -86,6 +96,7 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
     """Found a run, or take it up again, and train it to its end; returns the final checkpoint's folder.
 
     Taking up means going back into the swarm if its members can still be reached, else going on from the checkpoint."""
+    require_room(manifest, Failure)
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
     saved = last_of(machine.folder, run)
@@ -110,25 +121,40 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
 
 
 async def join(
-    machine: Machine, invite: Invite, on_start: Callable[[Node], None], learn_timeout_s: float = LEARN_TIMEOUT_S
+    machine: Machine,
+    invite: Invite,
+    on_start: Callable[[Node], None],
+    learn_timeout_s: float = LEARN_TIMEOUT_S,
+    downloaded: Downloaded = lambda here, total: None,
 ) -> Path:
     """Join the run of an invite and train it to its end; returns the final checkpoint's folder.
 
     Who has been in this run before keeps its place in its data and its inner moments; the state is the swarm's."""
     identity = identity_of(machine.folder)
-    known = Doors(machine.folder).read(invite.run)
+    known, saved = Doors(machine.folder).read(invite.run), last_of(machine.folder, invite.run)
     doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[:MAX_ADDRESSES]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
+        require_room(manifest, Refused)
         node = _node(machine, manifest, invite.run, invite.founder, identity, directory, links)
         node.doors = doors
-        saved = last_of(machine.folder, invite.run)
         async with node.participant.peer.running():
             if saved is not None:
                 take_up_moments(node.participant, saved)
-            await node.participant.join(records, JOIN_TIMEOUT_S)
+            await _come_in(node.participant, records, downloaded)
             node.history.event("joined", round=node.participant.seat.applied_round, run=invite.run)
             return await _train(node, head, on_start)
+
+
+async def _come_in(part: Participant, records: list[bytes], downloaded: Downloaded) -> None:
+    try:
+        await part.join(records, JOIN_TIMEOUT_S, downloaded)
+    except TimeoutError:
+        if part.peer.membership.known.is_set():
+            why = f"no member sent a whole one within {JOIN_TIMEOUT_S:.0f} s"
+            raise Failure("the run's state could not be downloaded", why, "check the link, and try again") from None
+        why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
+        raise Refused("the run cannot be joined", why, "check that somebody trains, or ask for a new invite") from None
 
 
 def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
@@ -140,19 +166,18 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
     """The common part: publish, train, keep the status file, save, say goodbye."""
     peer, loop = node.participant.peer, node.participant.loop
     peer.port.store.put(node.manifest.canonical(), "manifest")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, _stop, node)
     status = StatusWriter(node)
     helpers = [
         asyncio.create_task(keep_published(node.directory, node.run, head)),
-        asyncio.create_task(status.run()),
+        asyncio.create_task(status.run(lambda now: node.show(now))),
         asyncio.create_task(node.remember()),
     ]
     try:
         on_start(node)
-        await _until_started(node)
+        await _until(node, lambda: len(peer.port.views.newest.members) >= node.awaited())
         await loop.run(node.manifest.run.total_tokens)
-        await asyncio.sleep(0 if loop.stopping else LINGER_S)
+        lingers_s = asyncio.get_running_loop().time() + LINGER_S
+        await _until(node, lambda: asyncio.get_running_loop().time() >= lingers_s)
         saved = await node.keeper.save()
         peer.leave()
         node.history.event("stopped" if loop.stopping else "done", checkpoint=str(saved), step=loop.step)
@@ -161,26 +186,17 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
     finally:
         for task in helpers:
             task.cancel()
-        await asyncio.gather(*helpers, return_exceptions=True)
-        status.write()
+        for ended in await asyncio.gather(*helpers, return_exceptions=True):
+            if isinstance(ended, Exception):
+                log.error("a task beside the training failed", exc_info=ended)
+        status.write("has ended")
         node.history.close()
 
 
-async def _until_started(node: Node) -> None:
-    """The founder trains only once as many members are there as its manifest says; joiners come when they come."""
-    wanted, peer, loop = node.manifest.exchange.start_peers, node.participant.peer, node.participant.loop
-    if peer.me != node.founder or loop.step:
-        return
-    while len(peer.port.views.newest.members) < wanted and not loop.stopping:  # noqa: ASYNC110 - two parts' conditions
+async def _until(node: Node, there: Callable[[], bool]) -> None:
+    """Return once a condition holds, or the node is to stop."""
+    while not (there() or node.participant.loop.stopping):  # noqa: ASYNC110 - two parts' conditions
         await asyncio.sleep(POLL_S)
-
-
-def _stop(node: Node) -> None:
-    """End after the step that is running: what the first Ctrl-C means. The second one ends the process at once."""
-    if node.participant.loop.stopping:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    node.participant.loop.stopping = True
 
 
 def _node(
@@ -197,18 +213,12 @@ def _node(
     corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
-    terms = RunTerms(run, manifest.run.seed, manifest.exchange.view_s)
+    terms = RunTerms(run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s)
     codecs, steps = Worker("codec"), Worker("train")
     incarnation = unseal(links.record(), run).incarnation
     peer = Peer(terms, identity, links, directory, incarnation=incarnation, record=links.record, compute=codecs)
-
-    def report(kind: str, fields: dict[str, object]) -> None:
-        if kind == "step":
-            history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
-        else:
-            history.event(kind, **fields)
-
-    part = participant(manifest.plan(), peer, tokens, compute=codecs, train=steps, report=report)
+    journal = Journal(history, links.total_bytes)
+    part = participant(manifest.plan(), peer, tokens, compute=codecs, train=steps, report=journal.report)
     keeper = Keeper(part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
     part.loop.pause = keeper.pause
-    return Node(machine, manifest, run, founder, part, directory, links, history, keeper)
+    return Node(machine, manifest, run, founder, part, directory, links, history, journal, keeper)

@@ -59,6 +59,7 @@ class Seat:
         self._applied, self._agreed_tokens, self._own_tokens = after_round, tokens, 0
         for specimen in self._streams:
             self._courier.open(specimen, after_round, tokens)
+        self._peer.port.progress_tokens = self._estimate
         self._peer.snapshots.serve(STATE, self._snapshot)
 
     @property
@@ -77,14 +78,18 @@ class Seat:
         return self._applied
 
     def trained(self, tokens: int) -> None:
-        """Count tokens of a local step."""
+        """Count tokens of a local step. The dead train none, although the view still lists them."""
         self._own_tokens += tokens
-        chain = self._peer.port.chain
-        self.members = len(chain.newest.members) if chain is not None else 1
+        port = self._peer.port
+        peers = port.chain.newest.peers if port.chain is not None else (port.me,)
+        self.members = sum(port.life(peer) != "dead" for peer in peers)
 
     def progress(self, step: int) -> Progress:
         """Where the run is: the agreed tokens, and what everybody has presumably trained since."""
-        return Progress(step, self._agreed_tokens + self._own_tokens * self.members, self._peer.run_s())
+        return Progress(step, self._estimate(), self._peer.run_s())
+
+    def _estimate(self) -> int:
+        return self._agreed_tokens + self._own_tokens * self.members
 
     async def carry(self, exchange: Exchange) -> Result:
         """Take an exchange to the swarm; `OutOfStep` if this node must adopt a snapshot first."""
@@ -92,8 +97,7 @@ class Seat:
         exact = method.equality == "exact"
         state = await self._compute(lambda: state_hash(method.snapshot(replica))) if exact else b""
         self._offered[exchange.key] = self._own_tokens
-        estimate = self._agreed_tokens + self._own_tokens * self.members
-        return await self._courier.carry(exchange, self._own_tokens if exact else estimate, state)
+        return await self._courier.carry(exchange, self._own_tokens if exact else self._estimate(), state)
 
     def applied(self, key: Key, result: Result) -> None:
         """Note what a result says of the run's progress."""

@@ -6,20 +6,26 @@ the end of one everybody stops and is saved (node/legs.py), and the next one beg
 """
 
 import asyncio
+import collections
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from farflock.node.baseline import Estimate, losses, summarise
 from farflock.node.checkpoint import Checkpoint
 from farflock.node.legs import LegShelf, Story
+from farflock.node.model import build
 from farflock.node.participant import Participant, Plan, participant
+from farflock.node.replica import PlainReplica
 from farflock.node.resume import take_up
 from farflock.node.tokenizer import Tokens
+from farflock.optimizers.catalog import method
 from farflock.optimizers.method import State
 from farflock.optimizers.state import state_hash
 from farflock.swarm.identity import Identity
@@ -47,6 +53,7 @@ class World:
     spread: float = 0.1  # steps of peer i take up to this share longer, drawn once
     churn_s: float | None = None
     view_s: float = 5.0
+    branch_after_s: float = 600.0
     directory: DirectoryFaults = field(default_factory=DirectoryFaults)
     leg_tokens: int | None = None  # after how many tokens all stop and are saved; None: never
 
@@ -63,7 +70,6 @@ class Outcome:
     virtual_s: float
     kills: int
     steps: int
-    held_out: list[torch.Tensor] = field(default_factory=list, repr=False)
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
 
@@ -177,7 +183,8 @@ class Simulation:
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity = self._identities[index]
-        terms = RunTerms(str(self._plan.run_seed), self._plan.run_seed, self._world.view_s)
+        world = self._world
+        terms = RunTerms(str(self._plan.run_seed), self._plan.run_seed, world.view_s, world.branch_after_s)
         record = self._record(index, incarnation)
         links = self.network.links(identity.peer)
         return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: record)
@@ -270,6 +277,21 @@ def simulate(
         if shelf:
             saved = shelf.save(story, nodes)
     return outcome(world, story, states)
+
+
+def held_out(plan: Plan, states: Collection[State], x: Tensor, y: Tensor) -> Estimate:
+    """The loss of the peers' models on held-out sequences, mean over peers; the standard error is over sequences."""
+    different = {state_hash(state): state for state in states}
+    weights = collections.Counter(state_hash(state) for state in states)
+    means = torch.zeros(len(x), dtype=torch.float64)
+    for digest, state in different.items():
+        model = build(plan.model, plan.run_seed)
+        replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+        kept = method(plan.method, **plan.options)
+        kept.restore(replica, state, "adopt")
+        replica.write(kept.eval_params(replica), "param")
+        means += losses(model, x, y) * (weights[digest] / weights.total())
+    return summarise(means)
 
 
 def _state(node: Participant) -> State:

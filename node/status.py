@@ -1,7 +1,10 @@
 """The status file: what this node does now and whom it waits for, once a second, for `farflock status` and the live view."""
 
 import asyncio
+import collections
+import logging
 import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +15,9 @@ if TYPE_CHECKING:
     from farflock.node.process import Node
 
 EVERY_S = 1.0
+PACE_SAMPLES = 10  # the pace is that of so many seconds
+
+log = logging.getLogger(__name__)
 
 
 class Partner(msgspec.Struct, frozen=True):
@@ -31,9 +37,16 @@ class Waiting(msgspec.Struct, frozen=True):
     whom: tuple[str, ...]
     left_s: float
 
+    def said(self, names: Mapping[str, str]) -> str:
+        """Who is waited for, in what, and how long still: a round that is late stays open while training goes on."""
+        whom = ", ".join(names.get(peer, peer[-8:]) for peer in self.whom) or "the decision"
+        left = f"{self.left_s:.0f} s left" if self.left_s > 0 else f"{-self.left_s:.0f} s late, training goes on"
+        return f"{whom} ({self.stream}, round {self.round}, {left})"
+
 
 class Status(msgspec.Struct, frozen=True):
-    """One node at one moment. Bytes are those of the links, both ways, since the start."""
+    """One node at one moment. Bytes are those of the links, both ways, since the start; `rounds` are those applied here
+    since then, by status; `tokens_per_s` is this node's own pace."""
 
     pid: int
     run: str
@@ -52,30 +65,51 @@ class Status(msgspec.Struct, frozen=True):
     received_bytes: int
     unsure_rounds: int
     dropped: dict[str, int]
+    doing: str = "trains"
+    rounds: dict[str, int] = {}
+    last_round: int | None = None
+    tokens_per_s: float | None = None
 
 
 class StatusWriter:
-    """Writes a node's status to `status.json` in its folder, atomically."""
+    """Writes a node's status to `status.json` in its folder, atomically, and shows it to whoever watches."""
 
     def __init__(self, node: "Node") -> None:
         self._node = node
         self._path = node.machine.folder.path / "status.json"
+        self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_SAMPLES)  # when, which step
+        self._fails = False
 
-    async def run(self) -> None:
+    async def run(self, show: Callable[[Status], None]) -> None:
         """Until cancelled."""
         while True:
-            self.write()
+            self._pace.append((asyncio.get_running_loop().time(), self._node.participant.loop.step))
+            show(self.write())
             await asyncio.sleep(EVERY_S)
 
-    def write(self) -> None:
-        """Once, now."""
+    def write(self, doing: str | None = None) -> Status:
+        """Once, now. A disk that is full must not end a node that could train on."""
+        status = status_of(self._node, doing, self._tokens_per_s())
         partial = self._path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(status_of(self._node)))
-        os.replace(partial, self._path)
+        try:
+            partial.write_bytes(msgspec.json.encode(status))
+            os.replace(partial, self._path)
+            self._fails = False
+        except OSError as error:
+            if not self._fails:
+                log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._fails = True
+        return status
+
+    def _tokens_per_s(self) -> float | None:
+        if len(self._pace) < 2:
+            return None
+        (began_s, first), (ended_s, last) = self._pace[0], self._pace[-1]
+        return (last - first) * self._node.participant.trainee.tokens_per_step / (ended_s - began_s)
 
 
-def status_of(node: "Node") -> Status:
-    """What there is to say about a node now."""
+def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None = None) -> Status:
+    """What there is to say about a node now; `doing` where the caller knows better."""
     part, links = node.participant, node.links
     peer, loop = part.peer, part.loop
     view = peer.port.views.newest
@@ -98,7 +132,20 @@ def status_of(node: "Node") -> Status:
         received_bytes=received_bytes,
         unsure_rounds=peer.pairing.unsure_rounds,
         dropped=dict(peer.port.counters) | dict(links.counters),
+        doing=doing or _doing(node),
+        rounds=dict(node.journal.rounds),
+        last_round=node.journal.last_round,
+        tokens_per_s=tokens_per_s,
     )
+
+
+def _doing(node: "Node") -> str:
+    part, here, wanted = node.participant, len(node.participant.peer.port.views.newest.peers), node.awaited()
+    if part.loop.stopping:
+        return "is leaving"
+    if here < wanted:
+        return f"waits for members: {here} of {wanted} are here"
+    return "trains" if part.peer.membership.is_member else "trains, and waits to be admitted"
 
 
 def read_status(path: "os.PathLike[str]") -> Status:

@@ -1,7 +1,8 @@
 """What is watched during a disaster, by records of its own that share no code with what they check.
 
 An update counts at most once, in its own round; members of an exact method are equal after each sync; a mean is the
-mean of what its participants sent; tokens add up; no wait lasts without end; memory stays bounded.
+mean of what its participants sent, the same bits for all of them; tokens add up, life by life; every wait has a name and a
+deadline, and none lasts long after it; whatever a peer holds stays small.
 """
 
 import asyncio
@@ -18,14 +19,23 @@ from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
 from farflock.node.courier import Courier
 from farflock.node.driver import Driver
-from farflock.optimizers.method import Exchange, Result
+from farflock.node.footprint import longest
+from farflock.node.loop import Loop
+from farflock.optimizers.method import Exchange, Result, Tensors
 from farflock.optimizers.state import state_hash
 from farflock.swarm.peer import Peer
 
-LONGEST_WAIT_S = 60.0  # overdue: an exchange that is open so long after its deadline while all are reachable
-MAX_STORE_BYTES = 4 << 20
-MAX_TASKS = 200
+DEADLINE_S = 6.0  # of an exchange
+TOKENS_PER_STEP = 10
+STORE_BYTES = 2048  # what a peer may keep of chunks that nobody needs: a few rounds' worth, so that it has to let go
+MAX_STORE_BYTES = STORE_BYTES + 6144  # with those of open exchanges and of the log
+MAX_TASKS = 60  # of one peer
+MAX_ITEMS = 100  # in any one table, list or queue of a peer
+OVERDUE_S = DEADLINE_S  # a wait may outlast its deadline by so much once all hear each other again
 TOLERANCE = 1e-3
+
+Life = tuple[str, int]  # a peer and which of its lives
+Round = tuple[str, int]  # a stream and a round's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +61,16 @@ class Watch:
     def __init__(self, arm: str, peers: Sequence[str]) -> None:
         self._exact = arm != "noloco"
         self._peers = peers
-        self._sent: dict[tuple[str, int], dict[tuple[str, int], _Sent]] = {}  # by stream and round, then peer and life
-        self._hashes: dict[tuple[str, int], dict[bytes, str]] = {}
-        self._applied: set[tuple[int, int, str, int]] = set()
-        self._closes: dict[int, tuple[Any, ...]] = {}
-        self._counted: Counter[tuple[str, int]] = Counter()
-        self._trained: Counter[tuple[str, int]] = Counter()
-        self._times: list[float] = []
-        self._feedback: dict[tuple[str, int], _Feedback] = {}
+        self._sent: dict[Round, dict[Life, _Sent]] = {}
+        self._hashes: dict[Round, dict[bytes, str]] = {}
+        self._means: dict[tuple[Round, tuple[str, ...]], Tensors] = {}  # as the first of the participants decoded it
+        self._pairs: dict[tuple[Round, str], tuple[str, ...]] = {}
+        self._applied: set[tuple[Life, Round]] = set()
+        self._closes: dict[int, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens by round
+        self._counted: Counter[Life] = Counter()  # tokens in close lists
+        self._trained: Counter[Life] = Counter()
+        self._times: list[tuple[float, str]] = []  # of applied rounds
+        self._feedback: dict[Life, _Feedback] = {}
         self.calm_until_s = 0.0  # only a death has happened: until then no round may fail
         self.violations: list[str] = []
 
@@ -72,9 +84,9 @@ class Watch:
         """Rounds that somebody applied."""
         return len(self._hashes)
 
-    def rounds_since_repair(self, since_s: float) -> int:
-        """Applied rounds after a moment."""
-        return sum(moment >= since_s for moment in self._times)
+    def rounds_since(self, since_s: float) -> Counter[str]:
+        """By peer, how many rounds it has applied since a moment."""
+        return Counter(peer for moment, peer in self._times if moment >= since_s)
 
     def digest(self) -> str:
         """One hash for all that happened: equal for two runs of one seed."""
@@ -110,20 +122,19 @@ class Watch:
 
     def reported(self, index: int, birth: int, driver: Driver, kind: str, fields: Mapping[str, Any]) -> None:
         """A node's own report: after each applied round, members of an exact method are compared."""
+        life, now_s = (self._peers[index], birth), asyncio.get_running_loop().time()
         if kind == "step":
-            self._trained[self._peers[index], birth] += 10
+            self._trained[life] += TOKENS_PER_STEP
         if kind == "adopt":  # a snapshot replaces the state, and with it the residual
-            self._feedback.pop((self._peers[index], birth), None)
+            self._feedback.pop(life, None)
         if kind != "round":
             return
-        stream, number = fields["stream"], fields["round"]
-        once = (index, birth, stream, number)
-        if once in self._applied:
+        key = stream, number = fields["stream"], fields["round"]
+        if (life, key) in self._applied:
             self.violate(f"peer {index} applied round {number} of {stream} twice")
-        self._applied.add(once)
-        self._times.append(asyncio.get_running_loop().time())
-        key = (stream, number)
-        if self._exact and fields["status"] == "failed" and self._times[-1] < self.calm_until_s:
+        self._applied.add((life, key))
+        self._times.append((now_s, life[0]))
+        if self._exact and fields["status"] == "failed" and now_s < self.calm_until_s:
             self.violate(f"round {number} of {stream} failed although only a peer had died")
         digest = state_hash(driver.method.snapshot(driver.replica)) if self._exact else str(key).encode()
         hashes = self._hashes.setdefault(key, {})
@@ -131,15 +142,38 @@ class Watch:
         if len(hashes) > 1:
             self.violate(f"states differ after round {number} of {stream}: {sorted(hashes.values())}")
 
-    def killed(self, index: int) -> None:
-        """A peer died; what it had sent may still count."""
+    def look(self, peer: Peer) -> None:
+        """At any moment: what a peer holds is bounded, and each of its waits has a deadline and somebody it waits for."""
+        name, now_s = peer.me[-6:], peer.port.now()
+        for wait in peer.waits():
+            if not wait.left_s <= DEADLINE_S:
+                self.violate(
+                    f"{name} waits for {wait.what} for {wait.left_s:.1f} s, beyond the deadline of an exchange"
+                )
+            if peer.me in wait.whom:
+                self.violate(f"{name} waits for itself in {wait.what}")
+        size_bytes = peer.port.store.size_bytes
+        if size_bytes > MAX_STORE_BYTES:
+            self.violate(
+                f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, at most {MAX_STORE_BYTES} are needed"
+            )
+        if len(peer._tasks) > MAX_TASKS:
+            self.violate(f"{name} has {len(peer._tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed")
+
+    def check_memory(self, peer: Peer) -> None:
+        """Nothing that a peer holds has grown long; slow, for it looks everywhere."""
+        count, way = longest(peer)
+        if count > MAX_ITEMS:
+            name, now_s = peer.me[-6:], peer.port.now()
+            self.violate(f"{name} holds {count} items in {way} at {now_s:.1f} s, at most {MAX_ITEMS} are needed")
 
     # checks
 
     def _check_result(self, index: int, stream: str, number: int, result: Result) -> None:
         if result.status == "failed" or result.mean is None:
             return
-        sent = self._sent.get((stream, number), {})
+        key = (stream, number)
+        sent = self._sent.get(key, {})
         by_peer: dict[str, list[_Sent]] = {}
         for (peer, _), entry in sent.items():
             by_peer.setdefault(peer, []).append(entry)
@@ -147,11 +181,24 @@ class Watch:
         if missing:
             self.violate(f"round {number} of {stream} counts {missing}, who sent nothing to it")
             return
-        if all(len(by_peer[peer]) == 1 for peer in result.participants):
-            entries = [by_peer[peer][0] for peer in result.participants]
+        self._check_pair(key, result.participants)
+        if any(len(by_peer[peer]) != 1 for peer in result.participants):
+            return  # two lives of one peer offered; which of them counts is decided by the view
+        entries = [by_peer[peer][0] for peer in result.participants]
+        known = self._means.setdefault((key, result.participants), result.mean)
+        if known is result.mean:
             self._check_mean(index, stream, number, result, entries)
-            if self._exact:
-                self._check_tokens(number, result, entries)
+        elif any(not torch.equal(known[name], mean) for name, mean in result.mean.items()):
+            self.violate(f"peer {index} has another mean in round {number} of {stream} than others who took part")
+        if self._exact:
+            self._check_tokens(number, result, sent)
+
+    def _check_pair(self, key: Round, participants: tuple[str, ...]) -> None:
+        """In pairs, a contribution counts with one partner only."""
+        for peer in participants if not self._exact and len(participants) == 2 else ():
+            known = self._pairs.setdefault((key, peer), participants)
+            if known != participants:
+                self.violate(f"in round {key[1]} of {key[0]} {peer} counts in the pair {known} and in {participants}")
 
     def _check_mean(self, index: int, stream: str, number: int, result: Result, entries: list[_Sent]) -> None:
         """The mean is the weighted mean of what its participants sent, within the return codec's rounding."""
@@ -165,17 +212,26 @@ class Watch:
             if error > TOLERANCE + largest / 100:
                 self.violate(f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}")
 
-    def _check_tokens(self, number: int, result: Result, entries: list[_Sent]) -> None:
-        """Tokens after a round are those before it and those of its participants; all peers say the same."""
+    def _check_tokens(self, number: int, result: Result, sent: Mapping[Life, _Sent]) -> None:
+        """Tokens after a round are those before it and those of its participants; all peers say the same, and no life's
+        tokens count more often than it has trained them."""
         now = (result.participants, result.tokens)
-        known = self._closes.setdefault(number, now)
-        if known != now:
-            self.violate(f"round {number} ended as {known} for one and as {now} for another")
+        known = self._closes.get(number)
+        if known is not None:
+            if known != now:
+                self.violate(f"round {number} ended as {known} for one and as {now} for another")
+            return
+        self._closes[number] = now
+        mine = {life: entry.tokens for life, entry in sent.items() if life[0] in result.participants}
         before = self._closes.get(number - 1)
-        if before is not None and before[1] + sum(entry.tokens for entry in entries) != result.tokens:
-            self.violate(
-                f"round {number} has {result.tokens} tokens after {before[1]} and {[e.tokens for e in entries]}"
-            )
+        if before is not None and before[1] + sum(mine.values()) != result.tokens:
+            self.violate(f"round {number} has {result.tokens} tokens after {before[1]} and {list(mine.values())}")
+        self._counted.update(mine)
+        for life in mine:
+            if self._counted[life] > self._trained[life]:
+                self.violate(
+                    f"{self._counted[life]} tokens of {life} are counted, it has trained {self._trained[life]}"
+                )
 
     def _check_feedback(self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange) -> None:
         """A message is beta·e + (phi - theta), with the residual e of the twin."""
@@ -200,24 +256,24 @@ class Watch:
             if result.taken.get(name):
                 twin.residual[name] = twin.message[name] - sent.values[name]
 
-    def check_end(self, peers: Sequence[Peer]) -> None:
-        """At the end: no endless wait, no growing memory, no more tokens counted than trained."""
-        for peer in peers:
-            for wait in peer.waits():
-                if wait.left_s < -LONGEST_WAIT_S:
-                    self.violate(f"{peer.me[-6:]} waits for {wait.what} since {-wait.left_s:.0f} s after its deadline")
-            if peer.port.store.size_bytes > MAX_STORE_BYTES:
-                self.violate(f"{peer.me[-6:]} holds {peer.port.store.size_bytes} bytes of chunks")
-            if len(peer._tasks) > MAX_TASKS:
-                self.violate(f"{peer.me[-6:]} has {len(peer._tasks)} tasks")
-        if self._exact and self._closes:
-            agreed, trained = self._closes[max(self._closes)][1], sum(self._trained.values())
-            if agreed > trained:
-                self.violate(f"{agreed} tokens are counted, {trained} were trained")
+    def check_waits(self, peer: Peer, loop: Loop) -> None:
+        """At the end, when all hear each other again: nothing is open long after its deadline or without a name."""
+        named = {(wait.what.stream, wait.what.round) for wait in peer.waits()}
+        for pending in loop.driver.table:
+            key, age_s = pending.exchange.key, peer.run_s() - pending.since_s
+            carrying = loop._carrying.get(key)
+            if carrying is None or carrying.done():
+                continue  # the result is here, and is applied after this step
+            if age_s > pending.exchange.deadline_s + OVERDUE_S:
+                self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s")
+            if age_s > OVERDUE_S and (key.stream, key.round) not in named:
+                self.violate(f"{peer.me[-6:]} waits for {key} since {age_s:.1f} s and names nobody")
 
 
 def _decoded(exchange: Exchange) -> dict[str, Tensor]:
     """What the others decode of an exchange's tensors, each tensor encoded alone."""
+    if exchange.codec == "fp32":
+        return {name: tensor.clone() for name, tensor in exchange.tensors.items()}
     spec = codec(exchange.codec)
     decoded = {}
     for name, tensor in exchange.tensors.items():

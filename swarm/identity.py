@@ -96,8 +96,12 @@ class Identity:
         """Write a new key file readable by its owner alone; an existing file is never overwritten."""
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_FILE_HEAD + self._key.private_bytes_raw() + self.public)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_FILE_HEAD + self._key.private_bytes_raw() + self.public)
+        except OSError:
+            path.unlink()  # half a key would keep the next start from making a whole one
+            raise
 
     @property
     def public(self) -> bytes:

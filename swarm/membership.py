@@ -6,6 +6,7 @@ themselves in a view; who lacks views is sent them, certified by the signatures 
 """
 
 import asyncio
+from collections.abc import Callable
 
 from farflock.swarm import views
 from farflock.swarm.collective import TAKEOVER_S
@@ -31,7 +32,7 @@ from farflock.swarm.messages import (
 from farflock.swarm.port import Port
 from farflock.swarm.record import BadRecord, Record, newer, unseal
 from farflock.swarm.runtime import RunClock
-from farflock.swarm.views import BadView, Candidates, Certified, Member, View
+from farflock.swarm.views import BadView, Candidates, Certified, Chain, Member, View
 
 JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
@@ -64,6 +65,9 @@ class Membership:
         self.wants_in = False
         self.watching = False  # wants to know the views, and to be let in only later
         self.known = asyncio.Event()  # set once the views are known
+        self._lives: dict[PeerId, int] = {}  # in which incarnation each member of the newest view was last heard
+        self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None  # of my newest view
+        self.on_other_line: Callable[[PeerId], None] = lambda peer: None  # who names views that do not follow mine
 
     def found(self) -> None:
         """Begin the run: view 0 is me alone."""
@@ -96,9 +100,47 @@ class Membership:
         """Whether I am in the newest view that I know, in this life."""
         return self._port.chain is not None and self._port.my_index(self._port.chain.newest) is not None
 
+    def present(self, view: View) -> set[int]:
+        """Members of a view, by index, who are still members, alive in the same life, and have not said goodbye."""
+        newest = self._port.views.newest
+        return {
+            index
+            for index, member in enumerate(view.members)
+            if newest.index(member.peer, member.incarnation) is not None
+            and self._lives.get(member.peer, member.incarnation) == member.incarnation
+            and member.peer not in self._candidates.leaving
+            and (self._port.life(member.peer) == "alive" or member.peer == self._port.me)
+        }
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the next view, which takes some round trips to decide, is due or has been accepted by me, and has not been
+        decided yet."""
+        if self._port.views.barrier is not None:
+            return True
+        return self._wanted_s is not None and self._port.now() >= max(self._wanted_s, self._changed_s + self._view_s)
+
+    @property
+    def branch(self) -> tuple[str, int] | None:
+        """The name of the branch that I am on, and the round that it began with; None on the run's main line."""
+        view = self._port.chain.branch if self._port.chain else None
+        return None if view is None else (view.hash.hex()[:8], view.first_round)
+
     def leave(self) -> None:
         """Say goodbye to all members."""
         self.wants_in = False
+        self._say_goodbye()
+
+    def change_line(self, line: Chain) -> None:
+        """Give up my line of views for another one, as who is in none of its views yet: I know them, and watch."""
+        self._say_goodbye()
+        self._port.forsake()
+        self._port.chain, self._port.touched = line, -1
+        self._candidates, self.watching, self.wants_in = Candidates(), True, False
+        self._told.clear()
+        self.view_changed()
+
+    def _say_goodbye(self) -> None:
         for peer in self._others():
             self._port.send(peer, Leave())
 
@@ -117,6 +159,8 @@ class Membership:
 
     def receive(self, sender: PeerId, incarnation: int, message: MembershipMessage) -> None:
         """Take in a message about membership or time."""
+        if self._port.chain is not None and sender in self._port.chain.newest.peers:
+            self._lives[sender] = incarnation
         match message:
             case Join(record=blob):
                 self._take_join(sender, blob)
@@ -157,6 +201,7 @@ class Membership:
         view = chain.by_hash(digest)
         if view is None:
             self._port.send(peer, ViewQuery(chain.newest.number + 1))
+            self.on_other_line(peer)
         else:
             self.send_views(peer, view.number)
 
@@ -169,9 +214,11 @@ class Membership:
     def _ask_in(self) -> None:
         number = self._port.chain.newest.number + 1 if self._port.chain else 0
         self._asked = {*self._others(), *list(self.records)[:16]} - {self._port.me}
+        chain = self._port.chain  # a view that I gave up once may still list me
+        listed = chain is not None and chain.newest.index(self._port.me, self._port.incarnation) is not None
         for peer in sorted(self._asked):
             if self.wants_in:
-                self._port.send(peer, Join(self._blobs[self._port.me]))
+                self._port.send(peer, Leave() if listed else Join(self._blobs[self._port.me]))
             self._port.send(peer, ViewQuery(number))
 
     def _take_join(self, sender: PeerId, blob: bytes) -> None:
@@ -201,16 +248,20 @@ class Membership:
             return
         try:
             for raw in encoded:
-                self._take_view(views.decode_certified(raw))
+                self._take_view(sender, views.decode_certified(raw))
         except BadView:
             self._port.drop("bad view")
+            self.on_other_line(sender)
 
-    def _take_view(self, certified: Certified) -> None:
-        if self._port.chain is None:
-            self._port.chain = views.Chain(self._port.run, [certified])
+    def _take_view(self, sender: PeerId, certified: Certified) -> None:
+        chain = self._port.chain
+        if chain is None:
+            self._port.chain = Chain(self._port.run, [certified])
             self.known.set()
-        elif self._port.chain.extend(certified):
-            self._view_changed()
+        elif certified.view.previous == chain.newest.branch_mark:
+            self.on_branch(sender, certified)
+        elif chain.extend(certified):
+            self.view_changed()
 
     # the next view
 
@@ -251,7 +302,8 @@ class Membership:
     def _propose(self, members: tuple[Member, ...]) -> None:
         decision = self._ensure_decision()
         newest = self._port.views.newest
-        first = max(self._port.touched, newest.first_round, decision.refused_floor - 1) + ROUNDS_AHEAD
+        touched = max(self._port.touched, decision.refused_floor - 1)
+        first = max(touched + ROUNDS_AHEAD, newest.first_round)
         view = View(newest.number + 1, newest.hash, first, members)
         self._send(decision.propose(views.encode(view)))
         self._after_paxos()
@@ -290,12 +342,12 @@ class Membership:
             self._send(self._ensure_decision().receive(member, message))
             self._after_paxos()
         elif isinstance(message, Decided):
-            self._take_decided(message)
+            self._take_decided(sender, message)
 
-    def _take_decided(self, decided: Decided) -> None:
+    def _take_decided(self, sender: PeerId, decided: Decided) -> None:
         """A view decided without me."""
         try:
-            self._take_view(Certified(views.decode_view(decided.value), decided.ballot, decided.proofs))
+            self._take_view(sender, Certified(views.decode_view(decided.value), decided.ballot, decided.proofs))
         except BadView:
             self._port.drop("bad view")
 
@@ -309,10 +361,12 @@ class Membership:
             return
         ballot, proofs = decision.certificate
         chain.extend(Certified(views.decode_view(decision.decided), ballot, proofs))
-        self._view_changed()
+        self.view_changed()
 
-    def _view_changed(self) -> None:
+    def view_changed(self) -> None:
+        """The newest view is another one: begin anew with what depends on it."""
         newest = self._port.views.newest
+        self._lives = {peer: life for peer, life in self._lives.items() if peer in newest.peers}
         self._decision, self._wanted_s, self._changed_s = None, None, self._port.now()
         joined = [peer for peer in newest.peers if peer in self._candidates.joining]
         self._candidates.leaving.intersection_update(newest.peers)

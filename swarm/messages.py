@@ -12,6 +12,7 @@ from farflock.swarm.directory import MAX_RECORD_BYTES
 
 MAX_SHARDS = 4096
 MAX_MEMBERS = 64
+MAX_TRAIL = 512  # views that a peer keeps and speaks of
 MAX_VALUE_BYTES = 240 * 1024  # holds a close list of MAX_SHARDS items; a frame holds it
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -268,6 +269,33 @@ class Pong(_Message, frozen=True, tag="pong"):
     run_s: float
 
 
+# Branches (swarm/branches.py).
+
+
+class BranchAsk(_Message, frozen=True, tag="branch?"):
+    """No quorum of our view has been there for long: sign this branch of it, which lists you."""
+
+    view: Value
+
+
+class BranchSign(_Message, frozen=True, tag="branch"):
+    """My signature under the branch of this hash; empty if I cannot: it has to begin at round `floor` or later."""
+
+    digest: Digest
+    proof: Signature = b""
+    floor: Count = 0
+
+
+class Lineage(_Message, frozen=True, tag="lineage"):
+    """The line of views that I am on, up to view `number`: the first 8 bytes of each kept view's hash, oldest first.
+    Its agreed tokens as far as I know; and to who asked and has fewer, the certified views that it lacks."""
+
+    tokens: Count
+    number: Count
+    trail: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8 * MAX_TRAIL)]
+    views: Annotated[tuple[Value, ...], msgspec.Meta(max_length=MAX_TRAIL)] = ()
+
+
 Message = (
     Want
     | Piece
@@ -297,4 +325,7 @@ Message = (
     | StateOffer
     | Ping
     | Pong
+    | BranchAsk
+    | BranchSign
+    | Lineage
 )

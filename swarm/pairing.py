@@ -52,6 +52,15 @@ class Pairing:
         self._rounds[stream.name] = after_round + 1
         self._seen[stream.name] = after_round
 
+    def abandon(self) -> tuple[str, ...]:
+        """Another line of views takes the place of mine: what is running ends, and the streams wait to be opened again.
+        Returns their names."""
+        for name, pair in self._current.items():
+            pair.lost(self._port.now())
+            self._changed[name].set()
+        self._early.clear()
+        return tuple(self._streams)
+
     async def exchange(self, name: str, offer: Offer) -> Outcome:
         """Swap shards, which are in the store, with this round's partner; ends by the stream's deadline."""
         stream, key = self._streams[name], offer.key

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass
 from typing import Any
 
+from farflock.swarm.branching import Branching
 from farflock.swarm.chunks import Store
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import ProtocolViolation, unpack
@@ -18,9 +19,12 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.membership import Membership
 from farflock.swarm.messages import (
+    BranchAsk,
+    BranchSign,
     Forgotten,
     Holds,
     Key,
+    Lineage,
     LogQuery,
     Message,
     Miss,
@@ -55,11 +59,12 @@ Receive = Callable[[PeerId, int, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """What all peers of a run know beforehand."""
+    """What all peers of a run know beforehand. Members that have seen no quorum for `branch_after_s` go on without it."""
 
     run: str
     seed: int
     view_s: float = 30.0
+    branch_after_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,9 @@ class Peer:
         self.rounds = Rounds(self.port)
         self.pairing = Pairing(self.port)
         self.snapshots = Snapshots(self.port, self._askable)
+        self.branching = Branching(
+            self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
+        )
         self._pair_streams: set[str] = set()
         self.failure: BaseException | None = None  # a bug in one of our tasks: raised by `running`
 
@@ -162,6 +170,7 @@ class Peer:
             self.pairing.open(stream, after_round)
         else:
             self.rounds.open(stream, after_round, tokens)
+        self.branching.opened(stream.name)
 
     async def exchange(
         self,
@@ -174,8 +183,11 @@ class Peer:
         state: bytes = b"",
     ) -> Outcome:
         """Bring encoded shards to a round of a stream. A pair's ends by the stream's deadline; a collective's when the
-        round is decided, however long that takes: the caller trains on meanwhile."""
+        round is decided, however long that takes: the caller trains on meanwhile. It is lost if this peer has given up the
+        line of views that its state belongs to, until the stream is opened again."""
         key = Key(name, number)
+        if name in self.branching.adrift:
+            return Outcome(key, "lost", number + 1)
         digests = tuple(self.port.store.put(shard, work_pin(key)) for shard in shards)
         sizes = tuple(len(shard) for shard in shards)
         offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
@@ -185,7 +197,8 @@ class Peer:
 
     def decided(self, name: str, number: int) -> Outcome | None:
         """A collective round from the log, decided without me or before I asked; None if there is no such."""
-        return None if name in self._pair_streams else self.rounds.decided(name, number)
+        known = name not in self._pair_streams and name not in self.branching.adrift
+        return self.rounds.decided(name, number) if known else None
 
     def tokens(self, name: str) -> int:
         """The run's agreed tokens, as of the last decided round of a collective stream (0 for pairs)."""
@@ -216,6 +229,8 @@ class Peer:
 
     def _route(self, sender: PeerId, incarnation: int, message: Message, body: bytes | memoryview) -> None:
         match message:
+            case BranchAsk() | BranchSign() | Lineage():
+                self.branching.receive(sender, incarnation, message)
             case Want() | Piece() | Miss():
                 self.port.chunks.receive(sender, message, body)
             case StateQuery() | StateOffer():
@@ -243,6 +258,7 @@ class Peer:
         while True:
             self.membership.tick()
             if self.port.chain is not None:
+                self.branching.tick()
                 self.rounds.tick()
             await asyncio.sleep(TICK_S)
 

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from farflock.swarm.chunks import Chunks, Store
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.links import Life, Links, PeerId
-from farflock.swarm.messages import Message, Piece
+from farflock.swarm.messages import MAX_TRAIL, Message, Piece
 from farflock.swarm.views import Chain, View
+
+MAX_FORSAKEN = 8 * MAX_TRAIL
 
 T = TypeVar("T")
 Compute = Callable[[Callable[[], T]], Awaitable[T]]
@@ -37,6 +39,8 @@ class Port:
     compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline
     chain: Chain | None = None
     touched: int = -1  # the highest round that this peer took part in: the next view must begin after it
+    progress_tokens: Callable[[], int] = lambda: 0  # the node's estimate, asked where no round agrees on tokens
+    forsaken: dict[bytes, None] = field(default_factory=dict)  # hashes of views that I was in and gave up, oldest first
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
     chunks: Chunks = field(init=False)
 
@@ -67,8 +71,15 @@ class Port:
         return self.links.life(peer)
 
     def my_index(self, view: View) -> int | None:
-        """My member index in a view, None if I am not in it in this life."""
-        return view.index(self.me, self.incarnation)
+        """My member index in a view, None if I am not in it in this life, or have forgotten what I promised there."""
+        return None if view.hash in self.forsaken else view.index(self.me, self.incarnation)
+
+    def forsake(self) -> None:
+        """Never act again in the views known so far: what I promised and accepted in them is being forgotten."""
+        for entry in self.views.views:
+            self.forsaken[entry.view.hash] = None
+        while len(self.forsaken) > MAX_FORSAKEN:
+            del self.forsaken[next(iter(self.forsaken))]
 
     def drop(self, reason: str) -> None:
         """Count something that was not taken in."""

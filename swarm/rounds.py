@@ -68,7 +68,7 @@ class Rounds:
         state = self._streams.get(stream.name)
         if state is None or after_round > state.newest:
             self._forget(state)
-            self._streams[stream.name] = StreamState(stream, newest=after_round, tokens=tokens, seen=after_round)
+            self._streams[stream.name] = StreamState(stream, after_round, tokens, tokens, seen=after_round)
 
     async def exchange(self, name: str, offer: Offer) -> Outcome:
         """Bring an offer, whose shards are in the store, to its round; resolves once, whenever that is decided."""
@@ -109,6 +109,36 @@ class Rounds:
     def tokens(self, name: str) -> int:
         """The run's agreed tokens as of that round."""
         return self._streams[name].tokens
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The open streams."""
+        return tuple(self._streams)
+
+    def floor(self) -> int:
+        """The first round that is not wholly here: a branch may begin with it, or later."""
+        return max((_whole(state) + 1 for state in self._streams.values()), default=0)
+
+    def rewind(self, first_round: int) -> None:
+        """A branch begins with this round: what others may have decided of it, without its content, is not its past. My
+        open offers go into the branch's rounds."""
+        self._machines = {key: machine for key, machine in self._machines.items() if key.round < first_round}
+        for state in self._streams.values():
+            assert _whole(state) < first_round, f"round {_whole(state)} is in my state; a branch must begin after it"
+            for number in [number for number in state.log if number >= first_round]:
+                del state.log[number]
+                self._port.store.release(Key(state.stream.name, number))
+            if state.newest >= first_round:
+                state.newest = state.seen = first_round - 1
+                state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens
+
+    def abandon(self) -> tuple[str, ...]:
+        """Another line of views takes the place of mine: open exchanges are lost, the logs are empty, and the streams wait
+        to be opened again. Returns their names."""
+        for name, state in list(self._streams.items()):
+            self._forget(state)
+            self._streams[name] = StreamState(state.stream)
+        return self.names
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
         """What is waited for now: (exchange, from whom, until when on the local clock)."""
@@ -455,6 +485,12 @@ class Rounds:
             self._completed(state, key.round)
         else:  # it has left the log meanwhile: nobody else would release what has come since
             self._port.store.release(key)
+
+
+def _whole(state: StreamState) -> int:
+    """The last round up to which everything is decided and here."""
+    incomplete = (number for number, entry in state.log.items() if not entry.complete)
+    return min(incomplete, default=state.newest + 1) - 1
 
 
 def _terms(stream: Stream) -> Terms:

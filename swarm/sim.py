@@ -18,6 +18,7 @@ DEAD_S = 5.0
 INBOX_FRAMES = 4096
 OUTBOX_BYTES = 8 * 1024 * 1024  # unsent bulk of one peer; more makes `send_bulk` wait
 HELD_FRAMES = 2048  # of a stopped peer
+GRAIN_S = 1e-4  # what a line takes less time for arrives at once: an event of its own costs more than it tells
 
 Tap = Callable[[float, PeerId, PeerId, bytes], bytes | None]
 
@@ -60,6 +61,10 @@ class SimNetwork:
         self.faults = Faults()
         self.tap: Tap | None = None
         self.fired: collections.Counter[str] = collections.Counter()
+        self.bytes: collections.Counter[str] = (
+            collections.Counter()
+        )  # what became of all that was sent; see `missing_bytes`
+        self.flying_bytes = 0
 
     # peers
 
@@ -123,6 +128,11 @@ class SimNetwork:
         """Silently drop everything between two peers, both ways."""
         self._cuts |= {(one, other), (other, one)}
         self._touch()
+
+    def missing_bytes(self) -> int:
+        """Bytes sent, and copied on the way, that neither arrived nor are on their way nor are known to be lost: always 0."""
+        ended = sum(self.bytes[end] for end in ("delivered", "lost", "cut", "overflowed", "held"))
+        return self.bytes["sent"] + self.bytes["copied"] - ended - self.flying_bytes
 
     # what the links ask
 
@@ -245,9 +255,11 @@ class SimLinks:
             frame = tapped
         self.sent_bytes += len(frame)
         self.sent_frames += 1
+        network.bytes["sent"] += len(frame)
+        there, loop = network.line(peer), asyncio.get_running_loop()
         for copy, late_s in self._fates(peer, frame):
-            loop = asyncio.get_running_loop()
-            loop.call_at(leaves_s + late_s, self._arrive, network.line(peer), copy)
+            network.flying_bytes += len(copy)
+            loop.call_at(leaves_s + late_s, self._arrive, there, copy)
         return True
 
     def _fates(self, peer: PeerId, frame: bytes) -> list[tuple[bytes, float]]:
@@ -256,6 +268,7 @@ class SimLinks:
         there = network.model(peer)
         if draw.random() < 1 - (1 - self._model.loss) * (1 - there.loss) * (1 - faults.loss):
             network.fired["loss"] += 1
+            network.bytes["lost"] += len(frame)
             return []
         late_s = self._model.latency_s + there.latency_s + draw.uniform(0, self._model.jitter_s + there.jitter_s)
         if faults.reorder and draw.random() < faults.reorder:
@@ -268,18 +281,28 @@ class SimLinks:
             frame = bytes(altered)
         if faults.duplicate and draw.random() < faults.duplicate:
             network.fired["duplicate"] += 1
+            network.bytes["copied"] += len(frame)
             return [(frame, late_s), (frame, late_s + draw.uniform(0, faults.delay_s))]
         return [(frame, late_s)]
 
     def _arrive(self, there: "SimLinks", frame: bytes) -> None:
         """At the other end of the wire: if both are still the ones they were, through its downlink."""
-        network = self._network
+        network, now_s = self._network, _now()
         alive = network.line(self._me) is self and network.line(there.me) is there
         if not alive or not network.reachable(self._me, there.me):
             self.dropped["cut on the way"] += 1
+            network.flying_bytes -= len(frame)
+            network.bytes["cut"] += len(frame)
             return
-        there._down_free_s = max(there._down_free_s, _now()) + len(frame) / there._model.down_bytes_per_s
-        asyncio.get_running_loop().call_at(there._down_free_s, there._deliver, self._me, frame)
+        there._down_free_s = max(there._down_free_s, now_s) + len(frame) / there._model.down_bytes_per_s
+        if there._down_free_s - now_s < GRAIN_S:
+            there._land(self._me, frame)
+        else:
+            asyncio.get_running_loop().call_at(there._down_free_s, there._land, self._me, frame)
+
+    def _land(self, sender: PeerId, frame: bytes) -> None:
+        self._network.flying_bytes -= len(frame)
+        self._deliver(sender, frame)
 
     def _deliver(self, sender: PeerId, frame: bytes) -> None:
         network = self._network
@@ -287,16 +310,24 @@ class SimLinks:
             held = self._held.setdefault(self._me if network.stopped(self._me) else sender, collections.deque())
             if len(held) < HELD_FRAMES:
                 held.append((sender, frame))
-            return
-        if self._inbox.full():
-            self.dropped["inbox full"] += 1
-            return
-        self.received_bytes += len(frame)
-        self._inbox.put_nowait((sender, frame))
+                network.bytes["held"] += len(frame)
+            else:
+                self._overflowed("held back too many", frame)
+        elif self._inbox.full():
+            self._overflowed("inbox full", frame)
+        else:
+            self.received_bytes += len(frame)
+            network.bytes["delivered"] += len(frame)
+            self._inbox.put_nowait((sender, frame))
+
+    def _overflowed(self, queue: str, frame: bytes) -> None:
+        self.dropped[queue] += 1
+        self._network.bytes["overflowed"] += len(frame)
 
     def release(self, peer: PeerId) -> None:
         """A stopped peer runs on: deliver what was held for it or of it."""
         for sender, frame in self._held.pop(peer, ()):
+            self._network.bytes["held"] -= len(frame)
             self._deliver(sender, frame)
 
 

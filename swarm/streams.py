@@ -89,6 +89,7 @@ class StreamState:
     stream: Stream
     newest: int = -1  # the last round that I know to be decided
     tokens: int = 0
+    opened_tokens: int = 0  # those before the first round of the log
     seen: int = -1  # the highest round that I heard of
     log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved

@@ -5,6 +5,9 @@ every round belongs to exactly one view and no round can be decided by two of th
 beginning at round R takes no part in rounds from R on under the old one, and refuses a view that begins at a round it
 has already touched. Rounds of all streams of a run count on one axis.
 
+A view may also have a *branch* (swarm/branches.py): some of its members go on as a run of their own once
+nothing can be decided any more. Who signs a branch is exactly who is in it.
+
 Sans I/O, pure. Members are ordered by seniority: index 0 breaks ties of even views.
 """
 
@@ -20,11 +23,11 @@ import msgspec
 from farflock.swarm.decide import is_certified
 from farflock.swarm.identity import verify
 from farflock.swarm.links import Life, PeerId
-from farflock.swarm.messages import MAX_MEMBERS, MAX_VALUE_BYTES, Count, Decided, Digest, Key
+from farflock.swarm.messages import MAX_MEMBERS, MAX_TRAIL, MAX_VALUE_BYTES, Count, Decided, Digest, Key
 
 VIEW_STREAM = "#views"
-KEPT_VIEWS = 512  # who is away for more of them cannot verify the newest any more and has to join anew
-_DOMAIN = b"view"
+KEPT_VIEWS = MAX_TRAIL  # who is away for more of them cannot verify the newest any more and has to join anew
+_DOMAIN, _BRANCH_DOMAIN = b"view", b"branch"
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +38,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """A numbered member list that holds from `first_round` on; `previous` is the hash of the view before."""
+    """A numbered member list that holds from `first_round` on; `previous` is the hash of the view before, of a branch
+    that view's `branch_mark`."""
 
     number: Count
     previous: Digest
@@ -46,6 +50,11 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def hash(self) -> bytes:
         """SHA-256 of the encoding; it names the view in every message, so it is computed once."""
         return hashlib.sha256(encode(self)).digest()
+
+    @functools.cached_property
+    def branch_mark(self) -> bytes:
+        """What a branch of this view has for `previous`: no ordinary successor can be taken for one."""
+        return hashlib.sha256(b"farflock-branch\x00" + self.hash).digest()
 
     @functools.cached_property
     def peers(self) -> tuple[PeerId, ...]:
@@ -61,7 +70,8 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 class Certified(msgspec.Struct, frozen=True, array_like=True):
-    """A view with the signatures of a quorum of the previous view's members; genesis has none."""
+    """A view with the signatures of a quorum of the previous view's members; a branch has those of all its own, genesis
+    none."""
 
     view: View
     ballot: tuple[Count, Count] = (0, 0)
@@ -123,6 +133,32 @@ def checker(run: str, view: View) -> Callable[[int, bytes, bytes], bool]:
     return lambda member, text, proof: verify(view.members[member].peer, signature_domain(run), text, proof)
 
 
+def branch_domain(run: str) -> bytes:
+    """Signatures on branches are no signatures on views."""
+    return _BRANCH_DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
+
+
+def require_branch_shape(parent: View, view: View) -> None:
+    """`BadView` unless `view` is a branch that some of the parent's members could found, in the parent's order and in the
+    same lives. Whether it must be, and from which round on, is for each of them to say: none is in it unasked."""
+    if view.number != parent.number + 1 or view.previous != parent.branch_mark:
+        raise BadView(f"view {view.number} is no branch of view {parent.number}")
+    if view.members != tuple(member for member in parent.members if member in view.members):
+        raise BadView(f"a branch of view {parent.number} has members that the view has not, or in another order")
+
+
+def require_branch(run: str, parent: View, certified: Certified) -> None:
+    """`BadView` unless every member of a branch, and nobody else, has signed it."""
+    view = certified.view
+    require_branch_shape(parent, view)
+    signers = tuple(parent.members.index(member) for member in view.members)
+    text, domain = encode(view), branch_domain(run)
+    if certified.ballot != (0, 0) or tuple(index for index, _ in certified.proofs) != signers:
+        raise BadView(f"a branch of view {parent.number} needs one signature of each of its members, in their order")
+    if not all(verify(parent.members[index].peer, domain, text, proof) for index, proof in certified.proofs):
+        raise BadView(f"a signature under a branch of view {parent.number} is false")
+
+
 @dataclass(slots=True)
 class Chain:
     """The views that a peer knows, oldest first, without a gap; at most `KEPT_VIEWS`."""
@@ -147,19 +183,25 @@ class Chain:
         """The known view of this hash."""
         return next((entry.view for entry in reversed(self.views) if entry.view.hash == digest), None)
 
+    @property
+    def branch(self) -> View | None:
+        """The last branch among the views that I kept: whoever knows it is on it."""
+        pairs = zip(reversed(self.views[:-1]), reversed(self.views[1:]), strict=True)
+        return next((entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark), None)
+
     def blocked(self, round_number: int) -> bool:
         """Whether taking part in this round must wait for the next view's decision."""
         return self.barrier is not None and round_number >= self.barrier
 
     def extend(self, certified: Certified) -> bool:
-        """Append the next view; False if it is known already, `BadView` if it does not follow from mine."""
+        """Append the next view, or a branch; False if it is known already, `BadView` if it does not follow from mine."""
         view, newest = certified.view, self.newest
         if view.number <= newest.number:
             return False
-        self._require_successor(view)
-        decided = Decided(view_key(view.number), newest.hash, encode(view), certified.ballot, certified.proofs)
-        if not is_certified(decided, len(newest.members), checker(self.run, newest)):
-            raise BadView(f"view {view.number} lacks the signatures of a quorum of view {newest.number}")
+        if view.previous == newest.branch_mark:
+            require_branch(self.run, newest, certified)
+        else:
+            self._require_decided(certified)
         self.views.append(certified)
         self.barrier = None
         del self.views[:-KEPT_VIEWS]
@@ -181,12 +223,19 @@ class Chain:
             return touched + 1
         return 0 if view.first_round > touched else touched + 1
 
+    def _require_decided(self, certified: Certified) -> None:
+        view, newest = certified.view, self.newest
+        self._require_successor(view)
+        decided = Decided(view_key(view.number), newest.hash, encode(view), certified.ballot, certified.proofs)
+        if not is_certified(decided, len(newest.members), checker(self.run, newest)):
+            raise BadView(f"view {view.number} lacks the signatures of a quorum of view {newest.number}")
+
     def _require_successor(self, view: View) -> None:
         newest = self.newest
         if view.number != newest.number + 1 or view.previous != newest.hash:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
-        if view.first_round <= newest.first_round:
-            raise BadView(f"view {view.number} begins at round {view.first_round}, not after {newest.first_round}")
+        if view.first_round < newest.first_round:  # at the same round it takes the place of a view that never held
+            raise BadView(f"view {view.number} begins at round {view.first_round}, before {newest.first_round}")
 
 
 @dataclass(slots=True)

@@ -99,7 +99,9 @@ class ZmqLinks:
         curve = self._key.public_key().public_bytes_raw()
         try:
             endpoints = self._listen(listen, advertise) if listen else ()
-            self._record = Record(run, self._me, incarnation, sequence, curve, endpoints, doors=tuple(doors[:MAX_DOORS]))
+            self._record = Record(
+                run, self._me, incarnation, sequence, curve, endpoints, doors=tuple(doors[:MAX_DOORS])
+            )
             self._greeting = _RECORD + seal(identity, self._record)
         except BaseException:
             self._shut()
@@ -238,8 +240,9 @@ class ZmqLinks:
         return dict(partner.traffic) if partner else {}
 
     def total_bytes(self) -> tuple[int, int]:
-        """Bytes sent to and received from everybody, on all roads."""
+        """Bytes sent to and received from everybody, on all roads, since the start."""
         roads = [road for partner in self._table.partners.values() for road in partner.traffic.values()]
+        roads.append(self._table.past)
         return sum(road.sent for road in roads), sum(road.received for road in roads)
 
     def relayed_bytes(self, peer: PeerId) -> int:

@@ -206,6 +206,7 @@ class Table:
         self.pool = Pool()
         self.known: dict[PeerId, tuple[Record, float]] = {}  # record, and until when on our clock
         self.partners: dict[PeerId, Partner] = {}
+        self.past = Traffic()  # with partners that are none any more
 
     def note(self, record: Record, now_s: float) -> bool:
         """Keep a verified record; False if it is refused or not newer."""
@@ -252,7 +253,10 @@ class Table:
         dropped = partner.forget_queue()
         if dropped:
             self.counters["dropped with partner"] += dropped
-        self.partners.pop(partner.peer, None)
+        if self.partners.pop(partner.peer, None) is not None:
+            for traffic in partner.traffic.values():
+                self.past.sent += traffic.sent
+                self.past.received += traffic.received
 
     def want(self, peer: PeerId, now_s: float) -> Partner | None:
         """The partner to be reached; None if nothing is known of it."""

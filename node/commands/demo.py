@@ -1,10 +1,14 @@
 """`farflock demo`: a real local swarm that trains, loses a peer, takes one in, and recovers."""
 
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
+from farflock.node.errors import Terminated, Usage
 from farflock.node.output import Output
 
 
@@ -15,26 +19,42 @@ from farflock.node.output import Output
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where to write (default: a new one).")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
 def command(peers: int, steps: int, method: str, folder: Path | None, as_json: bool) -> None:
-    """Watch a swarm of real processes train a language model on this machine."""
+    """Watch a swarm of real processes train a language model on this machine.
+
+    Ctrl-C ends all its processes in good order and exits with 130; a second one ends them at once."""
     from farflock.node.demo import Demo
     from farflock.node.live import live
     from farflock.node.manifest import demo_manifest
 
     out = Output(as_json)
     described = demo_manifest(method, peers, steps)
-    place = folder or Path(tempfile.mkdtemp(prefix="farflock-demo-"))
-    place.mkdir(parents=True, exist_ok=True)
-    file = place / "run.toml"
-    file.write_bytes(described.canonical())
-    out.line(f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; files in {place}")
-    with live("farflock demo") as show, Demo(place, file, peers, show).running() as demo:
-        demo.run()
-    from farflock.node.demo_report import report
+    with _place(folder) as place:
+        file = place / "run.toml"
+        file.write_bytes(described.canonical())
+        out.line(f"{peers} peers, {described.run.total_tokens:,} tokens, method {method}; files in {place}")
+        with live("farflock demo") as show, Demo(place, file, peers, show).running() as demo:
+            demo.run()
+        from farflock.node.demo_report import report
 
-    with out.progress("comparing") as progress:
-        facts = report(described.plan(), place, demo.children, peers, lambda name, share: progress(share))
-    facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
-    out.result(facts, _text(facts))
+        with out.progress("comparing") as progress:
+            facts = report(described.plan(), place, demo.children, peers, lambda name, share: progress(share))
+        facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
+        out.result(facts, _text(facts))
+
+
+@contextmanager
+def _place(named: Path | None) -> Iterator[Path]:
+    """The folder for a demo's files; one that nobody named goes when the demo is interrupted."""
+    place = named or Path(tempfile.mkdtemp(prefix="farflock-demo-"))
+    place.mkdir(parents=True, exist_ok=True)
+    if any(place.iterdir()):
+        raise Usage(f"{place} is not empty", "a demo's files would mix with those there", "name another --folder")
+    try:
+        yield place
+    except (KeyboardInterrupt, Terminated):
+        if named is None:
+            shutil.rmtree(place, ignore_errors=True)
+        raise
 
 
 def _text(facts: dict[str, object]) -> str:

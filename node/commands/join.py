@@ -1,20 +1,31 @@
 """`farflock join`: take part in somebody's run."""
 
-import asyncio
+import contextlib
+from typing import TYPE_CHECKING
 
 import click
 
 from farflock.node.commands.options import machine_of, machine_options
 from farflock.node.output import Output
 
+if TYPE_CHECKING:
+    from farflock.node.invite import Invite
+    from farflock.node.network import Machine
+    from farflock.node.process import Node
+
+LOOK_TIMEOUT_S = 30.0
+
 
 @click.command("join")
 @click.argument("invite")
 @machine_options
-@click.option("--dry-run", is_flag=True, help="Read the invite, print what it says, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Look the run up, print its manifest and hash, and join nothing.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
-def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> None:
-    """Join the run of INVITE: download its state, train, and leave with Ctrl-C whenever you like."""
+def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int:
+    """Join the run of INVITE: download its state, train, and leave with Ctrl-C whenever you like.
+
+    Ctrl-C saves and leaves the run in good order, and exits with 130; a second one ends at once. SIGTERM, as from
+    `farflock leave`, does the same and exits with 0."""
     import time
 
     from farflock.node.invite import parse
@@ -22,14 +33,55 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> Non
     out = Output(as_json)
     invited = parse(invite, time.time())
     if dry_run:
-        facts = {"run": invited.run, "founder": invited.founder, "addresses": list(invited.addresses)}
-        out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
-        return
-    from farflock.node.process import Node, join
+        return _look(out, machine_of(machine), invited)
+    from farflock.node.commands.training import train
+    from farflock.node.network import LEARN_TIMEOUT_S
+    from farflock.node.process import join
 
-    def started(node: Node) -> None:
+    def greet(node: "Node") -> None:
+        stack.close()  # the bar makes room for the live view
         members = len(node.participant.peer.port.views.newest.peers)
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
 
-    saved = asyncio.run(join(machine_of(machine), invited, started))
-    out.result({"checkpoint": str(saved)}, f"done; checkpoint {saved}")
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(out.progress("downloading the run's state"))
+        return train(
+            out,
+            "farflock join",
+            lambda started: join(
+                machine_of(machine), invited, started, LEARN_TIMEOUT_S, lambda here, total: progress(here / total)
+            ),
+            greet,
+        )
+
+
+def _look(out: Output, machine: "Machine", invited: "Invite") -> int:
+    """What joining would train, read from the run's members under a name that is forgotten at once."""
+    import dataclasses
+    import tempfile
+    from pathlib import Path
+
+    from farflock.node.commands.training import conclude
+    from farflock.node.ending import Ending, run_until_asked
+    from farflock.node.network import look_up
+    from farflock.node.paths import RunFolder
+    from farflock.node.room import needed_bytes
+
+    ending = Ending()
+    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
+        nobody = dataclasses.replace(machine, folder=RunFolder(Path(passing)), client_mode=True)
+        manifest = run_until_asked(ending, lambda: look_up(nobody, invited, LOOK_TIMEOUT_S))
+    if manifest is None:
+        return conclude(out, None, ending.asked)
+    text = manifest.canonical().decode()
+    facts = {
+        "run": invited.run,
+        "founder": invited.founder,
+        "addresses": list(invited.addresses),
+        "memory_bytes": needed_bytes(manifest),
+        "manifest": text,
+        "hash": manifest.hash(),
+    }
+    memory = f"about {needed_bytes(manifest) / 1e6:,.0f} MB of memory"
+    out.result(facts, f"{text}\nrun {invited.run}, founded by {invited.founder}; {memory}\nhash {manifest.hash()}")
+    return 0

@@ -8,6 +8,7 @@ import click
 import msgspec
 import psutil
 
+from farflock.node.commands.status import is_node
 from farflock.node.errors import Failure
 from farflock.node.output import Output
 from farflock.node.paths import RunFolder
@@ -25,7 +26,7 @@ def command(folder: Path | None, as_json: bool) -> None:
     try:
         pid = read_status(path).pid
         process = psutil.Process(pid)
-        ours = "farflock" in " ".join(process.cmdline())
+        ours = is_node(pid)
     except (OSError, msgspec.MsgspecError, psutil.Error):
         ours = False
     if not ours:

@@ -1,12 +1,15 @@
 """`farflock run`: found a run from a manifest, and train in it."""
 
-import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from farflock.node.commands.options import machine_of, machine_options
 from farflock.node.output import Output
+
+if TYPE_CHECKING:
+    from farflock.node.process import Node
 
 
 @click.command("run")
@@ -15,8 +18,11 @@ from farflock.node.output import Output
 @click.option("--dry-run", is_flag=True, help="Print the resolved manifest and its hash, and do nothing.")
 @machine_options
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
-def command(manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json: bool, **machine: object) -> None:
-    """Found the run that MANIFEST (a TOML file) describes; prints the invite that lets others join."""
+def command(manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json: bool, **machine: object) -> int:
+    """Found the run that MANIFEST (a TOML file) describes; prints the invite that lets others join.
+
+    Ctrl-C saves and leaves the run in good order, and exits with 130; a second one ends at once. SIGTERM, as from
+    `farflock leave`, does the same and exits with 0."""
     from farflock.node.manifest import load
 
     out = Output(as_json)
@@ -24,12 +30,13 @@ def command(manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json
     if dry_run:
         text = described.canonical().decode()
         out.result({"manifest": text, "hash": described.hash()}, f"{text}\nhash {described.hash()}")
-        return
-    from farflock.node.process import Node, found
+        return 0
+    from farflock.node.commands.training import train
+    from farflock.node.process import found
 
-    def started(node: Node) -> None:
-        (node.machine.folder.path / "invite.txt").write_text(node.invite() + "\n")
-        out.line(f"run {node.run} is founded; others join with:\n\n  farflock join {node.invite()}\n")
+    def greet(node: "Node") -> None:
+        invite = node.invite()
+        (node.machine.folder.path / "invite.txt").write_text(invite + "\n")
+        out.line(f"run {node.run} is founded; others join with:\n\n  farflock join {invite}\n")
 
-    saved = asyncio.run(found(machine_of(machine), described, started))
-    out.result({"checkpoint": str(saved)}, f"done; checkpoint {saved}")
+    return train(out, "farflock run", lambda started: found(machine_of(machine), described, started), greet)

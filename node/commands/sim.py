@@ -1,10 +1,23 @@
-"""`farflock sim`: the same run on a simulated network, in virtual time."""
+"""`farflock sim`: the same run on a simulated network, in virtual time; or many small swarms in seeded disasters."""
 
+import collections
+import dataclasses
+import hashlib
+import logging
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from farflock.node.output import Output
+from farflock.node.output import Output, one_line
+
+if TYPE_CHECKING:
+    from farflock.node.chaos import Report
+    from farflock.node.manifest import Manifest
+    from farflock.node.simulation import World
+
+EVALUATED = 128  # held-out sequences
 
 
 @click.command("sim")
@@ -27,7 +40,8 @@ from farflock.node.output import Output
 @click.option("--chaos", is_flag=True, help="Seeded disasters instead of one run; a violation is a seed.")
 @click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="With --chaos: how many.")
 @click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="With --chaos: the first.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved manifest and its hash, and do nothing.")
+@click.option("--workers", type=click.IntRange(1), help="With --chaos: processes at once; one a core if not said.")
+@click.option("--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
 def command(
     manifest: Path | None,
@@ -45,50 +59,68 @@ def command(
     chaos: bool,
     seeds: int,
     first_seed: int,
+    workers: int | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Run MANIFEST with real training steps among simulated peers. The same seed gives the same state hash."""
-    from farflock.node.manifest import load, simulated_default
-
     out = Output(as_json)
     if leg_tokens and not folder:
         raise click.UsageError("--leg saves the run now and then, so it needs a --folder")
     if chaos:
-        _disasters(out, first_seed, seeds)
+        if manifest or assignments:
+            raise click.UsageError("--chaos makes small runs of its own; leave out the manifest and --set")
+        _disasters(out, first_seed, seeds, min(workers or os.cpu_count() or 1, seeds), dry_run)
         return
-    described = load(manifest, assignments) if manifest else simulated_default(assignments)
-    if dry_run:
-        text = described.canonical().decode()
-        out.result({"manifest": text, "hash": described.hash()}, f"{text}\nhash {described.hash()}")
-        return
-    import torch
-
-    from farflock.node.corpus import load_corpus
-    from farflock.node.simulation import World, simulate
-    from farflock.node.tokenizer import ByteTokenizer
+    from farflock.node.manifest import load, simulated_default
+    from farflock.node.simulation import World
     from farflock.swarm.memory import DirectoryFaults
     from farflock.swarm.sim import LinkModel
 
-    torch.set_num_threads(1)
-    tokens = ByteTokenizer().encode(load_corpus(described.data.corpus, described.data.sha256 or None).train)
-    link = LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, loss)
+    described = load(manifest, assignments) if manifest else simulated_default(assignments)
+    line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
     world = World(
         peers,
         described.run.total_tokens,
-        link,
+        LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, line_loss),
         step_s,
         churn_s=churn,
         view_s=described.exchange.view_s,
+        branch_after_s=described.exchange.branch_after_s,
         directory=DirectoryFaults(stale, lost),
         leg_tokens=leg_tokens,
     )
+    if dry_run:
+        text, around = described.canonical().decode(), dataclasses.asdict(world)
+        digest = hashlib.sha256(text.encode() + one_line(around).encode()).hexdigest()
+        facts = {"manifest": text, "hash": described.hash(), "world": around, "world_hash": digest}
+        out.result(facts, f"{text}\n{one_line(around)}\nhash {described.hash()}, with its world {digest}")
+        return
+    _simulate(out, described, world, folder)
+
+
+def _simulate(out: Output, described: "Manifest", world: "World", folder: Path | None) -> None:
+    """Run it, and measure what came of it on the held-out text."""
+    import torch
+
+    from farflock.node.corpus import load_corpus
+    from farflock.node.data import evaluation
+    from farflock.node.simulation import held_out, simulate
+    from farflock.node.tokenizer import ByteTokenizer
+
+    torch.set_num_threads(1)
+    corpus, tokenizer = load_corpus(described.data.corpus, described.data.sha256 or None), ByteTokenizer()
+    plan = described.plan()
     with out.progress("simulating") as progress:
-        result = simulate(described.plan(), world, tokens, progress, folder)
+        result = simulate(plan, world, tokenizer.encode(corpus.train), progress, folder)
+    x, y = evaluation(tokenizer.encode(corpus.held_out), plan.seq, EVALUATED)
+    measured = held_out(plan, result.states.values(), x, y)
     facts = {
         "state_hash": result.state_hash,
         "rounds": result.rounds,
         "losses": result.losses,
+        "held_out_loss": measured.mean,
+        "held_out_standard_error": measured.standard_error,
         "bytes": result.bytes,
         "bytes_per_peer": result.bytes_per_peer,
         "virtual_s": result.virtual_s,
@@ -98,30 +130,45 @@ def command(
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
 
 
-def _disasters(out: Output, first_seed: int, seeds: int) -> None:
-    """Run seeded disasters; the report counts the faults that fired, by kind and phase of an exchange."""
-    import collections
-    import logging
+def _disasters(out: Output, first_seed: int, seeds: int, workers: int, dry_run: bool) -> None:
+    """Run seeded disasters; exit code 1 for a violation, or for a kind of fault that met no such phase in many seeds."""
+    from farflock.node.chaos import ARMS, ENOUGH_SEEDS, KINDS, PHASES, empty_cells, run_seeds
 
-    from farflock.node.chaos import KINDS, PHASES, cells, run_seeds
-
-    logging.getLogger("farflock").setLevel(logging.CRITICAL)
-    fired: collections.Counter[tuple[str, str]] = collections.Counter()
-    failures = []
-    with out.progress("seeds") as progress:
-        for done, report in enumerate(run_seeds(first_seed, seeds), 1):
-            fired += report.fired
-            progress(done / seeds)
-            for violation in report.violations[:1]:
-                command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}"
-                failures.append({"seed": report.seed, "command": command, "violation": violation})
     phases = sorted(set(PHASES.values()))
-    rows = [f"{kind:10}" + "".join(f"{fired[kind, phase]:9}" for phase in phases) for kind in KINDS]
-    empty = [f"{kind} in {phase}" for kind, phase in cells() if not fired[kind, phase]]
-    text = "\n".join((f"{'':10}" + "".join(f"{phase:>9}" for phase in phases), *rows))
-    failed = "\n".join(f"seed {entry['seed']}: {entry['violation']}\n  again: {entry['command']}" for entry in failures)
-    faults = {kind: {phase: fired[kind, phase] for phase in phases} for kind in KINDS}
-    facts = {"seeds": seeds, "violations": len(failures), "failures": failures, "faults": faults, "empty": empty}
-    out.result(facts, f"{text}\n{len(failures)} of {seeds} seeds with a violation\n{failed}")
-    if failures:
+    if dry_run:
+        plan = {"first_seed": first_seed, "seeds": seeds, "kinds": KINDS, "phases": phases, "arms": ARMS}
+        digest = hashlib.sha256(one_line(plan).encode()).hexdigest()
+        out.result({**plan, "hash": digest}, f"{one_line(plan)}\nhash {digest}")
+        return
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+    reports: list[Report] = []
+    with out.progress("seeds") as progress:
+        for report in run_seeds(first_seed, seeds, workers):
+            reports.append(report)
+            progress(len(reports) / seeds)
+    fired = sum((report.fired for report in reports), collections.Counter[tuple[str, str]]())
+    empty = [f"{kind} in {phase}" for kind, phase in empty_cells(fired)]
+    failures = [_failure(report) for report in reports if report.violations]
+    slowest = max(reports, key=lambda report: report.recovery_s)
+    facts = {
+        "seeds": seeds,
+        "violations": len(failures),
+        "failures": failures,
+        "faults": {kind: {phase: fired[kind, phase] for phase in phases} for kind in KINDS},
+        "empty": empty,
+        "slowest_recovery_s": slowest.recovery_s,
+    }
+    out.table(("", *phases), [(kind, *(fired[kind, phase] for phase in phases)) for kind in KINDS])
+    lines = [
+        f"{len(failures)} of {seeds} seeds with a violation; the slowest recovery took {slowest.recovery_s} s",
+        *(f"seed {entry['seed']}: {entry['violation']}\n  again: {entry['command']}" for entry in failures),
+        *([f"never fired: {', '.join(empty)}"] if empty else []),
+    ]
+    out.result(facts, "\n".join(lines))
+    if failures or (empty and seeds >= ENOUGH_SEEDS):
         raise SystemExit(1)
+
+
+def _failure(report: "Report") -> dict[str, object]:
+    command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}"
+    return {"seed": report.seed, "command": command, "violation": report.violations[0]}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 import msgspec
+import psutil
 
 from farflock.node.errors import Failure
 from farflock.node.output import Output
@@ -23,13 +24,28 @@ def command(folder: Path | None, as_json: bool) -> None:
         raise Failure(
             "there is no status", f"{path} cannot be read ({error})", "start a node there, or name its --folder"
         ) from None
-    Output(as_json).result(msgspec.to_builtins(status), _text(status))
+    lives = is_node(status.pid)
+    facts = {**msgspec.to_builtins(status), "running": lives}
+    Output(as_json).result(facts, _text(status, lives))
 
 
-def _text(status: Status) -> str:
+def is_node(pid: int) -> bool:
+    """Whether a process of ours has this number; another program may have it by now."""
+    try:
+        return "farflock" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
+def _text(status: Status, lives: bool) -> str:
+    step = "no step yet" if status.loss is None else f"step {status.step:,}, loss {status.loss:.3f}"
+    pace = "" if status.tokens_per_s is None else f", {status.tokens_per_s:,.0f} tokens/s"
+    rounds = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
     lines = [
+        f"process {status.pid} {status.doing}" if lives else "the node does not run; this is what it wrote last",
         f"run {status.run}: {status.tokens / status.total_tokens:.1%} of {status.total_tokens:,} tokens",
-        f"step {status.step}, loss {status.loss if status.loss is None else format(status.loss, '.3f')}",
+        f"{step}{pace}",
+        f"rounds applied: {rounds}; the last is {status.last_round}" if rounds else "no round applied yet",
         f"view {status.view}: {len(status.members)} members" + ("" if status.is_member else " (not a member yet)"),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
@@ -39,6 +55,5 @@ def _text(status: Status) -> str:
         for partner in status.partners
     ]
     for wait in status.waits:
-        whom = ", ".join(peer[-8:] for peer in wait.whom) or "the decision"
-        lines.append(f"waits for {whom} ({wait.stream}, round {wait.round}, {wait.left_s:.0f} s left)")
+        lines.append(f"waits for {wait.said({})}")
     return "\n".join(lines)

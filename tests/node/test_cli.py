@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from farflock.node import checkpoint, cli
-from farflock.node.errors import Failure, Refused, Usage
+from farflock.node.errors import Failure, Refused, Terminated, Usage
 from farflock.node.model import PRESETS, build
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +134,27 @@ def test_an_interruption_is_exit_code_130(farflock, failing):
     code, out, err = farflock("fail")
     assert (code, out) == (130, "")
     assert "interrupted" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_end_a_command_cleans_up_and_exits_with_the_signal_s_code(farflock, failing, number):
+    failing(Terminated(number))
+    code, out, err = farflock("fail", "--json")
+    assert code == 128 + number
+    assert json.loads(out)["exit_code"] == code
+    assert "asked to end" in err
+
+
+def test_a_real_sigterm_is_raised_where_the_program_is_and_the_handler_goes_with_the_command(
+    farflock, saved, monkeypatch
+):
+    from farflock.node import generate
+
+    monkeypatch.setattr(generate, "draw", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 65)
+    code, out, err = farflock("generate", saved)
+    assert (code, out) == (143, "")
+    assert err.strip() == "farflock: asked to end; what was running has been ended"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_fault_of_ours_is_one_sentence_and_a_log_with_the_traceback(farflock, failing, tmp_path, monkeypatch):

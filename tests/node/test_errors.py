@@ -45,6 +45,8 @@ def test_every_error_in_the_table_exists_and_keeps_its_own_words(name):
         (errno.EROFS, "permission"),
         (errno.EADDRINUSE, "--port"),
         (errno.EMFILE, "ulimit"),
+        (errno.EFBIG, "free some space"),
+        (errno.ENOTDIR, "a file stands where a folder should be"),
         (errno.EIO, "check that path or address"),
     ],
 )

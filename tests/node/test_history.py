@@ -1,5 +1,6 @@
 """A run's history can be read while it is written, survives SIGKILL, and stays within its bounds."""
 
+import contextlib
 import errno
 import math
 import os
@@ -153,7 +154,7 @@ def test_events_carry_time_kind_and_fields(tmp_path, clock):
 
 
 def test_events_rotate_at_their_size_and_keep_the_latest(tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(history, "EVENTS_FILE_BYTES", 1000)
+    monkeypatch.setattr(history, "LINES_FILE_BYTES", 1000)
     with History.open(tmp_path, clock) as run:
         for number in range(200):
             run.event("tick", number=number)
@@ -171,6 +172,81 @@ def test_a_line_that_a_crash_cut_short_harms_no_other(tmp_path, clock):
     with History.open(tmp_path, clock) as run:
         run.event("second")
         assert [event["kind"] for event in run.events()] == ["first", "second"]
+
+
+def trained(folder, name):
+    """How many steps the rows of a metric stand for."""
+    database = sqlite3.connect(folder / "run.db")
+    with contextlib.closing(database):
+        return database.execute("SELECT SUM(count) FROM metrics WHERE name = ?", (name,)).fetchone()[0]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Histories that keep 100 rows of each span and look for older ones at every commit."""
+    monkeypatch.setattr(history, "KEPT", 100)
+    monkeypatch.setattr(history, "ROLL", 10)
+    monkeypatch.setattr(history, "ROLL_ROWS", 100)
+
+
+def test_old_steps_become_means_of_stretches_and_the_table_stays_small(tmp_path, clock, short):
+    with History.open(tmp_path, clock) as run:
+        sizes = []
+        for step in range(20_000):
+            run.metrics(step, loss=float(step))
+            if step % 1000 == 999:
+                rows = run._database.execute("SELECT span, COUNT(*) FROM metrics GROUP BY span").fetchall()
+                sizes.append(sum(count for _, count in rows))
+        assert max(sizes) < 4 * 310
+        assert max(count for _, count in rows) <= 210
+        assert trained(tmp_path, "loss") == 20_000
+        assert run.last() == {"loss": (19_999, 19_999.0)}
+        series = dict(run.series("loss", 20_000))
+        assert [series[step] for step in range(19_900, 20_000)] == [float(step) for step in range(19_900, 20_000)]
+        assert series[0] == pytest.approx(999 / 2)  # the mean of the first thousand
+        whole = run.series("loss", 1)
+        assert whole == [(0, pytest.approx(19_999 / 2))]  # each step counts alike, however it is kept
+
+
+def test_a_number_that_is_none_stays_one_in_the_mean_of_its_stretch(tmp_path, clock, short):
+    with History.open(tmp_path, clock) as run:
+        for step in range(400):
+            run.metrics(step, loss=math.nan if step == 15 else 1.0)
+        series = dict(run.series("loss", 400))
+    assert series[0] == 1.0
+    assert math.isnan(series[10])
+
+
+def test_a_database_of_the_version_before_is_taken_over(tmp_path, clock):
+    database = sqlite3.connect(tmp_path / "run.db")
+    database.executescript(
+        "CREATE TABLE metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL, step INTEGER NOT NULL, time_s REAL NOT NULL,"
+        " value REAL); INSERT INTO metrics (name, step, time_s, value) VALUES ('loss', 1, 5.0, 3.5);"
+        "PRAGMA user_version = 1"
+    )
+    database.close()
+    with History.open(tmp_path, clock) as run:
+        run.metrics(2, loss=2.5)
+        run.flush()
+        assert run.series("loss") == [(1, 3.5), (2, 2.5)]
+
+
+def test_a_receipt_is_a_line_of_its_own_file(tmp_path, clock):
+    with History.open(tmp_path, clock) as run:
+        run.event("joined")
+        run.receipt(stream="delta", round=3, status="ok", participants=["a", "b"], sent_bytes=10, received_bytes=20)
+        assert [event["kind"] for event in run.events()] == ["joined"]
+    with History.read(tmp_path) as reader:
+        (receipt,) = reader.receipts()
+    assert receipt == {
+        "time_s": 1000.0,
+        "stream": "delta",
+        "round": 3,
+        "status": "ok",
+        "participants": ["a", "b"],
+        "sent_bytes": 10,
+        "received_bytes": 20,
+    }
 
 
 def test_an_oversized_event_is_refused_whole(tmp_path, clock):
@@ -214,9 +290,9 @@ def test_a_file_that_is_no_database_is_left_as_it_is(tmp_path, clock, action):
 def test_a_database_of_a_later_version_is_left_as_it_is(tmp_path, clock):
     History.open(tmp_path, clock).close()
     database = sqlite3.connect(tmp_path / "run.db")
-    database.execute("PRAGMA user_version = 2")
+    database.execute("PRAGMA user_version = 3")
     database.close()
-    with pytest.raises(HistoryUnusable, match="has version 2, this program knows 1; use the newer program"):
+    with pytest.raises(HistoryUnusable, match="has version 3, this program knows 2; use the newer program"):
         History.open(tmp_path, clock)
 
 
@@ -256,7 +332,7 @@ def test_a_history_is_readable_while_it_is_written_and_after_sigkill(tmp_path, c
         last_step = run.last()["loss"][0]
         assert last_step >= seen
         assert run.last()["tokens"] == (last_step, float(last_step))
-        assert len(run.series("tokens", last_step + 1)) == last_step + 1
+        assert trained(tmp_path, "tokens") == last_step + 1
         steps = [event["step"] for event in run.events(1_000_000)]
         assert steps == list(range(steps[0], steps[-1] + 1, 50))
         run.metrics(last_step + 1, loss=0.5)

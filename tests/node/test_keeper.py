@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from farflock.node import checkpoint
-from farflock.node.checkpoint import CheckpointError
+from farflock.node.checkpoint import CheckpointCorrupt, CheckpointError
 from farflock.node.keeper import KEPT, Keeper, last_of
 from farflock.node.paths import RunFolder
 from farflock.swarm.virtual import run_virtual
@@ -63,7 +63,7 @@ def test_a_disk_that_fails_does_not_end_the_training(bench, text, tmp_path, monk
         with pytest.raises(CheckpointError, match="no room"):
             await keeper.save()
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="farflock"):
         kept_by(bench, text, tmp_path, 0.0, work)
     assert "left out" in caplog.text
 
@@ -76,9 +76,13 @@ def test_a_new_start_takes_the_newest_whole_checkpoint_of_its_own_run(bench, tex
     kept_by(bench, text, tmp_path, 0.0, work, run="b" * 32)
     folder = RunFolder(tmp_path)
     assert last_of(folder, "b" * 32).step == 2
-    assert last_of(folder, "c" * 32) is None
+    with pytest.raises(CheckpointError, match=r"step-2 is of another run .* choose another --folder"):
+        last_of(folder, "c" * 32)
     (folder.checkpoints / "step-2" / "method.safetensors").write_bytes(b"broken")
     assert last_of(folder, "b" * 32).step == 1
+    (folder.checkpoints / "step-1" / "method.safetensors").write_bytes(b"broken")
+    with pytest.raises(CheckpointCorrupt, match=r"no checkpoint in .* is whole; restore one, or move them away"):
+        last_of(folder, "b" * 32)
 
 
 def test_an_empty_folder_has_none(tmp_path):

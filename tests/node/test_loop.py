@@ -4,6 +4,9 @@ import asyncio
 
 import pytest
 
+from farflock.node.driver import Wait
+from farflock.node.loop import STOPPING_WAIT_S, Loop
+from farflock.optimizers.method import All, Exchange, Key, Progress
 from farflock.optimizers.state import state_hash
 from farflock.swarm.virtual import run_virtual
 
@@ -63,3 +66,55 @@ def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(be
     assert missed, "nobody was late, so this test shows nothing"
     for number, states in hashes_by_round(nodes).items():
         assert len(states) == 1, f"states differ after round {number}"
+
+
+class Silent:
+    """A driver, seat and trainee in one, of a node whose first exchange nobody answers for `answer_s` seconds."""
+
+    tokens_per_step = 1
+
+    def __init__(self, answer_s):
+        self.answer_s, self.asked, self.missed = answer_s, None, lambda: None
+
+    def progress(self, step):
+        return Progress(step, step, asyncio.get_running_loop().time())
+
+    def trained(self, tokens):
+        pass
+
+    def after_step(self, progress):
+        if progress.step > 1:
+            return []
+        self.asked = progress.run_time_s
+        return [Exchange(Key("delta", 0), "mean", All(), tensors={})]
+
+    def resolve(self, key, result):
+        self.asked = None
+
+    def next(self, progress):
+        return None if self.asked is None else Wait(Key("delta", 0), self.asked + 1000)
+
+    async def carry(self, exchange):
+        await asyncio.sleep(self.answer_s)
+
+
+@pytest.mark.parametrize(("answer_s", "ends_s"), [(500.0, 6.5 + STOPPING_WAIT_S), (8.0, 8.0), (3.0, 7.0)])
+def test_a_loop_that_is_stopped_waits_for_nobody_but_an_answer_that_is_about_to_come(answer_s, ends_s):
+    async def main():
+        silent = Silent(answer_s)
+
+        async def train(work):
+            if loop.step:
+                await asyncio.sleep(4.0)
+            return 1.0
+
+        loop = Loop(silent, silent, silent, compute=None, train=train)
+        asyncio.get_running_loop().call_later(6.5, loop.stop)
+        began_s = asyncio.get_running_loop().time()
+        await loop.run(10**6)
+        assert not loop._carrying
+        return asyncio.get_running_loop().time() - began_s, silent.asked
+
+    took_s, asked = run_virtual(main())
+    assert took_s == pytest.approx(ends_s, abs=0.01)
+    assert (asked is None) == (answer_s < 500)

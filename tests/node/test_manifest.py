@@ -17,6 +17,7 @@ from farflock.node.manifest import (
     load,
     override,
     parse,
+    require_same_protocol,
     resolve,
     seal_head,
     simulated_default,
@@ -347,6 +348,22 @@ def test_every_changed_byte_and_every_cut_of_a_head_is_found(head):
             unseal_head(blob[:place])
     with pytest.raises(BadHead):
         unseal_head(blob + b"\x00")
+
+
+def test_a_head_without_a_protocol_is_of_this_one_and_one_with_more_fields_is_still_read(head):
+    *fields, protocol = msgspec.structs.astuple(head)
+    assert protocol == PROTOCOL
+    for shown in (fields, [*fields, PROTOCOL, "and more"]):
+        body = msgspec.msgpack.encode(shown)
+        assert unseal_head(IDENTITY.sign(b"head", body) + body) == head
+
+
+def test_another_protocol_is_refused_with_both_numbers():
+    require_same_protocol(PROTOCOL)
+    with pytest.raises(Refused, match=f"another protocol: {PROTOCOL + 1}, this program speaks {PROTOCOL}; update"):
+        require_same_protocol(PROTOCOL + 1)
+    with pytest.raises(Refused, match="use the version that made it"):
+        require_same_protocol(PROTOCOL - 1)
 
 
 @given(st.binary(max_size=600))

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from farflock.node.corpus import load_corpus
+from farflock.node.data import evaluation
 from farflock.node.errors import Usage
 from farflock.node.model import PRESETS
 from farflock.node.participant import Plan
-from farflock.node.simulation import Outcome, World, simulate
+from farflock.node.simulation import Outcome, World, held_out, simulate
 from farflock.node.tokenizer import ByteTokenizer
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
@@ -37,12 +38,15 @@ def run(
     total=TOKENS,
     **more,
 ) -> Outcome:
+    world = World(peers, total, LinkModel(loss=loss), churn_s=churn_s, view_s=3.0, **more)
+    return simulate(plan_of(method, seed, codec, total), world, text, progress, folder)
+
+
+def plan_of(method: str, seed=1, codec="fp16", total=TOKENS) -> Plan:
     options = {"codec": codec, "deadline_s": 8.0} if method != "local" else {}
     options |= {"period": 4} if method in ("noloco", "diloco") else {}
     inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total)
-    plan = Plan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
-    world = World(peers, total, LinkModel(loss=loss), churn_s=churn_s, view_s=3.0, **more)
-    return simulate(plan, world, text, progress, folder)
+    return Plan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
 
 
 def facts(outcome: Outcome):
@@ -63,7 +67,16 @@ def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: s
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut", progress=interrupt)
+        run(
+            text,
+            method,
+            loss=0.1,
+            churn_s=8.0,
+            leg_tokens=2_500,
+            total=6_000,
+            folder=tmp_path / "cut",
+            progress=interrupt,
+        )
     assert not (tmp_path / "cut" / "leg-2").exists()
     again = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut")
     assert facts(again) == facts(whole)
@@ -118,3 +131,15 @@ def test_int8_loses_no_more_than_noise_against_raw(text):
     raw, small = run(text, "diloco", codec="fp32"), run(text, "diloco", codec="int8")
     assert abs(raw.losses[-1] - small.losses[-1]) < 0.15
     assert small.bytes < raw.bytes
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_the_held_out_loss_is_the_mean_over_peers_of_what_they_would_export(text, method: str):
+    outcome = run(text, method, peers=3)
+    x, y = evaluation(text, 32, 16)
+    plan = plan_of(method)
+    each = [held_out(plan, [state], x, y) for state in outcome.states.values()]
+    together = held_out(plan, outcome.states.values(), x, y)
+    assert together.mean == pytest.approx(sum(one.mean for one in each) / 3)
+    assert 0 < together.standard_error < 0.5
+    assert together.mean < outcome.losses[0] - 0.5

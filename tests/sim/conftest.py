@@ -1,10 +1,11 @@
-"""Planted bugs: each makes one mistake that real systems of this kind have made; the watch must find every one."""
+"""Whole runs by command; and planted bugs: mistakes that real systems of this kind have made, which the watch must find."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from farflock.node import courier
+from farflock.node import cli, courier
 from farflock.optimizers.diloco import DiLoCo
 from farflock.swarm import chunks, collective, decide, groups, holdings, pair, rounds, views
 
@@ -88,3 +89,18 @@ def planted_bug(request, monkeypatch):
     """One planted bug after the other."""
     PLANTED[request.param](monkeypatch)
     return request.param
+
+
+@pytest.fixture
+def simulated(capfd, monkeypatch, tmp_path):
+    """A function that runs `farflock sim ARGUMENTS --json` and returns what it printed; the user's data are elsewhere."""
+    monkeypatch.setenv("FARFLOCK_HOME", str(tmp_path))
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["sim", *map(str, arguments), "--json"])
+        out, err = capfd.readouterr()
+        assert ended.value.code == 0, err
+        return json.loads(out.splitlines()[-1])
+
+    return run

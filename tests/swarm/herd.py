@@ -56,7 +56,12 @@ class Node:
         self.record = seal(mine, Record("run", mine.peer, incarnation, incarnation, bytes(32)))
         links = herd.network.links(mine.peer)
         self.peer = Peer(
-            RunTerms("run", 7, VIEW_S), mine, links, None, incarnation=incarnation, record=lambda: self.record
+            RunTerms("run", 7, VIEW_S, herd.branch_after_s),
+            mine,
+            links,
+            None,
+            incarnation=incarnation,
+            record=lambda: self.record,
         )
         self.applied, self.state, self.tokens = -1, b"", 0
         self.serial = 0
@@ -144,6 +149,7 @@ class Herd:
         self.stream = stream(kind, **{"deadline_s": 8.0, **options})
         self.nodes = {}
         self.pace_s, self.padding = 1.0, 0
+        self.branch_after_s = 600.0
         self.results = {}  # by round: (contents, participants, tokens, state after)
         self.counted = collections.Counter()
         self.pairs = {}

@@ -87,6 +87,17 @@ def test_traffic_adds_up_by_road():
     assert partner.traffic == {"direct": Traffic(5, 4), "forwarded": Traffic(0, 1)}
 
 
+def test_traffic_with_a_partner_that_is_dropped_stays_counted():
+    book = table()
+    for sent in (2, 5):
+        partner = book.begin("peer", 0.0)
+        partner.count("direct", sent=sent, received=1)
+        partner.count("forwarded", received=10)
+        book.drop(partner, 1.0)
+        book.drop(partner, 1.0)  # harmless when done twice
+    assert book.past == Traffic(7, 22)
+
+
 def table() -> Table:
     return Table("me", Gate("run", "me", refuse=["enemy"]))
 

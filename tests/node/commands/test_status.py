@@ -45,7 +45,38 @@ def test_status_says_how_far_the_run_is_and_whom_it_waits_for(farflock, node):
 
 def test_status_for_programs_is_the_whole_of_it(farflock, node):
     _, out, _ = farflock("status", "--folder", node, "--json")
-    assert msgspec.convert(json.loads(out), Status) == STATUS
+    said = json.loads(out)
+    assert msgspec.convert(said, Status) == STATUS
+    assert said["running"] is False
+
+
+def test_before_the_first_step_there_is_no_loss_to_show(farflock, node):
+    _, out, _ = farflock("status", "--folder", node)
+    assert "None" not in out
+    assert "no step yet" in out
+    assert "no round applied yet" in out
+
+
+def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(farflock, node, monkeypatch):
+    training = msgspec.structs.replace(
+        STATUS, loss=2.34567, tokens_per_s=1234.5, rounds={"ok": 3, "partial": 1}, last_round=3, doing="trains"
+    )
+    (node / "status.json").write_bytes(msgspec.json.encode(training))
+    monkeypatch.setattr("farflock.node.commands.status.is_node", lambda pid: pid == 1)
+    lines = farflock("status", "--folder", node)[1].splitlines()
+    assert lines[0] == "process 1 trains"
+    assert "step 12, loss 2.346, 1,234 tokens/s" in lines
+    assert "rounds applied: 3 ok, 1 partial; the last is 3" in lines
+
+
+def test_what_a_dead_node_wrote_last_is_called_that(farflock, node):
+    assert farflock("status", "--folder", node)[1].startswith("the node does not run; this is what it wrote last")
+
+
+def test_a_round_that_is_overdue_is_said_to_be_late(farflock, node):
+    late = msgspec.structs.replace(STATUS, waits=(Waiting("delta", 5, (), -3.2),))
+    (node / "status.json").write_bytes(msgspec.json.encode(late))
+    assert "waits for the decision (delta, round 5, 3 s late" in farflock("status", "--folder", node)[1]
 
 
 def test_a_newcomer_that_is_no_member_yet_is_shown_as_one(farflock, node):

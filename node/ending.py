@@ -1,0 +1,55 @@
+"""How a command that runs for long ends when it is asked to: in good order the first time, at once the second.
+
+Ctrl-C, SIGTERM (from `farflock leave`, a service manager, the demo) and a terminal that closes all ask. A node finishes its
+step, waits for nobody any more, saves and says goodbye; one that does not train yet breaks off what it waits for.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+STOP_S = 20.0  # then a node that still has not ended breaks off without saving
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+T = TypeVar("T")
+
+
+class Ending:
+    """The signals of one process while its event loop runs. `gently` is what the first of them calls, once it is set."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self.gently: Callable[[], None] | None = None
+
+    async def watch(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None if it was asked to end before there was one."""
+        loop, owner = asyncio.get_running_loop(), asyncio.current_task()
+        assert owner is not None
+        for number in ASKING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self._ask, number, owner)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self.asked is None:
+                raise
+            owner.uncancel()
+            return None
+
+    def _ask(self, number: signal.Signals, owner: "asyncio.Task[Any]") -> None:
+        if self.asked is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.asked = number
+        if self.gently is None:
+            owner.cancel()
+        else:
+            self.gently()
+            asyncio.get_running_loop().call_later(STOP_S, owner.cancel)
+
+
+def run_until_asked(ending: Ending, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+    """Run `work` on an event loop of its own; None if it was asked to end before it had a result."""
+    return asyncio.run(ending.watch(work()))

@@ -1,0 +1,191 @@
+"""Peers of which one kills itself at a chosen point of an exchange: whole nodes in processes of their own, over real links.
+
+Run as a program this is a nursery: it has imported everything and opened nothing, and for each line of JSON on standard
+input it forks a peer and answers with its process id. A peer finds the others by the records in a folder, trains with
+DiLoCo, notes there what happens to it, and ends when there is a file `finish`. The first one that comes to the chosen
+point dies there; which one that is, a file `victim` says.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from farflock.node.corpus import load_corpus
+from farflock.node.model import PRESETS
+from farflock.node.participant import Plan, participant
+from farflock.node.tokenizer import ByteTokenizer
+from farflock.node.worker import Worker
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.state import state_hash
+from farflock.swarm.frame import unpack
+from farflock.swarm.identity import Identity
+from farflock.swarm.messages import Decided, Holds, Offer, Piece, Propose, Reduced
+from farflock.swarm.peer import Peer, RunTerms
+from farflock.swarm.zmq_links import ZmqLinks
+
+RUN, SEED = "mortal", 3
+PEERS, PERIOD, BATCH, SEQ = 4, 5, 2, 32
+TOKENS = PEERS * PERIOD * BATCH * SEQ * 10
+FIRST_ROUND = 3  # from then on the chosen point is the end
+STREAM = "delta"
+
+
+class Killer:
+    """Watches what a peer sends, and ends it with SIGKILL at the point called `phase`, if nobody has died there yet."""
+
+    def __init__(self, links, phase, chosen):
+        self._phase, self._chosen = phase, chosen
+        self._send, self._send_bulk = links.send, links.send_bulk
+        self._offered, self._proposed = set(), set()
+        links.send, links.send_bulk = self.send, self.send_bulk
+
+    def send(self, peer, frame):
+        self._judge(unpack(frame).message)
+        return self._send(peer, frame)
+
+    async def send_bulk(self, peer, frame, timeout_s):
+        """Pieces: others ask for my contribution only once they have my offer."""
+        message = unpack(frame).message
+        if self._phase == "after its offer" and isinstance(message, Piece) and message.digest in self._offered:
+            self._die()
+        return await self._send_bulk(peer, frame, timeout_s)
+
+    def _judge(self, message):
+        key = getattr(message, "key", None)
+        if key is None or key.stream != STREAM or key.round < FIRST_ROUND:
+            return
+        match message, self._phase:
+            case Offer(), "before its offer":
+                self._die()
+            case Offer(digests=digests), _:
+                self._offered |= set(digests)
+            case Reduced(), "while it reduces":
+                self._die()
+            case Reduced(), "after it has reduced":
+                self._proposed.add(key)
+            case Holds(), "after it has reduced" if key in self._proposed:
+                self._die()
+            case Propose(), "when it has proposed":
+                self._proposed.add(key)
+            case Decided(), "when it has proposed" if key in self._proposed:
+                self._die()
+
+    def _die(self):
+        if self._chosen():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Life:
+    """One peer from its birth to its end."""
+
+    def __init__(self, folder, number, phase, text):
+        self.folder, self.number, self.phase, self.text = folder, number, phase, text
+        self.log = (folder / f"log-{number}").open("a", buffering=1)
+        self.part = None
+
+    def note(self, kind, fields=None):
+        if kind != "step":
+            noted = {"at_s": time.monotonic(), "kind": kind, **(fields or {}), "step": self.part.loop.step}
+            self.log.write(json.dumps(noted) + "\n")
+
+    def chosen(self):
+        """Whether I am the one: only the first who asks is."""
+        with contextlib.suppress(FileExistsError):
+            with (self.folder / "victim").open("x") as file:
+                file.write(str(self.number))
+            self.note("dies")
+            return True
+        return False
+
+    async def live(self):
+        identity = Identity.from_seed(bytes([self.number + 1]) * 32)
+        links = await ZmqLinks.open(identity, RUN, incarnation=self.number + 1)
+        try:
+            records = await self.introduced(links)
+            peer = Peer(
+                RunTerms(RUN, SEED, view_s=0.5),
+                identity,
+                links,
+                None,
+                incarnation=self.number + 1,
+                record=links.record,
+                compute=(codecs := Worker("codec")),
+            )
+            inner, schedule = InnerConfig(lr=3e-3), Schedule(3e-3, TOKENS, warmup_tokens=TOKENS // 10)
+            options = {"period": PERIOD, "deadline_s": 8.0}
+            plan = Plan(SEED, PRESETS["tiny"], inner, schedule, "diloco", options, batch=BATCH, seq=SEQ)
+            self.part = participant(plan, peer, self.text, compute=codecs, train=Worker("train"), report=self.note)
+            async with peer.running():
+                await self.take_part(links, records)
+        finally:
+            await links.close()
+
+    async def introduced(self, links):
+        """Hand my record over, and learn everybody's."""
+        place = self.folder / f"record-{self.number}"
+        place.with_suffix(".partial").write_bytes(links.record())
+        os.replace(place.with_suffix(".partial"), place)
+        places = [self.folder / f"record-{number}" for number in range(PEERS)]
+        while not all(path.exists() for path in places):  # noqa: ASYNC110 - other processes' files
+            await asyncio.sleep(0.02)
+        records = [path.read_bytes() for path in places if path != place]
+        for record in records:
+            links.learn(record)
+        return records
+
+    async def take_part(self, links, records):
+        part = self.part
+        self.note("introduced")
+        if self.number == 0:
+            part.found()
+        else:
+            await part.join(records, 60.0)
+        while len(part.peer.port.views.newest.members) < PEERS:  # noqa: ASYNC110 - views come by themselves
+            await asyncio.sleep(0.02)
+        self.note("begins")
+        Killer(links, self.phase, self.chosen)
+        await part.loop.run(TOKENS, drain_s=30.0)
+        self.note("trained")
+        while not (self.folder / "finish").exists():  # noqa: ASYNC110 - the test's file
+            await asyncio.sleep(0.05)
+        await part.loop._replay_missed()
+        driver = part.loop.driver
+        state = driver.method.snapshot(driver.replica)
+        self.note(
+            "end",
+            {
+                "state": state_hash(state).hex(),
+                "round": int(state["round"]),
+                "agreed": part.seat.place.agreed_tokens,
+                "uncounted": part.seat.place.own_tokens,
+            },
+        )
+
+
+def main():
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who die
+    text = ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000])
+    for line in sys.stdin:
+        wish = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            life = Life(Path(wish["folder"]), wish["number"], wish["phase"], text)
+            try:
+                asyncio.run(life.live())
+            finally:
+                os._exit(0)
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A peer that dies at any point of an exchange costs the others no step: real processes, real links, SIGKILL."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+PEERS, TOKENS_PER_STEP, PERIOD = 4, 64, 5
+PHASES = ("before its offer", "after its offer", "while it reduces", "after it has reduced", "when it has proposed")
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    """A process that has imported everything and forks peers."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("mortal.py"))],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    yield process
+    process.stdin.close()
+    process.wait(20)
+    process.stdout.close()
+
+
+class Swarm:
+    """The peers of one test, by what they write into a folder."""
+
+    def __init__(self, nursery, folder):
+        self.nursery, self.folder, self.pids = nursery, folder, {}
+
+    def start(self, number, phase):
+        wish = {"folder": str(self.folder), "number": number, "phase": phase}
+        self.nursery.stdin.write(json.dumps(wish) + "\n")
+        self.nursery.stdin.flush()
+        self.pids[number] = int(self.nursery.stdout.readline())
+
+    def log(self, number):
+        with contextlib.suppress(OSError):
+            return [json.loads(line) for line in (self.folder / f"log-{number}").read_text().splitlines()]
+        return []
+
+    def noted(self, number, kind):
+        return [entry for entry in self.log(number) if entry["kind"] == kind]
+
+    def wait(self, condition):
+        while not condition():
+            time.sleep(0.05)
+
+    def alive(self, number):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pids[number]).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def end(self):
+        for number, pid in self.pids.items():
+            if self.alive(number):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def swarm(nursery, tmp_path):
+    made = Swarm(nursery, tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_others_go_on_with_one_state_and_every_step_of_theirs_counted(swarm, phase):
+    for number in range(PEERS):
+        swarm.start(number, phase)
+    swarm.wait(lambda: [number for number in range(PEERS) if not swarm.alive(number)])
+    victim = int((swarm.folder / "victim").read_text())
+    others = [number for number in range(PEERS) if number != victim]
+    (died,) = swarm.noted(victim, "dies")
+    swarm.wait(lambda: all(swarm.noted(number, "trained") for number in others))
+    (swarm.folder / "finish").touch()
+    swarm.wait(lambda: all(swarm.noted(number, "end") for number in others))
+    ends = [swarm.noted(number, "end")[0] for number in others]
+    assert len({end["state"] for end in ends}) == 1
+    assert len({end["round"] for end in ends}) == 1
+    assert len({end["agreed"] for end in ends}) == 1
+    assert not [number for number in others if swarm.noted(number, "adopt")]
+
+    known = len(swarm.noted(victim, "round"))  # rounds that the victim had applied
+    for number in others:
+        rounds = swarm.noted(number, "round")
+        assert [entry["round"] for entry in rounds] == list(range(rounds[0]["round"], rounds[-1]["round"] + 1))
+        assert sum(entry["peers"] == PEERS - 1 and entry["status"] in ("ok", "partial") for entry in rounds) >= 3
+        assert all(entry["status"] != "failed" for entry in rounds)
+
+    counted = [end["step"] * TOKENS_PER_STEP - end["uncounted"] for end in ends]
+    offered = died["step"] * TOKENS_PER_STEP
+    assert all(end["uncounted"] < 2 * PERIOD * TOKENS_PER_STEP for end in ends)
+    assert known >= 2
+    assert (known - 1) * PERIOD * TOKENS_PER_STEP <= ends[0]["agreed"] - sum(counted) <= offered

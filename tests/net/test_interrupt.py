@@ -1,0 +1,235 @@
+"""Ctrl-C and SIGTERM: a node and the demo end in good order within seconds, and leave no process, port or file behind."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from farflock.node.invite import Invite, mint
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+SOON_S = 15.0  # a few seconds on an idle machine
+RUN = """
+[run]
+name = "interrupt"
+total_tokens = 100_000_000
+[model]
+preset = "tiny"
+[train]
+batch = 2
+seq = 16
+[method]
+name = "diloco"
+[method.options]
+period = 5
+[exchange]
+view_s = 2.0
+deadline_s = 300.0
+start_peers = {peers}
+"""
+SLOW_SAVE = """
+import time
+from farflock.node import checkpoint, cli
+
+def save(*arguments):
+    time.sleep(60)
+
+checkpoint.save = save
+cli.main()
+"""
+CLI = ("-m", "farflock.node.cli")
+
+
+class Started:
+    """A command in a session of its own: what a terminal's Ctrl-C reaches is its whole group."""
+
+    def __init__(self, folder, *arguments, how=CLI, **environment):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.log = folder, folder / "log.txt"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *how, *map(str, arguments)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                start_new_session=True,
+            )
+
+    def status(self):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.folder / "status.json").read_text())
+        return None
+
+    def wait_for(self, reached, limit_s=60):
+        ends_s = time.monotonic() + limit_s
+        while time.monotonic() < ends_s:
+            if found := reached():
+                return found
+            assert self.process.poll() is None, self.log.read_text()[-2000:]
+            time.sleep(0.05)
+        raise AssertionError(f"not in time: {self.status()} {self.log.read_text()[-2000:]}")
+
+    def reaches(self, condition):
+        return self.wait_for(lambda: (status := self.status()) and condition(status) and status)
+
+    def signal(self, number):
+        os.killpg(self.process.pid, number)
+
+    def ends(self, limit_s=SOON_S):
+        """Exit code, and the last line of standard output."""
+        began_s = time.monotonic()
+        out, _ = self.process.communicate(timeout=60)
+        assert time.monotonic() - began_s < limit_s, self.log.read_text()[-2000:]
+        lines = out.decode().splitlines()
+        return self.process.returncode, json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
+
+    def traces(self):
+        """What must be gone afterwards: processes, sockets in the file system, ports that somebody listens on."""
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        paths, ports = set(), set()
+        for each in family:
+            with contextlib.suppress(psutil.Error):
+                paths |= {Path(unix.laddr) for unix in each.net_connections("unix") if unix.laddr}
+                ports |= {tcp.laddr.port for tcp in each.net_connections("tcp") if tcp.status == psutil.CONN_LISTEN}
+        assert len(family) > 1
+        assert ports
+        return [each.pid for each in family], {path for path in paths if path.is_absolute()}, ports
+
+
+def alive(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def assert_gone(traces):
+    pids, paths, ports = traces
+    ends_s = time.monotonic() + 3
+    while any(map(alive, pids)) and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if alive(pid)]
+    assert not [path for path in paths if path.exists()]
+    assert not [port for port in ports if listens(port)]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts a command; all that are left at the end are killed with their groups."""
+    started = []
+
+    def begin(name, *arguments, **options):
+        started.append(Started(tmp_path / name, *arguments, **options))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(each.process.pid, signal.SIGKILL)
+        each.process.wait(10)
+        each.process.stdout.close()
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    def write(peers):
+        path = tmp_path / "run.toml"
+        path.write_text(RUN.format(peers=peers))
+        return path
+
+    return write
+
+
+def test_a_node_that_waits_for_a_silent_partner_ends_at_ctrl_c_with_all_saved(start, manifest, tmp_path):
+    founder = start("a", "run", manifest(2), "--folder", tmp_path / "a", "--json")
+    invite = founder.reaches(lambda status: status["invite"])["invite"]
+    joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
+    for each in (founder, joiner):
+        each.reaches(lambda status: status["rounds"].get("ok", 0) >= 2)
+    os.kill(founder.process.pid, signal.SIGSTOP)  # half of the members, the senior one: the other cannot decide alone
+    waiting = joiner.reaches(lambda status: status["waits"] and status["partners"][0]["life"] != "alive")
+    assert waiting["waits"][0]["left_s"] > 100
+    traces = joiner.traces()
+    joiner.signal(signal.SIGINT)
+    code, said = joiner.ends()
+    assert code == 130
+    assert said["ended"] == "left"
+    assert (Path(said["checkpoint"]) / "manifest.json").exists()
+    assert joiner.status()["doing"] == "has ended"
+    assert_gone(traces)
+
+    os.kill(founder.process.pid, signal.SIGCONT)
+    traces = founder.traces()
+    founder.signal(signal.SIGTERM)
+    code, said = founder.ends()
+    assert (code, said["ended"]) == (0, "left")
+    assert_gone(traces)
+
+
+def test_a_second_ctrl_c_ends_at_once(start, manifest, tmp_path):
+    slow = start("a", "run", manifest(1), "--folder", tmp_path / "a", how=("-c", SLOW_SAVE))
+    slow.reaches(lambda status: status["step"] > 3)
+    pids, _, ports = slow.traces()
+    slow.signal(signal.SIGINT)
+    slow.reaches(lambda status: status["doing"] == "is leaving")
+    time.sleep(0.3)
+    assert slow.process.poll() is None
+    slow.signal(signal.SIGINT)
+    code, _ = slow.ends(3)
+    assert code == -signal.SIGINT
+    assert_gone((pids, (), ports))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{peer}"
+        invite = mint(Invite("ab" * 16, peer, (address,), int(time.time() + 600)))
+        joiner = start("b", "join", invite, "--folder", tmp_path / "b", "--json")
+        joiner.wait_for(lambda: len(psutil.Process(joiner.process.pid).children()) == 1)
+        pids = [joiner.process.pid, *(child.pid for child in psutil.Process(joiner.process.pid).children())]
+        joiner.signal(number)
+        ended, said = joiner.ends()
+    assert ended == code
+    assert said["exit_code"] == code
+    assert_gone((pids, (), ()))
+
+
+@pytest.mark.parametrize(("signals", "code"), [([signal.SIGTERM], 143), ([signal.SIGINT] * 2, 130)])
+def test_a_demo_takes_all_its_processes_with_it(start, tmp_path, signals, code):
+    passing = tmp_path / "passing"
+    passing.mkdir()
+    demo = start("d", "demo", "--peers", "2", "--steps", "5000", "--json", TMPDIR=str(passing))
+
+    def trains():
+        statuses = list(passing.glob("farflock-demo-*/*/status.json"))
+        with contextlib.suppress(ValueError):
+            return len(statuses) == 2 and all(json.loads(path.read_text())["step"] > 0 for path in statuses)
+
+    demo.wait_for(trains)
+    traces = demo.traces()
+    assert len(traces[0]) >= 5  # the demo, two nodes, two directories
+    for number in signals:
+        demo.signal(number)
+        time.sleep(0.5)
+    ended, said = demo.ends()
+    assert ended == code
+    assert said["exit_code"] == code
+    assert_gone(traces if len(signals) == 1 else (traces[0], (), traces[2]))
+    assert not list(passing.glob("farflock-*"))

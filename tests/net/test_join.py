@@ -1,0 +1,126 @@
+"""Founding and joining as people see it: the view on a terminal, plain lines elsewhere, and what is left on the disk."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+[run]
+name = "join"
+total_tokens = 16_000
+[model]
+preset = "tiny"
+[train]
+batch = 2
+seq = 16
+[method]
+name = "diloco"
+[method.options]
+period = 10
+[exchange]
+view_s = 1.0
+start_peers = 2
+"""
+COMMAND = (sys.executable, "-m", "farflock.node.cli")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "160"}
+
+
+def on_a_terminal(command, out):
+    """Run a command whose standard error is a terminal, and its output a file; what the terminal showed, and the process."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT)
+    os.close(theirs)
+    shown = b""
+    ends_s = time.monotonic() + 100
+    try:
+        with contextlib.suppress(OSError):  # a terminal that nobody holds any more cannot be read
+            while time.monotonic() < ends_s:
+                if select.select([ours], [], [], 0.1)[0]:
+                    shown += os.read(ours, 65536)
+        process.wait(10)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()), process.returncode
+
+
+@pytest.fixture
+def founder(tmp_path):
+    (tmp_path / "run.toml").write_text(RUN)
+    command = [*COMMAND, "run", str(tmp_path / "run.toml"), "--folder", str(tmp_path / "a"), "--json"]
+    with (tmp_path / "err.txt").open("wb") as err:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, env=ENVIRONMENT)
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def invite_of(process, folder):
+    ends_s = time.monotonic() + 60
+    while not (folder / "invite.txt").exists() and time.monotonic() < ends_s:
+        assert process.poll() is None
+        time.sleep(0.05)
+    return (folder / "invite.txt").read_text().strip()
+
+
+def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_leave_their_books(founder, tmp_path):
+    invite = invite_of(founder, tmp_path / "a")
+    waiting = subprocess.run(
+        [*COMMAND, "status", "--folder", str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "waits for members: 1 of 2 are here" in waiting.stdout
+    assert "no step yet" in waiting.stdout
+
+    with (tmp_path / "out.txt").open("wb") as out:
+        shown, code = on_a_terminal([*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"], out)
+    assert code == 0
+    for word in ("farflock join: run", "tokens/s", "round trip", "direct", "loss ", "sent ", "of 16,000 tokens"):
+        assert word in shown, shown[-3000:]
+    assert "Traceback" not in shown
+    facts = json.loads((tmp_path / "out.txt").read_text().splitlines()[-1])
+    assert facts["ended"] == "done"
+    assert (Path(facts["checkpoint"]) / "config.json").exists()
+
+    out, _ = founder.communicate(timeout=60)
+    assert founder.returncode == 0
+    assert json.loads(out.splitlines()[-1])["ended"] == "done"
+    lines = (tmp_path / "err.txt").read_text().splitlines()
+    assert any(f"farflock join {invite}" in line for line in lines)
+    assert any(re.search(r"farflock run: .{8} is in from view 1 on", line) for line in lines)
+    assert sum("tokens/s" in line and "loss" in line for line in lines) >= 2
+    assert not any("\x1b" in line for line in lines)
+
+    books = {name: [json.loads(line) for line in (tmp_path / name / "receipts.jsonl").open()] for name in "ab"}
+    together = {
+        name: {entry["round"]: entry for entry in entries if len(entry["participants"]) == 2}
+        for name, entries in books.items()
+    }
+    assert len(together["a"]) >= 10
+    for number in together["a"].keys() & together["b"].keys():
+        mine, theirs = together["a"][number], together["b"][number]
+        assert {name: mine[name] for name in ("participants", "tokens", "status")} == {
+            name: theirs[name] for name in ("participants", "tokens", "status")
+        }
+    status = json.loads((tmp_path / "a" / "status.json").read_text())
+    assert status["doing"] == "has ended"
+    assert sum(entry["sent_bytes"] for entry in books["a"]) <= status["sent_bytes"]
+    assert min(entry["sent_bytes"] for entry in together["a"].values()) > 0
+    assert sum(status["rounds"].values()) == len(books["a"])
+    ended = subprocess.run(
+        [*COMMAND, "status", "--folder", str(tmp_path / "a"), "--json"], cwd=ROOT, capture_output=True, check=True
+    )
+    assert json.loads(ended.stdout)["running"] is False

@@ -1,0 +1,158 @@
+"""How a disaster is made: every fault meets every phase in turn, only what hit something counts, and hangs are found."""
+
+import asyncio
+import collections
+
+import pytest
+
+from farflock.node import chaos
+from farflock.node.chaos import (
+    CELLS,
+    FAULTS,
+    KINDS,
+    PAIR_PHASES,
+    PHASES,
+    Chaos,
+    empty_cells,
+    faults_of,
+    run_seed,
+    run_seeds,
+)
+from farflock.swarm.virtual import Deadlock, run_virtual
+
+EXACT, PAIRS = 0, 3  # seeds
+BLOCK = len(CELLS) // FAULTS
+
+
+def test_so_many_seeds_in_a_row_have_every_kind_of_fault_in_every_phase_once():
+    for first in (0, 7 * BLOCK):
+        drawn = [fault for seed in range(first, first + BLOCK) for fault in faults_of(seed)]
+        assert sorted(drawn) == sorted(CELLS)
+    assert faults_of(0) != faults_of(BLOCK)
+
+
+def test_a_cell_is_empty_until_its_fault_has_fired():
+    fired = collections.Counter(dict.fromkeys(CELLS, 1))
+    assert empty_cells(fired) == []
+    fired["kill", "vote"] = 0
+    del fired["slow", "offer"]
+    assert empty_cells(fired) == [("kill", "vote"), ("slow", "offer")]
+
+
+def until_all_are_in(seed, main):
+    """Run `main(disaster)` once all peers of a seed have come in."""
+
+    async def whole():
+        disaster = Chaos(seed)
+        for index in range(len(disaster._identities)):
+            disaster._begin(index)
+            await asyncio.sleep(0.3)
+        await disaster._progress(1, "the start")
+        await main(disaster)
+        await disaster._end_all()
+        return disaster
+
+    return run_virtual(whole())
+
+
+@pytest.mark.parametrize("seed", [EXACT, PAIRS])
+def test_each_kind_of_fault_hits_something(seed):
+    hits = {}
+
+    async def main(disaster):
+        for kind in KINDS:
+            hits[kind] = await disaster._strike(kind)
+
+    until_all_are_in(seed, main)
+    assert hits.keys() == set(KINDS)
+    assert all(hits.values()) or len(Chaos(seed)._identities) == 4
+
+
+def test_with_three_peers_left_nobody_is_killed_and_nothing_is_counted():
+    async def main(disaster):
+        living = list(disaster._lives)
+        for index in living[3:]:
+            assert await disaster._kill(index)
+        for kind in ("kill", "restart"):
+            assert not await disaster._strike(kind)
+        assert all(not disaster._lives[index].task.done() for index in living[:3])
+
+    until_all_are_in(EXACT, main)
+
+
+@pytest.mark.parametrize(
+    ("seed", "phase"), [(EXACT, phase) for phase in sorted(set(PHASES.values()))] + [(PAIRS, "held")]
+)
+def test_a_fault_strikes_when_a_message_of_its_phase_is_sent(seed, phase):
+    async def main(disaster):
+        assert await disaster._wait_for_moment(phase) == phase
+
+    until_all_are_in(seed, main)
+
+
+def test_where_pairs_have_no_such_phase_another_one_is_met():
+    async def main(disaster):
+        assert await disaster._wait_for_moment("vote") in PAIR_PHASES
+
+    until_all_are_in(PAIRS, main)
+
+
+def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
+    async def main(disaster):
+        async def fail(work):
+            raise ArithmeticError("out of order")
+
+        disaster._lives[1].loop.train = fail
+        await asyncio.sleep(3)
+        disaster._repair()
+        await disaster._progress(1, "the fault")
+
+    disaster = until_all_are_in(EXACT, main)
+    assert ["out of order" in violation for violation in disaster.watch.violations] == [True]
+
+
+def test_peers_that_do_not_come_in_are_a_violation():
+    async def main(disaster):
+        disaster._lives[1].loop.stopping = True
+        await asyncio.sleep(1)
+        await disaster._progress(1, "the fault")
+
+    violations = until_all_are_in(EXACT, main).watch.violations
+    assert len(violations) == 1
+    assert violations[0].startswith("peer 1 has made ")
+
+
+def test_a_task_that_outlives_its_peer_and_bytes_that_nobody_counted_are_violations():
+    async def main(disaster):
+        looking = asyncio.create_task(asyncio.sleep(1e9))
+        looking.cancel()
+        await asyncio.wait([looking])
+        forgotten = asyncio.create_task(asyncio.sleep(1e9), name="forgotten")
+        disaster._lines[0].sent_bytes += 1
+        disaster.network.bytes["sent"] += 1
+        await disaster._end_all()
+        disaster._check_rest(looking)
+        forgotten.cancel()
+
+    found = until_all_are_in(EXACT, main).watch.violations
+    assert [
+        words in text for words, text in zip(("forgotten", "bytes sent", "1 bytes are missing"), found, strict=True)
+    ]
+    assert len(found) == 3
+
+
+def test_a_swarm_that_hangs_for_ever_is_a_violation_of_its_seed(monkeypatch):
+    async def hang(disaster):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Chaos, "run", hang)
+    report = run_seed(5)
+    assert report.seed == 5
+    assert "without a deadline" in report.violations[0]
+    with pytest.raises(Deadlock):
+        run_virtual(hang(None))
+
+
+def test_reports_come_in_the_order_of_seeds(monkeypatch):
+    monkeypatch.setattr(chaos, "run_seed", lambda seed: seed)
+    assert list(run_seeds(4, 3)) == [4, 5, 6]

@@ -1,0 +1,53 @@
+"""Whole runs of the shipped manifests, by the command that README names: 20 % of all frames lost, peers die and come back.
+
+The everyday sizes are the same runs with fewer peers and tokens.
+"""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+RUNS = Path(__file__).parents[2] / "experiments" / "runs"
+WEATHER = ("--loss", "0.2", "--churn", "20")
+FP32 = ("--set", "exchange.codec=fp32", "--set", "exchange.return_codec=fp32")
+LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
+SMALL_NOLOCO = ("--peers", "12", "--set", "run.total_tokens=16384", "--churn", "2")
+SMALL_DILOCO = ("--peers", "6", "--set", "run.total_tokens=14000", "--churn", "5")
+SIZES = [
+    pytest.param("noloco-64", SMALL_NOLOCO, id="noloco-12"),
+    pytest.param("diloco-16", SMALL_DILOCO, id="diloco-6"),
+    pytest.param("noloco-64", ("--peers", "64"), id="noloco-64", marks=LONG),
+    pytest.param("diloco-16", ("--peers", "16"), id="diloco-16", marks=LONG),
+]
+
+
+def run_file(name):
+    return RUNS / f"{name}.toml"
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_a_shipped_run_with_loss_and_churn_learns_and_ends_twice_in_the_same_state(simulated, name, size):
+    once = simulated(run_file(name), *WEATHER, *size)
+    assert simulated(run_file(name), *WEATHER, *size) == once
+    assert once["kills"] >= 1
+    assert once["held_out_loss"] < once["losses"][0] - 10 * once["held_out_standard_error"]
+
+
+def difference(simulated, seeds, *size):
+    """Held-out loss of int8 less that of raw fp32 by seed; checks that it also saves bytes."""
+    differences = []
+    for seed in range(seeds):
+        common = (run_file("diloco-16"), *WEATHER, *size, "--set", f"run.seed={seed}")
+        small, raw = simulated(*common), simulated(*common, *FP32)
+        assert small["bytes"] < raw["bytes"]
+        differences.append(small["held_out_loss"] - raw["held_out_loss"])
+    return differences
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * 3600)
+def test_int8_is_within_noise_of_raw_over_seeds(simulated):
+    differences = difference(simulated, 5, "--peers", "16")
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    assert abs(statistics.mean(differences)) < 3 * error + 0.01, differences
