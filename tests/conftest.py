@@ -1,6 +1,7 @@
-"""What all tests share: golden files, rewritten only with `pytest --write-golden` and reviewed as a diff."""
+"""What all tests share: golden files, rewritten only with `pytest --write-golden` and reviewed as a diff; log levels."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ def pytest_addoption(parser):
     parser.addoption(
         "--write-golden", action="store_true", help="rewrite tests/golden/*.json with what the code does now"
     )
+
+
+@pytest.fixture(autouse=True)
+def own_log_level():
+    """Commands set our logger's level as their process's own; the next test must not inherit it."""
+    logger = logging.getLogger("farflock")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -86,7 +86,9 @@ def in_loop(test):
 
 
 def daemons():
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    """My living children, but for what the standard library keeps once a test has used a pool of processes."""
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "multiprocessing" not in " ".join(child.cmdline())]
 
 
 async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20):
