@@ -25,6 +25,7 @@ from farflock.node.seat import Seat
 from farflock.node.watch import DEADLINE_S, STORE_BYTES, TOKENS_PER_STEP, Watch
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Progress, Tensors, What
+from farflock.swarm.decide import is_quorum
 from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -46,7 +47,7 @@ MOMENT_S = 6.0  # a fault waits so long for its phase
 SLICE_S = 0.5
 STOPPED = 1e9  # times slower
 PERIOD = 3
-CALM_AFTER_DEATH_S = DEADLINE_S + 2.0  # a round that was open when a peer died must not fail for that alone
+CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # without another fault: no round may fail because of one death
 VIEW_S = 3.0
 KINDS = ("kill", "restart", "partition", "stop", "slow", "loss", "duplicate", "reorder", "corrupt", "delay")
 PHASES = {  # of an exchange, by the tag of a message
@@ -336,10 +337,25 @@ class Chaos:
         return True
 
     async def _kill(self, victim: int) -> bool:
-        if sum(life.loop is not None for life in self._lives.values()) <= 3:
+        if sum(life.loop is not None for life in self._lives.values()) <= 3 or not self._quorums_stay(victim):
             return False  # a majority must stay: what happens without one is another test
         self.network.kill(self._identities[victim].peer)
         await self._end(victim)
+        return True
+
+    def _quorums_stay(self, victim: int) -> bool:
+        """Whether without this peer a quorum lives on of every newest view and of every view that a next round belongs to."""
+        others = [life.peer for index, life in self._lives.items() if index != victim and not life.task.done()]
+        living = {(peer.me, peer.port.incarnation) for peer in others if peer is not None}
+        for peer in others:
+            chain = peer.port.chain if peer is not None else None
+            if peer is None or chain is None:
+                continue
+            for view in (chain.newest, chain.at(peer.rounds.floor()) if peer.rounds.names else None):
+                members = view.members if view is not None else ()
+                there = {place for place, member in enumerate(members) if (member.peer, member.incarnation) in living}
+                if members and not is_quorum(there, len(members)):
+                    return False
         return True
 
     async def _partition(self) -> bool:

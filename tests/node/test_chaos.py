@@ -68,16 +68,30 @@ def test_each_kind_of_fault_hits_something(seed):
     assert all(hits.values()) or len(Chaos(seed)._identities) == 4
 
 
-def test_with_three_peers_left_nobody_is_killed_and_nothing_is_counted():
+@pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 10, 4), (PAIRS, 4, 1), (9, 4, 1)])
+def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(seed, peers, may_die):
     async def main(disaster):
-        living = list(disaster._lives)
-        for index in living[3:]:
-            assert await disaster._kill(index)
+        assert len(disaster._lives) == peers
+        await asyncio.sleep(10)  # until the rounds, too, are those of the view with all
+        assert [await disaster._kill(index) for index in disaster._lives] == [n < may_die for n in range(peers)]
         for kind in ("kill", "restart"):
             assert not await disaster._strike(kind)
-        assert all(not disaster._lives[index].task.done() for index in living[:3])
+        assert all(not life.task.done() for index, life in disaster._lives.items() if index >= may_die)
 
-    until_all_are_in(EXACT, main)
+    until_all_are_in(seed, main)
+
+
+@pytest.mark.parametrize("seed", [EXACT, PAIRS])
+def test_nobody_is_killed_without_whom_a_view_would_have_no_quorum(monkeypatch, seed):
+    monkeypatch.setattr(
+        chaos, "is_quorum", lambda members, size: 0 in members
+    )  # so the view's first member decides all
+
+    async def main(disaster):
+        assert not await disaster._kill(0)
+        assert await disaster._kill(1)
+
+    until_all_are_in(seed, main)
 
 
 @pytest.mark.parametrize(
