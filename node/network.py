@@ -95,14 +95,6 @@ async def learn_run(
     return head, _checked(raw, invite), records
 
 
-async def look_up(machine: Machine, invite: Invite, timeout_s: float) -> Manifest:
-    """The manifest of an invite's run, verified; nothing is joined."""
-    identity = identity_of(machine.folder)
-    async with network(machine, identity, invite.run, invite.addresses) as (directory, links):
-        _, manifest, _ = await learn_run(directory, links, invite, timeout_s)
-        return manifest
-
-
 async def learn_terms(
     directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
 ) -> tuple[bytes, bytes, list[bytes]]:

@@ -46,7 +46,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 class Status(msgspec.Struct, frozen=True):
     """One node at one moment. Bytes are those of the links, both ways, since the start; `rounds` are those applied here
-    since then, by status; `tokens_per_s` is this node's own pace."""
+    since then, by status; `tokens_per_s` is this node's own pace; `branch` is name and first round of the one it is on."""
 
     pid: int
     run: str
@@ -69,6 +69,7 @@ class Status(msgspec.Struct, frozen=True):
     rounds: dict[str, int] = {}
     last_round: int | None = None
     tokens_per_s: float | None = None
+    branch: tuple[str, int] | None = None
 
 
 class StatusWriter:
@@ -136,6 +137,7 @@ def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None
         rounds=dict(node.journal.rounds),
         last_round=node.journal.last_round,
         tokens_per_s=tokens_per_s,
+        branch=peer.membership.branch,
     )
 
 

@@ -123,10 +123,9 @@ class Branching:
         chain = self._port.views
         if self._membership.is_overdue:
             return False
-        for view in (chain.newest, chain.at(self._rounds.floor()) if self._rounds.names else None):
-            if view is not None and not is_quorum(self._membership.present(view), len(view.members)):
-                return False
-        return True
+        of_next_round = chain.at(self._rounds.floor()) if self._rounds.names else None
+        needed = {view.hash: view for view in (chain.newest, of_next_round) if view is not None}.values()
+        return all(is_quorum(self._membership.present(view), len(view.members)) for view in needed)
 
     def _floor(self) -> int:
         """The first round that a branch could begin with, as far as I know."""

@@ -7,6 +7,10 @@ newer one dies. Any two quorums share a member, which is what agreement rests on
 
 Members that restart lose their promises: they come back under a new incarnation and are not members until the next
 view, so no acceptor ever forgets.
+
+One step beyond the paper: an acceptor may refuse a value for good (`floor`). A value that so many refused that no
+quorum is left for it was never chosen and never will be, so a proposer that finds it accepted by the others is bound to
+nothing: whatever an earlier ballot could have chosen, that value's proposer had to repeat.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -46,7 +50,8 @@ class Decision:
     """One agreement as one member sees it: acceptor, proposer and learner at once.
 
     `proposers` are member indices in the seeded order. `floor` says why a value cannot be accepted here: 0 if it can,
-    else the least round that could (views only). `sign` signs what this member accepts; `checks` verifies another
+    else the least round that could (views only); once refused, a value that is not the last one accepted here must be
+    refused for ever. `sign` signs what this member accepts; `checks` verifies another
     member's signature.
     """
 
@@ -70,6 +75,7 @@ class Decision:
     _promises: dict[int, tuple[Ballot, bytes] | None] = field(default_factory=dict)
     _accepts: dict[int, bytes] = field(default_factory=dict)
     _proposing: bool = False  # in phase 2 of my ballot
+    _refusers: dict[bytes, set[int]] = field(default_factory=dict)  # of each value that I put forward
     _highest: int = 0
 
     def propose(self, value: bytes) -> Sends:
@@ -98,9 +104,8 @@ class Decision:
                 return self._promise(sender, message)
             case Accepted(ballot=ballot, proof=proof) if ballot == self._ballot and self._proposing:
                 return self._accepted(sender, proof)
-            case Rejected(promised=promised, floor=floor):
-                self._highest = max(self._highest, promised[0])
-                self.refused_floor = max(self.refused_floor, floor)
+            case Rejected():
+                self._rejected(sender, message)
             case Decided():
                 self._learn(message)
         return []
@@ -148,7 +153,20 @@ class Decision:
             return []
         known = [entry for entry in self._promises.values() if entry is not None]
         assert self._value is not None
-        return self._second_phase(max(known)[1] if known else self._value)
+        if known and not self._is_impossible(max(known)[1]):
+            return self._second_phase(max(known)[1])
+        return self._second_phase(self._value)
+
+    def _rejected(self, sender: int, rejected: Rejected) -> None:
+        self._highest = max(self._highest, rejected.promised[0])
+        self.refused_floor = max(self.refused_floor, rejected.floor)
+        if rejected.floor and rejected.ballot == self._ballot and self._proposing and self._value is not None:
+            self._refusers.setdefault(self._value, set()).add(sender)
+
+    def _is_impossible(self, value: bytes) -> bool:
+        """Whether so many refuse a value for good that it can be chosen in no ballot, past ones included."""
+        refusers = self._refusers.get(value, set())
+        return not is_quorum(set(range(self.size)) - refusers, self.size)
 
     def _second_phase(self, value: bytes) -> Sends:
         assert self._ballot is not None

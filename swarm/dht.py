@@ -76,6 +76,7 @@ MAX_TABLE_PEERS = 2048
 MAX_CONTACTS = 64
 MAX_INITIAL_PEERS = 16
 MAX_ADDRESS_CHARS = 256
+NO_DOOR_OPENS = ("bootstrap", "failed to find any peer")  # what the daemon says last, in one of two orders
 MAX_PEER_ID_BYTES = 64
 
 _SOCKET_FOLDER = Path("/tmp")  # hivemind's choice
@@ -560,7 +561,7 @@ def _bad_address(address: str, reason: str) -> DirectoryUnreachable:
 def _explained(error: BaseException, timeout_s: float, doors: int) -> DirectoryUnreachable:
     if isinstance(error, TimeoutError):
         return DirectoryUnreachable(f"the directory did not open within {timeout_s:.0f} s; is this machine overloaded?")
-    if "bootstrap" in str(error):
+    if any(sign in str(error) for sign in NO_DOOR_OPENS):
         return DirectoryUnreachable(
             f"none of the {doors} peers in the invite could be reached; check this machine's network, or ask any member"
             " for a fresh invite"

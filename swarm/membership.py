@@ -289,7 +289,10 @@ class Membership:
     def _next_members(self, now_s: float) -> tuple[Member, ...] | None:
         newest = self._port.views.newest
         lives = {peer: self._port.life(peer) for peer in newest.peers if peer != self._port.me}
-        return views.next_members(newest, lives, self._candidates.live(now_s), self._candidates.leaving)
+        joining, leaving = self._candidates.live(now_s), self._candidates.leaving
+        if not joining and not leaving and "dead" not in lives.values():
+            return None  # what nearly every tick finds
+        return views.next_members(newest, lives, joining, leaving)
 
     def _rank(self) -> int:
         """How many live members come before me in this decision's order."""

@@ -246,9 +246,11 @@ class StateQuery(_Message, frozen=True, tag="state?"):
 
 
 class StateOffer(_Message, frozen=True, tag="state"):
-    """My snapshot after `round` (-1: before the first): `digest` names a chunk that lists the snapshot's chunks."""
+    """My snapshot after `round` (-1: before the first): `digest` names a chunk that lists the snapshot's chunks, `view` the
+    newest view that I know: a state belongs to one line of views."""
 
     stream: Name
+    view: Digest
     round: Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
     state: Annotated[bytes, msgspec.Meta(max_length=32)]
     digest: Digest

@@ -6,6 +6,7 @@ carry messages to it and time. It runs unchanged on real links and on the simula
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ from farflock.swarm.streams import Outcome, Stream, work_pin
 from farflock.swarm.views import VIEW_STREAM
 
 TICK_S = 0.1
+LOOK_EVERY = 5  # ticks, for branches: what they wait for is counted in minutes, and a look at all members costs
 ANNOUNCE_EVERY_S = 15.0
 STORE_BYTES = 256 * 1024 * 1024
 
@@ -234,7 +236,7 @@ class Peer:
             case Want() | Piece() | Miss():
                 self.port.chunks.receive(sender, message, body)
             case StateQuery() | StateOffer():
-                self.snapshots.receive(sender, message)
+                self._to_exchanges(lambda who, _, said: self.snapshots.receive(who, said), sender, incarnation, message)
             case PairPropose() | PairAccept() | PairRefuse() | PairHave() | PairCommit() | PairAbort():
                 self._to_exchanges(self.pairing.receive, sender, incarnation, message)
             case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
@@ -245,7 +247,7 @@ class Peer:
                 self.membership.receive(sender, incarnation, message)
 
     def _to_exchanges(self, receive: Receive, sender: PeerId, incarnation: int, message: Any) -> None:  # noqa: ANN401 - narrowed by `_route`
-        """Hand on a message about an exchange; if it names a view that does not hold here, see who lacks views."""
+        """Hand on a message about an exchange or a state; if it names a view that does not hold here, see who lacks views."""
         if self.port.chain is None:
             return
         stale = self.port.counters["stale view"]
@@ -255,10 +257,11 @@ class Peer:
             self.membership.reconcile(sender, offer.view)
 
     async def _tick_loop(self) -> None:
-        while True:
+        for turn in itertools.count():
             self.membership.tick()
             if self.port.chain is not None:
-                self.branching.tick()
+                if turn % LOOK_EVERY == 0:
+                    self.branching.tick()
                 self.rounds.tick()
             await asyncio.sleep(TICK_S)
 

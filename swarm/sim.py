@@ -73,6 +73,8 @@ class SimNetwork:
         self._killed.pop(peer, None)
         self._stopped.pop(peer, None)
         self._touch()
+        for line in self._lines.values():
+            line.forget(peer)
         self._lines[peer] = SimLinks(self, peer)
         return self._lines[peer]
 
@@ -243,7 +245,8 @@ class SimLinks:
 
     def _transmit(self, peer: PeerId, frame: bytes, leaves_s: float) -> bool:
         """Send a frame that leaves this peer's line at `leaves_s`, through whatever is to happen to it."""
-        assert len(frame) <= MAX_FRAME_BYTES, f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"
+        if len(frame) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
         network = self._network
         if not network.reachable(self._me, peer):
             self.dropped["unreachable"] += 1
@@ -329,6 +332,12 @@ class SimLinks:
         for sender, frame in self._held.pop(peer, ()):
             self._network.bytes["held"] -= len(frame)
             self._deliver(sender, frame)
+
+    def forget(self, peer: PeerId) -> None:
+        """A stopped peer died: what was held for it, or of it, is lost with it."""
+        for _, frame in self._held.pop(peer, ()):
+            self._network.bytes["held"] -= len(frame)
+            self._network.bytes["cut"] += len(frame)
 
 
 def _now() -> float:

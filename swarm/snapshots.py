@@ -71,17 +71,24 @@ class Snapshots:
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
         """Answer a question, or note an answer to mine."""
         if isinstance(message, StateOffer):
-            wanted = self._offers.get(message.stream)
-            if (message.state, message.digest) in self._distrusted:
-                self._port.drop("distrusted snapshot")
-            elif wanted is not None and sender in self._members():
-                wanted[sender] = message
+            self._take_offer(sender, message)
         elif message.stream in self._askers:
             if len(self._askers[message.stream]) < MAX_ASKERS:
                 self._askers[message.stream].add(sender)
         elif message.stream in self._providers:
             self._askers[message.stream] = set()
             self._port.spawn(self._offer(sender, message.stream))
+
+    def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
+        """Not if it is of a view that I lack: its state may belong to another line than the one that I would bring it to."""
+        wanted, chain = self._offers.get(offer.stream), self._port.chain
+        if (offer.state, offer.digest) in self._distrusted:
+            self._port.drop("distrusted snapshot")
+        elif chain is None or chain.by_hash(offer.view) is None:
+            self._port.drop("snapshot of an unknown view")
+            self._port.counters["stale view"] += 1
+        elif wanted is not None and sender in self._members():
+            wanted[sender] = offer
 
     def distrust(self, name: str) -> None:
         """The last download was not what its offer said (only the caller can tell): never take it again."""
@@ -102,11 +109,12 @@ class Snapshots:
 
     async def _fetch(self, name: str, timeout_s: float, progress: Progress) -> Snapshot:
         while True:
-            offers = self._offers[name] = {}
+            offers: dict[PeerId, StateOffer] = {}
+            line = self._port.chain
+            self._offers[name] = offers
             await self._gather_offers(name, offers)
             offer, holders = _choose(offers)
             pin = ("download", name)
-            line = self._port.chain
             try:
                 chunks = await self._download(offer, holders, pin, timeout_s, progress)
             finally:
@@ -161,8 +169,9 @@ class Snapshots:
             if served is None or served.round != snapshot.round or served.state != snapshot.state:
                 self._port.store.release(pin)
                 served = self._served[name] = self._put(name, snapshot, pin)
+            current = msgspec.structs.replace(served, view=self._port.views.newest.hash)
             for waiting in sorted(askers):
-                self._port.send(waiting, served)
+                self._port.send(waiting, current)
         finally:
             del self._askers[name]
 
@@ -172,7 +181,9 @@ class Snapshots:
         listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
         listing = msgspec.msgpack.encode(Listing(listed))
         digest = store.put(listing, pin)
-        return StateOffer(name, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens)
+        return StateOffer(
+            name, self._port.views.newest.hash, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens
+        )
 
 
 def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:

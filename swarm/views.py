@@ -63,10 +63,12 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     def index(self, peer: PeerId, incarnation: int) -> int | None:
         """The member index of a peer in this life, None if it is no member."""
-        for index, member in enumerate(self.members):
-            if member.peer == peer and member.incarnation == incarnation:
-                return index
-        return None
+        index, life = self._places.get(peer, (None, None))
+        return index if life == incarnation else None
+
+    @functools.cached_property
+    def _places(self) -> dict[PeerId, tuple[int, int]]:
+        return {member.peer: (index, member.incarnation) for index, member in enumerate(self.members)}
 
 
 class Certified(msgspec.Struct, frozen=True, array_like=True):

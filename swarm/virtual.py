@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 STANDSTILL = 100_000  # turns of the loop without progress of the clock
+RESOLUTION_S = 1e-6  # above one step of a double at any time shown here: a timer that is due must not be missed by it
 
 
 class Deadlock(RuntimeError):
@@ -40,7 +41,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, start_s: float) -> None:
         self._jumping = _JumpingSelector(start_s)
         super().__init__(self._jumping)
-        self._clock_resolution = 1e-9
+        self._clock_resolution = RESOLUTION_S
 
     def time(self) -> float:
         return self._jumping.now_s

@@ -57,20 +57,13 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int
 
 def _look(out: Output, machine: "Machine", invited: "Invite") -> int:
     """What joining would train, read from the run's members under a name that is forgotten at once."""
-    import dataclasses
-    import tempfile
-    from pathlib import Path
-
     from farflock.node.commands.training import conclude
     from farflock.node.ending import Ending, run_until_asked
-    from farflock.node.network import look_up
-    from farflock.node.paths import RunFolder
+    from farflock.node.outside import look_up
     from farflock.node.room import needed_bytes
 
     ending = Ending()
-    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
-        nobody = dataclasses.replace(machine, folder=RunFolder(Path(passing)), client_mode=True)
-        manifest = run_until_asked(ending, lambda: look_up(nobody, invited, LOOK_TIMEOUT_S))
+    manifest = run_until_asked(ending, lambda: look_up(machine, invited, LOOK_TIMEOUT_S))
     if manifest is None:
         return conclude(out, None, ending.asked)
     text = manifest.canonical().decode()

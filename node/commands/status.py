@@ -1,6 +1,7 @@
-"""`farflock status`: what the node of a folder does now, and whom it waits for."""
+"""`farflock status`: what the node of a folder does now, and whom it waits for; or a run, seen from outside."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -11,12 +12,20 @@ from farflock.node.output import Output
 from farflock.node.paths import RunFolder
 from farflock.node.status import Status, read_status
 
+if TYPE_CHECKING:
+    from farflock.node.outside import Sight
+
+LOOK_TIMEOUT_S = 30.0
+
 
 @click.command("status")
+@click.argument("invite", required=False)
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="The node's folder.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
-def command(folder: Path | None, as_json: bool) -> None:
-    """Show what the local node does now."""
+def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
+    """Show what the local node does now; or look at the run of INVITE, and join nothing."""
+    if invite is not None:
+        return _look(Output(as_json), invite, folder)
     path = RunFolder.at(folder).path / "status.json"
     try:
         status = read_status(path)
@@ -27,6 +36,46 @@ def command(folder: Path | None, as_json: bool) -> None:
     lives = is_node(status.pid)
     facts = {**msgspec.to_builtins(status), "running": lives}
     Output(as_json).result(facts, _text(status, lives))
+    return 0
+
+
+def _look(out: Output, word: str, folder: Path | None) -> int:
+    """Ask the members of a run how they are."""
+    import time
+
+    from farflock.node.commands.training import conclude
+    from farflock.node.ending import Ending, run_until_asked
+    from farflock.node.invite import parse
+    from farflock.node.network import Machine
+    from farflock.node.outside import look
+
+    invite, ending = parse(word, time.time()), Ending()
+    sight = run_until_asked(ending, lambda: look(Machine(RunFolder.at(folder)), invite, LOOK_TIMEOUT_S))
+    if sight is None:
+        return conclude(out, None, ending.asked)
+    text = sight.manifest.canonical().decode()
+    facts = {"run": invite.run, "founder": invite.founder, "manifest": text, "hash": sight.manifest.hash()}
+    said = msgspec.to_builtins((sight.view, sight.branch, sight.members))
+    facts |= dict(zip(("view", "branch", "members"), said, strict=True))
+    out.result(facts, _seen(invite.run, sight))
+    return 0
+
+
+def _seen(run: str, sight: "Sight") -> str:
+    manifest, branch = sight.manifest, f", on branch {sight.branch}" if sight.branch else ""
+    here = sum(member.answers for member in sight.members)
+    lines = [
+        f"run {run}: {manifest.run.name}, {manifest.method.name}, {manifest.run.total_tokens:,} tokens",
+        f"view {sight.view}{branch}: {len(sight.members)} members, {here} of them answer",
+    ]
+    for member in sight.members:
+        how = "does not answer" if not member.answers else _ms(member.rtt_ms) or "answers"
+        lines.append(f"  {member.peer[-8:]}  {how:15}  {member.addresses[0] if member.addresses else 'dials out only'}")
+    return "\n".join(lines)
+
+
+def _ms(rtt_ms: float | None) -> str:
+    return "" if rtt_ms is None else f"{rtt_ms:.0f} ms"
 
 
 def is_node(pid: int) -> bool:
@@ -49,9 +98,11 @@ def _text(status: Status, lives: bool) -> str:
         f"view {status.view}: {len(status.members)} members" + ("" if status.is_member else " (not a member yet)"),
         f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
     ]
+    if status.branch is not None:
+        name, since = status.branch
+        lines.append(f"on branch {name} since round {since}: a majority was lost, and may come back")
     lines += [
-        f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} "
-        + ("" if partner.rtt_ms is None else f"{partner.rtt_ms:.0f} ms")
+        f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} " + _ms(partner.rtt_ms)
         for partner in status.partners
     ]
     for wait in status.waits:

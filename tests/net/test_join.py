@@ -77,6 +77,19 @@ def invite_of(process, folder):
     return (folder / "invite.txt").read_text().strip()
 
 
+def from_outside(founder, invite, folder):
+    """A run looked at by its invite: who is in it and answers; nothing is joined or left behind."""
+    looked = subprocess.run(
+        [*COMMAND, "status", invite, "--folder", str(folder / "c"), "--json"], cwd=ROOT, capture_output=True, check=True
+    )
+    seen = json.loads(looked.stdout)
+    (member,) = seen["members"]
+    assert (seen["view"], seen["branch"], member["answers"]) == (0, None, True)
+    assert member["addresses"][0].startswith("/ip4/127.0.0.1/tcp/")
+    assert "[method]" in seen["manifest"]
+    assert not (folder / "c").exists()
+
+
 def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_leave_their_books(founder, tmp_path):
     invite = invite_of(founder, tmp_path / "a")
     waiting = subprocess.run(
@@ -84,6 +97,7 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     )
     assert "waits for members: 1 of 2 are here" in waiting.stdout
     assert "no step yet" in waiting.stdout
+    from_outside(founder, invite, tmp_path)
 
     with (tmp_path / "out.txt").open("wb") as out:
         shown, code = on_a_terminal([*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"], out)

@@ -21,12 +21,16 @@ def group(size, proposers=None, **options):
 class Schedule:
     """Members and a bag of messages; chance decides what is delivered, doubled, lost, and who crashes."""
 
-    def __init__(self, seed, size=None, loss=None, crashes=None):
+    def __init__(self, seed, size=None, loss=None, crashes=None, refusals=0.0):
         self.chance = random.Random(seed)
         self.size = size or self.chance.randint(1, 7)
         order = list(range(self.size))
         self.chance.shuffle(order)
-        self.members = group(self.size, order)
+        self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
+        self.members = [
+            Decision(KEY, VIEW, me, self.size, tuple(order), floor=lambda value, me=me: int(value in self.refused[me]))
+            for me in range(self.size)
+        ]
         self.loss = self.chance.choice([0.0, 0.1, 0.4]) if loss is None else loss
         most = (self.size - 1) // 2 if crashes is None else crashes
         self.crash_left = self.chance.randint(0, most)
@@ -64,8 +68,24 @@ class Schedule:
             assert set(self.seen.values()) == {value}, f"two values were decided: {self.seen}"
             assert value in self.proposed, f"{value} was never proposed"
 
+    def refuse(self, me, value):
+        """From now on and for ever, unless this member has just accepted it."""
+        accepted = self.members[me].accepted
+        if accepted is None or accepted[1] != value:
+            self.refused[me].add(value)
+
+    def is_open(self, value, live):
+        """Whether nobody can tell any more if a value was chosen: those who could know are gone."""
+        members = set(range(self.size)) - {me for me in live if value in self.refused[me]}
+        return is_quorum(members, self.size) and not is_quorum(members & set(live), self.size)
+
     def step(self):
         live = [me for me in range(self.size) if me not in self.crashed]
+        if self.refusals and self.chance.random() < self.refusals:
+            accepted = [member.accepted[1] for member in self.members if member.accepted]
+            for me in range(self.size) if accepted else ():
+                if self.chance.random() < 0.8:
+                    self.refuse(me, self.chance.choice(accepted))
         draw = self.chance.random()
         if draw < 0.06:
             self.propose(self.chance.choice(live))
@@ -82,11 +102,11 @@ class Schedule:
         for _ in range(steps):
             self.step()
 
-    def calm_down(self):
-        """From now on nothing is lost and each live member tries twice, one after the other."""
-        self.loss = 0.0
+    def calm_down(self, tries=2):
+        """From now on nothing is lost or refused anew and each live member tries some times, one after the other."""
+        self.loss = self.refusals = 0.0
         live = [me for me in range(self.size) if me not in self.crashed]
-        for me in live * 2:
+        for me in live * tries:
             self.propose(me)
             while self.bag:
                 self.deliver()
@@ -115,6 +135,55 @@ def test_when_messages_flow_again_every_live_member_that_tries_learns_the_value(
         live = schedule.calm_down()
         if is_quorum(live, schedule.size):
             assert {schedule.members[me].decided for me in live} == {schedule.seen[live[0]]}, seed
+
+
+def test_refusals_for_good_neither_break_agreement_nor_block_it():
+    freed = 0
+    for seed in range(400):
+        schedule = Schedule(seed, size=3 + seed % 5, refusals=0.05)
+        schedule.disturb(100)
+        doubtful = list(schedule.proposed)
+        live = schedule.calm_down(tries=6)
+        if is_quorum(live, schedule.size) and not any(schedule.is_open(value, live) for value in doubtful):
+            assert {schedule.members[me].decided for me in live} == {schedule.seen[live[0]]}, seed
+            freed += any(schedule.members[me]._is_impossible(value) for me in live for value in doubtful)
+    assert freed > 20, f"only {freed} of these schedules exclude a value"
+
+
+@pytest.mark.long
+def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values():
+    for seed in range(10**7, 10**7 + 30_000):
+        Schedule(seed, refusals=0.1).disturb(250)
+
+
+def refusing_group(size, refusers):
+    """Members of which some refuse the value `old`; member 1 has accepted it of member 0, and nobody else."""
+    members = [
+        Decision(
+            KEY, VIEW, me, size, tuple(range(size)), floor=lambda value, me=me: int(value == b"old" and me in refusers)
+        )
+        for me in range(size)
+    ]
+    ((_, offered),) = [entry for entry in members[0].propose(b"old") if entry[0] == 1]
+    members[1].receive(0, offered)
+    return members
+
+
+def test_a_value_that_too_many_refuse_for_good_binds_nobody():
+    members = [None, *refusing_group(5, {2, 3, 4})[1:]]
+    run(members, members[2].propose(b"first try"), sender=2)
+    assert members[2].decided is None, "it had to repeat the old one"
+    run(members, members[2].propose(b"new"), sender=2)
+    assert {member.decided for member in members[1:]} == {b"new"}
+
+
+def test_a_value_that_a_quorum_may_have_accepted_binds_although_others_refuse_it():
+    """0 and 1 of three have accepted, so it may be chosen: the third, which refuses it, must not put its own forward."""
+    members = [None, *refusing_group(3, {2})[1:]]
+    for number in range(4):
+        run(members, members[2].propose(b"own, try %d" % number), sender=2)
+    assert members[2].decided is None
+    assert members[1].accepted[1] == b"old"
 
 
 def test_the_agreement_test_can_fail(monkeypatch):

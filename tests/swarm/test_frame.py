@@ -90,7 +90,7 @@ SPECIMENS: tuple[Message, ...] = (
     Join(b"record"),
     Leave(),
     StateQuery("state"),
-    StateOffer("state", 6, B, A, 4096, 640),
+    StateOffer("state", A, 6, B, A, 4096, 640),
     Ping(1.25),
     Pong(1.25, 77.5),
     BranchAsk(b"view"),

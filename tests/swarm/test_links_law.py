@@ -162,9 +162,9 @@ async def test_nobody_unknown_is_reached(world):
 @on_all_links
 async def test_a_frame_over_the_limit_is_our_own_fault_and_raises(world):
     a, b = await acquainted(world, 1, 2)
-    with pytest.raises((ValueError, AssertionError), match=str(MAX_FRAME_BYTES + 1)):
+    with pytest.raises(ValueError, match=str(MAX_FRAME_BYTES + 1)):
         a.send(b.me, bytes(MAX_FRAME_BYTES + 1))
-    with pytest.raises((ValueError, AssertionError), match=str(MAX_FRAME_BYTES + 1)):
+    with pytest.raises(ValueError, match=str(MAX_FRAME_BYTES + 1)):
         await a.send_bulk(b.me, bytes(MAX_FRAME_BYTES + 1), 1.0)
     assert a.send(b.me, b"still here")
     assert await got(b) == (a.me, b"still here")

@@ -404,6 +404,20 @@ async def test_what_overflows_is_counted_as_that(net):
     assert net.network.missing_bytes() == 0
 
 
+@on_a_net()
+async def test_what_was_held_for_a_stopped_peer_dies_with_it(net):
+    net.network.stop("b")
+    net.a.send("b", b"held back")
+    await asyncio.sleep(1)
+    net.network.kill("b")
+    net.begin("b")
+    net.network.stop("b")
+    net.network.cont("b")
+    await asyncio.sleep(1)
+    assert net.arrived["b"] == []
+    assert (net.network.bytes["cut"], net.network.bytes["held"], net.network.missing_bytes()) == (9, 0, 0)
+
+
 # Determinism.
 
 

@@ -20,10 +20,12 @@ from farflock.swarm.snapshots import (
     Snapshots,
     SnapshotUnavailable,
 )
+from farflock.swarm.views import Certified, Chain, Member, View, genesis
 from farflock.swarm.virtual import run_virtual
 
 NAME = "state"
 MEMBERS = ("a", "b", "c", "d", "e")
+GENESIS = genesis("run", Member("a", 1))
 
 
 def snapshot(number=7, flavour=b"true", chunks=3, size=100_000):
@@ -38,6 +40,7 @@ class Peer:
         self.name, self.world = name, world
         links, self.store = world.network.links(name), Store(budget_bytes)
         self.port = Port("run", 0, 1, links, self.store, world.spawn)
+        self.port.chain = Chain("run", [Certified(GENESIS)])
         self.snapshots = Snapshots(self.port, lambda: [peer for peer in world.members if peer != name])
         self.built = 0
         world.spawn(self.receive(links))
@@ -154,11 +157,39 @@ async def test_only_members_are_asked_and_believed(world):
 
 @in_a_world
 async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
-    world.joiner.snapshots.receive("a", StateOffer(NAME, 7, bytes(32), bytes(32), 100, 0))
+    world.joiner.snapshots.receive("a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0))
     assert not world.joiner.snapshots._offers
     with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
         await world.joiner.fetch(timeout_s=3.0)
     assert not world.joiner.snapshots._offers
+
+
+@in_a_world
+async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_taken(world):
+    """It would bring one line's state into another, and all that the other one had done would be lost."""
+    elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
+    there = Certified(elsewhere)
+    for name in "abc":
+        world.peer(name).serve(snapshot(9, b"elsewhere")).port.chain = Chain("run", [Certified(GENESIS), there])
+    with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
+        await world.joiner.fetch(timeout_s=5.0)
+    assert world.joiner.port.counters["dropped: snapshot of an unknown view"] >= 3
+    assert world.joiner.port.counters["stale view"] >= 3, "nobody is asked for the views that are lacking"
+    world.joiner.port.chain = Chain("run", [Certified(GENESIS), there])
+    assert await world.joiner.fetch() == snapshot(9, b"elsewhere")
+
+
+@in_a_world
+async def test_who_changes_its_line_while_offers_come_in_begins_anew(world):
+    host = world.peer("a").serve(snapshot(9, b"old"))
+
+    async def change():
+        await asyncio.sleep(ASK_EVERY_S + SETTLE_S / 2)
+        world.joiner.port.chain = Chain("run", [Certified(GENESIS)])
+        host.serve(snapshot(5, b"new"))
+
+    world.spawn(change())
+    assert await world.joiner.fetch() == snapshot(5, b"new")
 
 
 # When it is hard.
@@ -217,7 +248,7 @@ def test_a_listing_that_cannot_be_read_is_dropped_and_better_ones_are_taken_when
         digest = liar.store.put(listing, "lie")
 
         def offer():
-            liar.port.send("joiner", StateOffer(NAME, 99, bytes(32), digest, len(listing), 0))
+            liar.port.send("joiner", StateOffer(NAME, GENESIS.hash, 99, bytes(32), digest, len(listing), 0))
 
         async def keep_lying():
             while True:

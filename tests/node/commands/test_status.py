@@ -5,6 +5,9 @@ import json
 import msgspec
 import pytest
 
+from farflock.node.commands.status import _seen
+from farflock.node.manifest import load
+from farflock.node.outside import Seen, Sight
 from farflock.node.status import Partner, Status, Waiting
 
 STATUS = Status(
@@ -100,3 +103,25 @@ def test_the_folder_in_the_users_data_is_looked_at_unless_another_is_named(farfl
     folder.mkdir(parents=True)
     (folder / "status.json").write_bytes(msgspec.json.encode(STATUS))
     assert farflock("status")[0] == 0
+
+
+def test_a_node_on_a_branch_says_which_and_since_when(farflock, node):
+    apart = msgspec.structs.replace(STATUS, branch=("0badcafe", 17))
+    (node / "status.json").write_bytes(msgspec.json.encode(apart))
+    assert "on branch 0badcafe since round 17" in farflock("status", "--folder", node)[1]
+
+
+def test_an_invite_that_is_none_is_refused_before_anything_is_opened(farflock, tmp_path):
+    code, _, err = farflock("status", "farflock:abc", "--folder", tmp_path / "x")
+    assert code == 2
+    assert "invite" in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_seen_from_outside_is_told_in_lines(manifest):
+    plan = load(manifest)
+    members = (Seen("12D3KooWhere", ("/ip4/192.0.2.7/tcp/4001",), True, 12.4), Seen("12D3KooWgone", (), False, None))
+    said = _seen("ab" * 16, Sight(plan, 4, "0badcafe", members)).splitlines()
+    assert said[1] == "view 4, on branch 0badcafe: 2 members, 1 of them answer"
+    assert said[2].split() == ["D3KooWhere"[-8:], "12", "ms", "/ip4/192.0.2.7/tcp/4001"]
+    assert "does not answer" in said[3]
