@@ -76,6 +76,9 @@ class Courier:
             group=_group_size(specimen),
             deadline_s=specimen.deadline_s,
             min_participants=specimen.min_participants,
+            first=specimen.key.round,
+            stride=specimen.stride,
+            enough=specimen.enough,
         )
         self._peer.open(stream, after_round, tokens)
 

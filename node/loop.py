@@ -121,26 +121,26 @@ class Loop:
             await asyncio.wait([answer], timeout=left_s)
 
     async def _apply(self, action: Apply) -> None:
-        progress = self.seat.progress(self.step)
-        self.seat.applied(action.exchange.key, action.result)
+        key, progress = action.exchange.key, self.seat.progress(self.step)
         apply = partial(self.driver.apply, action, progress)
-        self._start(await self.compute(partial(self._with_rate, action.result, apply)))
-        self._report_round(action.exchange.key, action.result)
+        self._start(await self.compute(partial(self._take_in, key, action.result, apply)))
+        self._report_round(key, action.result)
 
-    def _with_rate(self, result: Result, apply: Callable[[], list[Exchange]]) -> list[Exchange]:
+    def _take_in(self, key: Key, result: Result, apply: Callable[[], list[Exchange]]) -> list[Exchange]:
         """A method may step the inner optimizer in `apply` (DDP): at the rate of the round, however late this peer is."""
         if result.tokens:
             self.trainee.set_rate(result.tokens)
-        return apply()
+        second_phase = apply()
+        self.seat.applied(key, result)
+        return second_phase
 
     async def _replay_missed(self) -> None:
         """Rounds that were decided without this peer move its outer state before its next sync; local work stays."""
         while (missed := self.seat.missed()) is not None:
             key, result = missed
             progress = self.seat.progress(self.step)
-            self.seat.applied(key, result)
             replay = partial(self.driver.replay, key, result, progress)
-            self._start(await self.compute(partial(self._with_rate, result, replay)))
+            self._start(await self.compute(partial(self._take_in, key, result, replay)))
             self._report_round(key, result)
 
     async def _collect(self) -> None:

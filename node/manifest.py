@@ -25,7 +25,7 @@ from farflock.node.tokenizer import TOKENIZERS
 from farflock.node.toml import to_toml
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.catalog import method as build_method
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.inner import InnerConfig, InnerName
 from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.frame import VERSION as FRAME_VERSION
@@ -79,17 +79,20 @@ class Data(_Section, frozen=True, kw_only=True):
 class Train(_Section, frozen=True, kw_only=True):
     """[train]: the inner steps. A step takes `accumulate` batches of `batch` sequences of `seq` tokens. The rate rises to
     `lr` over `warmup_tokens` and falls to `min_lr_ratio` of it; a joiner's rate also grows over `joiner_steps` of its
-    own. `clip` is the greatest gradient norm, 0 for none."""
+    own. `momentum` and `nesterov` are for sgd and muon (optimizers/inner.py). `clip` is the greatest gradient norm, 0 for
+    none."""
 
     batch: Count = 8
     seq: Count = 64
     accumulate: Count = 1
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: InnerName = "adamw"
     lr: Annotated[float, msgspec.Meta(gt=0, le=100)] = 3e-3
     warmup_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
     min_lr_ratio: Share = 0.1
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    momentum: Beta | None = None
+    nesterov: bool = False
     clip: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 1.0
     autocast: bool = False
     joiner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 20
@@ -150,7 +153,14 @@ class Manifest(_Section, frozen=True, kw_only=True):
         return Plan(
             run_seed=self.run.seed,
             model=self.model,
-            inner=InnerConfig(train.optimizer, train.lr, train.betas, train.weight_decay),
+            inner=InnerConfig(
+                train.optimizer,
+                train.lr,
+                train.betas,
+                train.weight_decay,
+                momentum=train.momentum,
+                nesterov=train.nesterov,
+            ),
             schedule=Schedule(
                 train.lr, self.run.total_tokens, train.warmup_tokens, train.min_lr_ratio, train.joiner_steps
             ),
@@ -177,6 +187,9 @@ class Manifest(_Section, frozen=True, kw_only=True):
         if self.train.seq > self.model.context:
             why = f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
             raise Usage("train.seq", why, f"set it to {self.model.context} or less, or enlarge model.context")
+        if self.method.name == "ddp" and (self.train.optimizer == "muon" or self.train.momentum):
+            why = f"ddp does not send the moments of {self.train.optimizer} with momentum to joiners"
+            raise Usage("train.optimizer", why, "take adamw, or sgd without momentum")
         try:
             plan = self.plan()
             build_method(plan.method, **plan.options)

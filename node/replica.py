@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farflock.optimizers.method import Tensors, What
+from farflock.optimizers.muon import Muon
 
 
 class Slots:
@@ -44,9 +45,12 @@ class Slots:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             return parameter.grad
-        if not self._inner.state[parameter]:
-            self._inner.state[parameter].update(self._first_moments(parameter))
-        stored: Tensor | None = self._inner.state[parameter].get(what)
+        state = self._inner.state[parameter]
+        if state.get(what) is None:
+            state.update(
+                {name: zero for name, zero in self._first_moments(parameter).items() if state.get(name) is None}
+            )
+        stored: Tensor | None = state.get(what)
         return stored
 
     def step(self, rate: float | None) -> None:
@@ -60,12 +64,14 @@ class Slots:
 
     def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The moments that the optimizer would begin with at its first step: all of them, or it would miss the rest."""
-        options = self._inner.defaults
-        if isinstance(self._inner, torch.optim.Adam | torch.optim.AdamW):
+        inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
+        options = inner.defaults
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             on_device = options.get("fused") or options.get("capturable")
             step = torch.zeros((), device=parameter.device if on_device else "cpu")
             return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        if isinstance(self._inner, torch.optim.SGD) and options["momentum"]:
+        with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))  # torch before 2.9 has no Muon
+        if isinstance(inner, with_momentum) and options["momentum"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {}
 

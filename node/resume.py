@@ -8,7 +8,7 @@ right where nobody else goes on meanwhile; in a swarm that does, a node takes up
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -55,7 +55,7 @@ class Cursors(msgspec.Struct, frozen=True):
 
     step: int
     joined_at: int
-    place: dict[str, int]
+    place: Place
     pending: list[_Open]
 
 
@@ -75,7 +75,7 @@ def memory_of(node: Participant) -> tuple[Parts, dict[str, Any]]:
     for number, pending in enumerate(table):
         parts["pending"] |= _tensors_of(number, pending)
         opened.append(_open(pending, node.loop.step))
-    cursors = Cursors(node.loop.step, node.trainee.joined_at, asdict(node.seat.place), opened)
+    cursors = Cursors(node.loop.step, node.trainee.joined_at, node.seat.place, opened)
     return parts, msgspec.to_builtins(cursors)
 
 
@@ -92,7 +92,7 @@ def take_up(node: Participant, saved: Checkpoint) -> None:
     except (KeyError, WrongState, ValueError) as error:
         raise _misfit(saved, error) from error
     node.loop.step, node.trainee.joined_at = cursors.step, cursors.joined_at
-    node.seat.take_up(Place(**cursors.place))
+    node.seat.take_up(cursors.place)
 
 
 def take_up_moments(node: Participant, saved: Checkpoint) -> None:
@@ -175,8 +175,8 @@ def _pending(node: Participant, cursors: Cursors, tensors: State) -> list[Pendin
 def _result(number: int, opened: _Open, exchange: Exchange, cursors: Cursors, tensors: State) -> Result:
     answer = opened.answer
     if answer is None:  # nobody can tell any more what came of it
-        pairs = isinstance(exchange.group, RandomGroups)
-        return Result("failed", opened.round + 1 if pairs else cursors.place["round"] + 1)
+        last = opened.round if isinstance(exchange.group, RandomGroups) else cursors.place.rounds[opened.stream]
+        return Result("failed", last + exchange.stride)
     gathered = {}
     for index, peer in enumerate(answer.participants):
         if (theirs := _group(f"{number}.from{index}.", tensors)) is not None:

@@ -5,21 +5,23 @@ Everything here is the same in a process and in the simulator; what computes goe
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import safetensors.torch
+import torch
 
 from farflock.node.courier import Courier
 from farflock.node.driver import Driver
-from farflock.optimizers.method import Exchange, Key, Progress, Result, State
-from farflock.optimizers.state import WrongState, state_hash
+from farflock.optimizers.method import Exchange, Key, Progress, RandomGroups, Result, State
+from farflock.optimizers.state import WrongState, counter, state_hash
 from farflock.swarm.peer import Peer
 from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
 
 STATE = "state"  # the name under which a method's whole state is served
+NEXT = "next."  # in a snapshot, before a stream's name: its first round that is not in the state
 CHUNK_BYTES = 1024 * 1024
 
 log = logging.getLogger(__name__)
@@ -31,10 +33,10 @@ class CorruptSnapshot(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far a node is in its run: the last round in its method's state, the run's agreed tokens after it, this node's own
-    tokens since then, and how many members it last knew."""
+    """How far a node is in its run: by stream, the last round in its method's state; the run's agreed tokens after them, this
+    node's own tokens since then, and how many members it last knew."""
 
-    round: int = -1
+    rounds: dict[str, int] = field(default_factory=dict)
     agreed_tokens: int = 0
     own_tokens: int = 0
     members: int = 1
@@ -48,34 +50,35 @@ class Seat:
     ) -> None:
         self._peer, self._driver, self._courier, self._compute = peer, driver, courier, compute
         self._streams = driver.method.streams(driver.replica)
-        self._applied = -1  # the last collective round in the method's state
+        self._before = {entry.key.stream: entry.key.round - entry.stride for entry in self._streams}
+        self._applied = self._before.copy()  # by stream, the last round in the method's state
         self._agreed_tokens = 0
         self._own_tokens = 0  # mine since those
         self._offered: dict[Key, int] = {}
         self.members = 1
 
-    def open(self, after_round: int = -1, tokens: int = 0) -> None:
-        """Begin all streams of the method, and serve its state to joiners."""
-        self._applied, self._agreed_tokens, self._own_tokens = after_round, tokens, 0
-        for specimen in self._streams:
-            self._courier.open(specimen, after_round, tokens)
+    def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
+        """Begin all streams of the method, after these rounds of them, and serve its state to joiners."""
+        self._applied, self._agreed_tokens, self._own_tokens = {**self._before, **(rounds or {})}, tokens, 0
+        for number, specimen in enumerate(self._streams):
+            self._courier.open(specimen, self._applied[specimen.key.stream], 0 if number else tokens)
         self._peer.port.progress_tokens = self._estimate
         self._peer.snapshots.serve(STATE, self._snapshot)
 
     @property
     def place(self) -> Place:
         """What a checkpoint remembers of the run."""
-        return Place(self._applied, self._agreed_tokens, self._own_tokens, self.members)
+        return Place(dict(self._applied), self._agreed_tokens, self._own_tokens, self.members)
 
     def take_up(self, place: Place) -> None:
         """Open the streams again where a checkpoint was written."""
-        self.open(place.round, place.agreed_tokens)
+        self.open(place.rounds, place.agreed_tokens)
         self._own_tokens, self.members = place.own_tokens, place.members
 
     @property
     def applied_round(self) -> int:
-        """The last collective round in the method's state; -1 before the first, and for pairs."""
-        return self._applied
+        """The last round of any stream in the method's state; below 0 before the first."""
+        return max(self._applied.values(), default=-1)
 
     def trained(self, tokens: int) -> None:
         """Count tokens of a local step. The dead train none, although the view still lists them."""
@@ -92,31 +95,38 @@ class Seat:
         return self._agreed_tokens + self._own_tokens * self.members
 
     async def carry(self, exchange: Exchange) -> Result:
-        """Take an exchange to the swarm; `OutOfStep` if this node must adopt a snapshot first."""
-        method, replica = self._driver.method, self._driver.replica
-        exact = method.equality == "exact"
-        state = await self._compute(lambda: state_hash(method.snapshot(replica))) if exact else b""
-        self._offered[exchange.key] = self._own_tokens
-        return await self._courier.carry(exchange, self._own_tokens if exact else self._estimate(), state)
+        """Take an exchange to the swarm; `OutOfStep` if this node must adopt a snapshot first. The tokens go with the
+        method's first stream: members of a collective offer those since the last one that was taken, pairs compare
+        what they believe of the whole run."""
+        method, replica, key = self._driver.method, self._driver.replica, exchange.key
+        exact, pairs = method.equality == "exact", isinstance(exchange.group, RandomGroups)
+        state = await self._compute(lambda: state_hash(method.agreed(replica, key.stream))) if exact else b""
+        own = self._own_tokens if key.stream == self._streams[0].key.stream else 0
+        self._offered[key] = own
+        return await self._courier.carry(exchange, self._estimate() if pairs else own, state)
 
     def applied(self, key: Key, result: Result) -> None:
-        """Note what a result says of the run's progress."""
+        """Note what a result, which is in the method's state now, says of the run's progress. Called by the worker that applied
+        it, so that no snapshot has the one without the other."""
+        pairs = any(isinstance(entry.group, RandomGroups) for entry in self._streams if entry.key.stream == key.stream)
         offered = self._offered.pop(key, 0)
         if result.status == "failed" and not result.tokens:
             return
-        self._applied = max(self._applied, key.round)
+        self._applied[key.stream] = max(self._applied[key.stream], key.round)
         self._agreed_tokens = max(self._agreed_tokens, result.tokens)
-        if result.taken or self._driver.method.equality != "exact":
+        if result.taken or pairs:
             self._own_tokens -= offered
 
     def missed(self) -> tuple[Key, Result] | None:
-        """The next round that was decided without this node, if its stream is idle and the content is here."""
-        for specimen in self._streams:
-            key = Key(specimen.key.stream, self._applied + 1)
-            if all(pending.stream != key.stream for pending in self._driver.pending):
-                result = self._courier.replay(key.stream, key.round)
-                if result is not None:
-                    return key, result
+        """The next round that was decided without this node, if its stream is idle and the content is here; of several streams'
+        the first on their axis."""
+        busy = {pending.stream for pending in self._driver.pending}
+        idle = [specimen for specimen in self._streams if specimen.key.stream not in busy]
+        keys = [Key(entry.key.stream, self._applied[entry.key.stream] + entry.stride) for entry in idle]
+        for key in sorted(keys, key=lambda key: key.round):
+            result = self._courier.replay(key.stream, key.round)
+            if result is not None:
+                return key, result
         return None
 
     async def adopt(self, timeout_s: float, downloaded: Downloaded = lambda here, total: None) -> None:
@@ -126,9 +136,10 @@ class Seat:
         method, replica = self._driver.method, self._driver.replica
         async with asyncio.timeout(timeout_s):
             while True:
-                snapshot = await self._peer.snapshots.fetch(STATE, timeout_s, downloaded)
+                snapshot = await self._peer.snapshots.fetch(STATE, timeout_s, downloaded, self._peer.reach())
                 try:
                     state = decode_state(snapshot)
+                    rounds = self._rounds_in(state)
                     await self._compute(lambda: method.restore(replica, state, "adopt"))  # noqa: B023 - awaited here
                     break
                 except (CorruptSnapshot, WrongState) as error:
@@ -136,16 +147,28 @@ class Seat:
                     self._peer.snapshots.distrust(STATE)
         self._driver.forget()
         self._offered.clear()
-        self.open(snapshot.round, snapshot.tokens)
+        self.open(rounds, snapshot.tokens)
+
+    def _rounds_in(self, state: State) -> dict[str, int]:
+        """By stream, the last round in a snapshot; its entries are taken out, for no method knows them."""
+        found = {entry.key.stream: counter(NEXT + entry.key.stream, state) - entry.stride for entry in self._streams}
+        for name in found:
+            del state[NEXT + name]
+        return found
 
     async def _snapshot(self) -> Snapshot:
+        return await self._compute(self._snapshot_now)  # type: ignore[no-any-return]
+
+    def _snapshot_now(self) -> Snapshot:
+        """In the worker that applies results: the state and the rounds that are in it belong together."""
         driver = self._driver
-        state = await self._compute(lambda: driver.method.snapshot(driver.replica))
-        tokens = self._agreed_tokens
-        applied = self._applied
-        encoded = await self._compute(lambda: safetensors.torch.save(state))
+        state = driver.method.snapshot(driver.replica)
+        for entry in self._streams:
+            state[NEXT + entry.key.stream] = torch.tensor(self._applied[entry.key.stream] + entry.stride)
+        encoded = safetensors.torch.save(state)
         chunks = tuple(encoded[at : at + CHUNK_BYTES] for at in range(0, len(encoded), CHUNK_BYTES))
-        return Snapshot(applied, state_hash(state), tokens, chunks)
+        oldest = min(self._applied.values(), default=-1)
+        return Snapshot(max(oldest, -1), state_hash(state), self._agreed_tokens, chunks)
 
 
 def decode_state(snapshot: Snapshot) -> State:

@@ -6,7 +6,7 @@ background thread, and `step` returns when the driver has nothing more to apply 
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +45,7 @@ class Remembered(msgspec.Struct, frozen=True):
     """What a state dict holds of the swarm, but for tensors. `pending` are exchanges without a result: stream, round."""
 
     step: int
-    place: dict[str, int]
+    place: Place
     pending: list[tuple[str, int]]
 
 
@@ -252,7 +252,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         method, replica = loop.driver.method, loop.driver.replica
         tensors = await loop.compute(lambda: {**method.snapshot(replica), **method.personal(replica)})
         pending = [(key.stream, key.round) for key in loop.driver.pending]
-        facts = Remembered(loop.step, asdict(loop.seat.place), pending)
+        facts = Remembered(loop.step, loop.seat.place, pending)
         return {"method": tensors, **msgspec.to_builtins(facts)}
 
     async def _recall(self, swarm: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         try:
             facts = msgspec.convert({name: value for name, value in swarm.items() if name != "method"}, Remembered)
             await loop.compute(lambda: driver.method.resume(driver.replica, swarm["method"]))
-            place = Place(**facts.place)
+            place = facts.place
         except (KeyError, TypeError, ValueError) as error:
             raise Usage(
                 "the state does not fit this run", str(error), "load the one that this program saved"
@@ -270,8 +270,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         open_ones = []
         for stream, number in facts.pending:  # nobody can tell any more what came of it: it is reported failed, once
             exchange = replace(specimens[stream], key=Key(stream, number))
-            after = number + 1 if isinstance(exchange.group, RandomGroups) else place.round + 1
-            open_ones.append(Pending(exchange, facts.step, 0.0, Result("failed", after)))
+            last = number if isinstance(exchange.group, RandomGroups) else place.rounds[stream]
+            open_ones.append(Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride)))
         driver.take_up(open_ones)
         loop.step = facts.step
         loop.seat.take_up(place)

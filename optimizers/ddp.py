@@ -110,6 +110,10 @@ class DDP:
         self._sent_steps, self._pending = counter("sent_steps", state), bool(counter("pending", state))
         self._sent = kept("sent", state, replica.shapes)
 
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """The whole state."""
+        return self.snapshot(replica)
+
     def eval_params(self, replica: Replica) -> Tensors:
         """The replica's parameters."""
         return replica.read(replica.names, "param")

@@ -139,6 +139,10 @@ class DiLoCo:
             kept(what, state, replica.shapes) for what in ("residual", "message", "start")
         )
 
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """The whole state."""
+        return self.snapshot(replica)
+
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
         self._begin(replica)

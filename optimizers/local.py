@@ -44,6 +44,10 @@ class Local:
     def resume(self, replica: Replica, state: State) -> None:
         """The replica is all there is."""
 
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """Nothing: each peer has its own."""
+        return {}
+
     def eval_params(self, replica: Replica) -> Tensors:
         """The replica's parameters."""
         return replica.read(replica.names, "param")

@@ -55,6 +55,10 @@ class Exchange:
     `tensors` are float32 snapshots that nobody changes afterwards. `weight` is this peer's share in the mean (1, or
     tokens). `apply_after` counts the inner steps until the result is wanted: 0 blocks, τ streams, H is a delay of one
     round. After `deadline_s` the peer trains on; the result still comes, once, when it is known.
+
+    Rounds of all streams count on one axis, on which views begin; a stream has every `stride`-th round, from its
+    specimen's on, so that streams with different periods move along it together. With `enough` above 0 a round closes as
+    soon as so many contributions are whole, else when all members' are, or at the deadline.
     """
 
     key: Key
@@ -64,7 +68,8 @@ class Exchange:
     weight: float = 1.0
     codec: str = "fp16"
     return_codec: str = "bf16"
-    close: Literal["all"] = "all"
+    stride: int = 1
+    enough: int = 0
     apply_after: int = 0
     deadline_s: float = 30.0
     min_participants: int = 1
@@ -72,7 +77,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the swarm says of an exchange, once.
+    """What the swarm says of an exchange, once. `next_round` is the stream's next one.
 
     `ok`: every member of the group is in. `partial`: some are. `alone`: no partner was to be had; `mean` is my own
     decoded payload. `failed`: nothing was agreed, nothing was taken, and outer state must not move.
@@ -177,6 +182,11 @@ class Method(Protocol):
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on from `snapshot` and `personal` of the same peer, merged; the replica is restored by the caller."""
+        ...
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """What all members hold alike, bit for bit, when they begin a round of this stream (exact methods; else nothing): its
+        hash goes into their offers, and who holds another state learns that it must adopt a snapshot."""
         ...
 
     def eval_params(self, replica: Replica) -> Tensors:

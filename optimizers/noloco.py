@@ -157,6 +157,10 @@ class NoLoCo:
         self._round, self._since = counter("round", state), counter("since", state)
         self._pending = bool(counter("pending", state))
 
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """Nothing: each peer has its own."""
+        return {}
+
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
         self._begin(replica)

@@ -87,6 +87,7 @@ class Terms:
     shards: int
     deadline_s: float
     min_participants: int = 1
+    enough: int = 0  # contributions of a gather that are; 0: everybody's
 
 
 class BadCloseList(ValueError):
@@ -403,12 +404,14 @@ class Collective:
 
     def _ready_items(self, now_s: float) -> Iterable[int] | None:
         """The places of what could be decided now: all shards of a mean; of a gather all live members' or, when the
-        time is half over, whichever there are; nothing at all after the deadline."""
+        time is half over or there are enough, whichever there are; nothing at all after the deadline."""
         shards = self.terms.shards
         nothing = None if now_s < self.ends_s else ()
         if self.terms.kind == "mean":
             return range(shards) if len(self.holdings.agreed) == shards else nothing
         whole = self._whole()
+        if 0 < self.terms.enough <= len(whole):
+            return [member * shards + shard for member in whole for shard in range(shards)]
         live = set(range(len(self.group))) - self.suspects
         late = now_s >= self.started_s + SOFT * self.terms.deadline_s
         if len(whole) < self.terms.min_participants or not (live <= set(whole) or late):

@@ -65,10 +65,10 @@ class Rounds:
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin (after adopting a snapshot: begin again) a stream whose rounds up to `after_round` are in my state."""
-        state = self._streams.get(stream.name)
-        if state is None or after_round > state.newest:
+        state, after = self._streams.get(stream.name), stream.upto(after_round)
+        if state is None or after > state.newest:
             self._forget(state)
-            self._streams[stream.name] = StreamState(stream, after_round, tokens, tokens, seen=after_round)
+            self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
 
     async def exchange(self, name: str, offer: Offer) -> Outcome:
         """Bring an offer, whose shards are in the store, to its round; resolves once, whenever that is decided."""
@@ -84,7 +84,7 @@ class Rounds:
         if known is not None:
             return known
         if number <= state.newest and number not in state.log:
-            return Outcome(offer.key, "lost", state.newest + 1)
+            return Outcome(offer.key, "lost", state.next)
         assert number not in state.waiting, f"{offer.key} is asked for twice"
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         state.waiting[number] = future
@@ -117,19 +117,25 @@ class Rounds:
 
     def floor(self) -> int:
         """The first round that is not wholly here: a branch may begin with it, or later."""
-        return max((_whole(state) + 1 for state in self._streams.values()), default=0)
+        return max((state.whole + 1 for state in self._streams.values()), default=0)
+
+    def reach(self) -> int:
+        """The earliest round whose state my logs can bring up to date."""
+        return min(
+            (next(iter(state.log), state.next) - state.stream.stride for state in self._streams.values()), default=-1
+        )
 
     def rewind(self, first_round: int) -> None:
         """A branch begins with this round: what others may have decided of it, without its content, is not its past. My
         open offers go into the branch's rounds."""
         self._machines = {key: machine for key, machine in self._machines.items() if key.round < first_round}
         for state in self._streams.values():
-            assert _whole(state) < first_round, f"round {_whole(state)} is in my state; a branch must begin after it"
+            assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             for number in [number for number in state.log if number >= first_round]:
                 del state.log[number]
                 self._port.store.release(Key(state.stream.name, number))
             if state.newest >= first_round:
-                state.newest = state.seen = first_round - 1
+                state.newest = state.seen = state.stream.upto(first_round - 1)
                 state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens
 
     def abandon(self) -> tuple[str, ...]:
@@ -137,7 +143,7 @@ class Rounds:
         to be opened again. Returns their names."""
         for name, state in list(self._streams.items()):
             self._forget(state)
-            self._streams[name] = StreamState(state.stream)
+            self._streams[name] = StreamState(state.stream, state.stream.upto(-1))
         return self.names
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
@@ -180,7 +186,7 @@ class Rounds:
 
     def _place_offers(self, state: StreamState) -> None:
         """Put my offer into its round as soon as that is the stream's next one and I am a member."""
-        offer = state.offers.get(state.newest + 1)
+        offer = state.offers.get(state.next)
         if offer is None:
             return
         view = self._port.views.at(offer.key.round)
@@ -234,7 +240,7 @@ class Rounds:
         if machine is not None and not self._retire(machine, view):
             return machine
         me = self._port.my_index(view)
-        if me is None or key.round != state.newest + 1 or key.attempt or self._port.views.blocked(key.round):
+        if me is None or key.round != state.next or key.attempt or self._port.views.blocked(key.round):
             return None
         self._port.touched = max(self._port.touched, key.round)
         terms = _terms(state.stream)
@@ -277,7 +283,7 @@ class Rounds:
             for action in actions:
                 self._act(machine, action)
         state = self._streams[machine.key.stream]
-        if machine.close is not None and machine.key.round == state.newest + 1:
+        if machine.close is not None and machine.key.round == state.next:
             self._log(
                 state,
                 machine.key,
@@ -376,7 +382,7 @@ class Rounds:
         self._port.store.release(work_pin(key))
         future = state.waiting.get(number)
         if future is not None and not future.done():
-            future.set_result(Outcome(key, "lost", state.newest + 1))
+            future.set_result(Outcome(key, "lost", state.next))
 
     def _completed(self, state: StreamState, number: int) -> None:
         entry = state.log.get(number)
@@ -400,7 +406,7 @@ class Rounds:
         for key in [key for key in self._machines if key.stream == state.stream.name]:
             del self._machines[key]
             self._port.store.release(work_pin(key))
-        self._give_up(state, state.newest + 1)
+        self._give_up(state, state.next)
 
     def _give_up(self, state: StreamState, next_round: int) -> None:
         for number, future in state.waiting.items():
@@ -414,7 +420,7 @@ class Rounds:
         now_s = self._port.now()
         if now_s - state.asked_s < FOLLOW_S or state.stream.group:
             return
-        number = state.newest + 1
+        number = state.next
         view = self._port.views.newest
         watching = self._port.my_index(self._port.views.at(number) or view) is None
         machine = self._machines.get(Key(state.stream.name, number))
@@ -439,10 +445,10 @@ class Rounds:
         if self._port.views.newest.index(sender, incarnation) is None:
             self._port.drop("not from a member")
             return
-        if message.key.round != state.newest + 1 or message.oldest <= message.key.round:
+        if message.key.round != state.next or message.oldest <= message.key.round:
             return
         self._port.counters["lost rounds"] += 1
-        self._give_up(state, message.newest + 1)
+        self._give_up(state, message.newest + state.stream.stride)
         state.seen = max(state.seen, message.newest)
 
     def _take_decided(self, state: StreamState, sender: PeerId, incarnation: int, decided: Decided) -> None:
@@ -454,7 +460,7 @@ class Rounds:
             self._port.drop("not from a member")
             return
         state.seen = max(state.seen, decided.key.round)
-        if decided.key.round != state.newest + 1 or decided.key.attempt:
+        if decided.key.round != state.next or decided.key.attempt:
             return
         try:
             close = decode_close_list(decided.value, _terms(state.stream), len(view.members))
@@ -487,11 +493,5 @@ class Rounds:
             self._port.store.release(key)
 
 
-def _whole(state: StreamState) -> int:
-    """The last round up to which everything is decided and here."""
-    incomplete = (number for number, entry in state.log.items() if not entry.complete)
-    return min(incomplete, default=state.newest + 1) - 1
-
-
 def _terms(stream: Stream) -> Terms:
-    return Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants)
+    return Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants, stream.enough)

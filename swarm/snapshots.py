@@ -57,6 +57,7 @@ class Snapshots:
         self._served: dict[str, StateOffer] = {}
         self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
+        self._least: dict[str, int] = {}  # of a running download: older states are of no use
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
 
@@ -87,6 +88,8 @@ class Snapshots:
         elif chain is None or chain.by_hash(offer.view) is None:
             self._port.drop("snapshot of an unknown view")
             self._port.counters["stale view"] += 1
+        elif wanted is not None and offer.round < self._least[offer.stream]:
+            self._port.drop("stale snapshot")
         elif wanted is not None and sender in self._members():
             wanted[sender] = offer
 
@@ -94,8 +97,12 @@ class Snapshots:
         """The last download was not what its offer said (only the caller can tell): never take it again."""
         self._distrusted.append(self._taken.pop(name))
 
-    async def fetch(self, name: str, timeout_s: float, progress: Progress = lambda here, total: None) -> Snapshot:
-        """Download the state that the members agree on; `SnapshotUnavailable` if that fails in time."""
+    async def fetch(
+        self, name: str, timeout_s: float, progress: Progress = lambda here, total: None, least: int = -1
+    ) -> Snapshot:
+        """Download the state that most members announce of those after round `least` or later: no log leads on from an earlier
+        one, however many lag behind with it. `SnapshotUnavailable` if that fails in time."""
+        self._least[name] = least
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, timeout_s, progress)
@@ -106,6 +113,7 @@ class Snapshots:
             ) from None
         finally:
             self._offers.pop(name, None)
+            self._least.pop(name, None)
 
     async def _fetch(self, name: str, timeout_s: float, progress: Progress) -> Snapshot:
         while True:

@@ -31,6 +31,9 @@ class Stream:
     """Tensors that are synchronised together, as the swarm sees them: opaque shards and two functions of the node's.
 
     `group` 0 is everybody in the view; 2 are pairs (swarm/pairing.py). `max_shard_bytes` bounds what is fetched.
+
+    Rounds of all streams count on one axis, on which views begin; this stream has `first` and every `stride`-th after it.
+    A gather with `enough` above 0 closes as soon as so many contributions are whole.
     """
 
     name: str
@@ -42,13 +45,24 @@ class Stream:
     group: int = 0
     deadline_s: float = 30.0
     min_participants: int = 1
+    first: int = 0
+    stride: int = 1
+    enough: int = 0
 
     def __post_init__(self) -> None:
+        if self.stride < 1 or self.first < 0 or self.enough < 0:
+            raise ValueError(f"stream {self.name}: first {self.first}, stride {self.stride}, enough {self.enough}")
+        if (self.group == 2 and self.stride > 1) or (self.enough and (self.group == 2 or self.kind == "mean")):
+            raise ValueError(f"stream {self.name}: pairs have a stride of 1, and only a gather of all knows `enough`")
         most = MAX_SHARDS // MAX_MEMBERS if self.kind == "gather" and self.group != 2 else MAX_SHARDS
         if not 1 <= self.shards <= most:
             raise ValueError(
                 f"stream {self.name}: a {self.kind} has 1 to {most} shards, got {self.shards}; cut larger ones"
             )
+
+    def upto(self, number: int) -> int:
+        """This stream's last round that is not after `number`; one before its first if there is none."""
+        return self.first + max((number - self.first) // self.stride, -1) * self.stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +104,22 @@ class StreamState:
     newest: int = -1  # the last round that I know to be decided
     tokens: int = 0
     opened_tokens: int = 0  # those before the first round of the log
-    seen: int = -1  # the highest round that I heard of
+    seen: int = -1  # the highest round that I heard of (-1 and the like: none)
     log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
+
+    @property
+    def next(self) -> int:
+        """The round after the newest."""
+        return self.newest + self.stream.stride
+
+    @property
+    def whole(self) -> int:
+        """The last round up to which everything is decided and here."""
+        incomplete = (number for number, entry in self.log.items() if not entry.complete)
+        return min(incomplete, default=self.next) - self.stream.stride
 
 
 def work_pin(key: Key) -> tuple[str, Key]:
@@ -105,7 +130,7 @@ def work_pin(key: Key) -> tuple[str, Key]:
 def outcome(stream: Stream, number: int, logged: Logged, store: Store) -> Outcome:
     """What a decided round, whose content is in the store, means to this peer; participants in sorted order."""
     close, group = logged.close, logged.group
-    bare = Outcome(Key(stream.name, number), "failed", number + 1, tokens=close.tokens, state=close.state)
+    bare = Outcome(Key(stream.name, number), "failed", number + stream.stride, tokens=close.tokens, state=close.state)
     if not close.items:
         return bare
     weights = dict(sorted((group[member], weight) for member, weight in close.members))

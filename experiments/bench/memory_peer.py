@@ -79,7 +79,7 @@ class Rounds:
         driver = self._node.loop.driver
         state = {name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()}
         driver.method.restore(driver.replica, {**state, "round": torch.tensor(first_round)}, "adopt")
-        self._node.seat.open(first_round - 1)
+        self._node.seat.open({"delta": first_round - 1})
 
     @torch.no_grad()
     def move(self) -> None:

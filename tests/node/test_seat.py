@@ -49,12 +49,12 @@ def seated(bench, text, work, method="diloco", peers=1):
 
 def test_progress_is_the_agreed_tokens_and_what_everybody_has_presumably_trained_since(bench, text):
     async def work(node):
-        node.seat.take_up(Place(4, 1000, 30, 5))
+        node.seat.take_up(Place({"delta": 4}, 1000, 30, 5))
         return node.seat.progress(7), node.seat.place
 
     progress, place = seated(bench, text, work)
     assert (progress.step, progress.tokens) == (7, 1000 + 30 * 5)
-    assert place == Place(4, 1000, 30, 5)
+    assert place == Place({"delta": 4}, 1000, 30, 5)
 
 
 def test_tokens_that_did_not_count_stay_mine(bench, text):
@@ -92,9 +92,11 @@ def joined(bench, text, broken):
             method, replica = first.loop.driver.method, first.loop.driver.replica
             replica.write({name: torch.ones(shape) for name, shape in replica.shapes.items()}, "param")
             state = method.snapshot(replica)
-            serve(first, [broken(state), snapshot(state)])
+            served = state | {"next.delta": torch.tensor(4)}
+            serve(first, [broken(served), snapshot(served)])
             await second.join([made.record(0)], 60.0)
             other = second.loop.driver
+            assert second.seat.place.rounds == {"delta": 3}
             return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.port.counters
 
     return run_virtual(main())
@@ -106,8 +108,9 @@ def joined(bench, text, broken):
         lambda state: snapshot(state, told={"other": torch.zeros(1)}),
         lambda state: snapshot({name: tensor for name, tensor in state.items() if "norm" not in name}),
         lambda state: snapshot({name: tensor * float("nan") for name, tensor in state.items()}),
+        lambda state: snapshot(state | {"next.delta": torch.tensor(-7)}),
     ],
-    ids=["a lie about its hash", "parts missing", "not finite"],
+    ids=["a lie about its hash", "parts missing", "not finite", "a round below all"],
 )
 def test_a_newcomer_does_not_take_a_broken_snapshot_and_asks_again(bench, text, broken):
     truth, found, _ = joined(bench, text, broken)

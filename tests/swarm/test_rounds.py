@@ -47,6 +47,55 @@ def test_under_loss_doubling_and_reordering_rounds_go_on_and_every_law_holds(kin
     main()
 
 
+@KINDS
+def test_a_stream_with_a_stride_has_its_own_rounds_of_the_axis_and_every_law_holds(kind):
+    @in_virtual_time(4, seed=7, kind=kind, first=2, stride=5)
+    async def main(herd):
+        herd.network.faults = Faults(loss=0.05, duplicate=0.05, reorder=0.1)
+        await asyncio.sleep(5)
+        herd.kill(2)
+        await asyncio.sleep(12)
+        newcomer, start = herd.start(2), max(herd.results)
+        await until(lambda: newcomer.applied > start + 15, 60, "three rounds with the newcomer")
+        assert {number % 5 for number in herd.results} == {2}
+        assert set(herd.results) == set(range(2, max(herd.results) + 1, 5))
+        assert herd.nodes[0].peer.port.views.newest.first_round > 2
+
+    main()
+
+
+@in_virtual_time(4, kind="gather", enough=1)
+async def test_a_gather_with_enough_closes_with_the_first_and_the_slow_join_in_later_rounds(herd):
+    """Nobody waits for the others; what was not in a round goes into a later one, and everybody has every round."""
+    start = herd.nodes[0].applied
+    for number in (1, 2, 3):
+        herd.nodes[number].quiet = True
+    await until(lambda: herd.nodes[0].applied > start + 8, 30, "eight rounds of one peer")
+    assert herd.nodes[0].applied - start >= 8
+    for number in (1, 2, 3):
+        herd.nodes[number].quiet = False
+    mark = max(herd.results)
+    await until(lambda: min(node.applied for node in herd.nodes.values()) > mark + 12, 60, "all go on")
+    sizes = {len(participants) for _, participants, _, _ in herd.results.values() if participants}
+    assert 1 in sizes
+    together = [participants for number, (_, participants, _, _) in herd.results.items() if number > mark]
+    assert len({peer for participants in together for peer in participants}) > 1
+
+
+@in_virtual_time(4, kind="gather", enough=1)
+async def test_who_has_fallen_out_of_the_log_adopts_the_newest_state_although_most_are_as_far_behind(herd):
+    for number in (1, 2, 3):
+        herd.nodes[number].quiet = True
+    await until(lambda: herd.nodes[0].applied > herd.nodes[1].applied + 2 * LOG_ROUNDS, 60, "a lead beyond the log")
+    behind = [herd.nodes[number].applied for number in (1, 2, 3)]
+    for number in (1, 2, 3):
+        herd.nodes[number].quiet = False
+    await until(
+        lambda: min(node.applied for node in herd.nodes.values()) > max(behind) + 2 * LOG_ROUNDS, 30, "all go on"
+    )
+    assert herd.nodes[1].peer.port.counters["dropped: stale snapshot"] > 0
+
+
 @pytest.mark.long
 @KINDS
 @pytest.mark.parametrize("seed", range(100, 140))

@@ -180,6 +180,17 @@ async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_t
 
 
 @in_a_world
+async def test_older_states_than_the_log_leads_on_from_are_not_taken_however_many_offer_them(world):
+    for name in "abc":
+        world.peer(name).serve(snapshot(4, b"old"))
+    world.peer("d").serve(snapshot(20, b"new"))
+    assert await world.joiner.fetch() == snapshot(4, b"old")
+    assert await world.joiner.fetch(least=12) == snapshot(20, b"new")
+    with pytest.raises(SnapshotUnavailable):
+        await world.joiner.fetch(timeout_s=4.0, least=21)
+
+
+@in_a_world
 async def test_who_changes_its_line_while_offers_come_in_begins_anew(world):
     host = world.peer("a").serve(snapshot(9, b"old"))
 

@@ -1,6 +1,8 @@
 """What a decided round means to a peer, from its close list and the chunks alone."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.collective import CloseList, Item
@@ -12,6 +14,29 @@ GROUP = ("p3", "p1", "p2")  # in seeded order, as views give it
 
 def stream(kind="mean", shards=2, **options):
     return Stream("weights", kind, shards, 1000, lambda *_: Reduction(b""), lambda *_: True, **options)
+
+
+@given(st.integers(0, 50), st.integers(1, 12), st.integers(-200, 200))
+def test_a_streams_rounds_are_its_first_and_every_strideth_after_it(first, stride, number):
+    last = stream(first=first, stride=stride).upto(number)
+    assert (last - first) % stride == 0
+    assert last == first - stride if number < first else last <= number < last + stride
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": 0},
+        {"first": -1},
+        {"group": 2, "stride": 2},
+        {"enough": 2},
+        {"kind": "gather", "group": 2, "enough": 1},
+    ],
+    ids=str,
+)
+def test_rounds_that_no_stream_can_have_are_refused(options):
+    with pytest.raises(ValueError, match="stream weights"):
+        stream(**options)
 
 
 def logged(store, members, contents, *, group=GROUP, taken=(True, True), tokens=70, state=b"s"):
@@ -31,6 +56,12 @@ def test_a_mean_of_everybody_gives_the_reduced_shards_and_all_in_sorted_order():
     assert dict(zip(result.participants, result.weights, strict=True)) == {"p1": 2.0, "p2": 3.0, "p3": 1.0}
     assert result.participants == ("p1", "p2", "p3")
     assert (result.taken, result.tokens, result.state) == ((True, True), 70, b"s")
+
+
+def test_the_next_round_is_a_stride_further():
+    store = Store(10**6)
+    entry = logged(store, {0: 1.0}, {0: b"first", 1: b"second"})
+    assert outcome(stream(first=1, stride=3), 4, entry, store).next_round == 7
 
 
 def test_without_a_member_or_without_a_shard_of_mine_it_is_partial():
