@@ -44,6 +44,7 @@ class Refused(FarflockError):
 
 
 EXPLAINED: dict[str, type[FarflockError]] = {
+    "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged
     "farflock.node.checkpoint.CheckpointCorrupt": Failure,
     "farflock.node.checkpoint.CheckpointError": Failure,
     "farflock.node.corpus.BadCorpus": Refused,  # a founder's own bad corpus is found when the manifest is read

@@ -72,7 +72,7 @@ class ZmqLinks:
         doors: Sequence[str] = (),
         relay: bool = True,
         refuse: Collection[PeerId] = (),
-        patience_s: float = 1.0,
+        patience_s: float = 0.85,
         forward_bytes_per_s: float = FORWARD_BYTES_PER_S,
     ) -> None:
         """See `open` and `Options`."""

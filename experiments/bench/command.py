@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from farflock.node.errors import Usage
+from farflock.node.errors import Failure, Usage
 from farflock.node.nearest import nearest
 from farflock.node.output import Output
 
@@ -71,17 +71,23 @@ def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: boo
     Each line is one JSON object: metric, value, yardstick (measured in the same call, in turns), ratio, n, load (of the
     machine, a core; above 1 the numbers are noisy), unit, note.
     """
-    from farflock.experiments.bench.metric import Options
+    from farflock.experiments.bench.metric import NotMeasured, Options
 
-    out, rows = Output(as_json=True), []
+    out, rows, failed = Output(as_json=True), [], []
     for name in names or BENCHMARKS:
         only = name if "." in name else None
         out.line(f"measuring {name}")
-        for metric in measured(_benchmark(name), Options(repeats, rate, quick, only)):
-            out.result(facts(metric), "")
-            rows.append([_short(facts(metric)[name]) for name in SHOWN])
+        try:
+            for metric in measured(_benchmark(name), Options(repeats, rate, quick, only)):
+                out.result(facts(metric), "")
+                rows.append([_short(facts(metric)[name]) for name in SHOWN])
+        except NotMeasured as reason:
+            failed.append(name)
+            out.line(f"{name} could not be measured: {reason}")
     if not as_json:
         out.table(SHOWN, rows)
+    if failed:
+        raise Failure(f"{', '.join(failed)} could not be measured", "see above", "the others stand")
 
 
 def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from farflock.experiments.bench.metric import NotMeasured
 from farflock.experiments.bench.netns import Host
 
 START_TIMEOUT_S = 90.0
@@ -29,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 Fields = dict[str, Any]
 
 
-class WorkerFailed(RuntimeError):
+class WorkerFailed(NotMeasured):
     """A worker ended or fell silent before it had answered."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from farflock.experiments.bench.fleet import Fields, Worker, fleet, introduce
 from farflock.experiments.bench.kill_peer import PERIOD
-from farflock.experiments.bench.metric import Metric, Options, load
+from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.bench.netns import Host
 
 WORKER = "farflock.experiments.bench.kill_peer"
@@ -36,7 +36,7 @@ class Size:
 QUICK = Size(3, 16, 1)
 
 
-class Diverged(RuntimeError):
+class Diverged(NotMeasured):
     """Nodes whose states or books differ after the same round."""
 
 

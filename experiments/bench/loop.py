@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farflock.experiments.bench.bare import SEED, Bare, plan_of
-from farflock.experiments.bench.metric import Metric, Options, load, medians, seconds
+from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load, medians, seconds
 from farflock.experiments.bench.threads import one_thread
 from farflock.node.corpus import SHIPPED, load_corpus
 from farflock.node.history import History
@@ -45,7 +45,7 @@ class Size:
 QUICK = Size("tiny", 2, 16, 5, 1)
 
 
-class Unalike(RuntimeError):
+class Unalike(NotMeasured):
     """The two loops did not train the same: comparing their speed would mean nothing."""
 
 

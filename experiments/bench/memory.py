@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from farflock.compression.catalog import codec
 from farflock.experiments.bench import fleet
 from farflock.experiments.bench.fleet import Fields
-from farflock.experiments.bench.metric import Metric, Options, load
+from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.bench.netns import Host
 from farflock.node.model import PRESETS
 
@@ -80,7 +80,7 @@ async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
     return rounds
 
 
-class NoExchange(RuntimeError):
+class NoExchange(NotMeasured):
     """The peers did not come to one state: what they took for it says nothing."""
 
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 
+class NotMeasured(RuntimeError):
+    """A benchmark could not be run here, or what it runs did not do its work: no number at all instead of a wrong one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """`value` and `yardstick` are in `unit` (None: there is no yardstick to run); `ratio` is what the scoreboard names."""

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from farflock.experiments.bench.metric import NotMeasured
+
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST_BYTES = 64 * 1024
 QUEUE_MS = 50  # what a full queue holds packets back
@@ -30,7 +32,7 @@ class Host:
     prefix: tuple[str, ...] = ()
 
 
-class NoHosts(RuntimeError):
+class NoHosts(NotMeasured):
     """Namespaces cannot be made here."""
 
 

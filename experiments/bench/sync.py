@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from farflock.compression.catalog import codec
 from farflock.experiments.bench import fleet
 from farflock.experiments.bench.fleet import Fields, Worker, hear_all
-from farflock.experiments.bench.metric import Metric, Options, load
+from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.bench.netns import Host, hosts, obstacle
 
 WORKER = "farflock.experiments.bench.sync_peer"
@@ -50,7 +50,7 @@ class Size:
 QUICK = Size(200_000, (2, 3))
 
 
-class NoSync(RuntimeError):
+class NoSync(NotMeasured):
     """A round that did not give all workers the same mean of all: there is nothing to measure."""
 
 

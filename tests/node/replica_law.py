@@ -189,7 +189,7 @@ def only_the_named_tensors_are_read_and_written(world):
 
 def a_mix_is_two_products_and_a_sum_each_rounded_by_itself(world):
     world.train(1)
-    for what in ("param", "exp_avg"):
+    for what in ("param", "exp_avg", "exp_avg_sq"):
         for mix in (0.3, 0.0, 1.0):
             before = world.all(what)
             new = {name: torch.cos(x) for name, x in before.items()}

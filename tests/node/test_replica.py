@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from farflock.node.replica import PlainReplica, blend
+from farflock.optimizers.inner import InnerConfig
 
 
 def load_law():
@@ -49,6 +50,119 @@ def test_momentum_of_sgd_is_a_moment_like_any_other():
     replica.inner_step()
     for name, x in replica.read(replica.names, "param").items():
         torch.testing.assert_close(x, before[name] - 0.1 * 0.9 * 2.0)
+
+
+# Moments: which inner optimizer has which, of a matrix and of a vector
+
+
+def linear(name, **options):
+    module = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.5)
+    return PlainReplica(module, InnerConfig(name, lr=0.1, weight_decay=0.0, **options).build(module), None)
+
+
+def all_equal(replica, value):
+    return {name: torch.full(shape, value) for name, shape in replica.shapes.items()}
+
+
+def stepped(replica, gradient=1.0):
+    replica.write(all_equal(replica, gradient), "grad")
+    replica.inner_step()
+    return replica
+
+
+ADAM = ("exp_avg", "exp_avg_sq")
+HELD = [  # the moments of the matrix, and of the vector
+    ("adamw", {}, ADAM, ADAM),
+    ("sgd", {}, (), ()),
+    ("sgd", {"momentum": 0.9}, ("momentum_buffer",), ("momentum_buffer",)),
+    ("sgd", {"momentum": 0.9, "nesterov": True}, ("momentum_buffer",), ("momentum_buffer",)),
+    ("muon", {}, ("momentum_buffer",), ADAM),
+]
+each_inner = pytest.mark.parametrize(("name", "options", "matrix", "vector"), HELD)
+
+
+@each_inner
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_moment_that_the_inner_optimizer_has_is_written_also_before_its_first_step(
+    name, options, matrix, vector, steps
+):
+    for what in (*ADAM, "momentum_buffer"):
+        for parameter, held in (("weight", matrix), ("bias", vector)):
+            replica = linear(name, **options)
+            for _ in range(steps):
+                stepped(replica)
+            before = replica.read([parameter], what)[parameter]
+            assert bool(before.any()) == (steps > 0 and what in held)
+            new = {parameter: torch.full_like(before, 0.75)}
+            if what in held:
+                replica.write(new, what, 0.25)
+                assert torch.equal(replica.read([parameter], what)[parameter], before * 0.75 + 0.75 * 0.25)
+            else:
+                with pytest.raises(ValueError, match=f"keeps no {what} for {parameter}"):
+                    replica.write(new, what)
+
+
+@each_inner
+def test_reading_and_writing_zeros_before_the_first_step_changes_no_step(name, options, matrix, vector):
+    fresh, touched = linear(name, **options), linear(name, **options)
+    for what in (*ADAM, "momentum_buffer", "step"):
+        touched.write(touched.read(touched.names, what), what)
+    for _ in range(2):
+        stepped(fresh), stepped(touched)
+    for parameter, x in fresh.read(fresh.names, "param").items():
+        assert torch.equal(touched.read([parameter], "param")[parameter], x)
+
+
+@each_inner
+def test_all_moments_and_step_counts_of_another_replica_give_its_future(name, options, matrix, vector):
+    teacher, joiner = linear(name, **options), linear(name, **options)
+    for gradient in (1.0, -0.5, 0.25):
+        stepped(teacher, gradient)
+    for what in ("param", *ADAM, "momentum_buffer", "step"):
+        joiner.write(teacher.read(teacher.names, what), what)
+    for replica in (teacher, joiner):
+        stepped(stepped(replica, 0.3), -2.0)
+    for what in ("param", *ADAM, "momentum_buffer", "step"):
+        for parameter, x in teacher.read(teacher.names, what).items():
+            assert torch.equal(joiner.read([parameter], what)[parameter], x), what
+
+
+@pytest.mark.parametrize("written", [0, 3, 1000])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_step_count_that_was_written_is_the_one_that_corrects_the_bias(written, steps):
+    """AdamW: lr·(m/(1 - b1^t)) / (sqrt(v/(1 - b2^t)) + eps) with t one above what was written."""
+    replica = linear("adamw")
+    for _ in range(steps):
+        stepped(replica)
+    replica.write(all_equal(replica, 0.4), "exp_avg")
+    replica.write(all_equal(replica, 0.01), "exp_avg_sq")
+    replica.write({name: torch.tensor(float(written)) for name in replica.names}, "step")
+    before = replica.read(replica.names, "param")
+    stepped(replica, 2.0)
+    t, m, v = written + 1, 0.9 * 0.4 + 0.1 * 2, 0.95 * 0.01 + 0.05 * 4
+    moved = 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)) ** 0.5 + 1e-8)
+    for name, x in replica.read(replica.names, "param").items():
+        torch.testing.assert_close(before[name] - x, torch.full(x.shape, moved), rtol=1e-5, atol=1e-6)
+        assert float(replica.read([name], "step")[name]) == t
+
+
+def test_a_mix_of_step_counts_is_a_mix_of_numbers():
+    replica = stepped(stepped(linear("adamw")))
+    replica.write({name: torch.tensor(6.0) for name in replica.names}, "step", 0.5)
+    assert {float(x) for x in replica.read(replica.names, "step").values()} == {4.0}
+
+
+def test_a_moment_that_an_optimizer_has_not_made_yet_is_made_although_others_are_there():
+    """SGD's state may name a momentum that is None, as older checkpoints do."""
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[module.weight] = {"momentum_buffer": None}
+    replica = PlainReplica(module, optimizer, None)
+    replica.write({"weight": torch.ones(2, 2)}, "momentum_buffer")
+    assert replica.read(["weight"], "momentum_buffer")["weight"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_clip_norm_of_none_leaves_gradients_as_they_are():

@@ -14,7 +14,7 @@ class Layers(nn.Module):
         self.head.weight = self.embed.weight
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_matrices_decay_and_vectors_do_not(name):
     module = Layers()
     optimizer = InnerConfig(name, weight_decay=0.3).build(module)
@@ -42,6 +42,25 @@ def test_adamw_gets_the_betas_rate_and_eps_of_the_configuration():
     assert all((g["lr"], g["betas"], g["eps"]) == (0.01, (0.8, 0.9), 1e-6) for g in optimizer.param_groups)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_gathers_momentum_as_its_equations_say(nesterov):
+    """u <- mu·u + g;  theta <- theta - lr·(g + mu·u if nesterov else u)."""
+    module = nn.Linear(2, 1, bias=False)
+    optimizer = InnerConfig("sgd", lr=0.5, weight_decay=0.0, momentum=0.25, nesterov=nesterov).build(module)
+    theta, u = module.weight.detach().clone(), torch.zeros(1, 2)
+    for g in ([[1.0, 2.0]], [[-4.0, 8.0]], [[0.5, 0.0]]):
+        module.weight.grad = torch.tensor(g)
+        u = 0.25 * u + module.weight.grad
+        theta = theta - 0.5 * (module.weight.grad + 0.25 * u if nesterov else u)
+        optimizer.step()
+        assert torch.equal(module.weight.detach(), theta)
+
+
+def test_sgd_without_a_momentum_is_plain():
+    (group,) = InnerConfig("sgd").build(nn.Linear(2, 2, bias=False)).param_groups
+    assert (group["momentum"], group["nesterov"]) == (0.0, False)
+
+
 def test_a_module_of_vectors_only_has_no_empty_group():
     groups = InnerConfig().build(nn.LayerNorm(4)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.0]
@@ -50,7 +69,7 @@ def test_a_module_of_vectors_only_has_no_empty_group():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "muon"}, "'muon' is not known"),
+        ({"name": "adam"}, "'adam' is not known; choose adamw, sgd or muon"),
         ({"lr": 0.0}, "rate of 0.0"),
         ({"lr": float("nan")}, "rate of nan"),
         ({"lr": float("inf")}, "rate of inf"),
@@ -59,6 +78,12 @@ def test_a_module_of_vectors_only_has_no_empty_group():
         ({"weight_decay": -0.1}, "decay of -0.1"),
         ({"weight_decay": float("nan")}, "decay of nan"),
         ({"eps": 0.0}, "eps of 0.0"),
+        ({"name": "adamw", "momentum": 0.9}, "adamw has no momentum of 0.9"),
+        ({"name": "sgd", "momentum": 1.0}, "momentum of 1.0 never forgets"),
+        ({"name": "muon", "momentum": -0.1}, "momentum of -0.1"),
+        ({"name": "sgd", "momentum": float("nan")}, "momentum of nan"),
+        ({"name": "sgd", "nesterov": True}, "nesterov is for sgd with momentum"),
+        ({"name": "muon", "momentum": 0.9, "nesterov": True}, "not for muon"),
     ],
 )
 def test_a_value_that_cannot_train_is_refused(options, message):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.experiments.bench import command
-from farflock.experiments.bench.metric import Metric
+from farflock.experiments.bench.metric import Metric, NotMeasured
 
 FIELDS = ["metric", "value", "yardstick", "ratio", "n", "load", "unit", "note"]
 
@@ -51,6 +51,27 @@ def test_without_a_name_everything_is_measured(farflock, asked):
     assert farflock("bench")[0] == 0
     assert list(asked) == ["codec", "loop", "sim", "memory", "sync", "kill"]
     assert all(options.only is None for options in asked.values())
+
+
+def test_one_that_cannot_be_measured_is_said_at_the_end_and_the_others_stand(farflock, asked, monkeypatch):
+    load_module = command.import_module
+
+    def load(path):
+        if not path.endswith(".loop"):
+            return load_module(path)
+
+        def run(options):
+            raise NotMeasured("the two loops train different models")
+            yield
+
+        return SimpleNamespace(run=run)
+
+    monkeypatch.setattr(command, "import_module", load)
+    code, out, err = farflock("bench")
+    assert code == 1
+    assert [json.loads(line).get("metric") for line in out.splitlines()][:4] == ["codec.a", "codec.b", "sim.a", "sim.b"]
+    assert "loop could not be measured: the two loops train different models" in err
+    assert "kill.b" in err
 
 
 def test_the_whole_name_of_a_metric_gives_that_line_alone(farflock, asked):

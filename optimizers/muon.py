@@ -1,0 +1,81 @@
+"""Muon for hidden matrices and AdamW for the rest, as one optimizer with one learning rate (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982, section 2.2 for the common rate).
+
+Whoever trains sees one optimizer with groups and moments; torch's two do the arithmetic on these same groups and moments.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+Group = dict[str, Any]
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters that Muon is for: matrices that map hidden vectors to hidden vectors.
+
+    Not embeddings, whose rows are looked up one at a time; nor the output head, which is tied to one, or the module's last
+    matrix and of an embedding's shape; nor anything that is not 2-D (norms, biases, convolutions).
+    """
+    embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    matrices = [entry for entry in module.parameters() if entry.dim() == 2]
+    outside = {id(entry) for entry in embeddings}
+    if matrices and matrices[-1].shape in {entry.shape for entry in embeddings}:
+        outside.add(id(matrices[-1]))
+    return [entry for entry in matrices if entry.requires_grad and id(entry) not in outside]
+
+
+class Muon(torch.optim.Optimizer):
+    """M <- mu·M + (1-mu)·G;  O = NS5((1-mu)·G + mu·M);  theta <- theta - lr·wd·theta - lr·0.2·sqrt(max(rows, columns))·O
+
+    for the matrices of `muon` groups, where NS5 are five Newton-Schulz steps towards the nearest orthogonal matrix, in bf16;
+    AdamW for the parameters of `adamw` groups. The factor 0.2·sqrt(...) gives both updates the same root mean square, so
+    that the rate and the decay of AdamW, and its schedule, are right for both. Deviation from Jordan's first version: that
+    factor, for sqrt(max(1, rows/columns)) there, and the decay. `ValueError` where torch has no Muon (before 2.9).
+    """
+
+    def __init__(
+        self, muon: list[Group], adamw: list[Group], lr: float, momentum: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"muon needs torch 2.9 or newer, this is {torch.__version__}; update it or choose adamw")
+        self._parts: list[torch.optim.Optimizer] = []
+        if muon:
+            self._parts.append(torch.optim.Muon(muon, lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+        if adamw:
+            self._parts.append(torch.optim.AdamW(adamw, lr, betas=betas, eps=eps))
+        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
+        self._share()
+
+    def part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """The optimizer that steps this parameter."""
+        return next(
+            part
+            for part in self._parts
+            for group in part.param_groups
+            if any(entry is parameter for entry in group["params"])
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
+        """One step of both; returns what `closure` does, which is called first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every optimizer's; the two parts see what was loaded."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """One set of groups and moments for all three optimizers: schedulers, checkpoints and replicas look into this one's."""
+        groups: Iterator[Group] = iter(self.param_groups)
+        for part in self._parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
