@@ -23,7 +23,7 @@ from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
 from farflock.node.tokenizer import TOKENIZERS
 from farflock.node.toml import to_toml
-from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.catalog import METHODS, options_of
 from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.inner import InnerConfig, InnerName
 from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
@@ -246,18 +246,18 @@ def override(table: dict[str, Any], assignment: str) -> None:
 
 
 def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
-    """What `farflock demo` trains."""
-    options: dict[str, dict[str, Any]] = {
-        "noloco": {"period": 10, "codec": "fp16", "deadline_s": 6.0},
-        "diloco": {"period": 10, "codec": "int8", "deadline_s": 6.0},
-        "ddp": {"deadline_s": 6.0},
-    }
+    """What `farflock demo` trains: rounds are short, for it has few steps, and nobody is waited for long."""
+    known = options_of(method) if method in METHODS else {}
+    options: dict[str, Any] = {"codec": "int8"} if method == "diloco" else {}
+    for name, most in (("period", 10), ("deadline_s", 6.0)):
+        if name in known:
+            options[name] = min(most, known[name])
     train = {"batch": 8, "seq": 64}
     return resolve(
         {
             "run": {"name": "demo", "seed": 1, "total_tokens": peers * steps * math.prod(train.values())},
             "train": train,
-            "method": {"name": method, "options": options.get(method, {})},
+            "method": {"name": method, "options": options},
             "exchange": {"view_s": 2.0, "start_peers": peers},
         }
     )
@@ -357,12 +357,15 @@ def fill_method(table: dict[str, Any]) -> None:
 
 def _defaults(method: type[Any]) -> dict[str, Any]:
     """A method's options as plain values: the fields of its constructor that are not state."""
-    made = method()
-    names = [field.name for field in dataclasses.fields(method) if not field.name.startswith("_")]
+    return _values(method())
+
+
+def _values(made: Any) -> dict[str, Any]:  # noqa: ANN401 - a method or an outer optimizer
+    names = [field.name for field in dataclasses.fields(made) if not field.name.startswith("_")]
     values = {name: getattr(made, name) for name in names}
     kinds = {kind: name for name, kind in OUTERS.items()}
     return {
-        name: {"name": kinds[type(value)], **_defaults(type(value))} if type(value) in kinds else value
+        name: {"name": kinds[type(value)], **_values(value)} if type(value) in kinds else value
         for name, value in values.items()
     }
 

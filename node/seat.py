@@ -108,11 +108,12 @@ class Seat:
     def applied(self, key: Key, result: Result) -> None:
         """Note what a result, which is in the method's state now, says of the run's progress. Called by the worker that applied
         it, so that no snapshot has the one without the other."""
-        pairs = any(isinstance(entry.group, RandomGroups) for entry in self._streams if entry.key.stream == key.stream)
+        (specimen,) = [entry for entry in self._streams if entry.key.stream == key.stream]
+        pairs = isinstance(specimen.group, RandomGroups)
         offered = self._offered.pop(key, 0)
+        self._applied[key.stream] = max(self._applied[key.stream], result.next_round - specimen.stride)
         if result.status == "failed" and not result.tokens:
             return
-        self._applied[key.stream] = max(self._applied[key.stream], key.round)
         self._agreed_tokens = max(self._agreed_tokens, result.tokens)
         if result.taken or pairs:
             self._own_tokens -= offered

@@ -17,6 +17,11 @@ def require_deadline(deadline_s: float) -> None:
         raise ValueError(f"a deadline of {deadline_s} s is none; choose a finite one above 0, usually 30")
 
 
+def require_codec(name: str) -> None:
+    """`ValueError` with the nearest valid choice unless there is such a codec."""
+    codec(name)
+
+
 def require_unbiased(role: str, name: str, instead: str) -> None:
     """`ValueError` if a codec loses mass systematically (sparse, sign): a mean of its payloads alone is wrong."""
     if codec(name).biased:

@@ -15,7 +15,7 @@ from farflock.node.output import Output
 @click.command("demo")
 @click.option("--peers", type=click.IntRange(1, 8), default=4, show_default=True)
 @click.option("--steps", type=click.IntRange(20), default=390, show_default=True, help="Steps of each peer.")
-@click.option("--method", default="noloco", show_default=True, help="noloco, diloco, ddp or local.")
+@click.option("--method", default="noloco", show_default=True, help="Any of the catalogue: noloco, diloco, …")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where to write (default: a new one).")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
 def command(peers: int, steps: int, method: str, folder: Path | None, as_json: bool) -> None:

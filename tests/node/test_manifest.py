@@ -139,6 +139,23 @@ def test_the_plan_is_what_the_manifest_says(written):
     assert (built.period, built.codec, built.outer) == (20, "int8", OuterHeavyBall(0.5))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_the_inner_optimizer_is_the_one_that_it_names(optimizer):
+    assert resolved(f"train.optimizer={optimizer}").plan().inner.name == optimizer
+
+
+def test_the_momentum_of_the_inner_optimizer_is_the_manifests():
+    inner = resolved("train.optimizer=sgd", "train.momentum=0.5", "train.nesterov=true").plan().inner
+    assert (inner.momentum, inner.nesterov) == (0.5, True)
+    assert resolved("train.optimizer=muon").plan().inner.momentum is None
+
+
+@pytest.mark.parametrize("assignments", [("train.optimizer=muon",), ("train.optimizer=sgd", "train.momentum=0.9")])
+def test_ddp_does_not_train_with_moments_that_it_cannot_send(assignments):
+    with pytest.raises(Usage, match="does not send the moments"):
+        resolved("method={name='ddp'}", *assignments)
+
+
 def test_the_default_outer_optimizer_is_the_methods_own():
     plan = demo_manifest("diloco", 2, 50).plan()
     assert plan.options["outer"] == OuterNesterov()
@@ -172,6 +189,9 @@ def test_a_methods_codec_is_one_thing_wherever_it_is_written():
         ("trust.level=public", "trust.level: 'public'", "choose from trusted"),
         ("train.optimizer=adamx", "train.optimizer: 'adamx'", "'adamw'"),
         ("data.tokenizer=byte", "data.tokenizer: 'byte'", "'bytes'"),
+        ("train.momentum=0.9", "adamw has no momentum", "choose sgd"),
+        ("train.momentum=1.0", "train.momentum: 1.0", "< 1.0"),
+        ("train.nesterov=true", "nesterov is for sgd", "momentum=0.9"),
         ("train.batch=x", "train.batch: 'x'", "Expected `int`"),
         ("train.batch=0", "train.batch: 0", ">= 1"),
         ("train.batch=99999999999", "train.batch: 99999999999", "<="),
@@ -376,3 +396,11 @@ def test_any_bytes_at_all_are_no_head(raw):
 def test_a_head_that_others_would_refuse_is_not_signed(head, field, value):
     with pytest.raises(BadHead, match="not a head"):
         seal_head(IDENTITY, msgspec.structs.replace(head, **{field: value}))
+
+
+def test_an_outer_optimizer_that_a_method_chose_itself_keeps_its_numbers():
+    assert demo_manifest("streaming", 4, 100).method.options["outer"] == {
+        "name": "nesterov",
+        "lr": 0.4,
+        "momentum": 0.9,
+    }

@@ -71,6 +71,16 @@ def test_tokens_that_did_not_count_stay_mine(bench, text):
     assert seated(bench, text, work) == (64, 100)
 
 
+def test_a_round_that_failed_for_all_is_over_and_one_that_nobody_knows_of_is_asked_for_again(bench, text):
+    async def work(node):
+        node.seat.applied(Key("delta", 0), Result("failed", 0))  # as a node that was restored says of its open exchange
+        before = dict(node.seat.place.rounds)
+        node.seat.applied(Key("delta", 0), Result("failed", 1))
+        return before, node.seat.place.rounds
+
+    assert seated(bench, text, work) == ({"delta": -1}, {"delta": 0})
+
+
 def serve(node, snapshots):
     """Let a node hand out these snapshots, one after the other, the last one for ever."""
     left = list(snapshots)

@@ -47,6 +47,17 @@ QUICK = {
     "ddp": {"codec": "fp32", "return_codec": "fp32"},
     "diloco": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
     "noloco": {"period": 2, "codec": "fp32"},
+    "sparseloco": {"period": 2, "codec": "fp32"},
+    "demo": {"period": 2, "chunk": 2, "codec": "fp32"},
+    "flexdemo": {"period": 2, "replicator": "full", "codec": "fp32", "return_codec": "fp32"},
+    "streaming": {"period": 2, "fragments": 2, "overlap": 1, "codec": "fp32", "return_codec": "fp32"},
+    "delayed": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
+    "co2": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
+    "desloc": {"period": 2, "exp_avg_period": 2, "exp_avg_sq_period": 2, "codec": "fp32", "return_codec": "fp32"},
+    "sparta": {"one_in": 2, "codec": "fp32", "return_codec": "fp32"},
+    "sparta-diloco": {"period": 2, "one_in": 2, "codec": "fp32", "return_codec": "fp32", "mask_codec": "fp32"},
+    "edit": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
+    "async": {"period": 2, "codec": "fp32"},
 }
 
 

@@ -23,7 +23,7 @@ def test_options_reach_the_constructor():
     ("name", "message"),
     [
         ("dilocoo", "'dilocoo' is not known; did you mean 'diloco'?"),
-        ("zzz", "choose from ddp, diloco, local, noloco"),
+        ("zzz", f"choose from {', '.join(sorted(METHODS))}"),
         ("x" * 10_000, r"'x{64}' is not known"),
     ],
 )

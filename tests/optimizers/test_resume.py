@@ -10,7 +10,13 @@ from farflock.optimizers.method import Progress, Result
 from farflock.optimizers.state import WrongState, state_hash
 
 each_method = pytest.mark.parametrize("name", METHODS)
-OPTIONS = {"diloco": [{}, {"feedback": 0.9, "codec": "int4"}], "noloco": [{}, {"gamma": 0.6}]}
+OPTIONS = {
+    "diloco": [{}, {"feedback": 0.9, "codec": "int4"}],
+    "noloco": [{}, {"gamma": 0.6}],
+    "streaming": [{}, {"feedback": 0.9, "codec": "int4"}],
+    "delayed": [{}, {"mode": "naive"}, {"mode": "keep_pending"}, {"eager_mix": 0.5}, {"delay": 0}],
+    "co2": [{}, {"delay": 0}],
+}
 CASES = [(name, options) for name in METHODS for options in OPTIONS.get(name, [{}])]
 STEPS = 9
 LAG = 2  # a result comes this many steps after it was asked for
@@ -22,13 +28,14 @@ def fresh(quick, vectors, name, options):
 
 def result_of(exchange, failed):
     """What a group of two might answer; `sent` is rounded, so that a residual remains."""
-    number = exchange.key.round + 1
+    number = exchange.key.round + exchange.stride
     if failed:
         return Result("failed", number)
     sent = {what: (tensor * 8).round() / 8 for what, tensor in exchange.tensors.items()}
     mean = {what: tensor * 0.75 for what, tensor in sent.items()}
     everything = {what: [(0, tensor.numel())] for what, tensor in sent.items()}
-    return Result("ok", number, ("me", "you"), (1.0, 1.0), mean, None, sent, everything)
+    gathered = {"me": sent, "you": mean} if exchange.kind == "gather" else None
+    return Result("ok", number, ("me", "you"), (1.0, 1.0), mean, gathered, sent, everything)
 
 
 def play(quick, vectors, name, options, stop_at=None):
@@ -41,7 +48,8 @@ def play(quick, vectors, name, options, stop_at=None):
         pending += [(step, exchange) for exchange in made.due(replica, Progress(step + 1))]
         if pending and step >= pending[0][0] + LAG:
             since, exchange = pending.pop(0)
-            made.apply(replica, exchange, replace(result_of(exchange, failed=step == 4), steps_since=step - since))
+            result = replace(result_of(exchange, failed=step == 4), steps_since=step - since)
+            pending += [(step, second) for second in made.apply(replica, exchange, result)]
         if step == stop_at:
             state = {**made.snapshot(replica), **made.personal(replica)}
             old, (made, replica) = replica, fresh(quick, vectors, name, options)

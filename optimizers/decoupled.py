@@ -1,0 +1,156 @@
+"""What DeMo and FlexDeMo share: a momentum that each peer keeps to itself, of which only a part is exchanged, and removed.
+
+    delta <- decay·delta + gradient;   delta <- delta - sent;   q = mean of what was sent;   theta <- theta - lr·sign(q)
+
+(DeMo, arXiv:2411.19870; DeToNATION, arXiv:2502.06728.) A method says which part, in what form; the rest is here.
+
+Who takes the step: sign(q) is handed to the replica as a gradient and the inner optimizer takes it, so that the rate is the
+schedule's, for everybody that of the round, and weight decay is where all methods have it. The inner optimizer to choose is
+sgd without clipping (`optimizer = "sgd"`, `clip = 0`): then theta <- (1 - lr·wd)·theta - lr·sign(q), the papers' equation.
+The norm of a sign is the root of the number of parameters, so a clip at 1 makes the rate that many times smaller. Another
+inner optimizer takes sign(q), or q without `sign` (DeToNATION's AdamW form), as its gradient; joiners get its moments.
+
+Deviations: lr does not multiply the gradient inside delta (the papers' double lr): a constant one cancels in the sign, and a
+schedule would only make old gradients weigh more or less than new ones. The gradient of a step without an exchange is added
+to delta and changes no parameter (DeToNATION's code applies it, and replicas part). What nobody took stays in delta.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.feedback import choose
+from farflock.optimizers.method import Exchange, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_period
+from farflock.optimizers.outer import scaled
+from farflock.optimizers.senders import mean_of_senders
+from farflock.optimizers.state import Shapes, counter, kept, named, unnamed
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+
+
+@dataclass(slots=True)
+class Decoupled(ABC):
+    """An exchange every `period` local steps; `decay` is the momentum's, each step. Without `sign` the step is q itself.
+
+    Parameters change in `apply` alone, alike for everybody who applies a round, also for who was not in it. The inner
+    optimizer's arithmetic is not portable, nor is DeMo's transform: replicas are equal on equal machines, close on others.
+    """
+
+    period: int = 1
+    decay: float = 0.999
+    sign: bool = True
+    deadline_s: float = 30.0
+
+    equality: ClassVar[Literal["close"]] = "close"
+    _delta: dict[str, Tensor] = field(default_factory=dict)
+    _round: int = 0
+    _since: int = 0
+    _pending: bool = False
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1), usually 0.999")
+
+    @abstractmethod
+    def _part(self, delta: Tensors) -> dict[str, Tensor]:
+        """What of delta this round's exchange carries, in a form whose shapes never change."""
+
+    @abstractmethod
+    def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
+        """The tensors of `shapes` that have this part, and zero elsewhere: the transpose of `_part`."""
+
+    @abstractmethod
+    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
+        """This round's exchange of these tensors."""
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """One: the parts."""
+        return [self._exchange(self._part({name: torch.zeros(shape) for name, shape in replica.shapes.items()}))]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The gradient goes from the replica into the momentum; no parameter changes."""
+        gradients = replica.read(replica.names, "grad")
+        for name, gradient in gradients.items():
+            old = self._delta.get(name)
+            self._delta[name] = gradient if old is None else scaled(old, self.decay) + gradient
+        replica.write({name: torch.zeros_like(gradient) for name, gradient in gradients.items()}, "grad")
+        self._since += 1
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """A part of the momentum, after `period` local steps since the last one."""
+        if self._since < self.period or self._pending:
+            return []
+        self._pending, self._since = True, 0
+        return [self._exchange(self._part(self._delta))]
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """What was taken of mine leaves the momentum; then everybody's step."""
+        self._round = result.next_round
+        if exchange.tensors:
+            self._pending = False
+        if result.status == "failed":
+            return []
+        if result.taken:
+            self._remove(replica.shapes, exchange.key.round, result)
+        mean = result.mean if result.gathered is None else mean_of_senders(result.gathered)
+        assert mean is not None, f"{exchange.key}: {result.status} without a mean"
+        q = self._whole(mean, replica.shapes, exchange.key.round)
+        waiting = replica.read(replica.names, "grad")
+        replica.write({name: torch.sign(x) for name, x in q.items()} if self.sign else q, "grad")
+        replica.inner_step()
+        replica.write(waiting, "grad")
+        return []
+
+    def _remove(self, shapes: Shapes, round_number: int, result: Result) -> None:
+        """delta <- delta - what others decoded, decayed as often as delta was since it was sent."""
+        assert result.sent is not None
+        delivered = {
+            name: choose(result.taken.get(name, ()), x, torch.zeros_like(x)) for name, x in result.sent.items()
+        }
+        for name, x in self._whole(delivered, shapes, round_number).items():
+            self._delta[name] = self._delta[name] - scaled(x, self.decay**result.steps_since)
+
+    def snapshot(self, replica: Replica) -> State:
+        """Parameters, the moments that the inner optimizer has, and the round: a joiner's parameters must stay equal."""
+        state = named("param", replica.read(replica.names, "param"))
+        for moment in MOMENTS:
+            held = replica.read(replica.names, moment)
+            state |= named(moment, held) if any(bool(x.any()) for x in held.values()) else {}
+        return {**state, "round": torch.tensor(self._round)}
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over all of a snapshot; `carry` keeps the own momentum, `adopt` drops it with the gradients that wait."""
+        new, number = {"param": unnamed("param", state, replica.shapes)}, counter("round", state)
+        for moment in MOMENTS:
+            fresh = {name: torch.zeros_like(x) for name, x in replica.read(replica.names, moment).items()}
+            new[moment] = kept(moment, state, {name: tuple(x.shape) for name, x in fresh.items()}) or fresh
+        for what, tensors in new.items():
+            replica.write(tensors, what)
+        if mode == "adopt":
+            replica.write({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, "grad")
+            self._delta = {}
+        self._round, self._since, self._pending = number, 0, False
+
+    def personal(self, replica: Replica) -> State:
+        """The momentum, and where in the round this peer is."""
+        counters = {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
+        return {**named("delta", self._delta), **counters}
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._round, self._since = counter("round", state), counter("since", state)
+        self._pending, self._delta = bool(counter("pending", state)), kept("delta", state, replica.shapes)
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """Nothing: on unequal machines the last bits differ."""
+        return {}
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """The replica's parameters."""
+        return replica.read(replica.names, "param")

@@ -1,0 +1,59 @@
+"""DeMo: each step, the few largest cosine coefficients of everybody's momentum (Peng, Quesnel and Kingma, "DeMo: Decoupled
+Momentum Optimization", arXiv:2411.19870, algorithm 1; its released code).
+
+    delta <- decay·delta + g;   c = top-k of DCT(delta);   delta <- delta - IDCT(c);   theta <- theta - lr·sign(IDCT(mean c))
+
+What is exchanged are all coefficients, chunk after chunk; the codec keeps the k largest of each `chunk`² of them, so that
+`sent`, and with it what leaves the momentum, is what others decode, quantiser included. The mean is over those who sent a
+coefficient. Deviations beside those in optimizers/decoupled.py: where chunks are smaller than `chunk`² (vectors, narrow
+matrices) the k largest are those of several neighbours, or of parts of them, together; so every tensor has one density,
+while the released code sends vectors half or whole. Tensors of more than two dimensions are looked at as matrices, and
+lengths without a fitting divisor are filled with zeros (optimizers/dct.py).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from farflock.compression.catalog import codec
+from farflock.optimizers.dct import Grid
+from farflock.optimizers.decoupled import Decoupled
+from farflock.optimizers.method import All, Exchange, Key, Tensors
+from farflock.optimizers.state import Shapes
+
+STREAM = "dct"
+
+
+@dataclass(slots=True)
+class DeMo(Decoupled):
+    """Chunks of at most `chunk` × `chunk`. A sparse `codec` must have granules of `chunk`² values."""
+
+    chunk: int = 64
+    codec: str = "topk:32/4096"
+
+    def __post_init__(self) -> None:
+        Decoupled.__post_init__(self)
+        if not 2 <= self.chunk <= 256:
+            raise ValueError(f"chunks of {self.chunk} × {self.chunk} are not possible; choose 2 to 256, usually 64")
+        chosen, values = codec(self.codec), self.chunk**2
+        if chosen.biased and chosen.granule((values,)) != values:
+            raise ValueError(
+                f"codec {self.codec} chooses among {chosen.granule((values,))} values, a chunk of {self.chunk} × {self.chunk} "
+                f"has {values}; choose topk:{min(32, values // 2)}/{values}"
+            )
+
+    def _part(self, delta: Tensors) -> dict[str, Tensor]:
+        """The coefficients of all tensors, flat."""
+        return {name: self._grid(x.shape).forward(x) for name, x in delta.items()}
+
+    def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
+        """The tensors that these are the coefficients of."""
+        return {name: self._grid(shape).inverse(part[name]) for name, shape in shapes.items()}
+
+    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
+        return Exchange(
+            Key(STREAM, self._round), "gather", All(), tensors, codec=self.codec, deadline_s=self.deadline_s
+        )
+
+    def _grid(self, shape: tuple[int, ...]) -> Grid:
+        return Grid(tuple(shape), self.chunk)

@@ -1,0 +1,237 @@
+"""SPARTA: after every few local steps a small part of the parameters is averaged, another part each time (Beton et al.,
+"Improving the efficiency of distributed training using sparse parameter averaging", MCDC workshop at ICLR 2025).
+
+    mask <- a share 1/n of all values, from seed and round alone: equal on all peers, no index is sent
+    theta_m[mask] <- mean_j sent_j[mask] + (theta_m - sent_m)[mask]
+
+With a lossless codec and no delay the bracket is 0 and this is the paper's theta[mask] <- mean. With a delay it holds the
+local steps since, and with a lossy codec what rounding took off, so that progress finer than the codec is not lost but stays
+in its replica until it counts. Deviations: the mask is one value out of each run of n (the last run may be shorter), not an
+independent draw for each value, so that a payload has a fixed length and costs P/n draws. `random` draws anew each round;
+`partition` draws a place in each run once a sweep and moves on by one a round, so n rounds take each value exactly once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.feedback import choose
+from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.philox import below
+from farflock.optimizers.state import counter, named, unnamed
+
+STREAM = "mask"
+VALUES = "values"  # the name of the one tensor that travels
+Selector = Literal["random", "partition"]
+
+_PLACES = 1  # the stream of random numbers that masks are drawn from
+
+
+def masked(selector: Selector, one_in: int, seed: int, round_number: int, count: int) -> Tensor:
+    """The flat places of a round's mask among `count` values, ascending, int64: one in each run of `one_in`. In the last run it
+    may lie at or beyond `count`, where there is nothing."""
+    runs = -(-count // one_in)
+    first = torch.arange(runs) * one_in
+    if selector == "random":
+        return first + below(one_in, seed, _PLACES, round_number, runs)
+    sweep, turn = divmod(round_number, one_in)
+    return first + (below(one_in, seed, _PLACES, sweep, runs) + turn) % one_in
+
+
+@dataclass(slots=True)
+class Mixing:
+    """The stream of masked means: what SPARTA does alone and inside another method.
+
+    `period` local steps between exchanges, `delay` of them until a result is wanted.
+    """
+
+    selector: Selector
+    one_in: int
+    period: int
+    delay: int
+    seed: int
+    codec: str
+    return_codec: str
+    deadline_s: float
+    round: int = 0
+    since: int = 0
+    pending: bool = False
+    void: bool = False  # the pending mean is of parameters that somebody has replaced since
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        require_unbiased("codec", self.codec, "parameters are sent as they are; choose fp16, bf16 or fp32")
+        require_unbiased("return codec", self.return_codec, "choose fp16, bf16 or fp32")
+        if self.selector not in ("random", "partition"):
+            raise ValueError(f"selector {self.selector!r} is not known; choose random or partition")
+        if not 1 <= self.one_in < 1 << 31:
+            raise ValueError(f"one value in {self.one_in} is no share; choose one_in from 1 (all) up, usually 200")
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed {self.seed} does not fit into 64 bits; choose one from 0 up")
+        if not 0 <= self.delay < self.period:
+            raise ValueError(
+                f"a delay of {self.delay} steps does not end before the next exchange, {self.period} steps later; "
+                f"choose 0 to {self.period - 1}, or a longer period"
+            )
+
+    def specimen(self, replica: Replica) -> Exchange:
+        """The stream's first exchange, with zeros."""
+        return self._exchange(0, torch.zeros(-(-_size(replica) // self.one_in)))
+
+    def due(self, replica: Replica) -> list[Exchange]:
+        """The masked values, after `period` local steps since the last ones."""
+        if self.since < self.period or self.pending:
+            return []
+        places = self._places(replica, self.round)
+        values = torch.zeros(len(places))
+        for name, part, at in _cut(replica, places):
+            values[part] = replica.read([name], "param")[name].reshape(-1)[at]
+        self.pending, self.since = True, 0
+        return [self._exchange(self.round, values)]
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> None:
+        """Move the masked values to the mean where mine are in it; a round that I missed is none: its values come again."""
+        void = self.void
+        if exchange.tensors:
+            self.pending = self.void = False
+        self.round = result.next_round
+        taken = result.taken.get(VALUES, ())
+        if not taken or void:
+            return
+        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
+        assert result.sent is not None, f"{exchange.key}: taken, but not sent"
+        mean, sent = result.mean[VALUES], result.sent[VALUES]
+        inside = choose(taken, torch.ones_like(mean), torch.zeros_like(mean)) > 0
+        for name, part, at in _cut(replica, self._places(replica, exchange.key.round)):
+            theta = replica.read([name], "param")[name]
+            own = theta.reshape(-1)[at]
+            theta.view(-1)[at] = torch.where(inside[part], mean[part] + (own - sent[part]), own)
+            replica.write({name: theta}, "param")
+
+    def disregard(self) -> None:
+        """The parameters are being replaced: the pending mean, if there is one, must not move the new ones."""
+        self.void = self.pending
+
+    def start_at(self, round_number: int) -> None:
+        """Nothing is pending, and this is the next round."""
+        self.round, self.since, self.pending, self.void = round_number, 0, False, False
+
+    def personal(self) -> State:
+        """Where in the round this peer is."""
+        counters = {"since": self.since, "pending": self.pending, "void": self.void}
+        return {f"{STREAM}.{name}": torch.tensor(int(value)) for name, value in counters.items()}
+
+    def resume(self, round_number: int, state: State) -> None:
+        """Go on from `personal`."""
+        since, pending, void = (counter(f"{STREAM}.{name}", state) for name in ("since", "pending", "void"))
+        self.round, self.since, self.pending, self.void = round_number, since, bool(pending), bool(void)
+
+    def _places(self, replica: Replica, number: int) -> Tensor:
+        return masked(self.selector, self.one_in, self.seed, number, _size(replica))
+
+    def _exchange(self, number: int, values: Tensor) -> Exchange:
+        return Exchange(
+            Key(STREAM, number),
+            "mean",
+            All(),
+            {VALUES: values},
+            codec=self.codec,
+            return_codec=self.return_codec,
+            apply_after=self.delay,
+            deadline_s=self.deadline_s,
+        )
+
+
+@dataclass(slots=True)
+class Sparta:
+    """One value in `one_in` is averaged after every `period` local steps, `delay` steps late; inner moments stay at home."""
+
+    selector: Selector = "random"
+    one_in: int = 200
+    period: int = 1
+    delay: int = 0
+    seed: int = 1337
+    codec: str = "fp16"
+    return_codec: str = "fp16"
+    deadline_s: float = 30.0
+
+    equality: ClassVar[Literal["per-peer"]] = "per-peer"
+    _mixing: Mixing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._mixing = Mixing(
+            self.selector,
+            self.one_in,
+            self.period,
+            self.delay,
+            self.seed,
+            self.codec,
+            self.return_codec,
+            self.deadline_s,
+        )
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """One: the masked values."""
+        return [self._mixing.specimen(replica)]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update."""
+        replica.inner_step()
+        self._mixing.since += 1
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """The masked values, every `period` local steps."""
+        return self._mixing.due(replica)
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """The masked values move to the mean."""
+        self._mixing.apply(replica, exchange, result)
+        return []
+
+    def snapshot(self, replica: Replica) -> State:
+        """The parameters, any peer's will do, and the round."""
+        theta = replica.read(replica.names, "param")
+        return {**named("param", theta), "round": torch.tensor(self._mixing.round)}
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over another's parameters; `carry` keeps its own, which no outer state needs to fit."""
+        theta, number = unnamed("param", state, replica.shapes), counter("round", state)
+        if mode == "adopt":
+            replica.write(theta, "param")
+        self._mixing.start_at(number)
+
+    def personal(self, replica: Replica) -> State:
+        """Where in the round this peer is."""
+        return self._mixing.personal()
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._mixing.resume(counter("round", state), state)
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """Nothing: each peer has its own."""
+        return {}
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """The replica's parameters."""
+        return replica.read(replica.names, "param")
+
+
+def _size(replica: Replica) -> int:
+    return sum(torch.Size(shape).numel() for shape in replica.shapes.values())
+
+
+def _cut(replica: Replica, places: Tensor) -> Iterator[tuple[str, slice, Tensor]]:
+    """By tensor with places in it: which of them these are, and where they lie in it. All tensors in their order are one."""
+    start = low = 0
+    for name, shape in replica.shapes.items():
+        stop = start + torch.Size(shape).numel()
+        high = int(torch.searchsorted(places, stop))
+        if high > low:
+            yield name, slice(low, high), places[low:high] - start
+        start, low = stop, high

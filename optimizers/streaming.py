@@ -1,0 +1,290 @@
+"""Streaming DiLoCo: fragments of the model take turns, and training goes on while one is on its way (Douillard et al.,
+arXiv:2501.18512, algorithm 2).
+
+    t_p + k·H:         D_p = phi_p - theta_p  is sent
+    t_p + k·H + tau:   phi_p, u_p <- Outer(phi_p, u_p, mean D_p);   theta_p <- a·theta_p + (1-a)·phi_p
+
+Deviations: t_p = floor((p+1)·H/F), the paper's phases with the fragments numbered from the first that is sent, so that
+rounds follow each other in time (a joiner knows from the next rounds alone whose turn it is). What was not taken stays in
+theta_p and goes with the next D_p, as in DiLoCo. A result that comes after tau steps keeps all steps since its snapshot:
+theta_p <- theta_p + (1-a)·(phi_p - snapshot). Parameters outside of numbered layers (embedding, norm, head) go to the
+fragment that is smallest so far. Optional error feedback.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.feedback import choose, message, settle
+from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.outer import Outer, OuterNesterov, scaled
+from farflock.optimizers.state import Shapes, WrongState, counter, named, unnamed
+
+STREAM = "fragment."
+
+Pattern = Literal["strided", "sequential"]
+Parts = tuple[tuple[str, ...], ...]
+
+
+def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided") -> Parts:
+    """The parameters' names by fragment, whole layers together, in the model's order.
+
+    Layer l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` if there are too few layers.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        groups.setdefault(_layer(name) or _module(name), []).append(name)
+    if fragments > len(groups):
+        raise ValueError(
+            f"{fragments} fragments need as many layers, and this model has {len(groups)}; choose {len(groups)} or fewer"
+        )
+    layers = [group for group, names in groups.items() if _layer(names[0])]
+    place = {group: number * fragments // len(layers) for number, group in enumerate(layers)}
+    if pattern == "strided":
+        place = {group: number % fragments for number, group in enumerate(layers)}
+    for group in groups:
+        if group not in place:
+            place[group] = _smallest(groups, place, shapes, fragments)
+    where = {name: place[group] for group, names in groups.items() for name in names}
+    return tuple(tuple(name for name in shapes if where[name] == p) for p in range(fragments))
+
+
+def _smallest(groups: Mapping[str, list[str]], place: Mapping[str, int], shapes: Shapes, fragments: int) -> int:
+    values, members = [0] * fragments, [0] * fragments
+    for group, p in place.items():
+        values[p] += sum(torch.Size(shapes[name]).numel() for name in groups[group])
+        members[p] += 1
+    return min(range(fragments), key=lambda p: (values[p], members[p], p))
+
+
+def _layer(name: str) -> str:
+    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; nothing where no part is a number."""
+    parts = name.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+@dataclass(slots=True)
+class Streaming:
+    """Each of `fragments` is sent every `period` local steps and merged `overlap` steps later, keeping `mix` of the local
+    values; `feedback` is the decay of the error feedback, None for none."""
+
+    period: int = 100
+    fragments: int = 4
+    pattern: Pattern = "strided"
+    overlap: int = 1
+    mix: float = 0.5
+    outer: Outer = field(default_factory=lambda: OuterNesterov(lr=0.4))
+    codec: str = "fp4"
+    return_codec: str = "bf16"
+    deadline_s: float = 30.0
+    feedback: float | None = None
+
+    equality: ClassVar[Literal["exact"]] = "exact"
+    _parts: Parts = ()
+    _phi: dict[str, Tensor] = field(default_factory=dict)
+    _momentum: dict[str, Tensor] = field(default_factory=dict)
+    _residual: dict[str, Tensor] = field(default_factory=dict)
+    _message: dict[str, Tensor] = field(default_factory=dict)  # what pending exchanges were encoded from (feedback)
+    _snapshot: dict[str, Tensor] = field(default_factory=dict)  # and where the replica stood then (feedback)
+    _rounds: list[int] = field(default_factory=list)  # by fragment, the next round
+    _since: list[int] = field(default_factory=list)  # by fragment, local steps since it was sent
+    _pending: list[bool] = field(default_factory=list)
+    _quiet: int = 0  # local steps since any was sent
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        if self.pattern not in ("strided", "sequential"):
+            raise ValueError(f"pattern {self.pattern!r} is not known; choose strided or sequential")
+        if not 1 <= self.fragments <= self.period:
+            raise ValueError(
+                f"{self.fragments} fragments do not fit into a period of {self.period} steps, one step each at least; "
+                f"choose 1 to {self.period}"
+            )
+        most = min(self.period // self.fragments, self.period - 1)
+        if not 0 <= self.overlap <= most:
+            raise ValueError(
+                f"an overlap of {self.overlap} steps: with {self.fragments} fragments in {self.period} steps the next "
+                f"one would be sent before; choose 0 to {most}, or fewer fragments"
+            )
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"a mix of {self.mix} is no share of the local values; choose one in [0, 1], usually 0.5")
+        require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
+        if self.feedback is None:
+            require_unbiased("codec", self.codec, "give it feedback, e.g. feedback=0.9, or choose fp4, int8 or fp16")
+        elif not 0 <= self.feedback <= 1:
+            raise ValueError(f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.9, or None")
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """One a fragment: its pseudo-gradients."""
+        parts = split(replica.shapes, self.fragments, self.pattern)
+        zeros = [{name: torch.zeros(replica.shapes[name]) for name in names} for names in parts]
+        return [self._exchange(p, p, tensors) for p, tensors in enumerate(zeros)]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update; the first one remembers where the run began."""
+        self._begin(replica)
+        replica.inner_step()
+        self._since = [steps + 1 for steps in self._since]
+        self._quiet += 1
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """The fragment whose turn it is: of those that are not on their way the one with the first round, when its gap to
+        the one before it is over and it was not sent for `period` steps. All peers send in this order, so that none waits
+        for a fragment that the other sends only after another one."""
+        idle = [p for p, pending in enumerate(self._pending) if not pending]
+        if not idle:
+            return []
+        p = min(idle, key=lambda q: self._rounds[q])
+        if self._since[p] < self.period or self._quiet < self._gap(self._rounds[p]):
+            return []
+        theta = replica.read(self._parts[p], "param")
+        tensors = {name: self._phi[name] - x for name, x in theta.items()}
+        if self.feedback is not None:
+            beta = self.feedback
+            tensors = {name: message(x, self._residual.get(name), beta) for name, x in tensors.items()}
+            self._message.update(tensors)
+            self._snapshot.update(theta)
+        self._pending[p], self._since[p], self._quiet = True, 0, 0
+        return [self._exchange(p, self._rounds[p], tensors)]
+
+    def _slot(self, number: int) -> int:
+        """The local step, counted from the run's begin, at which a round's fragment is sent if nothing goes wrong."""
+        return (number + 1) * self.period // self.fragments
+
+    def _gap(self, number: int) -> int:
+        return self._slot(number) - self._slot(number - 1)
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """The fragment's outer step. Where my work was taken the replica is merged with it; elsewhere it stays."""
+        self._begin(replica)
+        p = int(exchange.key.stream.removeprefix(STREAM))
+        if result.sent is not None or exchange.tensors:
+            self._pending[p] = False
+        self._rounds[p] = result.next_round
+        if result.status == "failed":
+            return []
+        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
+        theta = replica.read(self._parts[p], "param") if result.taken else {}
+        moved = {}
+        for name in self._parts[p]:
+            before = self._phi[name]
+            after, self._momentum[name] = self.outer.step(before, result.mean[name], self._momentum[name])
+            self._phi[name] = after
+            taken = result.taken.get(name, ())
+            if taken:
+                moved[name] = self._merge(name, theta[name], before, after, taken, result)
+        if moved:
+            replica.write(moved, "param")
+        return []
+
+    def _merge(self, name: str, theta: Tensor, before: Tensor, after: Tensor, taken: Ranges, result: Result) -> Tensor:
+        """theta <- mix·theta + (1-mix)·phi_new, with the steps since the snapshot on top of phi if it comes late."""
+        assert result.sent is not None
+        if self.feedback is not None:
+            self._residual[name] = settle(self._message[name], result.sent[name], taken, self._residual.get(name))
+        if result.steps_since > self.overlap:
+            snapshot = before - result.sent[name] if self.feedback is None else self._snapshot[name]
+            after = after + (theta - snapshot)
+        merged = scaled(theta, self.mix) + scaled(after, 1 - self.mix) if self.mix else after
+        return choose(taken, merged, theta)
+
+    def snapshot(self, replica: Replica) -> State:
+        """phi, the outer momentum, and each fragment's round. A joiner replays those that are on their way."""
+        self._begin(replica)
+        counters = {f"round.{p}": torch.tensor(number) for p, number in enumerate(self._rounds)}
+        return {**named("phi", self._phi), **named("momentum", self._momentum), **counters}
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over phi and momentum; `carry` puts this replica's unsent work on top of the new phi, and keeps its residual."""
+        new, momentum = unnamed("phi", state, replica.shapes), unnamed("momentum", state, replica.shapes)
+        rounds = self._rounds_of(state)
+        if mode == "carry" and self._phi:
+            theta = replica.read(replica.names, "param")
+            replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
+        else:
+            replica.write(new, "param")
+            self._residual = {}
+        self._phi, self._momentum = new, momentum
+        self._message, self._snapshot = {}, {}
+        self._take_turns(replica, rounds)
+
+    def _rounds_of(self, state: State) -> list[int]:
+        rounds = [counter(f"round.{p}", state) for p in range(self.fragments)]
+        for p, number in enumerate(rounds):
+            if number % self.fragments != p:
+                raise WrongState(f"round.{p} must be one of every {self.fragments} rounds from {p} on, got {number}")
+        return rounds
+
+    def _take_turns(self, replica: Replica, rounds: list[int]) -> None:
+        """Begin as if the round before the first one were sent just now: the others follow at their distances."""
+        first = self._slot(min(rounds) - 1)
+        self._parts = split(replica.shapes, self.fragments, self.pattern)
+        self._since = [max(self.period - (self._slot(number) - first), 0) for number in rounds]
+        self._rounds, self._pending, self._quiet = rounds, [False] * self.fragments, 0
+
+    def personal(self, replica: Replica) -> State:
+        """Where in their rounds this peer's fragments are, its residuals, and what pending messages were made from."""
+        self._begin(replica)
+        counters = {"quiet": self._quiet}
+        for p in range(self.fragments):
+            counters |= {f"since.{p}": self._since[p], f"pending.{p}": int(self._pending[p])}
+        lists = {"residual": self._residual, "message": self._message, "start": self._snapshot}
+        mine = {key: value for what, held in lists.items() for key, value in named(what, held).items()}
+        return {**mine, **{name: torch.tensor(value) for name, value in counters.items()}}
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        shapes = replica.shapes
+        self._phi, self._momentum = (unnamed(what, state, shapes) for what in ("phi", "momentum"))
+        self._take_turns(replica, self._rounds_of(state))
+        self._quiet = counter("quiet", state)
+        self._since = [counter(f"since.{p}", state) for p in range(self.fragments)]
+        self._pending = [bool(counter(f"pending.{p}", state)) for p in range(self.fragments)]
+        held = [{name: shapes[name] for name in shapes if f"{what}.{name}" in state} for what in _HELD]
+        self._residual, self._message, self._snapshot = (
+            unnamed(what, state, found) for what, found in zip(_HELD, held, strict=True)
+        )
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """The fragment's phi and momentum: other fragments may be a round ahead or behind at other peers."""
+        self._begin(replica)
+        names = [name for p, part in enumerate(self._parts) if stream == f"{STREAM}{p}" for name in part]
+        phi, momentum = ({name: held[name] for name in names} for held in (self._phi, self._momentum))
+        return {**named("phi", phi), **named("momentum", momentum)}
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """phi."""
+        self._begin(replica)
+        return {name: tensor.clone() for name, tensor in self._phi.items()}
+
+    def _begin(self, replica: Replica) -> None:
+        if not self._phi:
+            self._phi = dict(replica.read(replica.names, "param"))
+            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
+            self._take_turns(replica, list(range(self.fragments)))
+
+    def _exchange(self, p: int, number: int, tensors: dict[str, Tensor]) -> Exchange:
+        return Exchange(
+            Key(f"{STREAM}{p}", number),
+            "mean",
+            All(),
+            tensors,
+            codec=self.codec,
+            return_codec=self.return_codec,
+            stride=self.fragments,
+            apply_after=self.overlap,
+            deadline_s=self.deadline_s,
+        )
+
+
+_HELD = ("residual", "message", "start")  # what is held of some fragments and not of others
