@@ -15,7 +15,13 @@ from farflock.compression.payload import FLOAT_MAX, flat, largest
 
 # As bit patterns: non-negative floats order as their bits do, also where a processor takes denormals for 0.
 MIN_SCALE_BITS = 0x0080_0000  # 2^-126
-MAX_SCALE_BITS = {127: 0x7C01_0203, 7: 0x7E12_4924}  # by largest code: about 2.679e36 and 4.861e37
+MAX_SCALE_BITS = {  # by largest code
+    127: 0x7C01_0203,  # about 2.679e36
+    64: 0x7C7F_FFFF,  # about 5.317e36
+    7: 0x7E12_4924,  # about 4.861e37
+    1: 0x7F7F_FFFF,  # the largest float32
+}
+_UNIT = 2.0**24  # in which magnitudes are counted for a mean: a float32 holds all whole numbers up to it
 
 
 def blocks_of(count: int, block: int) -> int:
@@ -26,18 +32,44 @@ def blocks_of(count: int, block: int) -> int:
 def quantise(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
     """The scales (K) and the codes (K·B, whole numbers in float32, the last block filled up with 0) of the flat `x`.
 
-    scale = absmax/top within the limits above, or 0 if that is less than 2^-126; code = round(x/scale), ties to even.
-    Codes stay in [-top, top] by themselves: x/scale exceeds top by no more than float rounding.
+    As `scaled`, with the ratios rounded, ties to even. Codes stay in [-top, top] by themselves.
     """
-    x_KB = _padded(flat(x), block)
+    scale_K, ratio_KB = scaled(x, block, top)
+    return scale_K, ratio_KB.round_().view(-1)
+
+
+def scaled(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
+    """The scales (K) and x/scale (K, B, the last block filled up with 0) of the flat `x`.
+
+    scale = absmax/top within the limits above, or 0 if that is less than 2^-126, and all ratios 0. Ratios exceed top by
+    no more than float rounding.
+    """
+    x_KB = padded(flat(x), block)
     absmax_K = x_KB.abs().amax(dim=1)
     if not largest(absmax_K) <= FLOAT_MAX:  # true for NaN, which amax hands on
         require_finite(x)
     bits_K = (absmax_K / top).view(torch.int32).clamp_(max=MAX_SCALE_BITS[top])
     tiny_K = bits_K < MIN_SCALE_BITS
     divisor_K = bits_K.view(torch.float32).masked_fill(tiny_K, 1.0)  # makes all codes of such a block 0
-    codes_KB = (x_KB / divisor_K[:, None]).round_()
-    return bits_K.masked_fill_(tiny_K, 0).view(torch.float32), codes_KB.view(-1)
+    return bits_K.masked_fill_(tiny_K, 0).view(torch.float32), x_KB / divisor_K[:, None]
+
+
+def mean_magnitudes(x: Tensor, block: int) -> Tensor:
+    """The mean of |x| in each block (K), to about 2^-24 of the block's largest; 0 if less than 2^-126.
+
+    The sum is of whole numbers, so exact: no order of addition, which differs between processors, can change a bit.
+    """
+    x_KB = padded(flat(x), block)
+    size_KB = x_KB.abs()
+    absmax_K = size_KB.amax(dim=1)
+    if not largest(absmax_K) <= FLOAT_MAX:
+        require_finite(x)
+    divisor_K = absmax_K.masked_fill(absmax_K == 0, 1.0)
+    units_K = size_KB.div_(divisor_K[:, None]).mul_(_UNIT).round_().sum(dim=1, dtype=torch.float64)
+    counts_K = torch.full_like(units_K, block)
+    counts_K[x.numel() // block :] = x.numel() % block
+    mean_K = (units_K / (counts_K * _UNIT) * absmax_K.double()).float()
+    return mean_K.masked_fill_(mean_K.view(torch.int32) < MIN_SCALE_BITS, 0.0)
 
 
 def require_scales(scale_K: Tensor, top: int) -> Tensor:
@@ -56,6 +88,7 @@ def rescale(out: Tensor, scale_K: Tensor, block: int) -> None:
     out[whole * block :].mul_(scale_K[whole:])  # the short block's one scale, or nothing times nothing
 
 
-def _padded(x: Tensor, block: int) -> Tensor:
+def padded(x: Tensor, block: int) -> Tensor:
+    """The flat `x` as rows of `block` values, the last filled up with 0."""
     missing = -x.numel() % block
     return (functional.pad(x, (0, missing)) if missing else x).reshape(-1, block)

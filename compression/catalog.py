@@ -5,10 +5,14 @@ import re
 from collections.abc import Callable
 
 from farflock.compression.codec import Codec
+from farflock.compression.ecsq import Ecsq
+from farflock.compression.fp4 import Fp4
 from farflock.compression.half import Half
 from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
 from farflock.compression.raw import Raw
+from farflock.compression.sign import Sign
+from farflock.compression.sparse2 import TopK2
 from farflock.compression.topk import TopK
 from farflock.compression.zstd import Zstd
 
@@ -18,21 +22,29 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "bf16": lambda: Half("bf16"),
     "int8": Int8,
     "int4": Int4,
+    "fp4": Fp4,
+    "sign": Sign,
     "topk:64/4096": TopK,
+    "topk2:64/4096": TopK2,
+    "ecsq:240": Ecsq,
     "bf16+zstd": lambda: Zstd(Half("bf16")),
 }
 
 _WITH_NUMBERS: dict[str, Callable[..., Codec]] = {
     r"int8:([1-9][0-9]{0,4})": Int8,
     r"int4:([1-9][0-9]{0,4})": Int4,
+    r"fp4:([1-9][0-9]{0,4})": Fp4,
+    r"sign:([1-9][0-9]{0,4})": Sign,
     r"topk:([1-9][0-9]{0,4})/([1-9][0-9]{0,4})": TopK,
+    r"topk2:([1-9][0-9]{0,4})/([1-9][0-9]{0,4})": TopK2,
+    r"ecsq:([1-9][0-9]{0,4})": Ecsq,
 }
 
 _SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's manifest
 
 
 def codec(spec: str) -> Codec:
-    """The codec of a name: a key of `CODECS`, `int8:128`, `int4:32`, `topk:8/512`, or one of these and `+zstd`.
+    """The codec of a name: a key of `CODECS`, `int8:128`, `sign:64`, `topk2:8/512`, or one of these and `+zstd`.
 
     `ValueError` with the nearest valid choice, or with what is wrong about the numbers, for anything else.
     """
@@ -45,5 +57,5 @@ def codec(spec: str) -> Codec:
         if match := re.fullmatch(pattern, spec):
             return build(*(int(number) for number in match.groups()))
     shown = spec[:_SHOWN]
-    nearest = difflib.get_close_matches(shown, CODECS, n=1, cutoff=0.0)[0]
+    nearest = difflib.get_close_matches(shown.lower(), CODECS, n=1, cutoff=0.0)[0]
     raise ValueError(f"codec {shown!r} is not known; did you mean {nearest!r}? There are {', '.join(CODECS)}")

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from farflock.compression import native
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.payload import append, values_at, within
 
@@ -43,11 +44,15 @@ class Half:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the rounded values."""
+        if native.encode(self.name, x, out):
+            return self.max_bytes(x.numel())
         dtype = _TYPES[self.name]
         return append(out, within(x, torch.finfo(dtype).max).to(dtype))
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Widen the values; NaN and infinity are refused."""
+        if native.decode(self.name, payload, out):
+            return
         count = out.numel()
         require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
         bits = values_at(payload, 0, count, torch.int16)

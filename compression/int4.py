@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflock.compression import native
 from farflock.compression.blocks import blocks_of, quantise, require_scales, rescale
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.payload import append, values_at
@@ -48,12 +49,16 @@ class Int4:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append scales and packed codes."""
+        if native.encode("int4", x, out, self.block):
+            return self.max_bytes(x.numel())
         scales, codes = quantise(x, self.block, 7)
         pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]  # 0x0B0A for codes A, B
         return append(out, scales) + append(out, ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8))
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Write code · scale; scales outside their limits, the stored code 0 and a filler other than 8 are refused."""
+        if native.decode("int4", payload, out, self.block):
+            return
         count = out.numel()
         require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
         blocks = blocks_of(count, self.block)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflock.compression import native
 from farflock.compression.blocks import blocks_of, quantise, require_scales, rescale
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.payload import append, values_at
@@ -44,11 +45,15 @@ class Int8:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append scales and codes."""
+        if native.encode("int8", x, out, self.block):
+            return self.max_bytes(x.numel())
         scales, codes = quantise(x, self.block, 127)
         return append(out, scales) + append(out, codes[: x.numel()].to(torch.int8))
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Write code · scale; scales outside their limits and the code -128 are refused."""
+        if native.decode("int8", payload, out, self.block):
+            return
         count = out.numel()
         require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
         blocks = blocks_of(count, self.block)

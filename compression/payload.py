@@ -6,14 +6,18 @@ peer's message.
 
 import sys
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from farflock.compression import native
 from farflock.compression.codec import Buffer, require_finite
 
 assert sys.byteorder == "little", "payloads are little endian; this code does not swap bytes on big-endian machines"
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+BF16_MAX_BITS = 0x7F7F
 
 
 def append(out: bytearray, values: Tensor) -> int:
@@ -34,6 +38,9 @@ def values_at(payload: Buffer, start: int, count: int, dtype: torch.dtype) -> Te
 
 def largest(values: Tensor) -> float:
     """The largest magnitude: NaN if one value is NaN, 0 if there are none."""
+    peak = native.peak(values)
+    if peak is not None:
+        return peak
     if not values.numel():
         return 0.0
     low, high = torch.aminmax(values)
@@ -54,3 +61,15 @@ def within(x: Tensor, limit: float = FLOAT_MAX) -> Tensor:
     if largest(flat(x)) <= limit:  # false for NaN
         return x
     return require_finite(x).clamp(-limit, limit)
+
+
+def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Non-negative finite numbers as bf16: to the nearest, ties to even, but never to infinity."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded.clip(max=BF16_MAX_BITS).astype(np.uint16)
+
+
+def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers behind bf16 bits, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

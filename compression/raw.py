@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from farflock.compression import native
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.payload import FLOAT_MAX, append, largest, values_at, within
 
@@ -27,10 +28,14 @@ class Raw:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the values."""
+        if native.encode("fp32", x, out):
+            return self.max_bytes(x.numel())
         return append(out, within(x))
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Copy the values; NaN and infinity are refused."""
+        if native.decode("fp32", payload, out):
+            return
         require_length(payload, self.max_bytes(out.numel()), f"fp32 for {out.numel()} values")
         values = values_at(payload, 0, out.numel(), torch.float32)
         if not largest(values) <= FLOAT_MAX:

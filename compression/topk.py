@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farflock.compression import native
 from farflock.compression.blocks import blocks_of
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.int8 import Int8
@@ -53,13 +54,18 @@ class TopK:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append positions and values of the largest."""
+        if native.encode("topk", x, out, self.k, self.chunk):
+            return self.max_bytes(x.numel())
         whole = within(x).numel() // self.chunk * self.chunk
-        places = torch.cat((self._largest(x[:whole], self.chunk), self._largest(x[whole:], x.numel() - whole) + whole))
+        rest = places_of_largest(x[whole:], self.k, x.numel() - whole) + whole
+        places = torch.cat((places_of_largest(x[:whole], self.k, self.chunk), rest))
         written = append(out, _pack(places % self.chunk, self._bits))
         return written + Int8(self.k).encode(x[places], ctx, out)
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter the values over zeros; positions that do not rise or leave their chunk are refused."""
+        if native.decode("topk", payload, out, self.k, self.chunk):
+            return
         count, kept = out.numel(), self._kept(out.numel())
         require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
         at = blocks_of(kept * self._bits, 8)
@@ -80,24 +86,31 @@ class TopK:
     def _kept(self, count: int) -> int:
         return count // self.chunk * self.k + min(self.k, count % self.chunk)
 
-    def _largest(self, x: Tensor, width: int) -> Tensor:
-        """Flat positions, rising, of the k largest magnitudes in each row of `width` values; the first among equals.
 
-        Magnitudes order as their bits do. numpy selects each row's k-th largest several times faster than torch.topk
-        does, whose order among equals is not promised either; whoever is above it stays, and the first that equal it.
-        """
-        if not x.numel():
-            return torch.empty(0, dtype=torch.int64)
-        bits = x.abs().view(torch.int32).view(-1, width).numpy()
-        k = min(self.k, width)
-        least = np.partition(bits, width - k, axis=1)[:, width - k, None]
-        kept = bits >= least
-        places = np.flatnonzero(kept)
-        if len(places) > k * len(bits):
-            equal = bits == least
-            room = k - (bits > least).sum(axis=1, keepdims=True)
-            places = np.flatnonzero(kept & ~(equal & (equal.cumsum(axis=1) > room)))
-        return torch.from_numpy(places)
+def places_of_largest(x: Tensor, k: int, width: int) -> Tensor:
+    """Flat positions, rising, of the k largest magnitudes in each row of `width` values; the first among equals.
+
+    All, if a row has fewer. Magnitudes order as their bits do. numpy selects each row's k-th largest several times faster
+    than torch.topk does, whose order among equals is not promised either; whoever is above it stays, and the first that
+    equal it.
+    """
+    if not x.numel():
+        return torch.empty(0, dtype=torch.int64)
+    payload = bytearray()
+    if 2 * k <= width and native.encode("topk", x, payload, k, width):  # which begins with the positions
+        count, bits = x.numel() // width * k, (width - 1).bit_length()
+        inside = _unpack(values_at(payload, 0, blocks_of(count * bits, 8), torch.uint8), count, bits)
+        return (inside.view(-1, k) + torch.arange(0, x.numel(), width)[:, None]).view(-1)
+    sizes = x.abs().view(torch.int32).view(-1, width).numpy()
+    k = min(k, width)
+    least = np.partition(sizes, width - k, axis=1)[:, width - k, None]
+    kept = sizes >= least
+    places = np.flatnonzero(kept)
+    if len(places) > k * len(sizes):
+        equal = sizes == least
+        room = k - (sizes > least).sum(axis=1, keepdims=True)
+        places = np.flatnonzero(kept & ~(equal & (equal.cumsum(axis=1) > room)))
+    return torch.from_numpy(places)
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from farflock.compression import native
+
 
 def _bits(count, seed):
     """32 well-mixed bits a value, by integers alone (the finaliser of MurmurHash3 on a counter)."""
@@ -39,6 +41,16 @@ KINDS = {
     "minus_zeros": lambda bits: np.full(len(bits), -0.0, "f4"),
     "largest": lambda bits: np.where(bits & 1, np.float32(3.4028235e38), np.float32(-3.4028235e38)),
 }
+
+
+@pytest.fixture(scope="module", params=["kernel", "torch"])
+def version(request):
+    """Runs a test twice: with the compiled kernel, and with torch alone, which is the oracle."""
+    kernels = native.kernels()
+    if request.param == "kernel" and not kernels:
+        pytest.skip("no compiled kernel here; `pip install -e .` builds it where a C compiler is")
+    with native.using(kernels[-1] if request.param == "kernel" else None):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.compression.catalog import CODECS, codec
+from farflock.compression.ecsq import Ecsq
+from farflock.compression.fp4 import Fp4
 from farflock.compression.half import Half
 from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
 from farflock.compression.raw import Raw
+from farflock.compression.sign import Sign
+from farflock.compression.sparse2 import TopK2
 from farflock.compression.topk import TopK
 from farflock.compression.zstd import Zstd
 
@@ -29,6 +33,10 @@ def test_a_key_is_the_name_of_what_it_builds(name):
         ("int4:32", Int4(32)),
         ("topk:8/512", TopK(8, 512)),
         ("topk:8/512+zstd", Zstd(TopK(8, 512))),
+        ("fp4:64", Fp4(64)),
+        ("sign:4096", Sign(4096)),
+        ("topk2:8/512", TopK2(8, 512)),
+        ("ecsq:150", Ecsq(150)),
     ],
 )
 def test_a_name_says_everything_about_its_codec(spec, expected):
@@ -39,6 +47,8 @@ def test_a_name_says_everything_about_its_codec(spec, expected):
 def test_a_default_number_is_left_out_of_the_name():
     assert codec("int8:256").name == "int8"
     assert codec("int4:64").name == "int4"
+    assert codec("fp4:256").name == "fp4"
+    assert codec("sign:256").name == "sign"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,10 @@ def test_a_default_number_is_left_out_of_the_name():
         ("float16", "fp16"),
         ("bfloat16", "bf16"),
         ("topk", "topk:64/4096"),
+        ("topk2", "topk2:64/4096"),
+        ("ecsq", "ecsq:240"),
+        ("signs", "sign"),
+        ("fp5", "fp4"),
         ("zstd", "bf16+zstd"),
     ],
 )
@@ -91,6 +105,13 @@ def test_a_malformed_name_is_refused_in_a_short_sentence(spec):
         "topk:64/64",
         "topk:1/1",
         "topk:9/65537",
+        "topk2:33/64",
+        "topk2:9/65537",
+        "fp4:3",
+        "fp4:65538",
+        "sign:65537",
+        "ecsq:99",
+        "ecsq:2001",
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused_with_the_choice(spec):
@@ -103,7 +124,7 @@ def test_a_half_precision_that_does_not_exist_is_refused():
         Half("fp8")
 
 
-@given(st.text(max_size=30) | st.from_regex(r"(int[48]|topk):[0-9/]{1,9}(\+zstd)?", fullmatch=True))
+@given(st.text(max_size=30) | st.from_regex(r"(int[48]|topk2?|fp4|sign|ecsq):[0-9/]{1,9}(\+zstd)?", fullmatch=True))
 def test_any_text_is_a_codec_or_a_value_error(spec):
     try:
         built = codec(spec)
@@ -113,5 +134,5 @@ def test_any_text_is_a_codec_or_a_value_error(spec):
 
 
 def test_only_what_drops_values_is_biased():
-    assert [name for name in CODECS if codec(name).biased] == ["topk:64/4096"]
+    assert [name for name in CODECS if codec(name).biased] == ["sign", "topk:64/4096", "topk2:64/4096", "ecsq:240"]
     assert codec("topk:8/512+zstd").biased

@@ -6,7 +6,20 @@ import torch
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context
 
-NAMES = [*CODECS, "int8:4", "int4:6", "topk:4/64", "topk:5/1000"]
+pytestmark = pytest.mark.usefixtures("version")
+
+NAMES = [
+    *CODECS,
+    "int8:4",
+    "int4:6",
+    "topk:4/64",
+    "topk:5/1000",
+    "fp4:4",
+    "sign:12",
+    "topk2:4/64",
+    "topk2:5/1000",
+    "ecsq:150",
+]
 CASES = [
     ("usual", 0),
     ("usual", 1),

@@ -8,6 +8,8 @@ import torch
 from farflock.compression.codec import Context, CorruptPayload
 from farflock.compression.half import Half
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 def through(name, *numbers):
     out, back = bytearray(), torch.empty(len(numbers))

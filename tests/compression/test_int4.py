@@ -8,6 +8,8 @@ import torch
 from farflock.compression.codec import Context, CorruptPayload
 from farflock.compression.int4 import Int4
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 def encoded(c, x):
     out = bytearray()

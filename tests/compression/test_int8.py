@@ -6,6 +6,8 @@ import torch
 from farflock.compression.codec import Context, CorruptPayload
 from farflock.compression.int8 import Int8
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 def through(c, x):
     out, back = bytearray(), torch.empty(len(x))

@@ -1,6 +1,7 @@
 """The law of `Codec` (compression/codec.py), point by point, on every codec of the catalogue and some relatives."""
 
 import contextlib
+import math
 import tracemalloc
 
 import pytest
@@ -12,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 
-NAMES = [*CODECS, "int8:7", "int4:6", "topk:3/10", "topk:1/2", "topk:5/4095", "int8+zstd", "topk:3/10+zstd"]
+pytestmark = pytest.mark.usefixtures("version")
+
+NAMES = [
+    *CODECS,
+    *("int8:7", "int4:6", "fp4:6", "fp4:64", "sign:7", "sign:65", "ecsq:100", "ecsq:2000"),
+    *("topk:3/10", "topk:1/2", "topk:5/4095", "topk2:3/10", "topk2:1/2", "topk2:5/4095"),
+    *("int8+zstd", "topk:3/10+zstd", "ecsq:100+zstd"),
+]
 CTX = Context(run_seed=3, round=2, tensor="layers.0.weight", shard=1)
 KINDS = ("usual", "any", "huge", "denormal", "tiny", "half", "ties", "rare", "zeros", "minus_zeros", "largest")
 
@@ -38,10 +46,15 @@ def sizes(c):
     return sorted({0, 1, 2, 3, g - 1, g, g + 1, 2 * g, 3 * g - 1} - {-1})
 
 
+def absmax_of_block(x, block):
+    """The largest magnitude of each value's block."""
+    padded = torch.cat((x, x.new_zeros(-len(x) % block))).view(-1, block)
+    return padded.abs().amax(dim=1, keepdim=True).double().expand_as(padded).reshape(-1)[: len(x)]
+
+
 def blockwise_bound(x, block, levels):
     """absmax/(2·levels) of each value's block with a little for rounding, and the size of what counts as nothing."""
-    padded = torch.cat((x, x.new_zeros(-len(x) % block))).view(-1, block)
-    absmax = padded.abs().amax(dim=1, keepdim=True).double().expand_as(padded).reshape(-1)[: len(x)]
+    absmax = absmax_of_block(x, block)
     rounding = {127: 2.0**-14, 7: 2.0**-18}[levels]
     return absmax / (2 * levels) * (1 + rounding) + levels * 2.0**-126
 
@@ -62,6 +75,16 @@ def bound(name, x):
             return blockwise_bound(x, int(numbers or 256), 127)
         case "int4":
             return blockwise_bound(x, int(numbers or 64), 7)
+        case "fp4":
+            absmax = absmax_of_block(x, int(numbers or 256))
+            return torch.maximum(size / 3, absmax / 128) * (1 + 2.0**-20) + 2.0**-120
+        case "sign":
+            block = int(numbers or 256)
+            return absmax_of_block(x, block) * (1 + 2.0**-14) + block * 2.0**-126
+        case "ecsq":
+            return ecsq_bound(x, int(numbers) / 100)
+        case "topk2":
+            return topk2_bound(x, *(int(number) for number in numbers.split("/")))
         case "topk":
             return topk_bound(x, *(int(number) for number in numbers.split("/")))
 
@@ -74,6 +97,27 @@ def topk_bound(x, k, chunk):
         kept = sorted(sorted(range(len(part)), key=lambda i: (-abs(float(part[i])), i))[:k])
         out[start + torch.tensor(kept)] = blockwise_bound(part[kept], k, 127)
     return out
+
+
+def topk2_bound(x, k, chunk):
+    """A little more than the largest magnitude of the chunk for what is kept, everything for what is not."""
+    out = x.double().abs()
+    for start in range(0, len(x), chunk):
+        part = x[start : start + chunk]
+        count = max(1, math.floor(len(part) * k / chunk + 0.5))
+        kept = sorted(range(len(part)), key=lambda i: (-abs(float(part[i])), i))[:count]
+        out[start + torch.tensor(kept)] = float(part.abs().max()) * (1 + 2.0**-8) + 2.0**-134
+    return out
+
+
+def ecsq_bound(x, share):
+    """11/16 of a step, which is a share of the block's mean magnitude, and what is above 2^127."""
+    out = torch.empty(len(x), dtype=torch.float64)
+    cut = x.double().abs().clamp(max=2.0**127)
+    for start in range(0, len(x), 4096):
+        part = cut[start : start + 4096]
+        out[start : start + 4096] = 11 / 16 * share * (1 + 2.0**-7) * part.mean() + 4096 * 2.0**-126
+    return out + (x.double().abs() - cut)
 
 
 class Taken(TorchDispatchMode):
@@ -205,9 +249,10 @@ def test_decode_takes_little_memory(warm, values, name):
     c, count = codec(name), 3 * 65536 + 5
     payload, out = encode(c, values("usual", count)), torch.empty(count)
     tensors, python = memory_taken(lambda: c.decode(payload, CTX, out))
-    multiple = 16 if name.startswith("topk") and name not in CODECS else 4  # so dense that positions weigh most
+    dense = name.startswith("ecsq") or (name.startswith("topk") and name not in CODECS)
+    multiple = 16 if dense else 4  # so dense that positions weigh most
     assert tensors <= multiple * 4 * count
-    assert python <= 2 * 4 * count
+    assert python <= multiple // 2 * 4 * count  # numpy's arrays count as Python's own memory
 
 
 @each_codec

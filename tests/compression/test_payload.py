@@ -6,6 +6,8 @@ import torch
 from farflock.compression.codec import UnencodableTensor
 from farflock.compression.payload import FLOAT_MAX, append, largest, values_at, within
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 31, 32, 33, 1000, 70_001])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 SCRIPT = """
 import hashlib, json, torch
+from farflock.compression import native
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context
 
@@ -34,26 +36,35 @@ def decode(name, payload, count):
 def digest(parts):
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
-report = {"capability": torch.backends.cpu.get_cpu_capability(), "codecs": {}}
-for name in [*CODECS, "int8:100", "int4:6", "topk:3/10"]:
+def hashes(name):
     payloads = []
     for x in inputs():
         out = bytearray()
         codec(name).encode(x, Context(), out)
         payloads.append((out, len(x)))
-    hashes = [digest(out for out, _ in payloads), digest(decode(name, *one) for one in payloads)]
+    found = [digest(out for out, _ in payloads), digest(decode(name, *one) for one in payloads)]
     torch.set_flush_denormal(True)
-    hashes.append(digest(decode(name, *one) for one in payloads))
+    found.append(digest(decode(name, *one) for one in payloads))
     torch.set_flush_denormal(False)
-    report["codecs"][name] = hashes
+    return found
+
+report = {"capability": torch.backends.cpu.get_cpu_capability(), "codecs": {}, "kernels": {}}
+for name in [*CODECS, "int8:100", "int4:6", "topk:3/10", "fp4:6", "sign:10", "topk2:3/10", "ecsq:150"]:
+    with native.using(None):
+        report["codecs"][name] = hashes(name)
+    for kernel in native.kernels():
+        with native.using(kernel):
+            report["kernels"].setdefault(kernel.instructions, {})[name] = hashes(name)
 print(json.dumps(report))
 """
 
 
 def report(capability):
-    """The script's JSON line, run with torch held to one level of vector instructions."""
+    """The script's JSON line, run with torch held to one level of vector instructions, and numpy to the plainest or all."""
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     environment = {
         **os.environ,
+        "NPY_DISABLE_CPU_FEATURES": " ".join(found) if capability == "default" else "",
         "ATEN_CPU_CAPABILITY": capability,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -78,3 +89,8 @@ def test_bytes_and_values_are_equal_with_and_without_vector_instructions(plain):
 def test_flushing_denormals_does_not_change_a_decoded_bit(plain):
     for name, (_, decoded, decoded_flushed) in plain["codecs"].items():
         assert decoded == decoded_flushed, name
+
+
+def test_every_kernel_writes_and_reads_the_same_bits_as_torch_also_while_denormals_are_flushed(plain):
+    for instructions, codecs in plain["kernels"].items():
+        assert codecs == plain["codecs"], instructions

@@ -6,6 +6,8 @@ import torch
 from farflock.compression.codec import Context, CorruptPayload
 from farflock.compression.raw import Raw
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 def test_every_finite_bit_survives(values, bits, kinds):
     for kind in kinds:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 from farflock.compression.topk import TopK
 
+pytestmark = pytest.mark.usefixtures("version")
+
 
 def encoded(c, x):
     out = bytearray()

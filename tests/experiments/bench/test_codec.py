@@ -10,7 +10,10 @@ from farflock.experiments.bench import codec
 from farflock.node.errors import Usage
 from farflock.node.wire import SHARD_VALUES, Cut
 
-LEAST_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.125, "int4": 4.5, "topk:64/4096": 0.3203}
+LEAST_BITS = {
+    **{"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.125, "int4": 4.5, "fp4": 4.125, "sign": 1.125},
+    "topk:64/4096": 0.3203,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def test_the_note_says_what_a_value_takes(lines, name):
 
 def test_the_sparse_codec_is_held_against_the_entropy_of_positions_and_two_bits(lines):
     line = lines["codec.sparse_bits"]
-    assert line.value == pytest.approx((64 * 12 + 64 * 8 + 32) / 4096)
+    assert line.yardstick < line.value <= 0.158
     assert line.yardstick == pytest.approx(64 / 4096 * (7.364 + 2), abs=1e-4)
     assert line.ratio == pytest.approx(line.value / line.yardstick, abs=1e-4)
 

@@ -1,0 +1,390 @@
+/* The codecs' loops. module.c includes this file once for each instruction set, with SET(name) naming that set's copy
+ * and TARGET telling the compiler what it may use. Plain C that the compiler vectorises: no intrinsics, so one text
+ * serves all processors. Every float operation is one that the torch version does too, separately rounded (the build
+ * forbids contraction), and everything else is integers: the bytes and values are the same to the bit.
+ *
+ * Each encoder returns false, having written whatever, if a value
+ * is NaN or infinite; each decoder returns false, having written nothing, if no correct encoder wrote the payload.
+ */
+
+/* The largest magnitude, as bits: INFINITY_BITS or above if one value is not finite. */
+TARGET static int32_t SET(peak)(const loose_f32 *x, size_t count)
+{
+    const loose_i32 *bits = (const loose_i32 *)x;
+    int32_t most = 0;
+    for (size_t i = 0; i < count; i++) {
+        int32_t magnitude = bits[i] & 0x7FFFFFFF;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most;
+}
+
+/* --- fp32 --- */
+
+TARGET static bool SET(copy_finite)(const loose_f32 *from, size_t count, loose_f32 *to)
+{
+    for (size_t at = 0; at < count; at += PIECE) {
+        size_t some = least(PIECE, count - at);
+        if (SET(peak)(from + at, some) >= INFINITY_BITS)
+            return false;
+        memcpy(to + at, from + at, some * sizeof *to);
+    }
+    return true;
+}
+
+TARGET static bool SET(encode_fp32)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    return SET(copy_finite)(x, s.count, (loose_f32 *)out);
+}
+
+TARGET static bool SET(decode_fp32)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    if (SET(peak)((const loose_f32 *)in, s.count) >= INFINITY_BITS)
+        return false;
+    memcpy(out, in, s.count * sizeof *out);
+    return true;
+}
+
+/* --- fp16 and bf16: to the nearest, ties to even, never to infinity --- */
+
+TARGET static bool SET(encode_bf16)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    const loose_i32 *bits = (const loose_i32 *)x;
+    loose_u16 *half = (loose_u16 *)out;
+    int32_t most = 0;
+    for (size_t i = 0; i < s.count; i++) {
+        int32_t magnitude = bits[i] & 0x7FFFFFFF;
+        most = magnitude > most ? magnitude : most;
+        magnitude = magnitude < 0x7F7F0000 ? magnitude : 0x7F7F0000;
+        int32_t rounded = (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16;
+        half[i] = (uint16_t)(rounded | (bits[i] >> 16 & 0x8000));
+    }
+    return most < INFINITY_BITS;
+}
+
+TARGET static bool SET(encode_fp16)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    const loose_i32 *bits = (const loose_i32 *)x;
+    loose_u16 *half = (loose_u16 *)out;
+    int32_t most = 0;
+    for (size_t i = 0; i < s.count; i++) {
+        int32_t magnitude = bits[i] & 0x7FFFFFFF;
+        most = magnitude > most ? magnitude : most;
+        magnitude = magnitude < 0x477FE000 ? magnitude : 0x477FE000; /* 65504 */
+        int32_t usual = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
+        int32_t small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000; /* 0.5's last bit is worth 2^-24 */
+        int32_t rounded = magnitude < 0x38800000 ? small : usual;         /* 2^-14, the least that is not denormal */
+        half[i] = (uint16_t)(rounded | (bits[i] >> 16 & 0x8000));
+    }
+    return most < INFINITY_BITS;
+}
+
+/* Whether all halves are finite: below `infinity` without their sign. */
+TARGET static bool SET(halves_are_finite)(const loose_u16 *half, size_t count, int16_t infinity)
+{
+    int16_t most = 0;
+    for (size_t i = 0; i < count; i++) {
+        int16_t magnitude = (int16_t)(half[i] & 0x7FFF);
+        most = magnitude > most ? magnitude : most;
+    }
+    return most < infinity;
+}
+
+TARGET static bool SET(decode_bf16)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    const loose_u16 *half = (const loose_u16 *)in;
+    loose_i32 *bits = (loose_i32 *)out;
+    if (!SET(halves_are_finite)(half, s.count, 0x7F80))
+        return false;
+    for (size_t i = 0; i < s.count; i++)
+        bits[i] = (int32_t)((uint32_t)half[i] << 16);
+    return true;
+}
+
+TARGET static bool SET(decode_fp16)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    const loose_u16 *half = (const loose_u16 *)in;
+    loose_i32 *bits = (loose_i32 *)out;
+    if (!SET(halves_are_finite)(half, s.count, 0x7C00))
+        return false;
+    for (size_t i = 0; i < s.count; i++) {
+        int32_t magnitude = (half[i] & 0x7FFF) << 13;
+        int32_t usual = magnitude + 0x38000000;
+        int32_t small = bits_of(float_of(magnitude + 0x38800000) - 0x1p-14f); /* no float here is denormal itself */
+        uint32_t sign = (uint32_t)(half[i] & 0x8000) << 16;
+        bits[i] = (int32_t)(sign | (uint32_t)(magnitude < 0x00800000 ? small : usual));
+    }
+    return true;
+}
+
+/* --- blocks of codes that share a scale: blocks.py --- */
+
+/* code = round(x / divisor) + zero, ties to even: so is a small number rounded that is added to ROUND, and the whole
+ * number it becomes fills the sum's low bits. */
+TARGET static void SET(quantise)(const loose_f32 *x, size_t count, float divisor, float zero, uint8_t *code)
+{
+    for (size_t i = 0; i < count; i++)
+        code[i] = (uint8_t)bits_of(x[i] / divisor + (ROUND + zero));
+}
+
+/* Whether all scales are 0 or within their limits. */
+TARGET static bool SET(scales_are_good)(const uint8_t *in, size_t blocks, struct levels levels)
+{
+    const loose_u32 *bits = (const loose_u32 *)in;
+    uint32_t wrong = 0;
+    for (size_t k = 0; k < blocks; k++)
+        wrong |= bits[k] && bits[k] - MIN_SCALE_BITS > (uint32_t)levels.max_scale - MIN_SCALE_BITS;
+    return !wrong;
+}
+
+TARGET static bool SET(holds)(const uint8_t *bytes, size_t count, uint8_t wanted)
+{
+    uint8_t found = 0;
+    for (size_t i = 0; i < count; i++)
+        found |= bytes[i] == wanted;
+    return found;
+}
+
+/* Writes each block's scale, and one code a value. */
+TARGET static bool SET(encode_blocks)(const loose_f32 *x, struct shape s, struct levels levels, loose_f32 *scale,
+                               uint8_t *code)
+{
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t some = least(s.block, s.count - at);
+        int32_t most = SET(peak)(x + at, some);
+        float divisor;
+        if (most >= INFINITY_BITS)
+            return false;
+        *scale++ = scale_of(most, levels, &divisor);
+        SET(quantise)(x + at, some, divisor, levels.zero, code + at);
+    }
+    return true;
+}
+
+TARGET static bool SET(encode_int8)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    return SET(encode_blocks)(x, s, LEVELS_INT8, (loose_f32 *)out, out + 4 * blocks_of(s.count, s.block));
+}
+
+TARGET static bool SET(decode_int8)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    size_t blocks = blocks_of(s.count, s.block);
+    const loose_f32 *scale = (const loose_f32 *)in;
+    const int8_t *code = (const int8_t *)in + 4 * blocks;
+    if (!SET(scales_are_good)(in, blocks, LEVELS_INT8) || SET(holds)(in + 4 * blocks, s.count, 0x80))
+        return false;
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t stop = at + least(s.block, s.count - at);
+        float by = *scale++;
+        for (size_t i = at; i < stop; i++)
+            out[i] = (float)code[i] * by;
+    }
+    return true;
+}
+
+/* Two codes to a byte; an odd last one has the filler beside it. */
+TARGET static bool SET(encode_int4)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    size_t blocks = blocks_of(s.count, s.block), bytes = blocks_of(s.count, 2);
+    uint8_t *code = malloc(2 * bytes), *packed = out + 4 * blocks;
+    const loose_u16 *pair = (const loose_u16 *)code;
+    bool good = code && SET(encode_blocks)(x, s, LEVELS_INT4, (loose_f32 *)out, code);
+    if (good && s.count % 2)
+        code[s.count] = INT4_ZERO;
+    for (size_t i = 0; good && i < bytes; i++)
+        packed[i] = (uint8_t)(pair[i] | pair[i] >> 4);
+    free(code);
+    return good;
+}
+
+/* Whether no half of a byte is 0, and the filler, if there is one, is code 0. */
+TARGET static bool SET(pairs_are_good)(const uint8_t *packed, size_t count)
+{
+    uint8_t wrong = 0;
+    for (size_t i = 0; i < blocks_of(count, 2); i++)
+        wrong |= !(packed[i] & 0x0F) | !(packed[i] & 0xF0);
+    return !wrong && (count % 2 == 0 || packed[count / 2] >> 4 == INT4_ZERO);
+}
+
+TARGET static bool SET(decode_int4)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    size_t blocks = blocks_of(s.count, s.block);
+    const loose_f32 *scale = (const loose_f32 *)in;
+    const uint8_t *packed = in + 4 * blocks;
+    if (!SET(scales_are_good)(in, blocks, LEVELS_INT4) || !SET(pairs_are_good)(packed, s.count))
+        return false;
+    for (size_t at = 0; at < s.count; at += s.block) {
+        size_t some = least(s.block, s.count - at);
+        const uint8_t *pair = packed + at / 2;
+        loose_f32 *to = out + at;
+        float by = *scale++;
+        for (size_t i = 0; i < some / 2; i++) {
+            to[2 * i] = (float)((pair[i] & 15) - INT4_ZERO) * by;
+            to[2 * i + 1] = (float)((pair[i] >> 4) - INT4_ZERO) * by;
+        }
+        if (some % 2)
+            to[some - 1] = (float)((pair[some / 2] & 15) - INT4_ZERO) * by;
+    }
+    return true;
+}
+
+/* --- top-k: the largest magnitudes of each chunk, of equal ones the first --- */
+
+TARGET static size_t SET(count_from)(const loose_i32 *bits, size_t count, int32_t least_bits)
+{
+    int32_t found = 0; /* a chunk holds 65536 at most */
+    for (size_t i = 0; i < count; i++)
+        found += bits[i] >= least_bits;
+    return (size_t)found;
+}
+
+/* By bisection, a bound that at least k of the numbers reach: k + slack at most, or fewer than k reach a higher one. */
+TARGET static int32_t SET(bound_of)(const loose_i32 *bits, size_t count, size_t k, size_t slack)
+{
+    int32_t low = 0, high = INFINITY_BITS;
+    while (high - low > 1) {
+        int32_t middle = low + (high - low) / 2;
+        size_t found = SET(count_from)(bits, count, middle);
+        if (found >= k)
+            low = middle;
+        else
+            high = middle;
+        if (found >= k && found <= k + slack)
+            break;
+    }
+    return low;
+}
+
+/* The largest magnitude of each column, where the chunk's values stand in rows of so many columns. */
+TARGET static void SET(column_peaks)(const loose_f32 *x, size_t count, size_t columns, loose_i32 *peaks)
+{
+    const loose_i32 *bits = (const loose_i32 *)x;
+    memset(peaks, 0, columns * sizeof *peaks);
+    for (size_t start = 0; start < count; start += columns)
+        for (size_t i = 0; i < least(columns, count - start); i++) {
+            int32_t magnitude = bits[start + i] & 0x7FFFFFFF;
+            peaks[i] = magnitude > peaks[i] ? magnitude : peaks[i];
+        }
+}
+
+/* Numbers, rising, of those that reach the bound. */
+TARGET static size_t SET(reaching)(const loose_i32 *bits, size_t count, int32_t bound, loose_i32 *found)
+{
+    size_t taken = 0;
+    for (size_t i = 0; i < count; i++) {
+        found[taken] = (int32_t)i;
+        taken += bits[i] >= bound;
+    }
+    return taken;
+}
+
+/* Places and magnitudes, rising by place, of all values that reach the bound; they lie in the columns kept.column. */
+TARGET static size_t SET(gather)(const loose_f32 *x, size_t count, size_t columns, size_t hit, int32_t bound,
+                          struct kept kept)
+{
+    const loose_i32 *bits = (const loose_i32 *)x;
+    size_t found = 0;
+    for (size_t start = 0; start < count; start += columns) {
+        while (hit && start + (size_t)kept.column[hit - 1] >= count) /* in the last row, which may be short */
+            hit--;
+        for (size_t i = 0; i < hit; i++) {
+            size_t place = start + (size_t)kept.column[i];
+            kept.place[found] = (int32_t)place;
+            found += (bits[place] & 0x7FFFFFFF) >= bound;
+        }
+    }
+    for (size_t i = 0; i < found; i++)
+        kept.bits[i] = bits[kept.place[i]] & 0x7FFFFFFF;
+    return found;
+}
+
+/* Puts the places of the k largest of `count` values, rising, into kept.place; false if a value is not finite. As many
+ * columns' peaks reach a bound, so many values do at least, and few more: these alone are compared again. */
+TARGET static bool SET(choose)(const loose_f32 *x, size_t count, size_t k, struct kept kept)
+{
+    size_t columns = blocks_of(count, blocks_of(count, 4 * k));
+    SET(column_peaks)(x, count, columns, kept.bits);
+    if (SET(peak)((const loose_f32 *)kept.bits, columns) >= INFINITY_BITS)
+        return false;
+    int32_t bound = SET(bound_of)(kept.bits, columns, k, k / 8);
+    size_t hit = SET(reaching)(kept.bits, columns, bound, kept.column);
+    size_t found = SET(gather)(x, count, columns, hit, bound, kept);
+    if (found < k)
+        return false; /* somebody changes the values now */
+    bound = SET(bound_of)(kept.bits, found, k, 0);
+    size_t surplus = SET(count_from)(kept.bits, found, bound) - k, taken = 0;
+    for (size_t i = found; surplus; i--) /* of those that equal the bound, leave out the last */
+        if (kept.bits[i - 1] == bound) {
+            kept.bits[i - 1] = -1;
+            surplus--;
+        }
+    for (size_t i = 0; i < found; i++) {
+        kept.place[taken] = kept.place[i];
+        taken += kept.bits[i] >= bound;
+    }
+    return true;
+}
+
+TARGET static bool SET(encode_topk)(const loose_f32 *x, struct shape s, uint8_t *out)
+{
+    struct kept kept = kept_for(s);
+    struct stream stream = {out, 0, 0};
+    loose_f32 *scale = (loose_f32 *)(out + position_bytes(s));
+    uint8_t *code = (uint8_t *)(scale + blocks_of(s.count, s.chunk));
+    bool good = kept.place;
+    for (size_t start = 0; good && start < s.count; start += s.chunk) {
+        size_t count = least(s.chunk, s.count - start), k = least(s.block, count);
+        float divisor;
+        if (!(good = SET(choose)(x + start, count, k, kept)))
+            break;
+        for (size_t i = 0; i < k; i++) {
+            put(&stream, (uint32_t)kept.place[i], s.bits);
+            kept.values[i] = x[start + (size_t)kept.place[i]];
+        }
+        *scale++ = scale_of(SET(peak)(kept.values, k), LEVELS_INT8, &divisor);
+        SET(quantise)(kept.values, k, divisor, LEVELS_INT8.zero, code);
+        code += k;
+    }
+    put_rest(&stream);
+    free(kept.place);
+    return good;
+}
+
+/* Whether positions rise and stay inside their chunk, and no bit after the last is set. */
+TARGET static bool SET(positions_are_good)(const uint8_t *in, struct shape s)
+{
+    size_t kept = kept_of(s), i = 0;
+    uint32_t wrong = 0;
+    for (size_t start = 0; start < s.count; start += s.chunk) {
+        size_t count = least(s.chunk, s.count - start);
+        uint32_t next = 0;
+        for (size_t stop = i + least(s.block, count); i < stop; i++) {
+            uint32_t place = position(in, i, s.bits);
+            wrong |= (place < next) | (place >= count);
+            next = place + 1;
+        }
+    }
+    unsigned rest = kept * s.bits % 8;
+    return !wrong && !(rest && in[position_bytes(s) - 1] >> rest);
+}
+
+TARGET static bool SET(decode_topk)(const uint8_t *in, struct shape s, loose_f32 *out)
+{
+    size_t blocks = blocks_of(s.count, s.chunk), i = 0;
+    const loose_f32 *scale = (const loose_f32 *)(in + position_bytes(s));
+    const uint8_t *code = (const uint8_t *)(scale + blocks);
+    if (!SET(scales_are_good)((const uint8_t *)scale, blocks, LEVELS_INT8) || SET(holds)(code, kept_of(s), 0x80))
+        return false;
+    if (!SET(positions_are_good)(in, s))
+        return false;
+    for (size_t start = 0; start < s.count; start += s.chunk, scale++) {
+        size_t count = least(s.chunk, s.count - start);
+        memset(out + start, 0, count * sizeof *out);
+        for (size_t stop = i + least(s.block, count); i < stop; i++) {
+            size_t place = position(in, i, s.bits);
+            if (place < count) /* also if somebody changes the payload now */
+                out[start + place] = (float)(int8_t)code[i] * *scale;
+        }
+    }
+    return true;
+}

@@ -1,0 +1,316 @@
+/* farflock.compression._kernel: encoding and decoding in one pass through memory, with the bits of the torch version.
+ *
+ *   SETS: names of the instruction sets that this processor runs, the plainest first.
+ *   encode(set, codec, x, count, block, chunk, out) -> bool: append the payload of the floats x to the bytearray out.
+ *   decode(set, codec, payload, x, count, block, chunk) -> bool: overwrite the floats x.
+ *   peak(set, x, count) -> float: the largest magnitude; NaN if one is NaN.
+ *
+ * x is the address of `count` float32 that the caller keeps alive: a tensor's data_ptr(), which takes a tenth of the
+ * time that a buffer made from a tensor does. `block` and `chunk` are the codec's numbers, 0 where it has none. False
+ * means "not this": nothing has changed, and the caller asks the torch version, which says what is wrong. Python's lock
+ * is not held while the loops run.
+ */
+
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <float.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if FLT_EVAL_METHOD != 0 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernel needs float32 arithmetic without excess precision, and little endian memory"
+#endif
+
+enum { PIECE = 1024, INT4_ZERO = 8, INFINITY_BITS = 0x7F800000, MIN_SCALE_BITS = 0x00800000 };
+
+#define ROUND 0x1.8p23f
+
+/* Unaligned: payloads lie anywhere. */
+typedef float loose_f32 __attribute__((aligned(1), may_alias));
+typedef int32_t loose_i32 __attribute__((aligned(1), may_alias));
+typedef uint32_t loose_u32 __attribute__((aligned(1), may_alias));
+typedef uint16_t loose_u16 __attribute__((aligned(1), may_alias));
+
+enum codec { FP32, FP16, BF16, INT8, INT4, TOPK, CODECS };
+static const char *const NAMES[CODECS] = {"fp32", "fp16", "bf16", "int8", "int4", "topk"};
+
+/* How many values, and the codec's numbers: values a block, or those kept of a chunk; bits of a position in a chunk. */
+struct shape {
+    size_t count, block, chunk;
+    unsigned bits;
+};
+
+struct levels {
+    float top, zero;   /* the largest code, and how code 0 is written */
+    int32_t max_scale; /* bits of the largest scale whose product with the largest code is finite */
+};
+static const struct levels LEVELS_INT8 = {127, 0, 0x7C010203}, LEVELS_INT4 = {7, INT4_ZERO, 0x7E124924};
+
+static inline int32_t bits_of(float x)
+{
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(int32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+static inline size_t blocks_of(size_t count, size_t block) { return count / block + (count % block != 0); }
+
+/* The scale of values whose largest magnitude has these bits; `divisor` makes all codes 0 where the scale is 0. */
+static inline float scale_of(int32_t most, struct levels levels, float *divisor)
+{
+    int32_t bits = bits_of(float_of(most) / levels.top);
+    if (bits > levels.max_scale)
+        bits = levels.max_scale;
+    *divisor = bits < MIN_SCALE_BITS ? 1.0f : float_of(bits);
+    return bits < MIN_SCALE_BITS ? 0.0f : float_of(bits);
+}
+
+/* --- top-k's positions: `bits` bits each, lowest first, one after the other --- */
+
+static inline size_t kept_of(struct shape s) { return s.count / s.chunk * s.block + least(s.block, s.count % s.chunk); }
+
+static inline size_t position_bytes(struct shape s) { return blocks_of(kept_of(s) * s.bits, 8); }
+
+struct stream {
+    uint8_t *to;
+    uint64_t held;
+    unsigned fill;
+};
+
+static inline void put(struct stream *s, uint32_t position, unsigned bits)
+{
+    s->held |= (uint64_t)position << s->fill;
+    for (s->fill += bits; s->fill >= 8; s->fill -= 8, s->held >>= 8)
+        *s->to++ = (uint8_t)s->held;
+}
+
+static inline void put_rest(struct stream *s)
+{
+    if (s->fill)
+        *s->to = (uint8_t)s->held;
+}
+
+/* The i-th position. Reads four bytes: after the last position follow a scale and a code at least. */
+static inline uint32_t position(const uint8_t *in, size_t i, unsigned bits)
+{
+    return *(const loose_u32 *)(in + i * bits / 8) >> i * bits % 8 & ((1u << bits) - 1);
+}
+
+/* Room for one chunk's selection. */
+struct kept {
+    loose_i32 *place, *bits, *column;
+    loose_f32 *values;
+};
+
+static struct kept kept_for(struct shape s)
+{
+    size_t width = least(s.chunk, s.count);
+    loose_i32 *room = malloc((3 * width + s.block) * sizeof *room);
+    return (struct kept){room, room + width, room + 2 * width, (loose_f32 *)(room + 3 * width)};
+}
+
+/* --- the loops, once for each instruction set --- */
+
+struct loops {
+    const char *set;
+    int32_t (*peak)(const loose_f32 *, size_t);
+    bool (*encode[CODECS])(const loose_f32 *, struct shape, uint8_t *);
+    bool (*decode[CODECS])(const uint8_t *, struct shape, loose_f32 *);
+};
+
+/* clang-format off */
+#define LOOPS(set) { set, SET(peak), \
+    {SET(encode_fp32), SET(encode_fp16), SET(encode_bf16), SET(encode_int8), SET(encode_int4), SET(encode_topk)}, \
+    {SET(decode_fp32), SET(decode_fp16), SET(decode_bf16), SET(decode_int8), SET(decode_int4), SET(decode_topk)} }
+/* clang-format on */
+
+#define SET(name) name##_plain
+#define TARGET
+#include "loops.h"
+static const struct loops PLAIN = LOOPS("plain");
+#undef SET
+#undef TARGET
+
+#ifdef __x86_64__
+#define SET(name) name##_avx2
+#define TARGET __attribute__((target("avx2")))
+#include "loops.h"
+static const struct loops AVX2 = LOOPS("avx2");
+#undef SET
+#undef TARGET
+#endif
+
+/* The loops that this processor runs, the plainest first. */
+static size_t runnable(const struct loops *found[2])
+{
+    size_t count = 0;
+    found[count++] = &PLAIN;
+#ifdef __x86_64__
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2"))
+        found[count++] = &AVX2;
+#endif
+    return count;
+}
+
+/* --- Python's side: whatever comes in is checked here --- */
+
+static const struct loops *loops_of(const char *set)
+{
+    const struct loops *found[2];
+    for (size_t i = runnable(found); i--;)
+        if (!strcmp(found[i]->set, set))
+            return found[i];
+    PyErr_Format(PyExc_ValueError, "this processor or build has no instruction set '%s'; see SETS", set);
+    return NULL;
+}
+
+static int codec_of(const char *name)
+{
+    for (int codec = 0; codec < CODECS; codec++)
+        if (!strcmp(NAMES[codec], name))
+            return codec;
+    PyErr_Format(PyExc_ValueError, "the kernel has no codec '%s'", name);
+    return -1;
+}
+
+/* What the arguments ask for. */
+struct call {
+    const struct loops *loops;
+    int codec;
+    struct shape shape;
+};
+
+static bool understand(struct call *call, const char *set, const char *name, Py_ssize_t count, Py_ssize_t block,
+                       Py_ssize_t chunk)
+{
+    call->loops = loops_of(set);
+    call->codec = call->loops ? codec_of(name) : -1;
+    if (call->codec < 0)
+        return false;
+    bool blocks = call->codec == INT8 || call->codec == INT4, chunks = call->codec == TOPK;
+    bool fits = 0 <= count && count <= PY_SSIZE_T_MAX / 64 && block <= 65536 && chunk <= 65536;
+    fits = fits && (!blocks || (block >= 1 && (call->codec == INT8 || block % 2 == 0)));
+    fits = fits && (!chunks || (block >= 1 && block <= chunk / 2));
+    if (!fits) {
+        PyErr_Format(PyExc_ValueError, "%s of %zd values with block %zd and chunk %zd is not possible", name, count,
+                     block, chunk);
+        return false;
+    }
+    call->shape = (struct shape){(size_t)count, (size_t)block, (size_t)chunk, 0};
+    while ((Py_ssize_t)1 << call->shape.bits < chunk)
+        call->shape.bits++;
+    return true;
+}
+
+static size_t payload_bytes(const struct call *call)
+{
+    struct shape s = call->shape;
+    switch (call->codec) {
+    case FP32: return 4 * s.count;
+    case INT8: return 4 * blocks_of(s.count, s.block) + s.count;
+    case INT4: return 4 * blocks_of(s.count, s.block) + blocks_of(s.count, 2);
+    case TOPK: return position_bytes(s) + 4 * blocks_of(s.count, s.chunk) + kept_of(s);
+    default: return 2 * s.count;
+    }
+}
+
+static PyObject *encode(PyObject *self, PyObject *args)
+{
+    const char *set, *name;
+    unsigned long long x;
+    Py_ssize_t count, block, chunk;
+    PyObject *out;
+    Py_buffer to;
+    struct call call;
+    bool good = true;
+    if (!PyArg_ParseTuple(args, "ssKnnnY", &set, &name, &x, &count, &block, &chunk, &out))
+        return NULL;
+    if (!understand(&call, set, name, count, block, chunk))
+        return NULL;
+    Py_ssize_t before = PyByteArray_Size(out);
+    if (PyByteArray_Resize(out, before + (Py_ssize_t)payload_bytes(&call)) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(out, &to, PyBUF_WRITABLE) < 0) /* keeps `out` where it is while the lock is let go */
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    if (count) /* an empty tensor's address is 0 */
+        good = call.loops->encode[call.codec]((const loose_f32 *)(uintptr_t)x, call.shape, (uint8_t *)to.buf + before);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&to);
+    if (!good && PyByteArray_Resize(out, before) < 0)
+        return NULL;
+    return PyBool_FromLong(good);
+}
+
+static PyObject *decode(PyObject *self, PyObject *args)
+{
+    const char *set, *name;
+    unsigned long long x;
+    Py_ssize_t count, block, chunk;
+    Py_buffer payload;
+    struct call call;
+    bool good = false;
+    if (!PyArg_ParseTuple(args, "ssy*Knnn", &set, &name, &payload, &x, &count, &block, &chunk))
+        return NULL;
+    bool understood = understand(&call, set, name, count, block, chunk);
+    if (understood && (size_t)payload.len == payload_bytes(&call)) {
+        Py_BEGIN_ALLOW_THREADS
+        good = !count || call.loops->decode[call.codec](payload.buf, call.shape, (loose_f32 *)(uintptr_t)x);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&payload);
+    return understood ? PyBool_FromLong(good) : NULL;
+}
+
+static PyObject *peak(PyObject *self, PyObject *args)
+{
+    const char *set;
+    unsigned long long x;
+    Py_ssize_t count;
+    const struct loops *loops;
+    int32_t bits;
+    if (!PyArg_ParseTuple(args, "sKn", &set, &x, &count) || !(loops = loops_of(set)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    bits = loops->peak((const loose_f32 *)(uintptr_t)x, count > 0 ? (size_t)count : 0);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble((double)float_of(bits));
+}
+
+static int add_sets(PyObject *module)
+{
+    const struct loops *found[2];
+    size_t count = runnable(found);
+    PyObject *names = PyTuple_New((Py_ssize_t)count);
+    for (size_t i = 0; names && i < count; i++)
+        PyTuple_SetItem(names, (Py_ssize_t)i, PyUnicode_FromString(found[i]->set));
+    int added = names ? PyModule_AddObjectRef(module, "SETS", names) : -1;
+    Py_XDECREF(names);
+    return added || PyModule_AddIntConstant(module, "INTERFACE", 1) ? -1 : 0;
+}
+
+static PyMethodDef METHODS[] = {
+    {"encode", encode, METH_VARARGS, NULL},
+    {"decode", decode, METH_VARARGS, NULL},
+    {"peak", peak, METH_VARARGS, NULL},
+    {0},
+};
+
+static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, add_sets}, {0}};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, .m_name = "_kernel", .m_methods = METHODS, .m_slots = SLOTS};
+
+PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&MODULE); }

@@ -1,0 +1,136 @@
+"""Chunked top-k in about 9.5 bits a kept value: Rice-coded positions, a sign, and one of two magnitudes of the chunk.
+
+SparseLoCo (arXiv:2508.15706) quantises what it keeps to 2 bits. Deviations from its code: the four levels are symmetric and
+placed where the squared error of the chunk is least, not in even steps around the mean of the tensor; what was kept has
+no small values, so a mean near 0 has nobody close to it. Positions rise, so gaps between them say everything.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farflock.compression import rice
+from farflock.compression.blocks import blocks_of
+from farflock.compression.codec import Buffer, Context, CorruptPayload
+from farflock.compression.payload import BF16_MAX_BITS, bf16_bits, from_bf16, within
+from farflock.compression.topk import places_of_largest
+
+
+@dataclass(frozen=True, slots=True)
+class TopK2:
+    """Kept values keep their sign and err by less than the largest kept magnitude of their chunk; others decode to 0.
+
+    Biased: what is not kept is lost, so a mean of these needs feedback. Of a last, shorter chunk of c values max(1,
+    c·k/chunk) are kept, rounded to nearest, halves up; of equal magnitudes the first is kept. The payload is two levels a
+    chunk (bf16), then a bit plane of signs and one of levels, then the Rice-coded gaps.
+    """
+
+    k: int = 64
+    chunk: int = 4096
+
+    biased: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= self.chunk // 2 or self.chunk > 65536:
+            raise ValueError(
+                f"top {self.k} of {self.chunk} is not possible; choose 1 <= k <= chunk/2 and chunk <= 65536"
+            )
+
+    @property
+    def name(self) -> str:
+        """`topk2:K/CHUNK`."""
+        return f"topk2:{self.k}/{self.chunk}"
+
+    def granule(self, shape: tuple[int, ...]) -> int:
+        """Whole chunks."""
+        return self.chunk
+
+    def max_bytes(self, count: int) -> int:
+        """What the least favourable positions take; scattered ones take a few bytes less."""
+        kept = self._kept(count)
+        return self._gaps_at(count) + rice.max_bytes(kept, count - kept)
+
+    def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+        """Append levels, codes and gaps."""
+        before, whole = len(out), within(x).numel() // self.chunk * self.chunk
+        least = self._kept(x.numel() - whole)
+        rest = places_of_largest(x[whole:], least, x.numel() - whole) + whole
+        places = torch.cat((places_of_largest(x[:whole], self.k, self.chunk), rest))
+        levels, codes = _quantised(x[places].numpy(), self.k)
+        out += levels.tobytes() + rice.pack(codes, 2)
+        inside = places.numpy() % self.chunk
+        previous = np.concatenate(([-1], inside[:-1]))
+        previous[:: self.k] = -1
+        rice.write(inside - previous - 1, out)
+        return len(out) - before
+
+    def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+        """Scatter the values over zeros; positions outside their chunk and levels outside their limits are refused."""
+        count, kept, gaps_at = out.numel(), self._kept(out.numel()), self._gaps_at(out.numel())
+        if not gaps_at <= len(payload) <= self.max_bytes(count):
+            raise CorruptPayload(
+                f"{self.name} for {count} values needs {gaps_at} to {self.max_bytes(count)} bytes, got {len(payload)}"
+            )
+        chunks = blocks_of(count, self.chunk)
+        levels = np.frombuffer(payload, dtype="<u2", count=2 * chunks)
+        if len(levels) and int(levels.max()) > BF16_MAX_BITS:
+            raise CorruptPayload(f"{self.name} payload holds a level that is negative or not finite")
+        codes = rice.unpack(payload, 4 * chunks, kept, 2)
+        gaps, end = rice.read(payload, gaps_at, kept)
+        if end != len(payload):
+            raise CorruptPayload(f"{self.name} payload of {len(payload)} bytes goes on after its {end}")
+        places = self._places(gaps, count)
+        sizes = from_bf16(levels[2 * (np.arange(kept) // self.k) + (codes >> 1)])
+        out.zero_()
+        out.numpy()[places] = np.where(codes & 1, -sizes, sizes)
+
+    def _places(self, gaps: rice.Numbers, count: int) -> rice.Numbers:
+        """Flat positions from the gaps before them, which begin anew with each chunk."""
+        chunk_of: rice.Numbers = np.arange(len(gaps)) // self.k
+        reached = np.cumsum(gaps + 1)
+        starts = np.concatenate(([0], reached))[: -1 : self.k]
+        inside: rice.Numbers = reached - 1 - starts[chunk_of]
+        places: rice.Numbers = inside + chunk_of * self.chunk
+        if len(gaps) and (int(inside.max()) >= self.chunk or int(places.max()) >= count):
+            raise CorruptPayload(f"positions of {self.name} for {count} values must stay in their chunk")
+        return places
+
+    def _kept(self, count: int) -> int:
+        whole, rest = divmod(count, self.chunk)
+        return whole * self.k + (max(1, (2 * rest * self.k + self.chunk) // (2 * self.chunk)) if rest else 0)
+
+    def _gaps_at(self, count: int) -> int:
+        return 4 * blocks_of(count, self.chunk) + blocks_of(self._kept(count), 4)
+
+
+def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16], rice.Numbers]:
+    """Two levels for every k values, the last of which may be fewer; and each value's code: 1 if negative, 2 if upper."""
+    sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
+    parts = [_two_means(part) for part in (sizes[:whole].reshape(-1, k), sizes[None, whole:]) if part.size]
+    if not parts:
+        return np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int64)
+    levels = np.concatenate([level.reshape(-1) for level, _ in parts])
+    upper = np.concatenate([flag.reshape(-1) for _, flag in parts])
+    return bf16_bits(levels.astype(np.float32)), (values < 0) + 2 * upper.astype(np.int64)
+
+
+def _two_means(sizes_RK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Each row's two means (R, 2) with the least squared error, and which values belong to the upper one (R, K).
+
+    The best of all cuts of the sorted row: the one where the two groups' sum²/count is most. Sums go from the smallest
+    to the largest, one after the other, so the bits are the same on every machine.
+    """
+    size = sizes_RK.shape[1]
+    sorted_RK = np.sort(sizes_RK, axis=1)
+    below_RK = np.cumsum(sorted_RK, axis=1)
+    above_RK = below_RK[:, -1:] - below_RK
+    low_K = np.arange(1, size + 1)
+    high_K = np.maximum(size - low_K, 1)
+    cut_R1 = np.argmax(below_RK * below_RK / low_K + above_RK * above_RK / high_K, axis=1)[:, None]
+    means_RK = (below_RK / low_K, above_RK / high_K)
+    levels_R2 = np.concatenate([np.take_along_axis(mean_RK, cut_R1, axis=1) for mean_RK in means_RK], axis=1)
+    return levels_R2, sizes_RK > np.take_along_axis(sorted_RK, cut_R1, axis=1)
