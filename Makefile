@@ -35,7 +35,7 @@ imports: $(READY)
 	for folder in node swarm optimizers compression; do ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
 	cd $(VIEW) && ../bin/lint-imports --config ../../pyproject.toml
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)
 	@test -n "$(PYTHON)" || { echo "Farflock needs Python 3.11 or 3.12; install one, or name it: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
 	{ echo "Farflock needs Python 3.11 or 3.12, and $(PYTHON) is another one; name one: make PYTHON=python3.12" >&2; exit 1; }
@@ -45,5 +45,5 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist *.egg-info compression/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

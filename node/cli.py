@@ -23,6 +23,7 @@ COMMANDS = {
     "status": ("farflock.node.commands.status:command", "What the local node does now, and whom it waits for."),
     "leave": ("farflock.node.commands.leave:command", "End the local node in good order."),
     "sim": ("farflock.node.commands.sim:command", "The same run on a simulated network."),
+    "reproduce": ("farflock.experiments.reproduce.command:command", "Papers' claims, put to the test at your scale."),
     "bench": ("farflock.experiments.bench.command:command", "The scoreboard: what it costs, beside a yardstick."),
     "export": ("farflock.node.commands.export:command", "A checkpoint as a Hugging Face folder."),
     "generate": ("farflock.node.commands.generate:command", "Sample text from a checkpoint."),

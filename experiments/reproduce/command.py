@@ -1,0 +1,162 @@
+"""`farflock reproduce`: paper experiments, scaled to this machine, with the paper's number beside ours."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from farflock.node.errors import Failure, FarflockError, Usage
+from farflock.node.output import Output, one_line
+
+if TYPE_CHECKING:
+    from farflock.experiments.reproduce.shelf import Shelf
+
+TIERS = ("ci", "cpu", "gpu")  # as in recipe.py, which is heavy to import
+LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
+
+
+@click.command("reproduce")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--all", "everything", is_flag=True, help="Every recipe; what was run before is not run again.")
+@click.option("--tier", type=click.Choice(TIERS), default="cpu", show_default=True, help="How large.")
+@click.option("--list", "only_list", is_flag=True, help="List the recipes and their last verdicts, as without NAME.")
+@click.option("--workers", type=click.IntRange(1, 256), help="Processes at once: one a core, in tier ci one.")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs and results are kept.")
+@click.option(
+    "--record", type=click.Path(dir_okay=False, path_type=Path), help="Write all last verdicts into this page."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Standard output is JSON alone, one object a recipe.")
+def command(
+    names: tuple[str, ...],
+    everything: bool,
+    tier: str,
+    only_list: bool,
+    workers: int | None,
+    folder: Path | None,
+    record: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Put papers' claims to the test; without NAME, list the recipes.
+
+    Tier ci (seconds) checks that a recipe runs, cpu takes up to ten minutes a recipe, gpu wants one large GPU. Each run of an
+    arm is kept: after Ctrl-C the same command goes on where it stopped."""
+    from farflock.experiments.reproduce import recipe
+    from farflock.experiments.reproduce.shelf import Shelf
+    from farflock.node.paths import home
+
+    out, shelf = Output(as_json), Shelf(folder or home() / "reproduce")
+    if names and everything:
+        raise Usage("reproduce", f"--all has {', '.join(names)} in it", "leave out one of the two")
+    chosen = recipe.names() if everything else list(names)
+    if only_list or not chosen:
+        _list(out, shelf)
+        if record:
+            _record(record, shelf)
+        return
+    workers = workers or (1 if tier == "ci" else os.cpu_count() or 1)  # the runs of ci are over before a process is up
+    loaded = [recipe.load(name) for name in chosen]
+    if dry_run:
+        for one in loaded:
+            _describe(out, one, tier)
+        return
+    _require_device(tier, loaded)
+    failed = []
+    for one in loaded:
+        try:
+            _reproduce(out, shelf, one, tier, workers)
+        except FarflockError as error:
+            if not everything:
+                raise
+            failed.append(one.name)
+            out.line(f"{one.name}: {error}")
+        if record:
+            _record(record, shelf)
+    if failed:
+        raise Failure(f"{len(failed)} of {len(loaded)} recipes failed", ", ".join(failed), "their reasons stand above")
+
+
+def _list(out: Output, shelf: "Shelf") -> None:
+    """The recipes with their last verdicts."""
+    from farflock.experiments.reproduce import recipe
+
+    rows, listed = [], []
+    for name in recipe.names():
+        one = recipe.load(name)
+        said = {tier: shelf.said(name, tier) for tier in TIERS}
+        verdicts = {tier: told.get("verdict") for tier, told in said.items() if told is not None}
+        lacking = recipe.missing(one)
+        last = f"needs method {', '.join(lacking)}" if lacking else _verdicts(verdicts)
+        rows.append((name, one.method, " ".join(one.tiers), last, one.claim))
+        listed.append(
+            {
+                "recipe": name,
+                "method": one.method,
+                "claim": one.claim,
+                "source": one.source,
+                "tiers": list(one.tiers),
+                "last_verdict": verdicts,
+                "missing_methods": lacking,
+            }
+        )
+    out.table(LISTED, rows)
+    out.result({"recipes": listed}, "run one with `farflock reproduce NAME`, all with `farflock reproduce --all`")
+
+
+def _verdicts(by_tier: dict[str, Any]) -> str:
+    return ", ".join(f"{tier}: {word or 'ran'}" for tier, word in by_tier.items()) or "never run"
+
+
+def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Recipe, whose module is heavy
+    from farflock.experiments.reproduce.recipe import explanation
+    from farflock.experiments.reproduce.study import Study
+
+    described = Study(one, tier).described()
+    digest = hashlib.sha256(one_line(described).encode()).hexdigest()
+    out.result({**described, "hash": digest}, f"{explanation(one.name)}\n{one_line(described)}\nhash {digest}")
+
+
+def _require_device(tier: str, loaded: list[Any]) -> None:
+    """A GPU tier without a GPU is refused before anything runs."""
+    import torch
+
+    for one in loaded:
+        if one.sizes(tier).device == "cuda" and not torch.cuda.is_available():
+            remedy = "run it on a machine with a CUDA GPU, or take --tier cpu"
+            raise Usage(f"{one.name}, tier {tier}", "it needs a CUDA device, and torch sees none here", remedy)
+
+
+def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -> None:  # noqa: ANN401 - a Recipe
+    """Run a recipe, write its table, plot and JSON, and say what came of it."""
+    import torch
+
+    from farflock.experiments.reproduce import report
+    from farflock.experiments.reproduce.plot import draw
+    from farflock.experiments.reproduce.shelf import write
+    from farflock.experiments.reproduce.study import Study
+
+    torch.set_num_threads(1)
+    study = Study(one, tier)
+    with out.progress(f"{one.name} ({tier})") as progress:
+        results = study.run(shelf, workers, progress)
+    told = report.facts(study, results, study.judged(results))
+    place = shelf.place(one.name, tier)
+    draw(results, f"{one.name} ({tier}): {told['verdict'] or 'no verdict'}", place / "loss.png")
+    told["plot"] = str(place / "loss.png")
+    write(place / "table.md", report.markdown(told).encode())
+    write(place / "result.json", one_line(told).encode())
+    out.line(f"\n{one.name} ({tier}): {one.question}")
+    out.table(*report.arm_rows(told))
+    out.table(report.RULES, report.rule_rows(told))
+    short = {name: value for name, value in told.items() if name != "arms"}
+    short["arms"] = [{name: value for name, value in arm.items() if name != "curves"} for arm in told["arms"]]
+    out.result(short, f"{told['verdict'] or told['reason']}; plot and JSON in {place}")
+
+
+def _record(page: Path, shelf: "Shelf") -> None:
+    from farflock.experiments.reproduce.pages import record
+
+    record(page, shelf.sections())

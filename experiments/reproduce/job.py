@@ -1,0 +1,134 @@
+"""One run of one arm as data: everything that its numbers depend on, and what came of it.
+
+Two recipes that ask for the same run get the same job, so it is run once. Its key covers the code that it runs through, too.
+"""
+
+import hashlib
+from typing import Any, Literal
+
+import msgspec
+
+from farflock.experiments.reproduce.version import code_version
+from farflock.node.model import ModelConfig
+from farflock.node.participant import Plan
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+
+RUN = "run"  # the stream that the sequences of every step are drawn from, whoever trains on them
+EXACT_BYTES = 4  # a gradient's value in the DDP line's ring: it is exact, so it is sent in fp32
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
+    """A run. `batch` is the sequences of one step of all peers together."""
+
+    seed: int
+    model: ModelConfig
+    corpus: str
+    batch: int
+    seq: int
+    steps: int
+    lr: float
+    warmup: float
+    floor: float
+    weight_decay: float
+    betas: tuple[float, float]
+    clip: float
+    optimizer: Literal["adamw", "sgd"]
+    points: int
+    held_out: int
+    device: str
+
+    @property
+    def total_tokens(self) -> int:
+        """Of all peers."""
+        return self.steps * self.batch * self.seq
+
+    def plan(self, method: str, options: dict[str, Any], sequences: int) -> Plan:
+        """What a node does in this run with its `sequences` of each step."""
+        return Plan(
+            run_seed=self.seed,
+            model=self.model,
+            inner=InnerConfig(self.optimizer, self.lr, self.betas, self.weight_decay),
+            schedule=Schedule(self.lr, self.total_tokens, int(self.warmup * self.total_tokens), self.floor),
+            method=method,
+            options=options,
+            batch=sequences,
+            seq=self.seq,
+            clip_norm=self.clip or None,
+        )
+
+
+class Line(Job, frozen=True, kw_only=True, tag="line"):
+    """One model in one process on the first `batch` sequences of each of the run's steps."""
+
+    @property
+    def title(self) -> str:
+        """For progress."""
+        return "line"
+
+
+class Swarm(Job, frozen=True, kw_only=True, tag="swarm"):
+    """A simulated swarm (experiments/reproduce/swarm_arm.py). `options` are plain, as the recipe has them."""
+
+    method: str
+    options: dict[str, Any]
+    peers: int
+    late: float
+    speeds: tuple[float, ...]
+    step_s: float
+
+    @property
+    def title(self) -> str:
+        """For progress."""
+        return self.method
+
+
+class Noise(msgspec.Struct, frozen=True, kw_only=True, tag_field="what", tag="noise"):
+    """Consensus of replicas that get no gradient (experiments/reproduce/noise.py)."""
+
+    seed: int
+    peers: int
+    rounds: int
+    alpha: float
+    gamma: float
+
+    @property
+    def title(self) -> str:
+        """For progress."""
+        return "noise"
+
+
+AnyJob = Line | Swarm | Noise
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment: the run's tokens, mean bytes sent by a peer, seconds without any transfer, held-out loss in nats a
+    token, learning rate, and the standard deviation over replicas of a weight (root mean square over weights)."""
+
+    tokens: int
+    sent_bytes: float
+    compute_s: float
+    loss: float
+    lr: float
+    spread: float = 0.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a job. `metrics` are what rules compare; a run that diverged has none. `overlaps`: its exchanges run beside
+    the training, so their transfer does not add to its time."""
+
+    metrics: dict[str, float]
+    curve: list[Point] = []
+    diverged: bool = False
+    overlaps: bool = False
+    parameters: int = 0
+    took_s: float = 0.0
+
+
+class Diverged(Exception):
+    """A loss that is no number any more."""
+
+
+def key(job: AnyJob) -> str:
+    """64 hex digits: equal for two jobs exactly if the same code runs the same configuration."""
+    return hashlib.sha256(msgspec.json.encode([job, code_version(job)], order="sorted")).hexdigest()

@@ -1,0 +1,43 @@
+"""The lines that an arm is held against, in one process: exact data parallelism is one model on the whole batch of each
+step, and no communication is one model on one peer's part of it.
+
+The same model, batches, schedule and inner optimizer as in the swarm; only what lies between replicas is not there.
+"""
+
+import math
+from collections.abc import Callable
+
+from farflock.experiments.reproduce.job import RUN, Diverged, Line, Outcome, Point
+from farflock.experiments.reproduce.share import Share
+from farflock.experiments.reproduce.text import measure, texts
+from farflock.node.model import build
+from farflock.node.replica import PlainReplica
+from farflock.node.trainee import LanguageModel
+from farflock.optimizers.method import Progress
+
+
+def run(job: Line, progress: Callable[[float], None]) -> Outcome:
+    """Train it; raise `Diverged` when the loss is no number any more."""
+    plan = job.plan("local", {}, job.batch)
+    model = build(plan.model, plan.run_seed).to(job.device)
+    replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+    batches = Share(texts()[0], job.seed, RUN, job.batch, job.seq, device=job.device)
+    trainee = LanguageModel(model, replica, batches, plan.schedule)
+    loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
+    curve: list[Point] = []
+    for step in range(job.steps):
+        tokens = step * trainee.tokens_per_step
+        if not math.isfinite(trainee.forward_backward(step, Progress(step, tokens))):
+            raise Diverged(f"at step {step}")
+        replica.inner_step()
+        if (step + 1) * job.points // job.steps > step * job.points // job.steps:
+            loss = loss_of(replica.read(replica.names, "param"))
+            tokens += trainee.tokens_per_step
+            curve.append(Point(tokens=tokens, sent_bytes=0, compute_s=0, loss=loss, lr=replica.lr or 0.0))
+        progress((step + 1) / job.steps)
+    last = curve[-1]
+    return Outcome(
+        metrics={"loss": last.loss, "perplexity": math.exp(last.loss), "tokens": last.tokens, "bytes": 0, "spread": 0},
+        curve=curve,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+    )

@@ -1,0 +1,100 @@
+"""Do replicas draw together when nothing but the outer step moves them? NoLoCo's own arithmetic without any gradient.
+
+Replicas begin apart and are paired at random each round; what is measured is by which factor the mean square of their
+distance from the mean changes in a round. Nothing is trained, so theta is phi.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from farflock.experiments.reproduce.job import Noise, Outcome, Point
+from farflock.optimizers.method import Exchange, Progress, Result, Tensors, What
+from farflock.optimizers.noloco import NoLoCo, stability_bound
+
+WEIGHTS = 256
+NAME = "weights"
+GONE = 1e-10  # of the distance that they began with: below it float32 rounding is all that is left
+SETTLING = 10  # rounds that are left out: momentum starts at rest
+
+
+class Still:
+    """A replica that no gradient ever moves."""
+
+    names = (NAME,)
+    shapes: Mapping[str, tuple[int, ...]] = {NAME: (WEIGHTS,)}
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights.clone()
+
+    def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
+        """A copy."""
+        return {NAME: self._weights.clone()}
+
+    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
+        """Take the new values; nobody mixes here."""
+        self._weights = tensors[NAME].clone()
+
+    def inner_step(self, lr: float | None = None) -> None:
+        """There is no gradient."""
+
+
+def run(job: Noise, progress: Callable[[float], None]) -> Outcome:
+    """`growth`: the factor of the mean square distance a round; `bound` is the largest gamma that contracts."""
+    chance = torch.Generator().manual_seed(job.seed)
+    replicas = [Still(torch.randn(WEIGHTS, generator=chance)) for _ in range(job.peers)]
+    methods = [_method(job) for _ in replicas]
+    pairs = random.Random(f"{job.seed}/pairs")
+    distances = [_distance(replicas)]
+    for number in range(job.rounds):
+        _round(number, replicas, methods, pairs)
+        distances.append(_distance(replicas))
+        progress((number + 1) / job.rounds)
+        if not GONE < distances[-1] / distances[0] < 1 / GONE:
+            break
+    settled = distances[min(SETTLING, (len(distances) - 1) // 2) :]
+    growth = (settled[-1] / settled[0]) ** (1 / (len(settled) - 1)) if settled[0] else 0.0
+    curve = [
+        Point(tokens=number, sent_bytes=0, compute_s=0, loss=distance, lr=0, spread=math.sqrt(distance))
+        for number, distance in enumerate(distances)
+    ]
+    return Outcome(metrics={"growth": growth, "bound": stability_bound(job.alpha)}, curve=curve)
+
+
+def _method(job: Noise) -> NoLoCo:
+    """With gamma set after construction: the constructor rightly refuses what this experiment is to show."""
+    method = NoLoCo(period=1, alpha=job.alpha, beta=0.1, gamma=0.1, codec="fp32")
+    method.beta = method.gamma = job.gamma
+    return method
+
+
+def _round(number: int, replicas: Sequence[Still], methods: Sequence[NoLoCo], pairs: random.Random) -> None:
+    """One outer step of everybody, each with the partner that chance gives it; who is left over steps alone."""
+    asked: list[Exchange] = []
+    for replica, method in zip(replicas, methods, strict=True):
+        method.local_step(replica, Progress(number))
+        asked += method.due(replica, Progress(number + 1))
+    order = pairs.sample(range(len(replicas)), len(replicas))
+    for group in [sorted(order[first : first + 2]) for first in range(0, len(order), 2)]:
+        sent = [asked[member].tensors[NAME] for member in group]
+        mean = {NAME: torch.stack(sent).mean(dim=0)}
+        for member in group:
+            result = Result(
+                "ok" if len(group) > 1 else "alone",
+                number + 1,
+                tuple(str(one) for one in group),
+                (1.0,) * len(group),
+                mean,
+                sent=asked[member].tensors,
+                taken={NAME: ((0, WEIGHTS),)},
+            )
+            methods[member].apply(replicas[member], asked[member], result)
+
+
+def _distance(replicas: Sequence[Still]) -> float:
+    """Mean square distance of a weight from its mean over replicas, in float64."""
+    together = torch.stack([replica.read((NAME,), "param")[NAME].double() for replica in replicas])
+    return float((together - together.mean(dim=0)).square().mean())

@@ -1,0 +1,282 @@
+"""A recipe: a paper's claim as data. Arms that train alike, sizes for three tiers, and rules that turn losses into a verdict.
+
+Recipes are TOML files, checked to the last word before anything runs: a misspelt option that is silently ignored would give
+a verdict about another experiment.
+"""
+
+import math
+from collections.abc import Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from farflock.node.errors import Usage
+from farflock.node.manifest import Exchange, Method, constructor_options, convert, override, require_method, tables
+from farflock.node.model import PRESETS, ModelConfig
+from farflock.node.nearest import nearest
+from farflock.optimizers.catalog import METHODS, method
+
+TIERS = ("ci", "cpu", "gpu")
+LINES = ("ddp", "none")  # are in every recipe that trains, and not written into it
+RISING = ("ordering", "optimum")
+METRICS = ("loss", "perplexity", "bytes", "tokens", "spread", "spread_lr", "missed", "growth", "virtual_s")
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,31}$")]
+Some = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=100)]
+Rates = Annotated[list[Rate], msgspec.Meta(min_length=1, max_length=16)]
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of a recipe."""
+
+
+class Sweep(_Table, frozen=True, kw_only=True):
+    """An arm for each value of one option (`outer.lr` names one inside a table)."""
+
+    option: str
+    values: Annotated[list[float], msgspec.Meta(min_length=2, max_length=16)]
+
+
+class Arm(_Table, frozen=True, kw_only=True):
+    """One line of the experiment. Without `peers`, `lr` and `clip` it has those of all; `late` is the share of its
+    rounds for which a peer comes too late, and `speeds` how many times longer a step takes each peer."""
+
+    label: str
+    method: str
+    options: dict[str, Any] = {}
+    peers: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    lr: Rates | None = None
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    clip: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    late: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    speeds: Annotated[list[Annotated[float, msgspec.Meta(ge=1, le=100)]], msgspec.Meta(max_length=64)] = []
+    sweep: Sweep | None = None
+
+
+class Rule(_Table, frozen=True, kw_only=True):
+    """One comparison that the claim comes down to.
+
+    `ordering`: the metric rises from arm to arm. `within`: low <= first - second <= high. `ratio`: the same of first / second.
+    `bound`: the same of one arm's value. `optimum`: the best value of the arms' sweeps rises from arm to arm. Each must hold
+    by `tolerance` standard errors over seeds, of the differences between runs of the same seed.
+    """
+
+    kind: Literal["ordering", "within", "ratio", "bound", "optimum"]
+    arms: Annotated[list[str], msgspec.Meta(min_length=1)]
+    says: str
+    paper: str
+    metric: str = "loss"
+    low: float | None = None
+    high: float | None = None
+    tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 3.0
+
+
+class Sizes(_Table, frozen=True, kw_only=True):
+    """What all arms share in one tier. A step of the run takes `batch` sequences of `seq` tokens, shared evenly by the peers.
+    `lr` and `warmup` (a share of the steps) are grids, searched for each arm on the first seed; `options` replaces those of
+    arms that have such an option; `step_s` is the time that a step is modelled to take."""
+
+    model: str | dict[str, Any] = "demo"
+    peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    batch: Some = 8
+    seq: Some = 64
+    steps: Some
+    lr: Rates = msgspec.field(default_factory=lambda: [4e-3])
+    warmup: Annotated[list[Share], msgspec.Meta(min_length=1, max_length=8)] = msgspec.field(
+        default_factory=lambda: [0.25]
+    )
+    floor: Share = 0.1
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.1
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=64)]
+    points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 10
+    held_out: Annotated[int, msgspec.Meta(ge=2, le=100_000)] = 128
+    step_s: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 0.5
+    device: Literal["cpu", "cuda"] = "cpu"
+    options: dict[str, Any] = {}
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The model's sizes."""
+        named = PRESETS[self.model] if isinstance(self.model, str) else self.model
+        return named if isinstance(named, ModelConfig) else msgspec.convert(named, ModelConfig)
+
+
+class Recipe(_Table, frozen=True, kw_only=True):
+    """A claim, where it is made, and how it is put to the test. `experiment` is `training`, or `noise` for consensus without
+    any gradient (experiments/reproduce/noise.py)."""
+
+    question: str
+    claim: str
+    source: str
+    reproduced_if: str
+    method: str
+    experiment: Literal["training", "noise"] = "training"
+    common: dict[str, Any] = {}
+    tiers: dict[Literal["ci", "cpu", "gpu"], dict[str, Any]]
+    arms: dict[Name, Arm]
+    verdict: Annotated[list[Rule], msgspec.Meta(min_length=1)]
+    name: str = ""
+
+    def sizes(self, tier: str) -> Sizes:
+        """What all arms share in a tier; `Usage` if the recipe has no such tier or its numbers do not fit each other."""
+        if tier not in self.tiers:
+            raise Usage(f"{self.name} has no tier {tier!r}", "", nearest(tier, list(self.tiers)))
+        sizes = _section({**self.common, **self.tiers[tier]}, Sizes, f"{self.name}.toml, tiers.{tier}")
+        if self.experiment == "training":
+            _require_fit(self, sizes, f"{self.name}.toml, tiers.{tier}")
+        return sizes
+
+    def expanded(self) -> dict[str, Arm]:
+        """The arms that run: for a sweep one for each of its values, named NAME@VALUE."""
+        return {name: arm for base, arm in self.arms.items() for name, arm in swept(base, arm).items()}
+
+
+def swept(name: str, arm: Arm) -> dict[str, Arm]:
+    """An arm, or those of its sweep."""
+    if arm.sweep is None:
+        return {name: arm}
+    made = {}
+    for value in arm.sweep.values:
+        options = _copied(arm.options)
+        override(options, f"{arm.sweep.option}={value!r}")
+        label = f"{arm.label}, {arm.sweep.option} {value:g}"
+        made[f"{name}@{value:g}"] = msgspec.structs.replace(arm, options=options, label=label, sweep=None)
+    return made
+
+
+def names() -> list[str]:
+    """The recipes that there are."""
+    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
+
+
+def load(name: str) -> Recipe:
+    """A recipe by name; `Usage` if there is none, or if there is anything wrong with it."""
+    if name not in names():
+        raise Usage(f"recipe {name[:64]!r}", "there is none of this name", nearest(name, names()))
+    return read(name, (_folder() / f"{name}.toml").read_text())
+
+
+def read(name: str, text: str) -> Recipe:
+    """A recipe from its text, checked."""
+    table, origin = tables(text, f"{name}.toml"), f"{name}.toml"
+    arms = table.get("arms", {})
+    if not isinstance(arms, dict) or not all(isinstance(arm, dict) for arm in arms.values()):
+        raise Usage(f"{origin}, arms", "each arm is a table", "write it as [arms.NAME]")
+    checked = {key: _section(arm, Arm, f"{origin}, arms.{key}") for key, arm in arms.items()}
+    rules = table.get("verdict", [])
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise Usage(f"{origin}, verdict", "each rule is a table", "write it as [[verdict]]")
+    judged = [_section(rule, Rule, f"{origin}, verdict {number}") for number, rule in enumerate(rules, 1)]
+    recipe = _section({**table, "arms": {}}, Recipe, origin)
+    recipe = msgspec.structs.replace(recipe, arms=checked, verdict=judged, name=name)
+    _require_arms(recipe, origin)
+    for number, rule in enumerate(recipe.verdict, 1):
+        _require_rule(recipe, rule, f"{origin}, verdict {number}")
+    return recipe
+
+
+def missing(recipe: Recipe) -> list[str]:
+    """Methods that its arms name and this version does not have."""
+    return (
+        sorted({arm.method for arm in recipe.arms.values()} - set(METHODS)) if recipe.experiment == "training" else []
+    )
+
+
+def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """What the arm's method is constructed with; `Usage` if the method refuses it."""
+    described = Method(arm.method, dict(options))
+    require_method(described)
+    try:
+        arguments = constructor_options(described, Exchange())
+        method(arm.method, **arguments)
+    except ValueError as error:
+        raise Usage(place, str(error), "") from None
+    return arguments
+
+
+def options_of(arm: Arm, sizes: Sizes) -> dict[str, Any]:
+    """An arm's options in a tier."""
+    return arm.options | {name: value for name, value in sizes.options.items() if name in arm.options}
+
+
+def _folder() -> Traversable:
+    return files("farflock.experiments") / "recipes"
+
+
+def _section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
+    try:
+        return convert(table, kind)
+    except Usage as error:
+        raise Usage(f"{place}: {error.what}", error.why, error.remedy) from None
+
+
+def _require_arms(recipe: Recipe, origin: str) -> None:
+    if not recipe.arms:
+        raise Usage(origin, "it has no arms", "add a table [arms.NAME]")
+    if reserved := sorted(set(LINES) & set(recipe.arms)):
+        raise Usage(f"{origin}, arms.{reserved[0]}", "this line is in every recipe anyway", "leave it out")
+    if recipe.experiment == "noise" or missing(recipe):
+        return
+    for name, arm in recipe.expanded().items():
+        built(arm, arm.options, f"{origin}, arms.{name}")
+        if arm.late and "period" not in arm.options:
+            raise Usage(
+                f"{origin}, arms.{name}.late", "peers come late to rounds of a period", "name options.period too"
+            )
+
+
+def _require_rule(recipe: Recipe, rule: Rule, place: str) -> None:
+    known = [*recipe.arms] if rule.kind == "optimum" else [*recipe.expanded(), *LINES]
+    for name in rule.arms:
+        if name not in known:
+            raise Usage(place, f"there is no arm {name[:64]!r}", nearest(name, known))
+        if rule.kind == "optimum" and recipe.arms[name].sweep is None:
+            raise Usage(place, f"arm {name} has no sweep to have an optimum in", "give it one, or use another kind")
+    if rule.metric not in METRICS:
+        raise Usage(f"{place}, metric", f"{rule.metric[:64]!r} is not known", nearest(rule.metric, METRICS))
+    wanted = {"within": 2, "ratio": 2, "bound": 1}.get(rule.kind)
+    if wanted is not None and len(rule.arms) != wanted:
+        raise Usage(place, f"{rule.kind} compares {wanted} arms, not {len(rule.arms)}", "correct `arms`")
+    if rule.kind in RISING:
+        if len(rule.arms) < 2 or rule.low is not None or rule.high is not None:
+            raise Usage(place, f"{rule.kind} takes two arms or more and no limits", "correct `arms`, `low`, `high`")
+    elif rule.low is None and rule.high is None:
+        raise Usage(place, f"{rule.kind} without limits says nothing", "give it `low`, `high` or both")
+    elif (rule.low if rule.low is not None else -math.inf) > (rule.high if rule.high is not None else math.inf):
+        raise Usage(place, f"low {rule.low} lies above high {rule.high}", "swap them")
+
+
+def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
+    """All arms of a recipe see the same data, so their peers must be able to share a step's sequences evenly."""
+    if isinstance(sizes.model, str) and sizes.model not in PRESETS:
+        raise Usage(f"{place}: model", f"{sizes.model!r} is not known", nearest(sizes.model, PRESETS))
+    try:
+        context = sizes.shape.context
+    except (msgspec.ValidationError, ValueError) as error:
+        raise Usage(f"{place}: model", str(error), "correct its sizes") from None
+    if sizes.seq > context:
+        raise Usage(f"{place}: seq", f"{sizes.seq} tokens do not fit the model's context of {context}", "shorten them")
+    for name, peers in [("all", sizes.peers), *((name, arm.peers) for name, arm in recipe.arms.items() if arm.peers)]:
+        if sizes.batch % peers:
+            why = f"{sizes.batch} sequences a step cannot be shared evenly by the {peers} peers of {name}"
+            raise Usage(f"{place}: batch", why, f"choose a multiple of {peers}")
+    for name, arm in recipe.arms.items():
+        if arm.speeds and len(arm.speeds) != (arm.peers or sizes.peers):
+            why = f"arm {name} has {len(arm.speeds)} speeds for {arm.peers or sizes.peers} peers"
+            raise Usage(f"{place}: speeds", why, "name one for each peer")
+
+
+def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in table.items()}
+
+
+def explanation(name: str) -> str:
+    """The half page beside a recipe: what is asked, what the paper says, what would count."""
+    return (_folder() / f"{name}.md").read_text()

@@ -1,0 +1,194 @@
+"""What a study says: a table of its arms, its rules with the paper's number beside ours, and all of it as JSON.
+
+Simulated time is the time without transfers plus the transfers' at a given rate; where exchanges run beside the training
+(`overlaps`), it is the longer of the two. So it is neither a measurement nor kinder to a method than a line of that rate.
+"""
+
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from farflock import __version__
+from farflock.experiments.reproduce.job import Point
+from farflock.experiments.reproduce.study import Result, Study, verdict
+from farflock.experiments.reproduce.verdict import Finding, estimate
+
+RATES = (10, 100, 1000)  # Mbit/s
+ARMS = ("arm", "loss", "± SE", "gain kept", "bytes a peer", "of DDP's", "tokens", "seeds", "lr", "h at 100 Mbit/s")
+NOISE = ("arm", "growth a round", "± SE", "seeds")
+RULES = ("claim", "paper", "ours ± SE", "verdict", "reason")
+CI = "tier ci checks that it runs; its sizes say nothing about the claim"
+
+
+def time_s(point: Point, overlaps: bool, mbit: float) -> float:
+    """Seconds until this point of a run on lines of so many Mbit/s."""
+    transfer_s = point.sent_bytes * 8 / (mbit * 1e6)
+    return max(point.compute_s, transfer_s) if overlaps else point.compute_s + transfer_s
+
+
+def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) -> dict[str, Any]:
+    """Everything, as JSON has it: numbers of each seed, too."""
+    recipe = study.recipe
+    said = verdict(study.tier, findings)
+    return {
+        "recipe": recipe.name,
+        "tier": study.tier,
+        "method": recipe.method,
+        "question": recipe.question,
+        "claim": recipe.claim,
+        "source": recipe.source,
+        "reproduced_if": recipe.reproduced_if,
+        "verdict": said,
+        "reason": CI if said is None else "; ".join(finding.reason for finding in findings),
+        "rules": [_rule(study, number, finding) for number, finding in enumerate(findings)],
+        "arms": [_arm(study, result, results) for result in results],
+        "scale": _scale(study, results),
+        "version": __version__,
+        "torch": str(torch.__version__),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def arm_rows(told: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Columns and rows of the arms' table, from `facts`."""
+    if "loss" not in {name for arm in told["arms"] for name in arm["mean"]}:
+        return NOISE, [
+            (arm["label"], _shown(arm["mean"].get("growth")), _shown(arm["error"].get("growth")), arm["seeds"])
+            for arm in told["arms"]
+        ]
+    return ARMS, [_arm_row(arm) for arm in told["arms"]]
+
+
+def rule_rows(told: dict[str, Any]) -> list[tuple[object, ...]]:
+    """Rows of the rules' table, from `facts`."""
+    return [
+        (rule["says"], rule["paper"], rule["ours"], rule["verdict"] or "no verdict", rule["reason"])
+        for rule in told["rules"]
+    ]
+
+
+def markdown(told: dict[str, Any]) -> str:
+    """The study as a section of docs/reproductions.md."""
+    columns, rows = arm_rows(told)
+    claim = f"**Claim**: {told['claim']} ({told['source']})"
+    lines = [
+        f"### {told['recipe']} ({told['tier']})",
+        "",
+        f"**{(told['verdict'] or 'no verdict').capitalize()}.** {told['question']}",
+        "",
+        f"{claim}. **Reproduced if** {told['reproduced_if']}",
+        "",
+        *_table(RULES[:-1], [row[:-1] for row in rule_rows(told)]),
+        "",
+        *(f"- {rule['reason']}" for rule in told["rules"]),
+        "",
+        *_table(columns, rows),
+        "",
+        f"{told['scale']}. Farflock {told['version']}, torch {told['torch']}, {told['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _rule(study: Study, number: int, finding: Finding) -> dict[str, Any]:
+    rule = study.recipe.verdict[number]
+    return {
+        "says": rule.says,
+        "kind": rule.kind,
+        "arms": rule.arms,
+        "metric": rule.metric,
+        "paper": rule.paper,
+        "ours": finding.ours,
+        "verdict": None if study.tier == "ci" else finding.word,
+        "reason": CI if study.tier == "ci" else finding.reason,
+    }
+
+
+def _arm(study: Study, result: Result, results: Sequence[Result]) -> dict[str, Any]:
+    names = sorted({name for outcome in result.outcomes for name in outcome.metrics})
+    estimates = {name: estimate(values) for name in names if (values := result.values(name))}
+    lines = {line.name: line for line in results if line.name in ("ddp", "none")}
+    return {
+        "name": result.name,
+        "label": result.label,
+        "lr": result.setting[0],
+        "warmup": result.setting[1],
+        "at_edge": result.at_edge,
+        "grid": [{"lr": lr, "warmup": warmup, "loss": loss} for (lr, warmup), loss in result.grid.items()],
+        "seeds": len(result.outcomes),
+        "diverged": sum(outcome.diverged for outcome in result.outcomes),
+        "mean": {name: found.mean for name, found in estimates.items()},
+        "error": {name: found.error if math.isfinite(found.error) else None for name, found in estimates.items()},
+        "values": {name: result.values(name) for name in names},
+        "gain_kept": _kept(result, lines),
+        "of_ddp_bytes": _of_ddp(result, lines),
+        "hours_100": _hours(result, 100),
+        "curves": [[_point(point, outcome.overlaps) for point in outcome.curve] for outcome in result.outcomes],
+        "took_s": sum(outcome.took_s for outcome in result.outcomes),
+    }
+
+
+def _point(point: Point, overlaps: bool) -> dict[str, float]:
+    times = {f"time_s_{rate}_mbit": round(time_s(point, overlaps, rate), 2) for rate in RATES}
+    return {"tokens": point.tokens, "bytes": point.sent_bytes, "loss": point.loss, "spread": point.spread, **times}
+
+
+def _kept(result: Result, lines: dict[str, Result]) -> float | None:
+    """The share of DDP's gain over no communication, of the means."""
+    losses = [lines[name].values("loss") for name in ("none", "ddp") if name in lines] + [result.values("loss")]
+    if len(losses) < 3 or not all(losses):
+        return None
+    none, ddp, own = (estimate(values).mean for values in losses)
+    return (none - own) / (none - ddp) if none > ddp else None
+
+
+def _of_ddp(result: Result, lines: dict[str, Result]) -> float | None:
+    own, ddp = result.values("bytes"), lines["ddp"].values("bytes") if "ddp" in lines else []
+    return estimate(own).mean / estimate(ddp).mean if own and ddp and all(ddp) else None
+
+
+def _hours(result: Result, rate: float) -> float | None:
+    times = [time_s(outcome.curve[-1], outcome.overlaps, rate) for outcome in result.outcomes if outcome.curve]
+    return estimate(times).mean / 3600 if times else None
+
+
+def _arm_row(arm: dict[str, Any]) -> tuple[object, ...]:
+    mean, error = arm["mean"], arm["error"]
+    if "loss" not in mean:
+        return (arm["label"], f"{arm['diverged']} of {arm['seeds']} seeds diverged", *("-" for _ in ARMS[2:]))
+    kept, share = arm["gain_kept"], arm["of_ddp_bytes"]
+    return (
+        arm["label"],
+        f"{mean['loss']:.4f}",
+        _shown(error["loss"]),
+        "-" if kept is None else f"{kept:.0%}",
+        f"{mean['bytes']:,.0f}",
+        "-" if share is None else f"{share:.2%}",
+        f"{mean['tokens']:,.0f}",
+        arm["seeds"],
+        f"{arm['lr']:g}{' (edge)' if arm['at_edge'] else ''}",
+        _shown(arm["hours_100"]),
+    )
+
+
+def _scale(study: Study, results: Sequence[Result]) -> str:
+    sizes = study.sizes
+    if study.recipe.experiment == "noise":
+        return f"{sizes.peers} replicas, {sizes.steps} rounds, {len(sizes.seeds)} seeds"
+    parameters = max((outcome.parameters for result in results for outcome in result.outcomes), default=0)
+    tokens = sizes.steps * sizes.batch * sizes.seq
+    return (
+        f"{parameters:,} parameters, {sizes.peers} peers where not said otherwise, {sizes.steps} steps of {sizes.batch} x"
+        f" {sizes.seq} tokens ({tokens:,} in all), {len(sizes.seeds)} seeds, a step of {sizes.step_s:g} s"
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    cells = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in cells]
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

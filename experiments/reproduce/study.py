@@ -1,0 +1,243 @@
+"""A recipe put into practice: its jobs, in two stages (search of each arm's rate, then all seeds at the best), and what
+they came to.
+
+Every arm and both lines get the same search over the same grid, on the first seed: an untuned line flatters whatever stands
+beside it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Noise, Outcome, Point, Swarm, key
+from farflock.experiments.reproduce.recipe import LINES, Arm, Recipe, missing, options_of
+from farflock.experiments.reproduce.shelf import Shelf
+from farflock.experiments.reproduce.text import texts
+from farflock.experiments.reproduce.verdict import UNKNOWN, YES, Finding, estimate, judge, rises, together
+from farflock.experiments.reproduce.workers import run_all
+from farflock.node.errors import Failure, Usage
+
+Setting = tuple[float, float]  # learning rate, share of warm-up
+GAIN_ERRORS = 3.0  # by so many standard errors communication must help before anything can be said of how much is kept
+LABELS = {"ddp": "DDP, exact", "none": "no communication"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one arm came to: the outcomes of its seeds, in order, at the setting that was best in its grid."""
+
+    name: str
+    label: str
+    setting: Setting
+    grid: Mapping[Setting, float | None]  # the loss of each on the first seed, None for diverged
+    outcomes: tuple[Outcome, ...]
+
+    def values(self, metric: str) -> list[float]:
+        """The metric of each seed; empty if one of them has none."""
+        found = [outcome.metrics[metric] for outcome in self.outcomes if metric in outcome.metrics]
+        return found if len(found) == len(self.outcomes) else []
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best rate is the least or the greatest of its grid, so that a better one may lie outside."""
+        rates = sorted({rate for rate, _ in self.grid})
+        return len(rates) > 1 and self.setting[0] in (rates[0], rates[-1])
+
+
+class Study:
+    """One recipe in one tier."""
+
+    def __init__(self, recipe: Recipe, tier: str) -> None:
+        self.recipe, self.tier = recipe, tier
+        self.sizes = recipe.sizes(tier)
+        if lacking := missing(recipe):
+            raise Usage(
+                f"{recipe.name} cannot run", f"this version has no method {', '.join(lacking)}", "update farflock"
+            )
+        lines = LINES if recipe.experiment == "training" else ()
+        self.arms: dict[str, Arm | None] = {**dict.fromkeys(lines), **recipe.expanded()}
+
+    def described(self) -> dict[str, Any]:
+        """The resolved configuration, for `--dry-run`."""
+        return {
+            "recipe": self.recipe.name,
+            "tier": self.tier,
+            "sizes": msgspec.to_builtins(self.sizes),
+            "arms": {name: [msgspec.to_builtins(job) for job in self._searched(name)] for name in self.arms},
+            "verdict": msgspec.to_builtins(self.recipe.verdict),
+        }
+
+    def run(self, shelf: Shelf, workers: int, progress: Callable[[float], None]) -> list[Result]:
+        """Run what is not on the shelf yet. Interrupted, it loses only the jobs that were running."""
+        seeds = self.sizes.seeds
+        search = {name: self._searched(name) for name in self.arms if len(self._grid(name)) > 1}
+        steps = _Steps(sum(map(len, search.values())), len(self.arms) * len(seeds), progress)
+        found = self._outcomes(itertools.chain.from_iterable(search.values()), shelf, workers, steps)
+        best = {name: self._best(name, search.get(name, []), found) for name in self.arms}
+        finals = {name: [self.job(name, seed, best[name][0]) for seed in seeds] for name in self.arms}
+        found |= self._outcomes(itertools.chain.from_iterable(finals.values()), shelf, workers, steps)
+        results = []
+        for name, arm in self.arms.items():
+            outcomes = tuple(self._scaled(name, found[key(job)]) for job in finals[name])
+            results.append(Result(name, arm.label if arm else LABELS[name], *best[name], outcomes))
+        self._require_tokens(results)
+        return results
+
+    def judged(self, results: Sequence[Result]) -> list[Finding]:
+        """What each rule of the recipe comes to."""
+        by_name = {result.name: result for result in results}
+        sweeps = {
+            name: {value: f"{name}@{value:g}" for value in arm.sweep.values}
+            for name, arm in self.recipe.arms.items()
+            if arm.sweep is not None
+        }
+        idle = self._idle(by_name)
+        findings = []
+        for rule in self.recipe.verdict:
+            finding = judge(rule, {name: result.values(rule.metric) for name, result in by_name.items()}, sweeps)
+            if idle and rule.metric in ("loss", "perplexity"):
+                finding = Finding(UNKNOWN, finding.ours, f"{idle}; besides, {finding.reason}")
+            findings.append(finding)
+        return findings
+
+    def job(self, name: str, seed: int, setting: Setting) -> AnyJob:
+        """One run of one arm."""
+        arm, sizes = self.arms[name], self.sizes
+        if self.recipe.experiment == "noise":
+            assert arm is not None
+            options = options_of(arm, sizes)
+            return Noise(
+                seed=seed, peers=sizes.peers, rounds=sizes.steps, alpha=options["alpha"], gamma=options["gamma"]
+            )
+        common = {field: getattr(sizes, field) for field in _COMMON} | {
+            "seed": seed,
+            "lr": setting[0],
+            "warmup": setting[1],
+            "model": sizes.shape,
+            "corpus": texts()[2],
+            "optimizer": arm.optimizer if arm else "adamw",
+        }
+        if arm is not None and arm.clip is not None:
+            common["clip"] = arm.clip
+        if arm is None:
+            return Line(**{**common, "batch": sizes.batch if name == "ddp" else sizes.batch // sizes.peers})
+        return Swarm(
+            **common,
+            method=arm.method,
+            options=options_of(arm, sizes),
+            peers=arm.peers or sizes.peers,
+            late=arm.late,
+            speeds=tuple(arm.speeds),
+            step_s=sizes.step_s,
+        )
+
+    def _grid(self, name: str) -> list[Setting]:
+        arm = self.arms[name]
+        if self.recipe.experiment == "noise":
+            return [(0.0, 0.0)]
+        rates = arm.lr if arm is not None and arm.lr is not None else self.sizes.lr
+        return list(itertools.product(rates, self.sizes.warmup))
+
+    def _searched(self, name: str) -> list[AnyJob]:
+        return [self.job(name, self.sizes.seeds[0], setting) for setting in self._grid(name)]
+
+    def _best(
+        self, name: str, search: Sequence[AnyJob], found: Mapping[str, Outcome]
+    ) -> tuple[Setting, dict[Setting, float | None]]:
+        """The setting with the lowest loss on the first seed, and the whole grid."""
+        grid = self._grid(name)
+        if not search:
+            return grid[0], {}
+        losses = {setting: found[key(job)].metrics.get("loss") for setting, job in zip(grid, search, strict=True)}
+        return min(grid, key=lambda setting: math.inf if (loss := losses[setting]) is None else loss), losses
+
+    def _outcomes(self, jobs: Iterable[AnyJob], shelf: Shelf, workers: int, steps: "_Steps") -> dict[str, Outcome]:
+        """By key, those on the shelf and those that were not there yet."""
+        wanted = {key(job): job for job in jobs}
+        found = {name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None}
+        steps.skip(len(found))
+        rest = [job for name, job in wanted.items() if name not in found]
+        for job, outcome in run_all(rest, workers, steps.told):
+            shelf.keep(job, outcome)
+            found[key(job)] = outcome
+        return found
+
+    def _scaled(self, name: str, outcome: Outcome) -> Outcome:
+        """A line ran without peers: its bytes are a ring's, its tokens and its time those of the swarm that it stands for."""
+        if name not in LINES or outcome.diverged:
+            return outcome
+        peers, sizes = self.sizes.peers, self.sizes
+        slowest = max((max(arm.speeds, default=1.0) for arm in self.recipe.arms.values()), default=1.0)
+        total = sizes.steps * sizes.batch * sizes.seq
+        ring = 2 * (peers - 1) / peers * outcome.parameters * EXACT_BYTES * sizes.steps if name == "ddp" else 0.0
+        last = outcome.curve[-1].tokens
+
+        def scaled(point: Point) -> Point:
+            share = point.tokens / last
+            elapsed_s = share * sizes.steps * sizes.step_s * (slowest if name == "ddp" else 1.0)
+            return msgspec.structs.replace(
+                point, tokens=round(share * total), sent_bytes=share * ring, compute_s=elapsed_s
+            )
+
+        metrics = outcome.metrics | {"tokens": float(total), "bytes": ring}
+        return msgspec.structs.replace(outcome, metrics=metrics, curve=[scaled(point) for point in outcome.curve])
+
+    def _idle(self, results: Mapping[str, Result]) -> str:
+        """Why nothing can be said about communication: DDP is not clearly better than none. Empty if it is."""
+        if self.recipe.experiment == "noise" or self.sizes.peers == 1:
+            return ""
+        both = results["none"].values("loss"), results["ddp"].values("loss")
+        if not all(both):
+            return "a line diverged"
+        gain = estimate([none - ddp for none, ddp in zip(*both, strict=True)])
+        return (
+            ""
+            if rises(gain, GAIN_ERRORS) == YES
+            else f"DDP gains {gain.text} over no communication, too little to tell"
+        )
+
+    def _require_tokens(self, results: Iterable[Result]) -> None:
+        """Arms of one speed have trained exactly what was planned, or they cannot be compared."""
+        planned = self.sizes.steps * self.sizes.batch * self.sizes.seq
+        for result in results:
+            arm = self.arms[result.name]
+            if self.recipe.experiment == "noise" or (arm is not None and arm.speeds):
+                continue
+            for tokens in result.values("tokens"):
+                if tokens != planned:
+                    raise Failure(
+                        f"{self.recipe.name}: {result.name} trained {tokens:.0f} tokens", f"planned were {planned}", ""
+                    )
+
+
+def verdict(tier: str, findings: Sequence[Finding]) -> str | None:
+    """The recipe's; None in tier ci, whose runs are too small to say anything."""
+    return None if tier == "ci" else together(findings)
+
+
+class _Steps:
+    """The share of a study that is done, over stages whose jobs may turn out to be the same."""
+
+    def __init__(self, search: int, final: int, progress: Callable[[float], None]) -> None:
+        self._total, self._done, self._progress = search + final, 0, progress
+        self._running: dict[int, float] = {}
+
+    def skip(self, count: int) -> None:
+        """So many were on the shelf."""
+        self._done += count
+        self._tell()
+
+    def told(self, job: AnyJob, share: float) -> None:
+        """A job is so far."""
+        self._running[id(job)] = share
+        self._tell()
+
+    def _tell(self) -> None:
+        self._progress(min((self._done + sum(self._running.values())) / self._total, 1.0))
+
+
+_COMMON = ("batch", "seq", "steps", "floor", "weight_decay", "betas", "clip", "points", "held_out", "device")

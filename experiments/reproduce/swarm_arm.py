@@ -1,0 +1,218 @@
+"""A swarm arm: the product's own nodes in virtual time, begun together and watched at a few points of the run.
+
+Differences to `farflock sim`, for the sake of fair arms: nobody trains before all are members, so that all arms have the same
+tokens; the batches are parts of the run's own (experiments/reproduce/share.py); and the line is so fast that virtual time is
+computing and waiting for each other, to which the time of the transfers is added afterwards, for any rate.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from farflock.experiments.reproduce.job import RUN, Diverged, Outcome, Point, Swarm
+from farflock.experiments.reproduce.share import Share
+from farflock.experiments.reproduce.text import measure, texts
+from farflock.node.legs import Story
+from farflock.node.manifest import Exchange, Method, constructor_options
+from farflock.node.participant import Participant
+from farflock.node.simulation import Simulation, World
+from farflock.optimizers.method import State, Tensors
+from farflock.optimizers.state import state_hash
+from farflock.swarm import membership
+from farflock.swarm.peer import Peer
+from farflock.swarm.sim import LinkModel
+from farflock.swarm.virtual import run_virtual
+
+FAST = LinkModel(1e9, 1e9, 0.001, 0.0)  # 8 Gbit/s, 1 ms: next to nothing beside a step
+LATE = 0.7  # of a deadline: the others have waited for half of it and gone on
+TOGETHER_S = 0.05  # between looks whether everybody is in
+FAR = 100  # times the run's tokens: peers of one speed end after their steps, whatever was counted by then
+
+
+class Measured(Simulation):
+    """A simulation whose nodes begin together, share the run's batches, are late where told, and are measured."""
+
+    def __init__(self, job: Swarm, progress: Callable[[float], None]) -> None:
+        options = constructor_options(Method(job.method, dict(job.options)), Exchange())
+        plan = job.plan(job.method, options, job.batch // job.peers)
+        world = World(job.peers, job.total_tokens, FAST, job.step_s, spread=0.0)
+        self.job, self.rounds, self.curve = job, _Rounds(), list[Point]()
+        until = job.total_tokens if job.speeds else FAR * job.total_tokens
+        super().__init__(plan, world, texts()[0], progress, Story(), {}, until)
+        self._loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
+        self._began: tuple[float, float] | None = None  # virtual seconds and bytes when everybody was in
+        self._looks = 0
+        self.nodes: dict[int, Participant] = {}
+
+    def _assemble(self, index: int, peer: Peer) -> Participant:
+        node, job = super()._assemble(index, peer), self.job
+        node.model.to(job.device)
+        part = job.batch // job.peers
+        node.trainee.batches = Share(texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device)
+        node.loop.train = self._gate(index, node, node.loop.train)
+        node.loop.report = self.rounds.watching(node.loop.report)
+        if index == 0:
+            node.loop.pause = self._look
+        self.nodes[index] = node
+        return node
+
+    def _gate(
+        self, index: int, node: Participant, train: Callable[[Callable[[], float]], Awaitable[float]]
+    ) -> Callable[[Callable[[], float]], Awaitable[float]]:
+        """A training step that waits for the start, takes as long as this peer needs, and comes too late where told."""
+        job, chance = self.job, random.Random(f"{self.job.seed}/late/{index}")
+        slowness = job.speeds[index] if job.speeds else 1.0
+        period = job.options.get("period", 0)
+
+        async def step(work: Callable[[], float]) -> float:
+            await self._together()
+            loss = await train(work)
+            if not math.isfinite(loss):
+                raise Diverged(f"peer {index}, step {node.loop.step}")
+            await asyncio.sleep(job.step_s * (slowness - 1))
+            if job.late and (node.loop.step + 1) % period == 0 and chance.random() < job.late:
+                await asyncio.sleep(LATE * job.options["deadline_s"])
+            if not job.speeds and node.loop.step + 1 >= job.steps:
+                node.loop.stop()
+            return loss
+
+        return step
+
+    async def _together(self) -> None:
+        """Wait until everybody is a member; then the run begins."""
+        while not self._complete():  # noqa: ASYNC110 - all nodes' condition
+            await asyncio.sleep(TOGETHER_S)
+        if self._began is None:
+            self._began = asyncio.get_running_loop().time(), self._sent_bytes()
+
+    async def _look(self) -> None:
+        """Have the run measured when another share of it has passed: half a step later, when all have applied what they got."""
+        tokens = min(self.trained_tokens, self.job.total_tokens)
+        if tokens * self.job.points // self.job.total_tokens > self._looks:
+            self._looks += 1
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.job.step_s / 2, self.look, tokens, loop.time())
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of all peers."""
+        steps = sum(node.loop.step for node in self.nodes.values())
+        return steps * self.job.seq * self.job.batch // self.job.peers
+
+    def look(self, tokens: int, now_s: float) -> None:
+        """Add a point to the curve: what the first peer would be evaluated with, and how far all are apart."""
+        assert self._began is not None, "nobody has begun"
+        began_s, began_bytes = self._began
+        models = [_model(node) for node in self.nodes.values()]
+        point = Point(
+            tokens=tokens,
+            sent_bytes=self._sent_bytes() - began_bytes,
+            compute_s=now_s - began_s,
+            loss=self._loss_of(models[0]),
+            lr=self.nodes[0].trainee.replica.lr or 0.0,
+            spread=spread(models),
+        )
+        self.curve.append(point)
+
+    def _sent_bytes(self) -> float:
+        """Mean over peers, counted at the transport."""
+        return sum(self.network.line(node.peer.me).sent_bytes for node in self.nodes.values()) / self.job.peers
+
+    def final_loss(self) -> float:
+        """The mean over peers of what each would be evaluated with; equal models are measured once."""
+        models = [_model(node) for node in self.nodes.values()]
+        hashes = [state_hash(model) for model in models]
+        losses = {digest: self._loss_of(model) for digest, model in dict(zip(hashes, models, strict=True)).items()}
+        return sum(losses[digest] for digest in hashes) / len(hashes)
+
+
+class _Rounds:
+    """Who took part in which round, as the nodes report it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], int] = {}
+
+    def watching(self, report: Callable[[str, dict[str, Any]], None]) -> Callable[[str, dict[str, Any]], None]:
+        """The report, looked at on its way."""
+
+        def seen(kind: str, fields: dict[str, Any]) -> None:
+            if kind == "round":
+                place = fields["stream"], fields["round"]
+                self._seen[place] = max(self._seen.get(place, 0), fields["peers"])
+            report(kind, fields)
+
+        return seen
+
+    @property
+    def missed(self) -> float:
+        """The share of contributions that were in no round: that of the whole group's, if groups are smaller."""
+        expected = len(self._seen) * max(self._seen.values(), default=1)
+        return 1 - sum(self._seen.values()) / expected if expected else 0.0
+
+
+def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
+    """Simulate it; raise `Diverged` when a loss is no number any more."""
+
+    async def whole() -> Measured:
+        measured = Measured(job, progress)
+        await measured.run()
+        return measured
+
+    with views_from_the_first_round():
+        measured = run_virtual(whole())
+    last, curve = measured.final_loss(), measured.curve
+    node = measured.nodes[0]
+    specimens = node.loop.driver.method.streams(node.loop.driver.replica)
+    metrics = {
+        "loss": last,
+        "perplexity": math.exp(last),
+        "tokens": measured.trained_tokens,
+        "bytes": curve[-1].sent_bytes,
+        "spread": spread([_model(node) for node in measured.nodes.values()]),
+        "missed": measured.rounds.missed,
+        "virtual_s": curve[-1].compute_s,
+    }
+    if (together := correlation([point.spread for point in curve], [point.lr for point in curve])) is not None:
+        metrics["spread_lr"] = together
+    parameters = sum(parameter.numel() for parameter in node.model.parameters())
+    overlaps = bool(specimens) and all(entry.apply_after for entry in specimens)
+    return Outcome(metrics=metrics, curve=curve, parameters=parameters, overlaps=overlaps)
+
+
+@contextlib.contextmanager
+def views_from_the_first_round() -> Iterator[None]:
+    """Views of a running swarm begin two rounds after the last one that was begun, so a founder's first round is its own,
+    whoever has come in before it. Here nobody begins a round before all are in: the first is everybody's."""
+    before, membership.ROUNDS_AHEAD = membership.ROUNDS_AHEAD, 1
+    try:
+        yield
+    finally:
+        membership.ROUNDS_AHEAD = before
+
+
+def spread(models: Sequence[Tensors]) -> float:
+    """The standard deviation of a weight over replicas: root mean square over all weights, float64."""
+    total, count = 0.0, 0
+    for name in models[0]:
+        together = torch.stack([model[name].double() for model in models])
+        total += float((together - together.mean(dim=0)).square().mean(dim=0).sum())
+        count += together[0].numel()
+    return math.sqrt(total / count)
+
+
+def correlation(ours: list[float], others: list[float]) -> float | None:
+    """Pearson's, None where one of the two never changes."""
+    if len(ours) < 3 or len(set(ours)) == 1 or len(set(others)) == 1:
+        return None
+    both = torch.tensor([ours, others], dtype=torch.float64)
+    return float(torch.corrcoef(both)[0, 1])
+
+
+def _model(node: Participant) -> State:
+    driver = node.loop.driver
+    return dict(driver.method.eval_params(driver.replica))

@@ -1,0 +1,139 @@
+"""From numbers over seeds to a verdict. A rule holds, or its opposite does, only beyond its tolerance in standard errors;
+everything in between cannot be told at this scale.
+
+Differences are taken between runs of the same seed, which have the same data and initial weights, so most noise cancels.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from farflock.experiments.reproduce.recipe import Rule
+
+Word = Literal["reproduced", "not reproduced", "cannot tell at this scale"]
+YES: Word = "reproduced"
+NO: Word = "not reproduced"
+UNKNOWN: Word = "cannot tell at this scale"
+Values = Mapping[str, Sequence[float]]  # of each arm, by seed in the same order
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds; the standard error is infinite for one seed."""
+
+    mean: float
+    error: float
+
+    @property
+    def text(self) -> str:
+        """Mean ± standard error."""
+        return f"{self.mean:.4g} ± {self.error:.2g}" if math.isfinite(self.error) else f"{self.mean:.4g} (one seed)"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one rule came to: the word, our numbers, and why."""
+
+    word: Word
+    ours: str
+    reason: str
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and standard error over seeds."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Estimate(statistics.fmean(values), error)
+
+
+def between(found: Estimate, low: float | None, high: float | None, tolerance: float) -> Word:
+    """Whether low <= the true value <= high, as far as it can be told."""
+    least = -math.inf if low is None else low
+    most = math.inf if high is None else high
+    if not math.isfinite(found.error):
+        return UNKNOWN
+    below, above = found.mean - tolerance * found.error, found.mean + tolerance * found.error
+    if least <= below and above <= most:
+        return YES
+    return NO if above < least or below > most else UNKNOWN
+
+
+def rises(found: Estimate, tolerance: float) -> Word:
+    """Whether the true value is above nothing: exactly nothing is no rise, but no fall either."""
+    if not math.isfinite(found.error):
+        return UNKNOWN
+    margin = tolerance * found.error
+    return YES if found.mean - margin > 0 else NO if found.mean + margin < 0 else UNKNOWN
+
+
+def judge(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:
+    """Put one rule to its numbers. `values` are the metric's; `sweeps` name the arm of each value of a swept arm."""
+    if rule.kind == "optimum":
+        return _optimum(rule, values, sweeps)
+    lacking = [name for name in rule.arms if not values.get(name)]
+    if lacking:
+        return Finding(UNKNOWN, "-", f"{', '.join(lacking)} diverged or has no {rule.metric}")
+    if rule.kind == "ordering":
+        return _ordering(rule, values)
+    if rule.kind == "bound":
+        return _limited(rule, estimate(values[rule.arms[0]]), rule.metric)
+    first, second = (values[name] for name in rule.arms)
+    if rule.kind == "within":
+        differences = [one - other for one, other in zip(first, second, strict=True)]
+        return _limited(rule, estimate(differences), f"difference of {rule.metric}")
+    if not all(second):
+        return Finding(UNKNOWN, "-", f"{rule.arms[1]} has a {rule.metric} of nothing")
+    ratios = [one / other for one, other in zip(first, second, strict=True)]
+    return _limited(rule, estimate(ratios), f"ratio of {rule.metric}")
+
+
+def together(findings: Sequence[Finding]) -> Word:
+    """The verdict of a recipe: every rule must hold, and one that does not is enough."""
+    words = {finding.word for finding in findings}
+    return NO if NO in words else UNKNOWN if UNKNOWN in words else YES
+
+
+def _limited(rule: Rule, found: Estimate, what: str) -> Finding:
+    word = between(found, rule.low, rule.high, rule.tolerance)
+    return Finding(word, found.text, f"the {what} is {found.text}, wanted {_limits(rule)} by {rule.tolerance:g} errors")
+
+
+def _limits(rule: Rule) -> str:
+    if rule.low is None:
+        return f"at most {rule.high:g}"
+    return f"at least {rule.low:g}" if rule.high is None else f"{rule.low:g} to {rule.high:g}"
+
+
+def _ordering(rule: Rule, values: Values) -> Finding:
+    """It rises from each arm to the next."""
+    steps, words = [], []
+    for before, after in zip(rule.arms, rule.arms[1:], strict=False):
+        each = estimate([late - early for early, late in zip(values[before], values[after], strict=True)])
+        steps.append(f"{before} to {after} {each.text}")
+        words.append(rises(each, rule.tolerance))
+    ours = ", ".join(f"{name} {estimate(values[name]).text}" for name in rule.arms)
+    word = NO if NO in words else UNKNOWN if UNKNOWN in words else YES
+    return Finding(
+        word, ours, f"{rule.metric} rises from {'; '.join(steps)}; wanted above 0 by {rule.tolerance:g} errors"
+    )
+
+
+def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:
+    """The value with the lowest metric rises from arm to arm; seed by seed, as coarse as the grid is."""
+    best: dict[str, list[float]] = {}
+    for name in rule.arms:
+        grid = {value: values[arm] for value, arm in sweeps[name].items() if values.get(arm)}
+        if len(grid) < 2:
+            return Finding(UNKNOWN, "-", f"{name} has no two values of its grid that did not diverge")
+        seeds = range(len(next(iter(grid.values()))))
+        best[name] = [min(grid, key=lambda value: grid[value][seed]) for seed in seeds]
+    ours = ", ".join(f"{name} {estimate(chosen).text}" for name, chosen in best.items())
+    whole = estimate([last - first for first, last in zip(best[rule.arms[0]], best[rule.arms[-1]], strict=True)])
+    word = rises(whole, rule.tolerance)
+    means = [estimate(best[name]).mean for name in rule.arms]
+    if word == YES and means != sorted(means):
+        word = UNKNOWN
+    edges = [name for name in rule.arms if {min(sweeps[name]), max(sweeps[name])} & set(best[name])]
+    edge = f"; the best of {', '.join(edges)} lies at the edge of its grid" if edges else ""
+    return Finding(word, ours, f"the best value rises by {whole.text} from {rule.arms[0]} to {rule.arms[-1]}{edge}")

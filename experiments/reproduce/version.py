@@ -1,0 +1,86 @@
+"""Which code a job runs through: a hash over the sources of the modules that it imports, directly or through others.
+
+So a change to a page or to another method leaves measured arms valid, and one to the loop, the links or this method's
+arithmetic does not. The catalogues import everything; of them only the named method and its codecs count.
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import farflock
+from farflock.compression.catalog import codec
+from farflock.optimizers.catalog import METHODS
+
+if TYPE_CHECKING:
+    from farflock.experiments.reproduce.job import AnyJob
+
+ROOTS = {
+    "line": ["farflock.experiments.reproduce.line"],
+    "swarm": ["farflock.experiments.reproduce.swarm_arm"],
+    "noise": ["farflock.experiments.reproduce.noise"],
+}
+CATALOGUES = ("farflock.optimizers.catalog", "farflock.compression.catalog")
+PACKAGE = Path(farflock.__file__).parent
+
+
+def code_version(job: "AnyJob") -> str:
+    """A hash of the sources, and the version of torch."""
+    modules = list(ROOTS[str(type(job).__struct_config__.tag)])
+    method, options = getattr(job, "method", None), getattr(job, "options", {})
+    if method is not None:
+        modules += [METHODS[method].__module__, *_codecs(method, options)]
+    return f"{sources_hash(tuple(sorted(set(modules))))} torch {torch.__version__.partition('+')[0]}"
+
+
+@functools.cache
+def sources_hash(roots: tuple[str, ...]) -> str:
+    """SHA-256 over the sources that these modules are made of, by name."""
+    digest = hashlib.sha256()
+    for name, path in sorted(closure(roots).items()):
+        source = path.read_bytes()
+        digest.update(f"{name} {len(source)} ".encode() + source)
+    return digest.hexdigest()
+
+
+def closure(roots: Iterable[str]) -> dict[str, Path]:
+    """Our modules that these import, and the ones that those import, with their files; not what only the catalogues import."""
+    found: dict[str, Path] = {}
+    waiting = list(roots)
+    while waiting:
+        name = waiting.pop()
+        path = _file(name)
+        if path is None or name in found or name in CATALOGUES:
+            continue
+        found[name] = path
+        waiting += _imported(path)
+    return found
+
+
+def _imported(path: Path) -> list[str]:
+    """Names that a module imports from ours, those inside functions too."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("farflock."):
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names if alias.name.startswith("farflock.")]
+    return names
+
+
+def _file(name: str) -> Path | None:
+    path = PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    return path if path.is_file() else None
+
+
+def _codecs(method: str, options: dict[str, Any]) -> list[str]:
+    """The modules of the codecs that a method uses, by its options or its defaults."""
+    fields = {field.name: field.default for field in dataclasses.fields(METHODS[method])} | options
+    named = [value for name, value in fields.items() if name.endswith("codec") and isinstance(value, str)]
+    return [type(codec(part)).__module__ for name in named for part in (name, name.partition("+")[0])]

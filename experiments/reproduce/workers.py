@@ -1,0 +1,164 @@
+"""Runs jobs in a few processes at once and takes their outcomes as they come; whatever ends it, no process is left behind.
+
+One job keeps one core busy, and a simulation cannot share its loop, so processes it is. A job is sent as JSON, and so is
+what comes back: no object of one process is rebuilt by another's bytes.
+"""
+
+import functools
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import msgspec
+
+from farflock.compression.codec import UnencodableTensor
+from farflock.experiments.reproduce.job import AnyJob, Diverged, Noise, Outcome, Swarm
+from farflock.node.errors import Failure, explained
+
+LOOK_S = 0.5  # between looks at who has died
+END_S = 5.0  # for a worker that was asked to end
+TELL_SHARE = 0.02  # of a job between two reports of its progress
+
+GONE = (Diverged, UnencodableTensor)  # a loss, or an update, that is no number any more
+
+Told = Callable[[AnyJob, float], None]
+
+
+class _Word(msgspec.Struct):
+    """What a worker says: how far it is, or what came of the job, or why nothing did."""
+
+    share: float = 0.0
+    outcome: Outcome | None = None
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: BaseProcess
+    line: Connection
+    job: AnyJob | None = None
+
+
+def run(job: AnyJob, progress: Callable[[float], None]) -> Outcome:
+    """One job in this process; its metrics are empty if it diverged."""
+    import time
+
+    begin_s = time.monotonic()
+    try:
+        outcome = _runner(job)(job, progress)
+    except (*GONE, ExceptionGroup) as error:
+        if not _diverged(error):
+            raise
+        outcome = Outcome(metrics={}, diverged=True)
+    return msgspec.structs.replace(outcome, took_s=round(time.monotonic() - begin_s, 1))
+
+
+def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[AnyJob, Outcome]]:
+    """Outcomes as they come, each with its job. One worker is this process itself."""
+    if workers <= 1 or len(jobs) <= 1:
+        for one in jobs:
+            yield one, run(one, functools.partial(told, one))
+        return
+    waiting = list(reversed(jobs))
+    with _crew(min(workers, len(jobs))) as crew:
+        for worker in crew:
+            _give(worker, waiting)
+        while any(worker.job is not None for worker in crew):
+            ready = wait([worker.line for worker in crew if worker.job is not None], LOOK_S)
+            for worker in [worker for worker in crew if worker.line in ready]:
+                job, word = worker.job, _hear(worker)
+                assert job is not None
+                if word.failure:
+                    raise Failure(f"the arm {job.title} of seed {job.seed} failed", word.failure, "")
+                told(job, word.share)
+                if word.outcome is not None:
+                    _give(worker, waiting)
+                    yield job, word.outcome
+
+
+def _runner(job: AnyJob) -> Callable[..., Outcome]:
+    """Imported here: the noise needs no swarm, and a command that only lists needs none of them."""
+    from farflock.experiments.reproduce import line, noise, swarm_arm
+
+    if isinstance(job, Swarm):
+        return swarm_arm.run
+    return noise.run if isinstance(job, Noise) else line.run
+
+
+def _diverged(error: BaseException) -> bool:
+    """Whether divergence is all that this error tells of."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_diverged(one) for one in error.exceptions)
+    return isinstance(error, GONE)
+
+
+@contextmanager
+def _crew(count: int) -> Iterator[list[_Worker]]:
+    """Workers that live as long as the block."""
+    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    crew = []
+    try:
+        for _ in range(count):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            crew.append(_Worker(process, ours))
+        yield crew
+    finally:
+        for worker in crew:
+            worker.process.terminate()
+        for worker in crew:
+            worker.process.join(END_S)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.line.close()
+
+
+def _give(worker: _Worker, waiting: list[AnyJob]) -> None:
+    worker.job = waiting.pop() if waiting else None
+    if worker.job is not None:
+        worker.line.send_bytes(msgspec.json.encode(worker.job))
+
+
+def _hear(worker: _Worker) -> _Word:
+    try:
+        return msgspec.json.decode(worker.line.recv_bytes(), type=_Word)
+    except (EOFError, ConnectionResetError):
+        worker.process.join(END_S)
+        code = worker.process.exitcode
+        why = "was killed, perhaps for its memory; use fewer --workers" if code == -signal.SIGKILL else "died"
+        return _Word(failure=f"its process {why} (exit code {code})")
+
+
+def _work(line: Connection) -> None:
+    """A worker's life. Ctrl-C is for the process that started it."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = msgspec.json.decode(line.recv_bytes(), type=AnyJob)
+        except EOFError:
+            return
+        told = 0.0
+
+        def tell(share: float) -> None:
+            nonlocal told
+            if share - told >= TELL_SHARE:
+                told = share
+                line.send_bytes(msgspec.json.encode(_Word(share=share)))
+
+        try:
+            word = _Word(share=1.0, outcome=run(job, tell))
+        except Exception as error:  # the border of the process: its parent says it
+            known = explained(error)
+            word = _Word(failure=str(known) if known else f"{type(error).__name__}: {error}")
+        line.send_bytes(msgspec.json.encode(word))
