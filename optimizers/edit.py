@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.feedback import choose
-from farflock.optimizers.judge import HUGE, UNIT, Judge, layers_of, norm_of
+from farflock.optimizers.judge import HUGE, UNIT, Judge, norm_of
+from farflock.optimizers.layers import layers_of
 from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov, scaled

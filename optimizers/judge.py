@@ -17,17 +17,6 @@ BLOCK = 2**20  # values whose squares are held at once
 EXACT = Context(prec=20)  # decimal's exp is correctly rounded, on every machine
 
 
-def layers_of(names: tuple[str, ...]) -> dict[str, list[str]]:
-    """The parameters of each layer: a name up to its first number, else its module, else itself."""
-    layers: dict[str, list[str]] = {}
-    for name in names:
-        parts = name.split(".")
-        number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
-        layer = ".".join(parts[:-1] if number is None else parts[: number + 1]) or name
-        layers.setdefault(layer, []).append(name)
-    return layers
-
-
 def sum_of_squares(x: Tensor) -> float:
     """In float64 and a fixed order, so the same on every machine; squares of float32 values are exact there."""
     flat = x.reshape(-1)

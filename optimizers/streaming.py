@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.feedback import choose, message, settle
+from farflock.optimizers.layers import is_numbered, layers_of
 from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov, scaled
@@ -35,14 +36,12 @@ def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Patter
 
     Layer l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` if there are too few layers.
     """
-    groups: dict[str, list[str]] = {}
-    for name in shapes:
-        groups.setdefault(_layer(name) or _module(name), []).append(name)
+    groups = layers_of(shapes)
     if fragments > len(groups):
         raise ValueError(
             f"{fragments} fragments need as many layers, and this model has {len(groups)}; choose {len(groups)} or fewer"
         )
-    layers = [group for group, names in groups.items() if _layer(names[0])]
+    layers = [group for group in groups if is_numbered(group)]
     place = {group: number * fragments // len(layers) for number, group in enumerate(layers)}
     if pattern == "strided":
         place = {group: number % fragments for number, group in enumerate(layers)}
@@ -59,17 +58,6 @@ def _smallest(groups: Mapping[str, list[str]], place: Mapping[str, int], shapes:
         values[p] += sum(torch.Size(shapes[name]).numel() for name in groups[group])
         members[p] += 1
     return min(range(fragments), key=lambda p: (values[p], members[p], p))
-
-
-def _layer(name: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; nothing where no part is a number."""
-    parts = name.split(".")
-    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0] or name
 
 
 @dataclass(slots=True)

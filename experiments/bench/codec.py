@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflock.compression import catalog
+from farflock.compression import catalog, native
 from farflock.compression.codec import Codec, Context
 from farflock.experiments.bench.metric import Metric, Options, load, medians, turns
 from farflock.experiments.bench.threads import one_thread
@@ -91,6 +91,8 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
     error = float((out - values).norm() / values.norm())
     bits = 8 * shards.alone() / values.numel()
     note = f"{bits:.4g} bits a value; {whole:.3g}x with node/wire.py around it; relative error {error:.2g} on normal values"
+    if native.active() is None:
+        note += "; no compiled kernel here: `pip install -e .` builds it where a C compiler is"
     return Metric(f"codec.{name}", value, yardstick, ratio, len(rounds), load(), note=note)
 
 

@@ -4,11 +4,11 @@ One job keeps one core busy, and a simulation cannot share its loop, so processe
 what comes back: no object of one process is rebuilt by another's bytes.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -96,7 +96,7 @@ def _diverged(error: BaseException) -> bool:
     return isinstance(error, GONE)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _crew(count: int) -> Iterator[list[_Worker]]:
     """Workers that live as long as the block."""
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -123,7 +123,8 @@ def _crew(count: int) -> Iterator[list[_Worker]]:
 def _give(worker: _Worker, waiting: list[AnyJob]) -> None:
     worker.job = waiting.pop() if waiting else None
     if worker.job is not None:
-        worker.line.send_bytes(msgspec.json.encode(worker.job))
+        with contextlib.suppress(BrokenPipeError):  # it is dead: whoever listens to it next hears so, and why
+            worker.line.send_bytes(msgspec.json.encode(worker.job))
 
 
 def _hear(worker: _Worker) -> _Word:

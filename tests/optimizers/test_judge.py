@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.optimizers.judge import BLOCK, HUGE, UNIT, Judge, layers_of, norm_of, sum_of_squares
+from farflock.optimizers.judge import BLOCK, HUGE, UNIT, Judge, norm_of, sum_of_squares
 
 FRESH = [0.0, 0.0, 0.0, 0.0]
 norms_of_peers = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=8)
@@ -191,22 +191,3 @@ def test_squares_neither_overflow_nor_vanish_and_the_tensor_stays():
     assert norm_of([torch.tensor([3e-30, 4e-30])]) == pytest.approx(5e-30)
     assert x.tolist() == torch.tensor([3e30, -4e30]).tolist()
     assert math.isnan(norm_of([torch.tensor([math.nan, 1.0])]))
-
-
-def test_layers_are_named_blocks_or_modules_or_single_parameters():
-    names = (
-        "embed.weight",
-        "model.layers.0.attn.q",
-        "model.layers.0.mlp.up",
-        "model.layers.10.mlp.up",
-        "head",
-        "norm.b",
-        "norm.w",
-    )
-    assert layers_of(names) == {
-        "embed": ["embed.weight"],
-        "model.layers.0": ["model.layers.0.attn.q", "model.layers.0.mlp.up"],
-        "model.layers.10": ["model.layers.10.mlp.up"],
-        "head": ["head"],
-        "norm": ["norm.b", "norm.w"],
-    }

@@ -62,7 +62,21 @@ def test_a_process_that_is_killed_is_told_with_a_remedy(noise, monkeypatch):
                 os.kill(child.pid, signal.SIGKILL)
 
     with pytest.raises(Failure, match="was killed, perhaps for its memory; use fewer --workers"):
-        list(workers.run_all([noise(seed=seed, rounds=100_000, gamma=0.01) for seed in range(2)], 2, kill))
+        list(workers.run_all([noise(seed=seed, rounds=2_000, gamma=0.001) for seed in range(2)], 2, kill))
+
+
+def test_a_process_that_died_before_it_had_its_job_is_told_too(noise, monkeypatch):
+    give = workers._give
+
+    def give_to_the_dead(worker, waiting):
+        worker.process.kill()
+        worker.process.join()
+        give(worker, waiting)
+
+    monkeypatch.setattr(workers, "_give", give_to_the_dead)
+    with pytest.raises(Failure, match="was killed"):
+        list(workers.run_all([noise(seed=seed) for seed in range(2)], 2, silent))
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("error", [Diverged("at step 3"), UnencodableTensor("2 of 8 values are NaN")])

@@ -1,0 +1,20 @@
+"""A model's layers as its parameters' names tell them: methods send, judge and mix whole layers."""
+
+from collections.abc import Iterable
+
+
+def layers_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The parameters of each layer, in the model's order: `model.layers.3` of `model.layers.3.mlp.up_proj.weight`; a name
+    without a number belongs to its module, one without a module is a layer of its own."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+        layer = ".".join(parts[:-1] if number is None else parts[: number + 1]) or name
+        layers.setdefault(layer, []).append(name)
+    return layers
+
+
+def is_numbered(layer: str) -> bool:
+    """Whether it is one of a stack, not an embedding, a norm or a head."""
+    return layer.rpartition(".")[2].isdecimal()
