@@ -38,7 +38,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True):
     peer = SimpleNamespace(
         me="me",
         port=port,
-        membership=SimpleNamespace(is_member=is_member),
+        membership=SimpleNamespace(is_member=is_member, branch=None),
         pairing=SimpleNamespace(unsure_rounds=0),
         waits=lambda: [SimpleNamespace(what=what, whom=("other",), left_s=2.0)],
     )
