@@ -59,20 +59,6 @@ def below(bound: int, seed: int, stream: int, round_number: int, count: int) -> 
     return (words(seed, stream, round_number, count) * bound) >> 32
 
 
-def bernoulli(threshold: int, seed: int, stream: int, round_number: int, count: int) -> Tensor:
-    """A mask of `count` values, each true with probability threshold / 2^32 (see `threshold_of`)."""
-    if not 0 <= threshold <= 1 << 32:
-        raise ValueError(f"a threshold of {threshold} is outside [0, 2^32]; threshold_of makes one from a probability")
-    return words(seed, stream, round_number, count) < threshold
-
-
-def threshold_of(probability: float) -> int:
-    """The integer threshold nearest to a probability in [0, 1]."""
-    if not 0 <= probability <= 1:
-        raise ValueError(f"{probability} is no probability; choose one in [0, 1]")
-    return round(probability * (1 << 32))
-
-
 def permutation(seed: int, stream: int, round_number: int, count: int) -> Tensor:
     """A permutation of 0..count-1 as int64: places sorted by a random 64-bit key, the lower one first among equal keys."""
     pairs = words(seed, stream, round_number, 2 * count).reshape(count, 2)

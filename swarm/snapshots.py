@@ -83,14 +83,16 @@ class Snapshots:
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
         """Not if it is of a view that I lack: its state may belong to another line than the one that I would bring it to."""
         wanted, chain = self._offers.get(offer.stream), self._port.chain
+        if wanted is None or sender not in self._members():
+            return  # not asked for, or of nobody who could tell
         if (offer.state, offer.digest) in self._distrusted:
             self._port.drop("distrusted snapshot")
         elif chain is None or chain.by_hash(offer.view) is None:
             self._port.drop("snapshot of an unknown view")
             self._port.counters["stale view"] += 1
-        elif wanted is not None and offer.round < self._least[offer.stream]:
+        elif offer.round < self._least[offer.stream]:
             self._port.drop("stale snapshot")
-        elif wanted is not None and sender in self._members():
+        else:
             wanted[sender] = offer
 
     def distrust(self, name: str) -> None:

@@ -1,5 +1,9 @@
 """The smallest replica: parameters and gradients in dictionaries, theta <- theta - lr·gradient."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -71,3 +75,30 @@ def vectors():
 def quick():
     """(name, options) -> a lossless method with rounds of two steps."""
     return lambda name, **options: method(name, **{**QUICK[name], **options})
+
+
+@pytest.fixture
+def same_bits():
+    """A check that `digest()` of a test's file says the same in a process with these vector instructions of torch."""
+
+    def check(capability, file, digest):
+        source = (
+            "import importlib.util, torch\n"
+            f"spec = importlib.util.spec_from_file_location('elsewhere', {file!r})\n"
+            "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+            "print(torch.backends.cpu.get_cpu_capability(), module.digest())\n"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", source],
+            env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        seen, found = run.stdout.split()
+        if seen.lower() != capability:
+            pytest.skip(f"this processor runs {seen} instead of {capability}")
+        assert found == digest()
+
+    return check

@@ -3,9 +3,6 @@ Whole swarms are in tests/optimizers/swarm/test_asynchronous.py."""
 
 import hashlib
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -430,25 +427,8 @@ def digest():
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_processors_of_any_kind_make_the_same_bits(capability):
-    source = (
-        "import importlib.util, torch\n"
-        f"spec = importlib.util.spec_from_file_location('arrivals', {__file__!r})\n"
-        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        "print(torch.backends.cpu.get_cpu_capability(), module.digest())\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", source],
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    seen, found = run.stdout.split()
-    if seen.lower() != capability:
-        pytest.skip(f"this processor runs {seen} instead of {capability}")
-    assert found == digest()
+def test_processors_of_any_kind_make_the_same_bits(capability, same_bits):
+    same_bits(capability, __file__, digest)
 
 
 # options

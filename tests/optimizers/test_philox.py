@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.optimizers.philox import below, bernoulli, permutation, philox, threshold_of, words
+from farflock.optimizers.philox import below, permutation, philox, words
 
 # Random123's kat_vectors, lines "philox4x32 10": counter, key, result.
 KNOWN = [
@@ -82,19 +82,6 @@ def test_bounded_draws_reach_every_value():
     assert below(10, 5, 0, 0, 1000).unique().tolist() == list(range(10))
 
 
-def test_a_mask_holds_its_probability_and_its_ends_are_exact():
-    mask = bernoulli(threshold_of(0.005), 9, 0, 4, 1 << 18)
-    expected = 0.005 * (1 << 18)
-    assert abs(int(mask.sum()) - expected) < 4 * expected**0.5
-    assert not bool(bernoulli(threshold_of(0.0), 9, 0, 4, 1000).any())
-    assert bool(bernoulli(threshold_of(1.0), 9, 0, 4, 1000).all())
-
-
-def test_a_higher_threshold_only_adds_to_a_mask():
-    low, high = (bernoulli(threshold_of(p), 9, 0, 4, 10_000) for p in (0.1, 0.3))
-    assert bool((high | ~low).all())
-
-
 @given(UINT64, UINT32, UINT64, st.integers(0, 300))
 @settings(max_examples=30, deadline=None)
 def test_a_permutation_holds_each_place_once(seed, stream, round_number, count):
@@ -115,8 +102,6 @@ def test_permutations_differ_between_rounds_and_spread_every_place():
         (lambda: words(0, 0, -1, 1), "round -1"),
         (lambda: words(0, 0, 0, 2**34), "count"),
         (lambda: below(0, 0, 0, 0, 1), "bound of 0"),
-        (lambda: bernoulli(2**32 + 1, 0, 0, 0, 1), "threshold"),
-        (lambda: threshold_of(1.5), "1.5 is no probability"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, named):

@@ -1,9 +1,6 @@
 """Who left a coordinate out does not pull the mean towards zero."""
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -55,13 +52,5 @@ def digest():
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_processors_of_any_kind_make_the_same_bits(capability):
-    source = (
-        "import importlib.util, torch\n"
-        f"spec = importlib.util.spec_from_file_location('senders', {__file__!r})\n"
-        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        "print(module.digest())\n"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, timeout=60)
-    assert ran.stdout.strip() == digest(), ran.stderr
+def test_processors_of_any_kind_make_the_same_bits(capability, same_bits):
+    same_bits(capability, __file__, digest)
