@@ -51,8 +51,9 @@ class Decision:
 
     `proposers` are member indices in the seeded order. `floor` says why a value cannot be accepted here: 0 if it can,
     else the least round that could (views only); once refused, a value that is not the last one accepted here must be
-    refused for ever. `sign` signs what this member accepts; `checks` verifies another
-    member's signature.
+    refused for ever. Members whose floors are far apart must not skip the first phase (`in_step` False): there each tells
+    its `least`, and the proposer's own value is `lifted` to the highest. `sign` signs what this member accepts; `checks`
+    verifies another member's signature.
     """
 
     key: Key
@@ -61,6 +62,9 @@ class Decision:
     size: int
     proposers: tuple[int, ...]
     floor: Callable[[bytes], int] = lambda value: 0
+    in_step: bool = True
+    least: Callable[[], int] = lambda: 0
+    lifted: Callable[[bytes, int], bytes] = lambda value, floor: value
     sign: Callable[[bytes], bytes] = lambda text: b""
     checks: Callable[[int, bytes, bytes], bool] = lambda member, text, proof: True
 
@@ -68,7 +72,7 @@ class Decision:
     accepted: tuple[Ballot, bytes] | None = None
     decided: bytes | None = None
     certificate: tuple[Ballot, tuple[tuple[int, bytes], ...]] = (_NEVER, ())
-    refused_floor: int = 0  # the highest floor that anybody answered with: the proposer's next value must respect it
+    known_floor: int = 0  # the highest that anybody answered with: a value below it would be refused there
 
     _ballot: Ballot | None = None
     _value: bytes | None = None
@@ -84,7 +88,7 @@ class Decision:
             return []
         first_time = self._ballot is None and self.promised == _NEVER and self.accepted is None
         self._value, self._promises, self._accepts = value, {}, {}
-        if first_time and self.me == self.proposers[0]:
+        if first_time and self.in_step and self.me == self.proposers[0]:
             self._ballot = (0, self.me)
             return self._second_phase(value)
         self._highest = max(self._highest, self.promised[0]) + 1
@@ -134,7 +138,7 @@ class Decision:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         self.promised = ballot
         earlier, value = self.accepted if self.accepted else (None, None)
-        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value))
+        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.least()))
 
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:
         if ballot < self.promised:
@@ -149,17 +153,18 @@ class Decision:
     def _promise(self, sender: int, promise: Promise) -> Sends:
         earlier = (promise.accepted, promise.value) if promise.accepted and promise.value is not None else None
         self._promises[sender] = earlier
+        self.known_floor = max(self.known_floor, promise.floor)
         if not is_quorum(self._promises.keys(), self.size):
             return []
         known = [entry for entry in self._promises.values() if entry is not None]
         assert self._value is not None
         if known and not self._is_impossible(max(known)[1]):
             return self._second_phase(max(known)[1])
-        return self._second_phase(self._value)
+        return self._second_phase(self.lifted(self._value, self.known_floor))
 
     def _rejected(self, sender: int, rejected: Rejected) -> None:
         self._highest = max(self._highest, rejected.promised[0])
-        self.refused_floor = max(self.refused_floor, rejected.floor)
+        self.known_floor = max(self.known_floor, rejected.floor)
         if rejected.floor and rejected.ballot == self._ballot and self._proposing and self._value is not None:
             self._refusers.setdefault(self._value, set()).add(sender)
 

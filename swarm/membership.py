@@ -38,7 +38,7 @@ JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
 RESEND_S = 0.5
 PING_EVERY_S = 5.0
-ROUNDS_AHEAD = 2  # a view begins this many rounds after the last one begun, so that few rounds have to wait for it
+ROUNDS_AHEAD = 2  # a view begins so many rounds after the last one begun, if there is one: few rounds have to wait for it
 MAX_KNOWN = 1024
 
 MembershipMessage = (
@@ -305,9 +305,7 @@ class Membership:
     def _propose(self, members: tuple[Member, ...]) -> None:
         decision = self._ensure_decision()
         newest = self._port.views.newest
-        touched = max(self._port.touched, decision.refused_floor - 1)
-        first = max(touched + ROUNDS_AHEAD, newest.first_round)
-        view = View(newest.number + 1, newest.hash, first, members)
+        view = View(newest.number + 1, newest.hash, newest.first_round, members)
         self._send(decision.propose(views.encode(view)))
         self._after_paxos()
 
@@ -326,6 +324,9 @@ class Membership:
                 len(newest.members),
                 tuple(newest.peers.index(peer) for peer in ordered),
                 floor=lambda raw: self._port.views.floor(raw, self._port.touched),
+                in_step=False,
+                least=lambda: self._port.touched + 1,
+                lifted=lambda raw, floor: views.lifted(raw, floor + ROUNDS_AHEAD - 1 if floor else 0),
                 sign=lambda text: self._identity.sign(domain, text),
                 checks=views.checker(self._port.run, newest),
             )

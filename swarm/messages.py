@@ -111,13 +111,15 @@ class Prepare(_Message, frozen=True, tag="prepare"):
 
 
 class Promise(_Message, frozen=True, tag="promise"):
-    """Phase 1b, with the value of the highest ballot accepted so far."""
+    """Phase 1b, with the value of the highest ballot accepted so far; `floor` is the least round that a new one could begin
+    at here (views only)."""
 
     key: Key
     view: Digest
     ballot: Ballot
     accepted: Ballot | None = None
     value: Value | None = None
+    floor: Count = 0
 
 
 class Propose(_Message, frozen=True, tag="propose"):

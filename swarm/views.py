@@ -105,6 +105,12 @@ def decode_view(raw: bytes) -> View:
     return view
 
 
+def lifted(raw: bytes, first_round: int) -> bytes:
+    """The same proposal, beginning at this round at the earliest."""
+    view = decode_view(raw)
+    return encode(msgspec.structs.replace(view, first_round=max(view.first_round, first_round)))
+
+
 def decode_certified(raw: bytes) -> Certified:
     """Decode a certified view; `BadView` for anything else."""
     if len(raw) > MAX_VALUE_BYTES:

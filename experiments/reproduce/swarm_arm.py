@@ -6,10 +6,9 @@ computing and waiting for each other, to which the time of the transfers is adde
 """
 
 import asyncio
-import contextlib
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from farflock.node.participant import Participant
 from farflock.node.simulation import Simulation, World
 from farflock.optimizers.method import State, Tensors
 from farflock.optimizers.state import state_hash
-from farflock.swarm import membership
 from farflock.swarm.peer import Peer
 from farflock.swarm.sim import LinkModel
 from farflock.swarm.virtual import run_virtual
@@ -56,8 +54,7 @@ class Measured(Simulation):
         node.trainee.batches = Share(texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device)
         node.loop.train = self._gate(index, node, node.loop.train)
         node.loop.report = self.rounds.watching(node.loop.report)
-        if index == 0:
-            node.loop.pause = self._look
+        node.loop.pause = self._look
         self.nodes[index] = node
         return node
 
@@ -91,7 +88,10 @@ class Measured(Simulation):
             self._began = asyncio.get_running_loop().time(), self._sent_bytes()
 
     async def _look(self) -> None:
-        """Have the run measured when another share of it has passed: half a step later, when all have applied what they got."""
+        """Have the run measured when another share of it has passed: half a step later, when all have applied what they got.
+
+        Whoever makes a share's last step asks: the first peer may be a moment ahead of others that it does not wait for.
+        """
         tokens = min(self.trained_tokens, self.job.total_tokens)
         if tokens * self.job.points // self.job.total_tokens > self._looks:
             self._looks += 1
@@ -163,8 +163,7 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
         await measured.run()
         return measured
 
-    with views_from_the_first_round():
-        measured = run_virtual(whole())
+    measured = run_virtual(whole())
     last, curve = measured.final_loss(), measured.curve
     node = measured.nodes[0]
     specimens = node.loop.driver.method.streams(node.loop.driver.replica)
@@ -182,17 +181,6 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
     parameters = sum(parameter.numel() for parameter in node.model.parameters())
     overlaps = bool(specimens) and all(entry.apply_after for entry in specimens)
     return Outcome(metrics=metrics, curve=curve, parameters=parameters, overlaps=overlaps)
-
-
-@contextlib.contextmanager
-def views_from_the_first_round() -> Iterator[None]:
-    """Views of a running swarm begin two rounds after the last one that was begun, so a founder's first round is its own,
-    whoever has come in before it. Here nobody begins a round before all are in: the first is everybody's."""
-    before, membership.ROUNDS_AHEAD = membership.ROUNDS_AHEAD, 1
-    try:
-        yield
-    finally:
-        membership.ROUNDS_AHEAD = before
 
 
 def spread(models: Sequence[Tensors]) -> float:

@@ -319,9 +319,31 @@ def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
         for _, answer in members[to].receive(0, message):
             members[0].receive(to, answer)
     assert members[0].decided is None
-    assert members[0].refused_floor == 12
+    assert members[0].known_floor == 12
     run(members, members[0].propose(b"late enough"))
     assert {member.decided for member in members} == {b"late enough"}
+
+
+def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepted_by_a_few_and_refused_by_the_rest():
+    """A value that two slow members accept and a fast one refuses binds them for good, once the other one is dead."""
+    begun = (0, 7, 1, 0)
+    members = [
+        Decision(
+            KEY,
+            VIEW,
+            me,
+            4,
+            (2, 0, 1, 3),
+            floor=lambda value, me=me: 0 if int(value) > begun[me] else begun[me] + 1,
+            in_step=False,
+            least=lambda me=me: begun[me] + 1,
+            lifted=lambda value, floor: b"%d" % max(int(value), floor),
+        )
+        for me in range(4)
+    ]
+    run([None, *members[1:]], members[2].propose(b"3"), 2)
+    assert {member.decided for member in members[1:]} == {b"8"}
+    assert members[2].known_floor == 8
 
 
 def test_who_works_on_a_decided_key_is_told_the_decision():

@@ -72,7 +72,7 @@ SPECIMENS: tuple[Message, ...] = (
     Reduced(KEY, A, 3, B, 1000, bytes([5, 0, 0, 0, 0, 0, 0, 0])),
     Holds(KEY, A, B[:16]),
     Prepare(KEY, A, (2, 1)),
-    Promise(KEY, A, (2, 1), (1, 0), b"value"),
+    Promise(KEY, A, (2, 1), (1, 0), b"value", 9),
     Propose(KEY, A, (2, 1), b"value"),
     Accepted(KEY, A, (2, 1), b"s" * 64),
     Rejected(KEY, A, (2, 1), (3, 0), 9),
@@ -363,7 +363,7 @@ def test_the_largest_close_list_and_the_longest_offer_fit_a_frame():
     offer = Offer(long_key, A, (A,) * MAX_SHARDS, (MAX_CHUNK_BYTES,) * MAX_SHARDS, 1e18, 2**62, A)
     for message in (
         Decided(long_key, A, value, (2**62, 63), proofs),
-        Promise(long_key, A, (2**62, 63), (2**62, 63), value),
+        Promise(long_key, A, (2**62, 63), (2**62, 63), value, 2**62),
         PairPropose(offer),
     ):
         assert unpack(pack(Frame(2**64 - 1, message))).message == message

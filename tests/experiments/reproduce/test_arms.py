@@ -9,10 +9,9 @@ from farflock.experiments.reproduce import line as lines
 from farflock.experiments.reproduce import noise as noises
 from farflock.experiments.reproduce import swarm_arm
 from farflock.experiments.reproduce.job import RUN, Diverged
-from farflock.experiments.reproduce.swarm_arm import correlation, spread, views_from_the_first_round
+from farflock.experiments.reproduce.swarm_arm import correlation, spread
 from farflock.experiments.reproduce.text import measure, texts
 from farflock.node.arms import train_arm
-from farflock.swarm import membership
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 
@@ -113,19 +112,10 @@ def test_replicas_that_swap_in_pairs_are_apart_in_the_end(swarm):
     assert -1 <= outcome.metrics["spread_lr"] <= 1
 
 
-def test_a_swarm_that_diverges_says_so_and_views_are_as_before(swarm, monkeypatch):
-    before = membership.ROUNDS_AHEAD
+def test_a_swarm_that_diverges_says_so(swarm, monkeypatch):
     monkeypatch.setattr("farflock.node.trainee.LanguageModel.forward_backward", lambda *given: math.inf)
     with pytest.raises((Diverged, ExceptionGroup)):
         run(swarm())
-    assert before == membership.ROUNDS_AHEAD
-
-
-def test_views_begin_with_the_first_round_inside_the_block_only():
-    before = membership.ROUNDS_AHEAD
-    with views_from_the_first_round():
-        assert membership.ROUNDS_AHEAD == 1
-    assert before == membership.ROUNDS_AHEAD
 
 
 def test_the_spread_is_the_deviation_over_replicas():
