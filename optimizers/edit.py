@@ -29,6 +29,7 @@ from farflock.optimizers.layers import layers_of
 from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov, scaled
+from farflock.optimizers.rhythm import Rhythm, require_round
 from farflock.optimizers.state import WrongState, counter, kept, named, unnamed
 
 NORMS, DELTA = "norms", "delta"
@@ -80,11 +81,12 @@ class EDiT:
         require_deadline(self.deadline_s)
         require_unbiased("codec", self.codec, "EDiT has no feedback; choose fp16, bf16 or int8")
         require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
-        limits = {"temperature": 1.0, "threshold": 3.0, "clip": 10.0, "round_s": 600.0}
+        limits = {"temperature": 1.0, "threshold": 3.0, "clip": 10.0}
         for option, usual in limits.items():
             value = getattr(self, option)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{option}={value} must be finite and above 0, usually {usual:g}, or left out")
+        require_round(self.round_s)
         if self.warmup < 0 or self.min_steps < 1:
             raise ValueError(f"warmup={self.warmup} must be 0 or more (120), min_steps={self.min_steps} 1 or more (1)")
         if not 0 < self.alpha < 1 or not 0 <= self.step_ratio <= 1:
@@ -99,28 +101,26 @@ class EDiT:
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
         self._begin(replica)
-        self._slot = self._slot or self._slot_of(progress)
+        self._slot = self._slot or self._rhythm.slot(progress)
         replica.inner_step()
         self._since += 1
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The norms, when a round is over and nothing of the last one is open."""
-        if self._start or self._round != self._delta_round or not self._over(progress):
+        rhythm = self._rhythm
+        open_round = self._start or self._round != self._delta_round
+        if open_round or not rhythm.over(self._since, self._slot, progress):
             return []
-        self._slot = self._slot_of(progress)
+        self._slot = rhythm.slot(progress)
         self._start, self._since = dict(replica.read(replica.names, "param")), 0
         work = {name: self._phi[name] - x for name, x in self._start.items()}
         norms = [norm_of([work[name] for name in names]) for names in layers_of(replica.names).values()]
         return [self._norms_exchange(norms, self._steps)]
 
-    def _over(self, progress: Progress) -> bool:
-        if self.round_s is None:
-            return self._since >= self.period
-        return self._slot_of(progress) > self._slot and self._since >= self.min_steps
-
-    def _slot_of(self, progress: Progress) -> int:
-        return 0 if self.round_s is None else int(progress.run_time_s // self.round_s) + 1
+    @property
+    def _rhythm(self) -> Rhythm:
+        return Rhythm(self.period, self.round_s, self.min_steps)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """Norms: judge, and ask for the mean. The mean: the outer step. Streams may run ahead of each other where rounds are

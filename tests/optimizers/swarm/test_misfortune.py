@@ -328,3 +328,33 @@ def test_a_pair_keeps_the_work_that_was_not_taken(loopback, gamma):
         assert torch.equal(flat[:3], phi[:3])
         assert torch.equal(flat[3:], own[name].reshape(-1)[3:])
         assert not torch.equal(flat, phi)
+
+
+# unequal machines
+
+
+@pytest.mark.parametrize("weights", ["uniform", "steps"])
+def test_in_rounds_of_seconds_each_does_what_it_can_and_weighs_what_it_is_told(loopback, same, weights):
+    swarm = loopback(local_sgd(round_s=8.0, weights=weights), "abc")
+    swarm.rests = lambda peer, tick: (peer == "b" and tick % 2 == 0) or (peer == "c" and tick % 4 != 3)
+    swarm.steps(9)
+    assert {name: peer.step for name, peer in swarm.peers.items()} == {"a": 9, "b": 4, "c": 2}
+    for name, share in {"a": 8.0, "b": 4.0, "c": 2.0}.items():
+        (offer,) = [exchange for _, exchange in swarm.peers[name].offered]
+        assert offer.weight == (share if weights == "steps" else 1.0)
+    (result,) = swarm.peers["a"].results
+    assert result.status == "ok"
+    works = {name: work(swarm, name, steps) for name, steps in {"a": 8, "b": 4, "c": 2}.items()}
+    shares = {"a": 8 / 14, "b": 4 / 14, "c": 2 / 14} if weights == "steps" else dict.fromkeys("abc", 1 / 3)
+    for name, start in start_of(swarm).items():
+        mean = sum(shares[peer] * works[peer][name] for peer in "abc")
+        torch.testing.assert_close(phi_of(swarm.peers["a"])[name], start - mean)
+    assert same(swarm.peers["a"].outer(), swarm.peers["c"].outer())
+
+
+def test_work_that_was_not_taken_weighs_with_the_next(loopback):
+    swarm = loopback(local_sgd(weights="steps"), "ab")
+    swarm.taken = drop(("b", 0))
+    swarm.steps(12)
+    weights = {name: [exchange.weight for _, exchange in peer.offered] for name, peer in swarm.peers.items()}
+    assert weights == {"a": [4.0, 4.0, 4.0], "b": [4.0, 8.0, 4.0]}
