@@ -23,7 +23,7 @@ check: $(READY) imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS)
 
 test-long: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -o faulthandler_timeout=0
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -7,9 +7,11 @@ step, waits for nobody any more, saves and says goodbye; one that does not train
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+LEASH = "FARFLOCK_LEASH"  # set for a process that is to end when its standard input does: with whoever started it
 STOP_S = 20.0  # then a node that still has not ended breaks off without saving
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -30,6 +32,8 @@ class Ending:
         for number in ASKING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 loop.add_signal_handler(number, self._ask, number, owner)
+        if LEASH in os.environ:
+            loop.add_reader(sys.stdin.fileno(), self._let_go, owner)
         try:
             return await work
         except asyncio.CancelledError:
@@ -37,6 +41,11 @@ class Ending:
                 raise
             owner.uncancel()
             return None
+
+    def _let_go(self, owner: "asyncio.Task[Any]") -> None:
+        """Nobody writes to the leash: it has ended, as a terminal that closes."""
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        self._ask(signal.SIGHUP, owner)
 
     def _ask(self, number: signal.Signals, owner: "asyncio.Task[Any]") -> None:
         if self.asked is not None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 
-pytestmark = pytest.mark.usefixtures("version")
+pytestmark = pytest.mark.usefixtures("oracle")  # the kernel has its bits (test_native.py); hostile bytes go to both here
 
 NAMES = [
     *CODECS,
@@ -25,6 +25,7 @@ CTX = Context(run_seed=3, round=2, tensor="layers.0.weight", shard=1)
 KINDS = ("usual", "any", "huge", "denormal", "tiny", "half", "ties", "rare", "zeros", "minus_zeros", "largest")
 
 each_codec = pytest.mark.parametrize("name", NAMES)
+both_versions = pytest.mark.usefixtures("version")
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -180,6 +181,7 @@ def test_encode_appends_and_stays_within_max_bytes(values, name):
             assert written == len(out) - 6 <= c.max_bytes(count)
 
 
+@both_versions
 @each_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_never_sent(values, name, bad):
@@ -207,6 +209,7 @@ def test_zeros_and_nothing_round_trip_exactly(values, name):
         assert torch.equal(decode(c, encode(c, values("zeros", count)), count), torch.zeros(count))
 
 
+@both_versions
 @each_codec
 @few
 @given(data=st.data())
@@ -227,6 +230,7 @@ def test_any_bytes_at_all_decode_to_finite_values_or_are_refused(values, name, d
     assert bool(torch.isfinite(out).all())
 
 
+@both_versions
 @each_codec
 def test_every_truncation_and_extension_is_refused(values, name):
     c = codec(name)
@@ -255,6 +259,7 @@ def test_decode_takes_little_memory(warm, values, name):
     assert python <= multiple // 2 * 4 * count  # numpy's arrays count as Python's own memory
 
 
+@both_versions
 @each_codec
 def test_a_payload_of_the_wrong_length_is_refused_before_memory_is_taken(warm, name):
     c = codec(name)
