@@ -30,12 +30,14 @@ from farflock.swarm.outbox import BULK
 
 MAX_WIRE_BYTES = 1 + MAX_FORWARD_BYTES  # kind byte and the longest body
 SEND_MARKS = (16, 16)  # messages in libzmq for one connection: control, bulk
-RECEIVE_MARKS = (16, 4)
+# Where libzmq's own queue is full it stops reading, and if the connection ends meanwhile it aborts the process (libzmq
+# issues 3937, 4364, 4767). So the marks are above what a partner may have on its way to us while our loop stands still.
+RECEIVE_MARKS = (4096, 64)
 MAX_CONNECTIONS = 128  # of one class; each takes two descriptors
 MAX_STRANGERS = 32  # connections whose first frame has not come
 STRANGER_S = 5.0
 STRANGER_WIRE_BYTES = 2 * MAX_RECORD_BYTES  # first frame, CURVE handshake and framing
-UNREAD_BYTES = 8 * 1024 * 1024  # taken by libzmq since the last message that we read: its marks allow 4 MiB
+UNREAD_BYTES = 24 * 1024 * 1024  # taken by libzmq since the last message that we read: bulk's marks allow 16 MiB
 SILENT_S = 30.0  # every live partner pings every connection every 2 s
 BATCH = 64  # frames read before others get their turn
 
