@@ -16,7 +16,7 @@ from farflock.node.errors import Usage
 from farflock.node.manifest import Exchange, Method, constructor_options, convert, override, require_method, tables
 from farflock.node.model import PRESETS, ModelConfig
 from farflock.node.nearest import nearest
-from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.catalog import METHODS, method, unfolded
 
 TIERS = ("ci", "cpu", "gpu")
 LINES = ("ddp", "none")  # are in every recipe that trains, and not written into it
@@ -169,7 +169,7 @@ def read(name: str, text: str) -> Recipe:
     arms = table.get("arms", {})
     if not isinstance(arms, dict) or not all(isinstance(arm, dict) for arm in arms.values()):
         raise Usage(f"{origin}, arms", "each arm is a table", "write it as [arms.NAME]")
-    checked = {key: _section(arm, Arm, f"{origin}, arms.{key}") for key, arm in arms.items()}
+    checked = {key: _spelt_out(_section(arm, Arm, f"{origin}, arms.{key}")) for key, arm in arms.items()}
     rules = table.get("verdict", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise Usage(f"{origin}, verdict", "each rule is a table", "write it as [[verdict]]")
@@ -180,6 +180,12 @@ def read(name: str, text: str) -> Recipe:
     for number, rule in enumerate(recipe.verdict, 1):
         _require_rule(recipe, rule, f"{origin}, verdict {number}")
     return recipe
+
+
+def _spelt_out(arm: Arm) -> Arm:
+    """An arm of a preset is one of the preset's method, so that both share their runs."""
+    base, preset = unfolded(arm.method)
+    return msgspec.structs.replace(arm, method=base, options=preset | arm.options)
 
 
 def missing(recipe: Recipe) -> list[str]:

@@ -62,6 +62,7 @@ QUICK = {
     "sparta-diloco": {"period": 2, "one_in": 2, "codec": "fp32", "return_codec": "fp32", "mask_codec": "fp32"},
     "edit": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
     "async": {"period": 2, "codec": "fp32"},
+    "lean": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
 }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.catalog import METHODS, NAMES, PRESETS, method, options_of
 from farflock.optimizers.diloco import DiLoCo
 
 
@@ -23,7 +23,7 @@ def test_options_reach_the_constructor():
     ("name", "message"),
     [
         ("dilocoo", "'dilocoo' is not known; did you mean 'diloco'?"),
-        ("zzz", f"choose from {', '.join(sorted(METHODS))}"),
+        ("zzz", f"choose from {', '.join(sorted(NAMES))}"),
         ("x" * 10_000, r"'x{64}' is not known"),
     ],
 )
@@ -56,3 +56,20 @@ def test_two_methods_share_no_state(name):
     for entry in dataclasses.fields(METHODS[name]):
         value = getattr(first, entry.name)
         assert not isinstance(value, dict) or value is not getattr(second, entry.name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_method_with_its_options_and_ones_own_win(name):
+    base, options = PRESETS[name]
+    made = method(name)
+    assert type(made) is METHODS[base]
+    assert {option: getattr(made, option) for option in options} == options
+    assert {option: options_of(name)[option] for option in options} == options
+    assert options_of(name).keys() == options_of(base).keys()
+    assert method(name, period=7).period == 7
+    assert method(base).period == options_of(base)["period"]
+
+
+def test_a_misspelt_preset_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="'best-10' is not known; did you mean 'best-100'"):
+        method("best-10")

@@ -7,7 +7,7 @@ import pytest
 from farflock.optimizers.catalog import METHODS, method
 
 TALKING = [name for name in METHODS if name != "local"]
-RESIDUAL = ("sparseloco", "demo", "flexdemo")  # what a codec leaves out stays in their own state
+RESIDUAL = ("sparseloco", "demo", "flexdemo", "lean")  # what a codec leaves out stays with the peer
 PLAIN = [name for name in TALKING if name not in RESIDUAL]
 REFUSED = [
     *(

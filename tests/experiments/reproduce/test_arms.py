@@ -155,3 +155,8 @@ def test_noise_is_a_function_of_its_seed(noise):
     ours, again, other = (noises.run(noise(seed=seed), lambda share: None) for seed in (1, 1, 2))
     assert ours == again
     assert ours != other
+
+
+def test_peers_that_do_not_wait_for_each_other_are_measured_to_the_end(swarm):
+    outcome = swarm_arm.run(swarm(method="local", options={}, points=1, steps=3), lambda share: None)
+    assert [point.tokens for point in outcome.curve] == [outcome.metrics["tokens"]] == [3 * 4 * 8]

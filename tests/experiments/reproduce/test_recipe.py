@@ -9,6 +9,7 @@ from farflock.experiments.reproduce import recipe
 from farflock.experiments.reproduce.job import key
 from farflock.experiments.reproduce.study import Study
 from farflock.node.errors import Usage
+from farflock.optimizers.catalog import unfolded
 
 SHIPPED = recipe.names()
 
@@ -131,6 +132,13 @@ def test_a_method_that_this_version_lacks_is_named_and_keeps_the_recipe_from_run
     assert recipe.missing(mine) == ["tomorrow"]
     with pytest.raises(Usage, match="no method tomorrow; update farflock"):
         Study(mine, "ci")
+
+
+def test_an_arm_of_a_preset_is_one_of_its_method_with_its_options_spelt_out(recipe_text):
+    text = recipe_text.replace('method = "diloco"\noptions', 'method = "best-500"\noptions')
+    arm = recipe.read("mine", text).arms["short"]
+    assert arm.method == "lean"
+    assert arm.options == {**unfolded("best-500")[1], "period": 1, "codec": "fp32", "return_codec": "fp32"}
 
 
 def test_a_tier_replaces_only_options_that_an_arm_has(recipe_text):

@@ -32,11 +32,12 @@ OPTIONS = {
     "sparta-diloco": {"period": 4, "one_in": 3, "mask_codec": "fp32", "codec": "fp32", "return_codec": "fp32"},
     "edit": {"period": 3, "warmup": 2, "codec": "fp32", "return_codec": "fp32"},
     "async": {"period": 3, "enough": 0, "codec": "fp32"},
+    "lean": {"correction": 1.0},
 }
 VARIANTS = [
     *((name, {}) for name in METHODS),
     ("diloco", {"feedback": 0.5, "codec": "int4", "return_codec": "bf16"}),
-    ("diloco", {"codec": "int8", "return_codec": "bf16"}),
+    ("diloco", {"codec": "int8", "return_codec": "bf16", "round_s": 3.0, "weights": "steps"}),
     ("noloco", {"gamma": 0.6}),
     ("desloc", {"moment_codec": "bf16", "clip": 0.1}),
     ("sparta", {"period": 2, "delay": 1, "selector": "partition", "codec": "fp16"}),
@@ -59,6 +60,8 @@ VARIANTS = [
     ("async", {"codec": "int8", "buffer": 2, "c": 0.25, "staleness": "polynomial"}),
     ("async", {"enough": 1}),
     ("async", {"enough": 2, "staleness": "hinge"}),
+    ("lean", {"delay": 2, "decay": 0.5}),
+    ("lean", {"period": 1, "codec": "fp32", "return_codec": "fp32"}),
 ]
 # After so many steps these hold nothing but their snapshot: all local work is in it, and nothing is kept for later.
 AT_REST = {"local": 6, "ddp": 6, "diloco": 6, "noloco": 6, "desloc": 12, "sparta": 6, "edit": 6, "async": 6}
@@ -78,15 +81,24 @@ each_method_at_rest = each(lambda name, more: name in AT_REST and "feedback" not
 
 def each_with_sizes_and_fates():
     """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`; its further variants with
-    four peers and the worst fates."""
+    four peers and the worst fates. Of every day are the worst fates of every size and every fifth of the others."""
     cases = [
         (name, more, size, fate)
         for name, more in VARIANTS
         for size in ((4,) if more else (1, 2, 4, 7))
         for fate in (WORST if more else FATES if size == 4 else EVERY_SIZE)
     ]
-    labels = ["-".join(map(str, (name, *more.values(), size, fate))) for name, more, size, fate in cases]
-    return pytest.mark.parametrize(("name", "more", "size", "fate"), cases, ids=labels)
+    return pytest.mark.parametrize(
+        ("name", "more", "size", "fate"),
+        [
+            pytest.param(
+                *case,
+                id="-".join(map(str, (case[0], *case[1].values(), *case[2:]))),
+                marks=() if case[3] in WORST or place % 5 == 0 else pytest.mark.long,
+            )
+            for place, case in enumerate(cases)
+        ],
+    )
 
 
 def maker(name, more):
@@ -393,7 +405,7 @@ def test_adopting_ones_own_snapshot_after_a_round_changes_nothing_that_follows(l
 
 
 @each_method
-@pytest.mark.parametrize("tick", [4, 7, 11])
+@pytest.mark.parametrize("tick", [4, pytest.param(7, marks=pytest.mark.long), 11])
 def test_adopting_leaves_nothing_of_what_was_before(loopback, same, name, more, tick):
     """Wherever a method was, also with exchanges pending: after adopting it goes on as a new one that adopts."""
     teacher = played(loopback, name, more, 2, "calm", ticks=9).peers["a"].outer()
@@ -417,7 +429,7 @@ def test_adopting_leaves_nothing_of_what_was_before(loopback, same, name, more, 
 
 
 @each_method
-@pytest.mark.parametrize("tick", [3, 8, 13])
+@pytest.mark.parametrize("tick", [3, pytest.param(8, marks=pytest.mark.long), 13])
 def test_a_joiner_that_adopts_has_the_snapshot_and_evaluates_alike(loopback, same, name, more, tick):
     swarm = played(loopback, name, more, 2, "late", ticks=tick)
     veteran, joiner = swarm.peers["a"], swarm.join("c", "a")
@@ -470,7 +482,7 @@ def test_stopping_and_going_on_at_every_moment_changes_no_bit(loopback, same, na
 
 
 @each_method
-@pytest.mark.parametrize("moment", [3, 12, 25])
+@pytest.mark.parametrize("moment", [3, pytest.param(12, marks=pytest.mark.long), 25])
 def test_stopping_and_going_on_once_changes_no_bit(loopback, same, name, more, moment):
     """At one moment only: where every restart loses the same thing, none of them shows."""
     swarms = []

@@ -1,0 +1,197 @@
+"""Lean averaging: frequent means of what replicas have moved away from phi, about a bit a value; what a coarse codec leaves
+out stays in the replica (ours; the parts are known: local SGD, error feedback, entropy-coded quantisation).
+
+    every `period` steps:   D = theta - phi,  q = C(D) is sent;   phi <- phi + C(mean q)
+                            theta <- phi + decay·(D - q) + steps made since D was taken
+                            exp_avg <- exp_avg - sqrt(exp_avg_sq)·clip(correction·(mean - q) / rate, ±cap)
+
+The residual D - q needs no buffer: the next gradients are taken where it is, and D contains it again. No outer momentum.
+
+The last line, momentum correction: an exchange moves a replica by mean - q, away from what its own batches alone asked for.
+AdamW moves theta by -rate·exp_avg / sqrt(exp_avg_sq), so the batches' own part that is now gone from theta had entered
+exp_avg as about (mean - q)·sqrt(exp_avg_sq) / rate. Left there it would walk the same way again. For white noise and no codec
+all of it is still there after 1 step, about 0.4 after 3; with a coarse codec q also holds older noise, which exp_avg has
+forgotten, so less is better. `rate` is not the schedule's but measured: the factor that best explains the last step of each
+tensor, so that AdamW's bias corrections are in it, whoever sets the rate. As this is a loop of feedback, no value moves by
+more than `cap` of its gradient's usual size, sqrt(exp_avg_sq).
+
+Work that was not taken stays whole in theta, undecayed, and the next D contains it. Means are coded a second time, on their
+way back; what that loses is lost for all alike. Without exp_avg_sq (SGD, Muon's matrices) there is nothing to correct.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.feedback import choose
+from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_codec, require_deadline, require_period
+from farflock.optimizers.outer import scaled
+from farflock.optimizers.state import counter, kept, named, unnamed
+
+STREAM = "lean"
+SLOWEST = 2.0**-100  # a step of this size says nothing about its rate, and dividing by it would overflow
+
+
+@dataclass(slots=True)
+class Lean:
+    """`period` local steps a round; its mean is wanted `delay` steps later, 0 to wait for it. `decay` is what is kept of the
+    residual in each round, `correction` the share of the removed noise that also leaves the momentum, 0 for none."""
+
+    period: int = 3
+    delay: int = 0
+    decay: float = 1.0
+    correction: float = 0.2
+    cap: float = 1.0
+    codec: str = "ecsq:280"
+    return_codec: str = "ecsq:280"
+    deadline_s: float = 30.0
+
+    equality: ClassVar[Literal["exact"]] = "exact"
+    _phi: dict[str, Tensor] = field(default_factory=dict)
+    _rates: dict[str, Tensor] = field(default_factory=dict)  # scalars: see `rate_of`
+    _round: int = 0
+    _since: int = 0
+    _pending: bool = False
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        require_codec(self.codec)
+        require_codec(self.return_codec)
+        if not 0 <= self.delay < self.period:
+            raise ValueError(
+                f"a delay of {self.delay} steps does not fit between exchanges {self.period} steps apart; "
+                f"choose 0 to {self.period - 1}"
+            )
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1], usually 1")
+        if not 0 <= self.correction <= 1:
+            raise ValueError(f"a correction of {self.correction} is no share; choose one in [0, 1], usually 0.2")
+        if not 0 < self.cap < math.inf:
+            raise ValueError(f"a cap of {self.cap} bounds no correction; choose a finite one above 0, usually 1")
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """One: the differences to phi."""
+        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update; the first one remembers where the run began, the last one before an exchange is measured."""
+        self._begin(replica)
+        measured = bool(self.correction) and self._since + 1 >= self.period and not self._pending
+        before = replica.read(replica.names, "param") if measured else {}
+        replica.inner_step()
+        self._since += 1
+        if measured:
+            after, first, second = (replica.read(replica.names, what) for what in ("param", "exp_avg", "exp_avg_sq"))
+            self._rates = {n: rate_of(before[n] - after[n], first[n], second[n]) for n in before}
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """theta - phi, after `period` local steps since the last one."""
+        if self._since < self.period or self._pending:
+            return []
+        theta = replica.read(replica.names, "param")
+        self._pending, self._since = True, 0
+        return [self._exchange({name: theta[name] - self._phi[name] for name in replica.names})]
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """phi moves by the mean, and the replica with it; where my work was taken, only what was not sent stays on top."""
+        if exchange.tensors:
+            self._pending = False
+        self._round = result.next_round
+        if result.status == "failed":
+            return []
+        self._begin(replica)
+        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
+        theta, moved = replica.read(replica.names, "param"), {}
+        for name, now in theta.items():
+            before = self._phi[name]
+            after = before + result.mean[name]
+            self._phi[name] = after
+            moved[name] = after + (now - before)
+            if taken := result.taken.get(name, ()):
+                assert result.sent is not None
+                work = exchange.tensors[name]
+                landed = after + scaled(work - result.sent[name], self.decay)
+                if result.steps_since:
+                    landed = landed + ((now - before) - work)
+                moved[name] = choose(taken, landed, moved[name])
+        replica.write(moved, "param")
+        if self.correction and result.taken:
+            self._correct(replica, result)
+        return []
+
+    def _correct(self, replica: Replica, result: Result) -> None:
+        """Take the noise that the exchange took out of theta out of exp_avg as well, where my work was taken."""
+        assert result.mean is not None
+        assert result.sent is not None
+        names = [name for name in result.taken if float(self._rates.get(name, 0.0)) > SLOWEST]
+        first, second = (replica.read(names, what) for what in ("exp_avg", "exp_avg_sq"))
+        for name in names:
+            shift = result.mean[name] - result.sent[name]
+            push = (shift * (self.correction / self._rates[name])).clamp(-self.cap, self.cap)
+            first[name] = choose(result.taken[name], first[name] - second[name].sqrt() * push, first[name])
+        replica.write(first, "exp_avg")
+
+    def snapshot(self, replica: Replica) -> State:
+        """phi and the round."""
+        self._begin(replica)
+        return {**named("phi", self._phi), "round": torch.tensor(self._round)}
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over phi; `carry` puts this replica's own work, sent or not, on top of it. Moments are the replica's."""
+        new, self._round = unnamed("phi", state, replica.shapes), counter("round", state)
+        theta = new
+        if mode == "carry" and self._phi:
+            own = replica.read(replica.names, "param")
+            theta = {name: new[name] + (own[name] - self._phi[name]) for name in new}
+        replica.write(theta, "param")
+        self._phi, self._rates = new, {}
+        self._since, self._pending = 0, False
+
+    def personal(self, replica: Replica) -> State:
+        """Where in the round this peer is, and the rates of its last measured step; the residual is in the replica."""
+        counters = {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
+        return {**counters, **named("rate", self._rates)}
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._phi, self._round = unnamed("phi", state, replica.shapes), counter("round", state)
+        self._since, self._pending = counter("since", state), bool(counter("pending", state))
+        self._rates = kept("rate", state, dict.fromkeys(replica.names, ()))
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """phi and the round: replicas differ by what they have not sent."""
+        return self.snapshot(replica)
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """phi."""
+        self._begin(replica)
+        return {name: tensor.clone() for name, tensor in self._phi.items()}
+
+    def _begin(self, replica: Replica) -> None:
+        if not self._phi:
+            self._phi = dict(replica.read(replica.names, "param"))
+
+    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
+        return Exchange(
+            Key(STREAM, self._round),
+            "mean",
+            All(),
+            tensors,
+            codec=self.codec,
+            return_codec=self.return_codec,
+            apply_after=self.delay,
+            deadline_s=self.deadline_s,
+        )
+
+
+def rate_of(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """The scalar r for which r·exp_avg / sqrt(exp_avg_sq) comes closest to this step (before - after) in least squares; 0 if
+    there are no moments. Weight decay adds to it only as far as weights lie along the step."""
+    root = exp_avg_sq.sqrt()
+    direction = torch.where(root > 0, exp_avg / root, 0.0)
+    return (step * direction).sum() / direction.square().sum().clamp(min=SLOWEST)
