@@ -56,6 +56,8 @@ class LocalSwarm:
             raise Usage("local_swarm", f"{peers} peers", f"take 1 to {MAX_PEERS}")
         self.network = SimNetwork(seed, link)
         self.optimizers: dict[int, SwarmOptimizer] = {}
+        if options.get("enough", 0) > peers:
+            raise Usage("enough", f"{options['enough']} arrivals of {peers} peers", f"take {peers} or fewer")
         self._peers, self._terms = peers, {"method": method, "seed": seed, **options}
         self._identities = [Identity.from_seed(_seed(seed, rank)) for rank in range(peers)]
         self._codecs = Worker("codec")

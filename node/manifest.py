@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +19,15 @@ import msgspec
 
 from farflock.node.corpus import SHIPPED, BadCorpus, load_corpus
 from farflock.node.errors import Refused, Usage
+from farflock.node.fit import nearest_divisor, require_inner, require_layers, require_members
 from farflock.node.model import PRESETS, ModelConfig
 from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
 from farflock.node.tokenizer import TOKENIZERS
 from farflock.node.toml import to_toml
-from farflock.optimizers.catalog import METHODS, options_of
+from farflock.optimizers.catalog import METHODS, NAMES, options_of, unfolded
 from farflock.optimizers.catalog import method as build_method
+from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.inner import InnerConfig, InnerName
 from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 from farflock.optimizers.schedule import Schedule
@@ -187,14 +190,14 @@ class Manifest(_Section, frozen=True, kw_only=True):
         if self.train.seq > self.model.context:
             why = f"sequences of {self.train.seq} tokens do not fit a context of {self.model.context}"
             raise Usage("train.seq", why, f"set it to {self.model.context} or less, or enlarge model.context")
-        if self.method.name == "ddp" and (self.train.optimizer == "muon" or self.train.momentum):
-            why = f"ddp does not send the moments of {self.train.optimizer} with momentum to joiners"
-            raise Usage("train.optimizer", why, "take adamw, or sgd without momentum")
         try:
             plan = self.plan()
-            build_method(plan.method, **plan.options)
+            made = build_method(plan.method, **plan.options)
         except ValueError as error:
             raise Usage("the manifest cannot run", str(error), "") from None
+        require_inner(plan.method, made, plan.inner, plan.clip_norm)
+        require_layers(made, self.model.layers)
+        require_members(made, self.exchange.start_peers, "exchange.start_peers")
         return self
 
 
@@ -221,9 +224,8 @@ def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
     _require_tables(table)
     _fill_model(table)
     fill_method(table)
-    run, data, train = (table.setdefault(name, {}) for name in ("run", "data", "train"))
-    if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", Run().total_tokens), int):
-        train["warmup_tokens"] = int(total * WARMUP_SHARE)
+    _fill_train(table)
+    data = table.setdefault("data", {})
     if "sha256" not in data:
         data["sha256"] = _corpus_hash(str(data.get("corpus", SHIPPED)))
     return convert(table, Manifest).check()
@@ -247,7 +249,7 @@ def override(table: dict[str, Any], assignment: str) -> None:
 
 def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
     """What `farflock demo` trains: rounds are short, for it has few steps, and nobody is waited for long."""
-    known = options_of(method) if method in METHODS else {}
+    known = options_of(method) if method in NAMES else {}
     options: dict[str, Any] = {"codec": "int8"} if method == "diloco" else {}
     for name, most in (("period", 10), ("deadline_s", 6.0)):
         if name in known:
@@ -264,14 +266,21 @@ def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
 
 
 def simulated_default(assignments: Sequence[str]) -> Manifest:
-    """What `farflock sim` runs without a manifest: a tiny model, short rounds."""
+    """What `farflock sim` runs without a manifest: a tiny model, short rounds, of whatever method is assigned."""
+    assigned: dict[str, Any] = {}
+    for assignment in assignments:
+        override(assigned, assignment)
+    method = assigned.get("method")
+    name = method.get("name", "noloco") if isinstance(method, dict) else "noloco"
+    known = options_of(name) if isinstance(name, str) and name in METHODS else {}
+    exchange = {"deadline_s": 10.0} if "deadline_s" in known else {}
     return resolve(
         {
             "run": {"name": "simulated", "seed": 1, "total_tokens": 40_000},
             "model": {"preset": "tiny"},
             "train": {"batch": 2, "seq": 32},
-            "method": {"name": "noloco", "options": {"period": 5}},
-            "exchange": {"codec": "fp16", "deadline_s": 10.0, "view_s": 5.0},
+            "method": {"name": name, "options": {"period": 5} if "period" in known else {}},
+            "exchange": {"view_s": 5.0, **exchange},
         },
         assignments,
     )
@@ -334,14 +343,31 @@ def _fill_model(table: dict[str, Any]) -> None:
     table["model"] = model
 
 
+def _fill_train(table: dict[str, Any]) -> None:
+    """Spell out the warm-up, and for a method whose step is a sign the inner optimizer that takes it as it is."""
+    run, train, method = (table.setdefault(name, {}) for name in ("run", "train", "method"))
+    if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", Run().total_tokens), int):
+        train["warmup_tokens"] = int(total * WARMUP_SHARE)
+    if issubclass(METHODS[method["name"]], Decoupled) and method["options"]["sign"] is True:
+        table["train"] = {"optimizer": "sgd", "clip": 0.0} | train
+
+
 def fill_method(table: dict[str, Any]) -> None:
-    """Spell out the method's options, and put what is about sending into [exchange]."""
+    """Spell out the method's options, and put what is about sending into [exchange]. Fragments that nobody has counted are
+    as many as divide the model's layers, nearest to the method's own number."""
     method, exchange = table.setdefault("method", {}), table.setdefault("exchange", {})
     name, given = method.get("name", Method().name), method.get("options", {})
-    _require_name("method.name", name, METHODS)
+    _require_name("method.name", name, dict.fromkeys(NAMES))
+    name, preset = unfolded(name)
     if not isinstance(given, dict):
         raise Usage("method.options", f"it is {given!r}, not a table", "write it as [method.options]")
-    defaults = _defaults(METHODS[name])
+    defaults, layers = _defaults(METHODS[name]) | preset, table.get("model", {}).get("layers")
+    if "fragments" in defaults and isinstance(layers, int):
+        defaults["fragments"] = nearest_divisor(layers, defaults["fragments"])
+    for option, value in given.items():
+        if value is None and defaults.get(option) is not None:  # TOML cannot say it
+            why = "None cannot be written into a run's terms"
+            raise Usage(f"method.options.{option}", why, f"leave it out for {defaults[option]!r}, or name a value")
     for option in SENT:
         if option in exchange and option in given and exchange[option] != given[option]:
             raise Usage(f"exchange.{option}", f"method.options.{option} says something else", "keep one of the two")
@@ -399,7 +425,7 @@ def require_method(method: Method) -> None:
 
 
 def _require_name(place: str, name: object, known: Mapping[str, Any]) -> None:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise Usage(place, f"{str(name)[:64]!r} is not known", nearest(str(name), known))
 
 
@@ -411,6 +437,9 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
         try:
             msgspec.convert(value, hints[option])
         except msgspec.ValidationError as error:
+            if get_origin(hints[option]) is Literal:
+                choices = [str(choice) for choice in get_args(hints[option])]
+                raise Usage(f"{place}, {option}", f"{value!r:.80} is not known", nearest(str(value), choices)) from None
             raise Usage(f"{place}, {option}", str(error), "correct that value") from None
 
 
@@ -439,6 +468,8 @@ def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) 
     """Say msgspec's error with the value that it is about, and the choices if there are only some."""
     reason, _, place = message.partition(" - at `$.")
     place = place.rstrip("`")
+    if missing := re.search(r"missing required field `(\w+)`", reason):
+        return Usage(".".join(filter(None, (place, missing[1]))), "it is missing", "give it a value")
     value: Any = table
     kind: Any = root
     for name in place.split("."):
@@ -462,7 +493,9 @@ def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: s
 
 
 def _require_plain(value: object, path: str) -> None:
-    """Refuse numbers that are not finite and texts that are no UTF-8."""
+    """Refuse numbers that are not finite or have more than 64 bits, and texts that are no UTF-8."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise Usage(path, "the whole number has more than 64 bits", "name a smaller one")
     if isinstance(value, float) and not math.isfinite(value):
         raise Usage(path, f"{value} is no number to compute with", "name a finite one")
     if isinstance(value, str) and not value.isascii() and value.encode(errors="replace").decode() != value:

@@ -18,18 +18,19 @@ from torch import nn
 
 from farflock.node.driver import Pending
 from farflock.node.errors import Usage
+from farflock.node.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.replica import PlainReplica
 from farflock.node.seat import Place
 from farflock.node.user_presence import Door, Entrant, Presence, TheirStep
-from farflock.node.user_terms import fingerprint, wish
+from farflock.node.user_terms import fingerprint, founded, wish
 from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.method import Key, RandomGroups, Result
+from farflock.optimizers.layers import is_numbered, layers_of
+from farflock.optimizers.method import Key, Method, RandomGroups, Result
 
 Inner = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
-SHARED_MOMENTS = ("ddp",)  # methods that send the inner optimizer's moments
 
 
 class Round(NamedTuple):
@@ -56,8 +57,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     With one it joins: the constructor returns once the run's state is in the model. `method` and its options (`period`,
     `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave them out, and must not name others than the run's.
 
-    `inner` makes the steps between exchanges: "adamw" or "sgd" with `lr`, or a function from parameters to any torch
-    optimizer. Its `param_groups` are this optimizer's, so that the learning rate is yours or your scheduler's.
+    `inner` makes the steps between exchanges: "adamw", "sgd" or "muon" with `lr`, or a function from parameters to any
+    torch optimizer. Its `param_groups` are this optimizer's, so that the learning rate is yours or your scheduler's. Some
+    methods need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send.
     `tokens_per_step` is what a step counts for in the run's progress.
 
     Links are on `host`, loopback unless named. The identity is kept in `folder`; without one it is a passing one.
@@ -91,6 +93,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._share_inner()
         wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
         self._replica = PlainReplica(model, self._inner, None)
+        if not isinstance(invite, str):  # who joins learns the run's terms later
+            terms = founded(wished)
+            self._require_fit(terms.method.name, terms.build())
         self._trainee = TheirStep(tokens_per_step)
         self._news = _News()
         entrant = Entrant(wished, self._replica, self._trainee, self._news.report)
@@ -102,7 +107,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._end = weakref.finalize(self, end)
         self._held: dict[str, torch.Tensor] = {}
         self._ready = True
-        _require_moments(self._here.terms.method.name, self._inner, self.close)
+        try:
+            self._require_fit(self.method, self._here.loop.driver.method)
+        except Usage:
+            self.close(patient=False)
+            raise
 
     # torch's optimizer
 
@@ -239,6 +248,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """The inner optimizer's groups and moments are this one's: schedulers and scalers look there."""
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
+    def _require_fit(self, name: str, made: Method) -> None:
+        """`Usage` unless the method can work with the inner optimizer and with this model's layers."""
+        layers = layers_of(self._replica.names)
+        require_inner(name, made, self._inner)
+        require_layers(made, sum(map(is_numbered, layers)) or len(layers))
+
     async def _tokens(self) -> int:
         loop = self._here.loop
         return loop.seat.progress(loop.step).tokens
@@ -309,14 +324,3 @@ def inner_optimizer(model: nn.Module, inner: Inner, lr: float | None) -> torch.o
             "inner", "its optimizer trains parameters that are not the model's", "build it from those it is given"
         )
     return made
-
-
-def _require_moments(method: str, inner: torch.optim.Optimizer, leave: Callable[[], None]) -> None:
-    """A method that keeps all replicas bit-equal must be able to send the inner optimizer's moments."""
-    plain = isinstance(inner, torch.optim.SGD) and not any(group["momentum"] for group in inner.param_groups)
-    adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-    amsgrad = adam and any(group["amsgrad"] for group in inner.param_groups)
-    if method in SHARED_MOMENTS and not plain and (not adam or amsgrad):
-        leave()
-        why = f"it cannot send the moments of {type(inner).__name__} as it is set"
-        raise Usage(f"method {method}", why, "take adamw or adam without amsgrad, or sgd without momentum")

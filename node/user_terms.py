@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from farflock.node.errors import Refused, Usage
+from farflock.node.fit import require_members
 from farflock.node.manifest import (
     PROTOCOL,
     SENT,
@@ -30,6 +31,7 @@ from farflock.node.manifest import (
 from farflock.node.toml import to_toml
 from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.method import Method as Made
+from farflock.swarm.messages import MAX_MEMBERS
 
 Table = dict[str, Any]
 
@@ -130,7 +132,7 @@ def joined(raw: bytes, wished: Table) -> UserTerms:
 def _checked(table: Table) -> UserTerms:
     terms = convert(table, UserTerms)
     require_method(terms.method)
-    terms.build()
+    require_members(terms.build(), MAX_MEMBERS, "the greatest number of members")
     return terms
 
 

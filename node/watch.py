@@ -21,7 +21,8 @@ from farflock.node.courier import Courier
 from farflock.node.driver import Driver
 from farflock.node.footprint import longest
 from farflock.node.loop import Loop
-from farflock.optimizers.method import Exchange, Result, Tensors
+from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.method import Exchange, Result, State, Tensors
 from farflock.optimizers.state import state_hash
 from farflock.swarm.peer import Peer
 
@@ -36,6 +37,7 @@ TOLERANCE = 1e-3
 
 Life = tuple[str, int]  # a peer and which of its lives
 Round = tuple[str, int]  # a stream and a round's number
+Rounds = tuple[Round, ...]  # of each stream the last one in a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +61,20 @@ class Watch:
     """Collects what all peers do, and the violations."""
 
     def __init__(self, arm: str, peers: Sequence[str]) -> None:
-        self._exact = arm != "noloco"
+        self._equality, self._pairs_only = METHODS[arm].equality, arm == "noloco"
         self._peers = peers
         self._sent: dict[Round, dict[Life, _Sent]] = {}
-        self._hashes: dict[Round, dict[bytes, str]] = {}
+        self._hashes: dict[Rounds, dict[bytes, str]] = {}
+        self._states: dict[Rounds, State] = {}  # of the first who had applied these (close methods)
         self._means: dict[tuple[Round, tuple[str, ...]], Tensors] = {}  # as the first of the participants decoded it
         self._pairs: dict[tuple[Round, str], tuple[str, ...]] = {}
         self._applied: set[tuple[Life, Round]] = set()
-        self._closes: dict[int, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens by round
+        self._closes: dict[Round, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens
         self._counted: Counter[Life] = Counter()  # tokens in close lists
         self._trained: Counter[Life] = Counter()
-        self._times: list[tuple[float, str]] = []  # of applied rounds
+        self._times: list[tuple[float, str, str]] = []  # of applied rounds: when, who, of which stream
         self._feedback: dict[Life, _Feedback] = {}
+        self.statuses: Counter[str] = Counter()  # of applied rounds
         self.calm_until_s = 0.0  # only a death has happened: until then no round may fail
         self.violations: list[str] = []
 
@@ -82,11 +86,14 @@ class Watch:
     @property
     def rounds(self) -> int:
         """Rounds that somebody applied."""
-        return len(self._hashes)
+        return len({key for _, key in self._applied})
 
-    def rounds_since(self, since_s: float) -> Counter[str]:
-        """By peer, how many rounds it has applied since a moment."""
-        return Counter(peer for moment, peer in self._times if moment >= since_s)
+    def rounds_since(self, since_s: float) -> dict[str, Counter[str]]:
+        """By peer, how many rounds of each stream it has applied since a moment."""
+        counts = {peer: Counter[str]() for peer in self._peers}
+        for _, peer, stream in (entry for entry in self._times if entry[0] >= since_s):
+            counts[peer][stream] += 1
+        return counts
 
     def digest(self) -> str:
         """One hash for all that happened: equal for two runs of one seed."""
@@ -120,8 +127,17 @@ class Watch:
         inner.carry, inner.replay = noted_carry, noted_replay  # type: ignore[method-assign]
         return inner
 
-    def reported(self, index: int, birth: int, driver: Driver, kind: str, fields: Mapping[str, Any]) -> None:
-        """A node's own report: after each applied round, members of an exact method are compared."""
+    def reported(
+        self,
+        index: int,
+        birth: int,
+        driver: Driver,
+        kind: str,
+        fields: Mapping[str, Any],
+        rounds: Mapping[str, int] | None = None,
+    ) -> None:
+        """A node's own report: after each applied round its state is compared with that of others who have applied the same
+        `rounds`, by stream."""
         life, now_s = (self._peers[index], birth), asyncio.get_running_loop().time()
         if kind == "step":
             self._trained[life] += TOKENS_PER_STEP
@@ -133,14 +149,25 @@ class Watch:
         if (life, key) in self._applied:
             self.violate(f"peer {index} applied round {number} of {stream} twice")
         self._applied.add((life, key))
-        self._times.append((now_s, life[0]))
-        if self._exact and fields["status"] == "failed" and now_s < self.calm_until_s:
+        self._times.append((now_s, life[0], stream))
+        self.statuses[fields["status"]] += 1
+        if not self._pairs_only and fields["status"] == "failed" and now_s < self.calm_until_s:
             self.violate(f"round {number} of {stream} failed although only a peer had died")
-        digest = state_hash(driver.method.snapshot(driver.replica)) if self._exact else str(key).encode()
-        hashes = self._hashes.setdefault(key, {})
-        hashes.setdefault(digest, f"peer {index}")
-        if len(hashes) > 1:
-            self.violate(f"states differ after round {number} of {stream}: {sorted(hashes.values())}")
+        self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
+
+    def _compare(self, index: int, key: Round, driver: Driver, rounds: Rounds) -> None:
+        """Members of an exact method that have applied the same rounds hold the same bits, of a close one nearly the same."""
+        if self._equality == "per-peer":
+            self._hashes.setdefault(rounds, {})
+            return
+        state = driver.method.snapshot(driver.replica)
+        hashes = self._hashes.setdefault(rounds, {})
+        hashes.setdefault(state_hash(state), f"peer {index}")
+        near = len(hashes) == 1
+        if self._equality == "close":
+            near = _near(state, self._states.setdefault(rounds, state))
+        if not near:
+            self.violate(f"states differ after round {key[1]} of {key[0]}: {sorted(hashes.values())}")
 
     def look(self, peer: Peer) -> None:
         """At any moment: what a peer holds is bounded, and each of its waits has a deadline and somebody it waits for."""
@@ -190,12 +217,13 @@ class Watch:
             self._check_mean(index, stream, number, result, entries)
         elif any(not torch.equal(known[name], mean) for name, mean in result.mean.items()):
             self.violate(f"peer {index} has another mean in round {number} of {stream} than others who took part")
-        if self._exact:
-            self._check_tokens(number, result, sent)
+        self._check_gathered(index, key, result, sent)
+        if not self._pairs_only:
+            self._check_tokens(key, result, sent)
 
     def _check_pair(self, key: Round, participants: tuple[str, ...]) -> None:
         """In pairs, a contribution counts with one partner only."""
-        for peer in participants if not self._exact and len(participants) == 2 else ():
+        for peer in participants if self._pairs_only and len(participants) == 2 else ():
             known = self._pairs.setdefault((key, peer), participants)
             if known != participants:
                 self.violate(f"in round {key[1]} of {key[0]} {peer} counts in the pair {known} and in {participants}")
@@ -212,20 +240,29 @@ class Watch:
             if error > TOLERANCE + largest / 100:
                 self.violate(f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}")
 
-    def _check_tokens(self, number: int, result: Result, sent: Mapping[Life, _Sent]) -> None:
+    def _check_gathered(self, index: int, key: Round, result: Result, sent: Mapping[Life, _Sent]) -> None:
+        """What was gathered of a participant is what one of its lives sent, bit by bit."""
+        for who, tensors in (result.gathered or {}).items():
+            lives = [entry.values for life, entry in sent.items() if life[0] == who]
+            if not any(all(torch.equal(values[name], x) for name, x in tensors.items()) for values in lives):
+                self.violate(f"peer {index} has gathered of {who} what it never sent in round {key[1]} of {key[0]}")
+
+    def _check_tokens(self, key: Round, result: Result, sent: Mapping[Life, _Sent]) -> None:
         """Tokens after a round are those before it and those of its participants; all peers say the same, and no life's
         tokens count more often than it has trained them."""
-        now = (result.participants, result.tokens)
-        known = self._closes.get(number)
+        now, (stream, number) = (result.participants, result.tokens), key
+        known = self._closes.get(key)
         if known is not None:
             if known != now:
-                self.violate(f"round {number} ended as {known} for one and as {now} for another")
+                self.violate(f"round {number} of {stream} ended as {known} for one and as {now} for another")
             return
-        self._closes[number] = now
+        self._closes[key] = now
         mine = {life: entry.tokens for life, entry in sent.items() if life[0] in result.participants}
-        before = self._closes.get(number - 1)
+        before = self._closes.get((stream, number - (result.next_round - number)))
         if before is not None and before[1] + sum(mine.values()) != result.tokens:
-            self.violate(f"round {number} has {result.tokens} tokens after {before[1]} and {list(mine.values())}")
+            self.violate(
+                f"round {number} of {stream} has {result.tokens} tokens after {before[1]} and {list(mine.values())}"
+            )
         self._counted.update(mine)
         for life in mine:
             if self._counted[life] > self._trained[life]:
@@ -234,9 +271,10 @@ class Watch:
                 )
 
     def _check_feedback(self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange) -> None:
-        """A message is beta·e + (phi - theta), with the residual e of the twin."""
+        """A message is beta·e + (phi - theta), with the residual e of the twin. Where training goes on meanwhile theta has
+        moved on."""
         beta = getattr(driver.method, "feedback", None)
-        if beta is None:
+        if beta is None or exchange.apply_after:
             return
         replica = driver.replica
         theta, phi = replica.read(replica.names, "param"), driver.method.eval_params(replica)
@@ -246,12 +284,12 @@ class Watch:
             error = float((beta * kept + (phi[name] - theta[name]) - message).abs().max())
             if error > TOLERANCE:
                 self.violate(f"peer {index}: the feedback in {name} of {exchange.key} is off by {error:.4f}")
-        twin.message = {name: message.clone() for name, message in exchange.tensors.items()}
+        twin.message.update({name: message.clone() for name, message in exchange.tensors.items()})
 
     def _settle_feedback(self, life: tuple[str, int], sent: _Sent, result: Result) -> None:
         """Where the message was taken, the residual is what it held beyond what was delivered."""
         twin = self._feedback.get(life)
-        for name in twin.message if twin is not None and result.status != "failed" else ():
+        for name in sent.values if twin is not None and result.status != "failed" else ():
             assert twin is not None
             if result.taken.get(name):
                 twin.residual[name] = twin.message[name] - sent.values[name]
@@ -268,6 +306,10 @@ class Watch:
                 self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s")
             if age_s > OVERDUE_S and (key.stream, key.round) not in named:
                 self.violate(f"{peer.me[-6:]} waits for {key} since {age_s:.1f} s and names nobody")
+
+
+def _near(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.allclose(x, other[name], 0.0, TOLERANCE) for name, x in one.items())
 
 
 def _decoded(exchange: Exchange) -> dict[str, Tensor]:

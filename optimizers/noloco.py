@@ -10,7 +10,6 @@ window is neither necessary nor sufficient), g differs from b only where both ve
 its teacher's momentum too, so that a snapshot is all that a resumed peer needs.
 """
 
-import math
 import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -54,9 +53,9 @@ class NoLoCo:
         require_period(self.period)
         require_deadline(self.deadline_s)
         require_unbiased("codec", self.codec, "NoLoCo has no feedback; choose fp16, bf16 or int8")
-        if not 0 <= self.alpha < 1 or not 0 < self.beta < math.inf:
+        if not 0 <= self.alpha < 1 or not 0 < self.beta <= 10:
             raise ValueError(
-                f"alpha={self.alpha}, beta={self.beta}: alpha lies in [0, 1) and beta above 0 (0.5 and 0.7)"
+                f"alpha={self.alpha}, beta={self.beta}: alpha lies in [0, 1) and beta in (0, 10] (0.5 and 0.7)"
             )
         bound = stability_bound(self.alpha)
         if not 0 < self.gamma < bound:

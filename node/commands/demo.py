@@ -37,7 +37,8 @@ def command(peers: int, steps: int, method: str, folder: Path | None, as_json: b
         from farflock.node.demo_report import report
 
         with out.progress("comparing") as progress:
-            facts = report(described.plan(), place, demo.children, peers, lambda name, share: progress(share))
+            plan, lines = described.plan(), demo_manifest("ddp", peers, steps).plan()
+            facts = report(plan, lines, place, demo.children, peers, lambda name, share: progress(share))
         facts |= {"peers_killed": demo.killed, "peers_joined": demo.joined}
         out.result(facts, _text(facts))
 

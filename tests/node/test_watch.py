@@ -179,7 +179,7 @@ def test_tokens_that_do_not_add_up_are_found():
         await scene.round([1, 2, 3])
         await scene.round([1, 2, 3], number=1, tokens=200)
 
-    the_only(violations(main), "round 1 has 200 tokens after 90")
+    the_only(violations(main), "round 1 of delta has 200 tokens after 90")
 
 
 def test_peers_that_are_told_different_tokens_are_found():

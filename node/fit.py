@@ -1,0 +1,95 @@
+"""Whether a method fits the inner optimizer, the model and the members: what none of them can tell alone, asked before
+anything starts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from farflock.node.errors import Usage
+from farflock.optimizers import ddp, decoupled
+from farflock.optimizers.asynchronous import Async
+from farflock.optimizers.decoupled import Decoupled
+from farflock.optimizers.desloc import FIRST, SECOND, DesLoc
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.lean import Lean
+from farflock.optimizers.method import Method
+from farflock.optimizers.muon import Muon
+from farflock.optimizers.streaming import Streaming
+
+Inner = torch.optim.Optimizer | InnerConfig
+
+NONE: frozenset[str] = frozenset()
+ADAM, MOMENTUM = frozenset(("step", "exp_avg", "exp_avg_sq")), frozenset(("momentum_buffer",))
+SHARED_MOMENTS = {  # methods whose replicas all take the same inner steps, and the moments that they send to joiners
+    "ddp": frozenset(ddp.MOMENTS),
+    "demo": frozenset(decoupled.MOMENTS),
+    "flexdemo": frozenset(decoupled.MOMENTS),
+}
+
+
+def require_inner(name: str, made: Method, inner: Inner, clip_norm: float | None = None) -> None:
+    """`Usage` unless the method of this name can work with the inner optimizer and the clipping of gradients: sends all of its
+    moments if replicas share them, finds those that it averages, and has its step taken as it is if that is a sign."""
+    kept, called = moments_of(inner), inner.name if isinstance(inner, InnerConfig) else type(inner).__name__
+    if isinstance(made, Decoupled) and made.sign:
+        if list(kept) != [NONE]:
+            why = f"its step is rate · sign(q), and {called} as it is set would make another one of it"
+            raise Usage(f"method {name}", why, "take sgd without momentum, or set sign to false")
+        if clip_norm is not None:
+            why = f"{clip_norm:g} would shorten {name}'s sign(q), whose norm is the root of the number of parameters"
+            raise Usage("train.clip", why, "set it to 0")
+    sent = SHARED_MOMENTS.get(name)
+    if sent is not None and any(moments is None or moments - sent for moments in kept):
+        why, remedy = f"it cannot send the moments of {called} as it is set", "or sgd without momentum"
+        remedy = remedy if name == "ddp" else "sgd or muon"
+        raise Usage(f"method {name}", why, f"take adamw or adam without amsgrad, {remedy}")
+    if isinstance(made, DesLoc):
+        wanted = [what for what in (FIRST, SECOND) if getattr(made, f"{what}_period") != 0]
+        if missing := [what for what in wanted if any(what not in (moments or ()) for moments in kept)]:
+            zero = " and ".join(f"{what}_period" for what in missing)
+            why = f"it averages {' and '.join(missing)}, and {called} does not keep {'these' if missing[1:] else 'it'}"
+            raise Usage(f"method {name}", why, f"take adamw, or set {zero} to 0")
+    if isinstance(made, Lean) and made.correction and all(m is not None and SECOND not in m for m in kept):
+        why = f"it corrects exp_avg by means of exp_avg_sq, and {called} keeps neither"
+        raise Usage(f"method {name}", why, "take adamw, or set correction to 0")
+
+
+def require_layers(made: Method, layers: int) -> None:
+    """`Usage` unless a model of so many layers can be cut into the method's fragments, as many layers in each."""
+    if isinstance(made, Streaming) and layers % made.fragments:
+        why = f"{made.fragments} fragments do not divide the model's {layers} layers"
+        raise Usage("method.options.fragments", why, f"choose {nearest_divisor(layers, made.fragments)}")
+
+
+def nearest_divisor(number: int, wished: int) -> int:
+    """The divisor of a number that is nearest to the wished one, the smaller of two."""
+    divisors = (d for d in range(1, 2 * wished) if number % d == 0)  # any other one is farther away than 1
+    return min(divisors, key=lambda d: (abs(d - wished), d))
+
+
+def require_members(made: Method, members: int, place: str) -> None:
+    """`Usage` unless the contributions that close a round can be there: no more than `members`, which `place` sets."""
+    if isinstance(made, Async) and made.enough > members:
+        why = f"{made.enough} arrivals never are there: {place} is {members}"
+        raise Usage("method.options.enough", why, f"choose {members} or fewer, or 0 for everybody's")
+
+
+def moments_of(inner: Inner) -> Sequence[frozenset[str] | None]:
+    """The moments that it keeps of a parameter, for each of the optimizers that it is made of; None for one that is not known
+    here. To build one only to ask would take torch seconds, and it would write files."""
+    if isinstance(inner, InnerConfig):
+        momentum = MOMENTUM if inner.momentum else NONE
+        return {"adamw": [ADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[inner.name]
+    if isinstance(inner, Muon):
+        return [_kept(inner.part_of(group["params"][0])) for group in inner.param_groups]
+    return [_kept(inner)]
+
+
+def _kept(inner: torch.optim.Optimizer) -> frozenset[str] | None:
+    groups = inner.param_groups
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        return ADAM | ({"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else NONE)
+    if isinstance(inner, torch.optim.SGD):
+        return MOMENTUM if any(group["momentum"] for group in groups) else NONE
+    return MOMENTUM if isinstance(inner, getattr(torch.optim, "Muon", Muon)) else None  # torch before 2.9 has no Muon
