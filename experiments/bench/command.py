@@ -6,7 +6,7 @@ A benchmark is a module with `run(options) -> Iterator[Metric]`, imported only w
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,7 @@ BENCHMARKS = {
     "sim": "farflock.experiments.bench.sim",
     "memory": "farflock.experiments.bench.memory",
     "sync": "farflock.experiments.bench.sync",
+    "overlap": "farflock.experiments.bench.overlap",
     "kill": "farflock.experiments.bench.kill",
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -59,14 +60,32 @@ def _benchmark(name: str) -> str:
     return name.partition(".")[0]
 
 
-@click.command("bench")
+class _Scoreboard(click.Command):
+    """`bench quality` has a command of its own: it takes hours, so it is not among those that run without a name."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,  # noqa: ANN401 - click's
+    ) -> click.Context:
+        if any(_benchmark(argument) == "quality" for argument in args):
+            from farflock.experiments.bench.quality_command import command
+
+            return command.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command("bench", cls=_Scoreboard)
 @click.argument("names", nargs=-1, metavar="[NAME]...", callback=_known)
 @click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Alternating runs of each.")
-@click.option("--rate", "rate", callback=_rate, metavar="RATE", help="Of every link, for sync: 100mbit, 1gbit.")
+@click.option("--rate", "rate", callback=_rate, metavar="RATE", help="Of every link, for sync and overlap: 100mbit.")
 @click.option("--quick", is_flag=True, help="Small sizes: to see that it runs; the numbers say little.")
 @click.option("--json", "as_json", is_flag=True, help="No table at the end; JSON lines come in any case.")
 def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool) -> None:
-    """Measure codec, loop, sim, memory, sync, kill, or one metric such as codec.int8; without NAME, all of them.
+    """Measure codec, loop, sim, memory, sync, overlap, kill, or one metric such as codec.int8; without NAME, all of them.
+    `bench quality` takes hours, is run alone, and has options of its own: see `bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (measured in the same call, in turns), ratio, n, load (of the
     machine, a core; above 1 the numbers are noisy), unit, note.

@@ -33,6 +33,10 @@ class Shelf:
         write(folder / "job.json", msgspec.json.format(msgspec.json.encode(job), indent=1))
         write(folder / "outcome.json", msgspec.json.encode(outcome))
 
+    def kept_at(self, job: AnyJob) -> float:
+        """When a job that is here was kept, in seconds since 1970."""
+        return (self._arm(job) / "outcome.json").stat().st_mtime
+
     def place(self, recipe: str, tier: str) -> Path:
         """The folder of a recipe's table, plot and verdict, made."""
         folder = self.folder / recipe / tier

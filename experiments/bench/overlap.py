@@ -1,0 +1,149 @@
+"""What does synchronisation cost a loop that hides it behind its steps? Tokens a second of two peers that train with Streaming
+DiLoCo over lines of 100 and 10 Mbit/s, over those of the same loop without any exchange (method `local`).
+
+Both are the product's own loop, links, agreement, encryption and codecs, in two processes on hosts with a limited rate
+(experiments/bench/netns.py; needs root). They take turns, piece by piece. A piece is what lies between two fragments: its
+first step sends one, `overlap` steps later the mean is wanted, and at its end nothing is on its way. So each piece holds one
+whole exchange, all that it computes included, and none leaks into the other loop's time.
+
+What is trained decides the ratio, so here it is: 1.2 million parameters in 3 fragments, each sent every 99 steps of 1,024
+tokens, in the method's codecs (fp4 out, bf16 back), merged 5 steps later (the paper advises at most 5). A fragment of 0.4
+million parameters is 0.5 MB each way, 0.4 s of a line of 10 Mbit/s. The number of parameters hardly matters, for computing
+and sending both grow with it; the tokens between two exchanges do. Large runs have more of them, hence a better ratio. With
+fewer it gets worse, down to where a fragment takes longer than its 5 steps and the loop waits.
+
+`overlap.RATE.waiting` is the same with `overlap` 0: each fragment is waited for, as DiLoCo waits for its whole replica. What
+lies between both ratios is what overlapping buys. What is missing to 1 is work: where peers have a core each, encoding,
+hashing, encryption and decoding take their time from the steps. The note says what a worker computes with and without.
+"""
+
+import asyncio
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from farflock.experiments.bench import fleet
+from farflock.experiments.bench.fleet import Fields, Worker, hear_all
+from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load, medians
+from farflock.experiments.bench.netns import Host, hosts
+from farflock.node.model import ModelConfig
+
+WORKER = "farflock.experiments.bench.overlap_peer"
+RATES_BITS = (1e8, 1e7)
+PEERS = 2
+BARRIER_S = 0.1  # for everybody to hear of the start
+PIECE_TIMEOUT_S = 180.0
+CODEC, RETURN_CODEC = "fp4", "bf16"
+ARMS = ("local", "overlapping", "waiting")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is trained: the model, a step's batch, the steps between two fragments, and those until one's mean is wanted."""
+
+    model: ModelConfig
+    batch: int
+    seq: int
+    steps: int
+    fragments: int
+    overlap: int
+
+    @property
+    def tokens(self) -> int:
+        """Those of a piece, all peers'."""
+        return PEERS * self.steps * self.batch * self.seq
+
+    def arm(self, name: str) -> dict[str, object]:
+        """How an arm synchronises, as the workers are told."""
+        if name == "local":
+            return {"name": name, "method": "local", "options": {}}
+        options = {"period": self.steps * self.fragments, "fragments": self.fragments}
+        options["overlap"] = self.overlap if name == "overlapping" else 0
+        codecs = {"codec": CODEC, "return_codec": RETURN_CODEC}
+        return {"name": name, "method": "streaming", "options": {**options, **codecs}}
+
+
+FULL = Size(ModelConfig(dim=128, layers=6, heads=4, kv_heads=4, ffn_dim=344, context=64), 16, 64, 33, 3, 5)
+QUICK = Size(ModelConfig(dim=96, layers=2, heads=4, kv_heads=4, ffn_dim=256, context=64), 2, 32, 8, 2, 4)
+
+
+class NoOverlap(NotMeasured):
+    """A piece without its exchange between both peers: there is nothing to measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One arm's piece: seconds until the last worker was done, and what each worker computed meanwhile, on average."""
+
+    took_s: float
+    cpu_s: float
+
+
+Turn = Mapping[str, Piece]
+
+
+def run(options: Options) -> Iterator[Metric]:
+    """`overlap.RATE` and `overlap.RATE.waiting` for each rate, in Mbit/s; `NoHosts` where lines cannot be limited."""
+    size = QUICK if options.quick else FULL
+    for rate_bits in (options.rate_bits,) if options.rate_bits else RATES_BITS:
+        name = f"overlap.{rate_bits / 1e6:g}"
+        if options.wants(name) or options.wants(f"{name}.waiting"):
+            yield from measure(size, rate_bits, options.repeats, name)
+
+
+def measure(size: Size, rate_bits: float, repeats: int, name: str) -> Iterator[Metric]:
+    """Both metrics of one rate."""
+    with hosts(PEERS, rate_bits) as places:
+        turns = asyncio.run(_turns(size, places, repeats))
+    for arm, suffix in (("overlapping", ""), ("waiting", ".waiting")):
+        yield metric_of(size, turns, arm, name + suffix)
+
+
+def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
+    """Tokens a second of an arm, beside those of the loop without exchanges in the same turn."""
+    pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in turns]
+    value, yardstick, ratio = medians(pairs)
+    own, plain = (statistics.median(turn[which].cpu_s for turn in turns) for which in (arm, "local"))
+    merged = size.overlap if arm == "overlapping" else 0
+    note = (
+        f"{size.model.parameters() / 1e6:.1f}M parameters, {size.fragments} fragments, one every {size.steps} steps of "
+        f"{size.batch * size.seq} tokens, {CODEC} out and {RETURN_CODEC} back, merged {merged} steps later; "
+        f"a piece takes a worker {own:.2f} s of computing, {plain:.2f} s without exchanges"
+    )
+    return Metric(name, value, yardstick, ratio, len(turns), load(), "tokens/s", note)
+
+
+async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]:
+    """Piece by piece, each arm in its turn. Before the first, all make the steps that lead up to the first fragment."""
+    arms = [size.arm(name) for name in ARMS]
+    settings = {"model": size.model, "batch": size.batch, "seq": size.seq, "arms": arms}
+    async with fleet.fleet(WORKER, places, settings) as workers:
+        for _ in arms:
+            await fleet.introduce(workers)
+        for name in ARMS:
+            await _piece(workers, name, size.steps - 1, 0)
+        return [
+            {name: await _piece(workers, name, size.steps, name != "local") for name in ARMS} for _ in range(repeats)
+        ]
+
+
+async def _piece(workers: Sequence[Worker], arm: str, steps: int, exchanges: int) -> Piece:
+    """So many steps of all workers, from the barrier until each is done."""
+    for worker in workers:
+        worker.tell("train", arm=arm, steps=steps)
+    await hear_all(workers, "prepared")
+    start_s = asyncio.get_running_loop().time() + BARRIER_S
+    for worker in workers:
+        worker.tell("go", start_s=start_s)
+    answers = await hear_all(workers, "done", PIECE_TIMEOUT_S)
+    _require_exchanges(arm, answers, exchanges)
+    return Piece(max(answer["took_s"] for answer in answers), statistics.mean(answer["cpu_s"] for answer in answers))
+
+
+def _require_exchanges(arm: str, answers: Sequence[Fields], wanted: int) -> None:
+    """A piece has its exchange, whole and with everybody, within itself."""
+    seen = [[tuple(result) for result in answer["rounds"]] for answer in answers]
+    if seen != [[("ok", len(answers))] * wanted] * len(answers):
+        raise NoOverlap(
+            f"a piece of {arm} should have had {wanted} exchanges of all {len(answers)} workers, and had {seen}"
+        )

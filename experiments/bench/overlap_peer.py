@@ -1,0 +1,114 @@
+"""One worker of the benchmark of overlap: nodes that train a piece of their run when they are told, and say how long it took.
+
+`python -m farflock.experiments.bench.overlap_peer SETTINGS`, started by experiments/bench/fleet.py.
+"""
+
+import asyncio
+import dataclasses
+import sys
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from farflock.experiments.bench.bare import plan_of
+from farflock.experiments.bench.fleet import Owner
+from farflock.experiments.bench.member import Place, meet, member
+from farflock.node.corpus import load_corpus
+from farflock.node.model import ModelConfig
+from farflock.node.participant import Participant, participant
+from farflock.node.tokenizer import ByteTokenizer
+from farflock.node.worker import Worker
+
+TEXT = 200_000  # characters of the corpus
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """How one of the loops synchronises."""
+
+    name: str
+    method: str
+    options: dict[str, Any]
+
+
+class Settings(Place, frozen=True):
+    """What the owner settles: the model, its batch, and the loops that take turns."""
+
+    model: ModelConfig
+    batch: int
+    seq: int
+    arms: list[Arm]
+
+
+class Pieces:
+    """A node that trains so many steps at a time. `results` are those of the exchanges of the last piece."""
+
+    def __init__(self, owner: Owner, node: Participant, results: list[dict[str, object]]) -> None:
+        self._owner, self._node, self._results = owner, node, results
+
+    def begin(self, first_round: int) -> None:
+        """Hold the method's state as from `first_round` on: all workers were built alike, so nobody has to send it."""
+        driver, rounds = self._node.loop.driver, {}
+        state = dict(driver.method.snapshot(driver.replica))
+        for specimen in driver.method.streams(driver.replica):
+            name, number = specimen.key.stream, specimen.key.round
+            number += -(-max(first_round - number, 0) // specimen.stride) * specimen.stride
+            state[f"round.{name.rpartition('.')[2]}"] = torch.tensor(number)
+            rounds[name] = number - specimen.stride
+        driver.method.restore(driver.replica, state, "adopt")
+        self._node.seat.open(rounds)
+
+    async def train(self, steps: int) -> None:
+        """So many steps of the node's own loop, from the barrier on."""
+        self._owner.say("prepared")
+        start_s = float((await self._owner.command("go"))["start_s"])
+        await asyncio.sleep(max(start_s - asyncio.get_running_loop().time(), 0))
+        self._results.clear()
+        loop, begun_s = self._node.loop, time.process_time()
+        for _ in range(steps):
+            progress = await loop.begin_step()
+            await loop.end_step(await loop.train(partial(loop.train_one, progress)))
+        rounds = [(result["status"], result["peers"]) for result in self._results]
+        took_s, cpu_s = asyncio.get_running_loop().time() - start_s, time.process_time() - begun_s
+        self._owner.say("done", took_s=took_s, cpu_s=cpu_s, rounds=rounds)
+
+
+async def node_of(
+    owner: Owner, settings: Settings, arm: Arm, works: tuple[Worker, Worker], left: AsyncExitStack
+) -> Pieces:
+    """A member of a run of its own, with everybody's node of this arm; `left` ends it."""
+    codecs, steps = works
+    plan = plan_of("demo", settings.batch, settings.seq, arm.method, **arm.options)
+    plan = dataclasses.replace(plan, model=settings.model)
+    tokens = ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT])
+    results: list[dict[str, object]] = []
+
+    def report(kind: str, fields: dict[str, object]) -> None:
+        if kind == "round":
+            results.append(fields)
+
+    peer = await left.enter_async_context(member(owner, settings, codecs))
+    node = participant(plan, peer, tokens, compute=codecs, train=steps, report=report)
+    view = await meet(owner, peer, settings, peer.found, peer.join)
+    pieces = Pieces(owner, node, results)
+    pieces.begin(view.first_round)
+    owner.say("ready")
+    return pieces
+
+
+async def main(settings: Settings) -> None:
+    """Work until the owner hangs up or kills us."""
+    torch.set_num_threads(1)
+    owner, works = await Owner.open(), (Worker("codec"), Worker("train"))
+    async with AsyncExitStack() as left:
+        arms = {arm.name: await node_of(owner, settings, arm, works, left) for arm in settings.arms}
+        while True:
+            asked = await owner.command("train")
+            await arms[asked["arm"]].train(int(asked["steps"]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(msgspec.json.decode(sys.argv[1], type=Settings)))

@@ -1,0 +1,93 @@
+"""How long `farflock bench quality` takes, told before it begins, and how far it is.
+
+Jobs differ by two orders of magnitude in length, so they count by effort: about what a replica's step costs, fixed part and
+sequences, and what an exchange of all peers costs beside it. The unit is measured on this machine, then by the jobs that end.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from farflock.experiments.reproduce.job import AnyJob, Line, Swarm
+from farflock.experiments.reproduce.line import run as run_line
+
+# Measured with the demo model and four peers, in steps of one sequence (4 ms): DDP 81 ms a step, one peer alone 35 ms, DiLoCo
+# 136 ms; a round 60 ms with int4 (a sixteenth of the values), 450 ms with ecsq, 600 to 680 ms with topk2.
+START = 500.0  # effort of beginning a job and measuring its end: of weight in a quick run alone
+STEP = 4.0  # effort of a replica's step beside that of its sequences
+PEER = 1.05  # what a simulated node's step costs beside the same step of a line
+ROUND = 25.0  # effort of a round of all peers
+CODED_ROUND = 130.0  # with a codec that looks for values and packs bits
+CODED = ("topk", "ecsq")
+PROBE_STEPS = 10
+SURE = 0.02  # of all effort: from there on the jobs themselves tell how long the rest takes
+LINE_EVERY = 20  # lines of progress in all
+
+Told = Callable[[float, float], None]  # the share that is done, and seconds that are left
+
+
+def effort(job: AnyJob) -> float:
+    """About how long a job takes one core, in steps of a sequence; a swarm's depends on how often it exchanges."""
+    if isinstance(job, Swarm):
+        coded = str(job.options.get("codec", "")).startswith(CODED)
+        rounds = (CODED_ROUND if coded else ROUND) / float(job.options.get("period", 1))
+        return START + job.steps * (PEER * (job.peers * STEP + job.batch) + rounds)
+    return START + job.steps * (STEP + job.batch) if isinstance(job, Line) else START
+
+
+def unit_s(job: Line) -> float:
+    """Seconds of the processor for one effort, measured by a few steps of this line; the first time, which loads libraries,
+    does not count. On a busy machine it takes longer than that."""
+    probe = msgspec.structs.replace(job, steps=PROBE_STEPS, points=1, held_out=2)
+    run_line(probe, lambda share: None)
+    begin_s = time.process_time()
+    run_line(probe, lambda share: None)
+    return (time.process_time() - begin_s) / (effort(probe) - START)
+
+
+def duration(seconds: float) -> str:
+    """`25 s`, `14 min`, or `1 h 50 min`."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Pace:
+    """The share of all effort that is done, and how long the rest will take."""
+
+    def __init__(self, total: float, workers: int, unit_s: float, told: Told) -> None:
+        self._total, self._told = total, told
+        self._each_s = unit_s / workers
+        self._begin_s = time.monotonic()
+        self._kept = 0.0
+        self._run: dict[int, tuple[AnyJob, float]] = {}  # by identity, which a job that is gone would leave to another
+
+    def keep(self, jobs: Iterable[AnyJob]) -> None:
+        """These were run before."""
+        self._kept += sum(map(effort, jobs))
+        self._tell()
+
+    def told(self, job: AnyJob, share: float) -> None:
+        """A job is so far."""
+        self._run[id(job)] = job, share * effort(job)
+        self._tell()
+
+    def _tell(self) -> None:
+        run = sum(done for _, done in self._run.values())
+        each_s = (time.monotonic() - self._begin_s) / run if run > SURE * self._total else self._each_s
+        left = max(self._total - self._kept - run, 0.0)
+        self._told(min((self._kept + run) / self._total, 1.0), left * each_s)
+
+
+class Lines:
+    """Progress where there is no terminal: a line now and then."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._said = say, 0
+
+    def __call__(self, share: float, left_s: float) -> None:
+        if int(share * LINE_EVERY) > self._said:
+            self._said = int(share * LINE_EVERY)
+            self._say(f"quality: {share:.0%}, about {duration(left_s)} left")
