@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
 
-pytestmark = pytest.mark.usefixtures("oracle")  # the kernel has its bits (test_native.py); hostile bytes go to both here
+pytestmark = pytest.mark.usefixtures(
+    "oracle"
+)  # the kernel has its bits (test_native.py); hostile bytes go to both here
 
 NAMES = [
     *CODECS,

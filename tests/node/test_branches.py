@@ -102,7 +102,9 @@ def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_e
 
 
 @pytest.mark.parametrize("method", ["diloco", "noloco"])
-def test_when_a_branch_meets_the_majority_again_who_has_fewer_tokens_gives_up_and_the_run_ends_as_one(bench, text, method):
+def test_when_a_branch_meets_the_majority_again_who_has_fewer_tokens_gives_up_and_the_run_ends_as_one(
+    bench, text, method
+):
     async def main(made):
         made.split({0, 1, 2}, {3, 4})
         async with asyncio.timeout(3 * AFTER_S):
