@@ -272,7 +272,6 @@ class NoDoor:
         ({"method": "ddp", "inner": "muon"}, "cannot send the moments of Muon", "adamw"),
         ({"method": "desloc", "inner": "sgd"}, "SGD does not keep these", "take adamw"),
     ],
-    ids=str,
 )
 def test_an_optimizer_that_cannot_work_starts_nothing(invite, options, says, offers, monkeypatch):
     import farflock.node.network_door as network_door
