@@ -8,6 +8,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import random
@@ -16,15 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from farflock.node.chaos_arms import PHASES, Arm, CountingTrainee, arm_of
 from farflock.node.courier import Courier
 from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.seat import Seat
-from farflock.node.watch import DEADLINE_S, STORE_BYTES, TOKENS_PER_STEP, Watch
-from farflock.optimizers.catalog import method
-from farflock.optimizers.method import Progress, Tensors, What
+from farflock.node.watch import DEADLINE_S, STORE_BYTES, Watch
 from farflock.swarm.decide import is_quorum
 from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.identity import Identity
@@ -42,99 +41,14 @@ PROGRESS_STEPS = 4  # by everybody
 RECOVERED_ROUNDS = 3  # applied by everybody after the last fault
 LOOK_S = 1.0  # from one look at what peers hold and wait for to the next
 LINK = LinkModel(2.5e6, 2.5e6, 0.02, 0.01)
-STEP_S = 0.5
 MOMENT_S = 6.0  # a fault waits so long for its phase
 SLICE_S = 0.5
 STOPPED = 1e9  # times slower
-PERIOD = 3
 CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # without another fault: no round may fail because of one death
 VIEW_S = 3.0
+GOODBYE_S = 0.2  # until it is on its way
 KINDS = ("kill", "restart", "partition", "stop", "slow", "loss", "duplicate", "reorder", "corrupt", "delay")
-PHASES = {  # of an exchange, by the tag of a message
-    b"offer": "offer",
-    b"pair": "offer",
-    b"pair+": "offer",
-    b"want": "transfer",
-    b"piece": "transfer",
-    b"reduced": "reduced",
-    b"holds": "held",
-    b"have": "held",
-    b"propose": "vote",
-    b"accepted": "vote",
-    b"prepare": "vote",
-    b"promise": "vote",
-    b"decided": "decided",
-    b"commit": "decided",
-}
-PAIR_PHASES = ["decided", "held", "offer", "transfer"]
 CELLS = [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]
-ARMS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("diloco", {"period": PERIOD, "codec": "fp32", "return_codec": "fp32", "deadline_s": DEADLINE_S}),
-    ("diloco", {"period": PERIOD, "codec": "int8", "deadline_s": DEADLINE_S}),
-    ("diloco", {"period": PERIOD, "codec": "topk:2/8", "feedback": 0.9, "deadline_s": DEADLINE_S}),
-    ("noloco", {"period": PERIOD, "codec": "fp32", "deadline_s": DEADLINE_S}),
-    ("ddp", {"codec": "fp32", "return_codec": "fp32", "deadline_s": DEADLINE_S}),
-)
-
-
-class CountingReplica:
-    """Two tensors that every local step moves in a way that tells whose step it was."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-        self._tensors = {
-            "param": {"a": torch.zeros(12), "b": torch.zeros(5)},
-            "grad": {"a": torch.zeros(12), "b": torch.zeros(5)},
-        }
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Both."""
-        return ("a", "b")
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Both."""
-        return {"a": (12,), "b": (5,)}
-
-    def read(self, names: Any, what: What) -> dict[str, Tensor]:  # noqa: ANN401 - as the protocol
-        """Copies; moments read as zeros, for there are none."""
-        kept = self._tensors.get(what)
-        return {name: kept[name].clone() if kept else torch.zeros(self.shapes[name]) for name in names}
-
-    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """Overwrite; moments are ignored."""
-        for name, new in tensors.items():
-            if what in self._tensors:
-                self._tensors[what][name] = new.clone()
-
-    def inner_step(self, lr: float | None = None) -> None:
-        """theta <- theta - grad."""
-        for name, theta in self._tensors["param"].items():
-            self._tensors["param"][name] = theta - self._tensors["grad"][name]
-        self.write({name: torch.zeros(shape) for name, shape in self.shapes.items()}, "grad")
-
-    def add_gradient(self, step: int) -> None:
-        """This peer's gradient of this step: 1 at its own place, a little of the step's number in `b`."""
-        grad = self._tensors["grad"]
-        grad["a"][self._place % 12] += 1.0
-        grad["b"][step % 5] += 0.25
-
-
-@dataclass(slots=True)
-class _Trainee:
-    replica: CountingReplica
-
-    @property
-    def tokens_per_step(self) -> int:
-        return TOKENS_PER_STEP
-
-    def forward_backward(self, step: int, progress: Progress) -> float:
-        self.replica.add_gradient(step)
-        return 0.0
-
-    def set_rate(self, tokens: int) -> None:
-        """Its gradients are whole counts, which no rate scales."""
 
 
 @dataclass(slots=True)
@@ -158,9 +72,11 @@ class _Life:
 
 @dataclass(slots=True)
 class Chaos:
-    """One seeded disaster."""
+    """One seeded disaster; what the seed does not decide is said: the method, the number of peers."""
 
     seed: int
+    arm: Arm
+    peers: int = 0  # 0: the seed decides
     watch: Watch = field(init=False)
     network: SimNetwork = field(init=False)
     fired: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
@@ -168,6 +84,8 @@ class Chaos:
     _identities: list[Identity] = field(init=False)
     _lives: dict[int, _Life] = field(default_factory=dict)
     _births: int = 0
+    _streams: int = 0  # that the method has
+    _phases: tuple[str, ...] = ()  # that its exchanges have
     _slow: dict[int, float] = field(default_factory=dict)
     _phase: str = "offer"
     _wanted: str = ""  # the phase that the next fault waits for
@@ -175,21 +93,18 @@ class Chaos:
     _lying: float = 0.0  # share of chunk pieces that are altered by who sends them
     _lines: list[SimLinks] = field(default_factory=list)  # of all lives
     _tapped_bytes: collections.Counter[PeerId] = field(default_factory=collections.Counter)
-    arm: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    _step_s: float = STEP_S
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"chaos/{self.seed}")
         self.network = SimNetwork(self.seed, LINK)
         self.network.tap = self._tapped
-        count = self._random.randint(4, 12)
+        count = self.peers or min(self._random.randint(4, 12) for _ in range(2))
         self._identities = [
             Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")) for index in range(count)
         ]
-        self.arm, self.options = ARMS[self.seed % len(ARMS)]
-        self._step_s = STEP_S * PERIOD if self.arm == "ddp" else STEP_S
-        self.watch = Watch(self.arm, [identity.peer for identity in self._identities])
+        self._streams = len(self.arm.streams())
+        self._phases = self.arm.phases()
+        self.watch = Watch(self.arm.method, [identity.peer for identity in self._identities])
 
     async def run(self) -> Report:
         """From the first peer's start until all have recovered from the last fault."""
@@ -198,9 +113,9 @@ class Chaos:
             self._begin(index)
             await asyncio.sleep(0.3)
         await self._progress(1, "the start")
-        for kind, wanted in faults_of(self.seed):
+        for kind, wanted in self._faults():
             phase = await self._wait_for_moment(wanted)
-            self.fired[kind, phase] += await self._strike(kind)
+            self.fired[kind, phase] += await self._strike(kind) and bool(phase)
             await asyncio.sleep(self._random.uniform(0, GAP_S))
         self._check_memory()
         self._repair()
@@ -224,12 +139,14 @@ class Chaos:
     async def _live(self, index: int, birth: int, life: _Life) -> None:
         peer = life.peer = self._peer(index, birth)
         async with peer.running():
-            replica = CountingReplica(index)
-            driver = Driver(method(self.arm, **self.options), replica)
+            replica = self.arm.replica(index)
+            driver = Driver(self.arm.make(), replica)
             courier = self.watch.courier(peer, index, birth, driver, Courier(peer, self.seed, _inline))
             seat = Seat(peer, driver, courier, _inline)
-            loop = Loop(driver, seat, _Trainee(replica), _inline, self._trainer(index))
-            loop.report = lambda kind, fields: self.watch.reported(index, birth, driver, kind, fields)
+            loop = Loop(driver, seat, CountingTrainee(replica), _inline, self._trainer(index))
+            loop.report = lambda kind, fields: self.watch.reported(
+                index, birth, driver, kind, fields, seat.place.rounds
+            )
             if birth == 1:
                 peer.found()
                 seat.open()
@@ -239,11 +156,13 @@ class Chaos:
                 peer.ask_in()
             life.loop = loop
             await loop.run(10**9)
+            peer.leave()
+            await asyncio.sleep(GOODBYE_S)
 
     def _trainer(self, index: int) -> Callable[[Callable[[], float]], Any]:
         async def train(work: Callable[[], float]) -> float:
             loss = work()
-            left_s = self._step_s
+            left_s = self.arm.step_s
             while left_s > 0:  # in slices, so that who is slow or stopped gets going again when that ends
                 slice_s = min(left_s, SLICE_S) if index not in self._slow else SLICE_S
                 await asyncio.sleep(slice_s)
@@ -280,6 +199,10 @@ class Chaos:
 
     # faults
 
+    def _faults(self) -> list[tuple[str, str]]:
+        """What happens, in this order, each with the phase of an exchange that it waits for."""
+        return faults_of(self.seed)
+
     def _tapped(self, now_s: float, sender: PeerId, receiver: PeerId, frame: bytes) -> bytes:
         """Note in which phase of an exchange the swarm is, by the last message sent (its tag follows the frame's head)."""
         self._tapped_bytes[sender] += len(frame)
@@ -292,9 +215,10 @@ class Chaos:
         return frame
 
     async def _wait_for_moment(self, wanted: str) -> str:
-        """Until a message of this phase is sent (of another one where pairs have no such phase); returns the phase met."""
-        possible = self.arm != "noloco" or wanted in PAIR_PHASES
-        self._wanted = wanted if possible else self._random.choice(PAIR_PHASES)
+        """Until a message of this phase is sent (of another one where the method has none such); returns the phase met."""
+        if not self._phases:
+            return ""
+        self._wanted = wanted if wanted in self._phases else self._random.choice(self._phases)
         self._moment.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOMENT_S):
@@ -422,14 +346,15 @@ class Chaos:
         """Who has not made progress since then, and what is missing."""
         counts, found = self.watch.rounds_since(begun_s), []
         for index, life in self._lives.items():
-            applied = counts[self._identities[index].peer]
+            each = counts[self._identities[index].peer]
+            applied = each.total() if len(each) == self._streams else 0
             if life.peer is None or life.loop is None:
                 found.append(f"peer {index} has not come into the run")
             elif not life.peer.membership.is_member:
                 found.append(f"peer {index} has not become a member")
-            elif life.loop.step - steps[index] < PROGRESS_STEPS or applied < rounds:
+            elif life.loop.step - steps[index] < PROGRESS_STEPS or (self._streams and applied < rounds):
                 made = life.loop.step - steps[index]
-                found.append(f"peer {index} has made {made} steps and applied {applied} rounds")
+                found.append(f"peer {index} has made {made} steps and applied {dict(each)} rounds")
         return found
 
     def _check_ended(self, index: int, life: _Life) -> None:
@@ -480,11 +405,11 @@ async def _inline(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever th
     return work()
 
 
-def run_seed(seed: int) -> Report:
-    """One seeded disaster from start to end."""
+def run_seed(seed: int, name: str | None = None) -> Report:
+    """One seeded disaster from start to end, of the method of this name if one is given."""
 
     async def main() -> Report:
-        return await Chaos(seed).run()
+        return await Chaos(seed, arm_of(seed, name)).run()
 
     torch.set_num_threads(1)
     try:
@@ -493,17 +418,17 @@ def run_seed(seed: int) -> Report:
         return Report(seed, [str(error)], collections.Counter(), 0, "")
 
 
-def run_seeds(first: int, count: int, workers: int = 1) -> Iterator[Report]:
+def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None) -> Iterator[Report]:
     """Reports of seeds in order, run by so many processes; each seed's is the same however many there are."""
-    seeds = range(first, first + count)
+    seeds, names = range(first, first + count), itertools.repeat(name)
     if workers == 1:
-        yield from map(run_seed, seeds)
+        yield from map(run_seed, seeds, names)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     level = logging.getLogger("farflock").level
     pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _quieten, (level,))
     try:
-        yield from pool.map(run_seed, seeds)
+        yield from pool.map(run_seed, seeds, names)
     finally:
         pool.shutdown(cancel_futures=True)
 

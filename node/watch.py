@@ -31,7 +31,7 @@ TOKENS_PER_STEP = 10
 STORE_BYTES = 2048  # what a peer may keep of chunks that nobody needs: a few rounds' worth, so that it has to let go
 MAX_STORE_BYTES = STORE_BYTES + 6144  # with those of open exchanges and of the log
 MAX_TASKS = 60  # of one peer
-MAX_ITEMS = 100  # in any one table, list or queue of a peer
+MAX_ITEMS = 160  # in any one table, list or queue of a peer: a store of that size holds some 120 of the smallest chunks
 OVERDUE_S = DEADLINE_S  # a wait may outlast its deadline by so much once all hear each other again
 TOLERANCE = 1e-3
 
@@ -68,7 +68,8 @@ class Watch:
         self._states: dict[Rounds, State] = {}  # of the first who had applied these (close methods)
         self._means: dict[tuple[Round, tuple[str, ...]], Tensors] = {}  # as the first of the participants decoded it
         self._pairs: dict[tuple[Round, str], tuple[str, ...]] = {}
-        self._applied: set[tuple[Life, Round]] = set()
+        self._applied: set[tuple[Life, Round]] = set()  # what is in each life's state
+        self._rounds: set[Round] = set()
         self._closes: dict[Round, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens
         self._counted: Counter[Life] = Counter()  # tokens in close lists
         self._trained: Counter[Life] = Counter()
@@ -86,7 +87,7 @@ class Watch:
     @property
     def rounds(self) -> int:
         """Rounds that somebody applied."""
-        return len({key for _, key in self._applied})
+        return len(self._rounds)
 
     def rounds_since(self, since_s: float) -> dict[str, Counter[str]]:
         """By peer, how many rounds of each stream it has applied since a moment."""
@@ -141,14 +142,16 @@ class Watch:
         life, now_s = (self._peers[index], birth), asyncio.get_running_loop().time()
         if kind == "step":
             self._trained[life] += TOKENS_PER_STEP
-        if kind == "adopt":  # a snapshot replaces the state, and with it the residual
+        if kind == "adopt":  # a snapshot replaces the state, and with it the residual and the rounds that were in it
             self._feedback.pop(life, None)
+            self._applied = {entry for entry in self._applied if entry[0] != life}
         if kind != "round":
             return
         key = stream, number = fields["stream"], fields["round"]
         if (life, key) in self._applied:
             self.violate(f"peer {index} applied round {number} of {stream} twice")
         self._applied.add((life, key))
+        self._rounds.add(key)
         self._times.append((now_s, life[0], stream))
         self.statuses[fields["status"]] += 1
         if not self._pairs_only and fields["status"] == "failed" and now_s < self.calm_until_s:

@@ -8,7 +8,6 @@ left for the next one, and only what is missing is asked for again.
 import asyncio
 import collections
 import contextlib
-import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +104,7 @@ class _Fetching:
     data: bytearray
     missing: set[int]  # indices of pieces
     mixing: bool  # whether several holders may serve one copy: faster, but a false copy then convicts nobody
+    without: set[PeerId]  # who said that it has no such chunk
     asked: set[PeerId] = field(default_factory=set)  # nobody else's pieces are taken
     refused: set[PeerId] = field(default_factory=set)  # silent or without it: asked again when nobody else is left
     served: set[PeerId] = field(default_factory=set)
@@ -153,9 +153,12 @@ class Chunks:
         holders: Callable[[], Sequence[PeerId]],
         pin: Hashable,
         timeout_s: float,
+        *,
+        final: bool = False,
     ) -> bool:
         """Get a chunk into the store, pinned; False if nobody delivered it in time. `holders` is asked anew whenever
-        one is needed, so that peers which come to hold it meanwhile are used."""
+        one is needed, so that peers which come to hold it meanwhile are used. If `final`, who is gone or says that it has
+        no such chunk will never have it: False as soon as nobody else is left."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -163,8 +166,10 @@ class Chunks:
             return False
         try:
             async with asyncio.timeout(timeout_s):
-                data = await self._fetch_whole(digest, size, holders)
+                data = await self._fetch_whole(digest, size, holders, final)
         except TimeoutError:
+            return False
+        if data is None:
             return False
         self.store.put(data, pin, verified=digest)
         return True
@@ -180,20 +185,31 @@ class Chunks:
                 fetching = self._incoming.get(digest)
                 if fetching is not None and sender in fetching.asked:
                     fetching.refused.add(sender)
+                    fetching.without.add(sender)
                     fetching.changed.set()
 
-    async def _fetch_whole(self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]]) -> bytes:
+    async def _fetch_whole(
+        self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]], final: bool
+    ) -> bytes | None:
         liars: set[PeerId] = set()  # who alone served a chunk that was not what its name says
+        without: set[PeerId] = set()  # who said that it has none
+
+        def asked() -> Sequence[PeerId]:
+            honest = _honest(holders, liars)
+            return [peer for peer in honest if peer not in without] if final else honest
+
         mixing = True
         while True:
             already = self._incoming.get(digest)
             if already is not None:  # another task fetches the same chunk: wait for it, then look again
                 await already.changed.wait()
                 await asyncio.sleep(STALL_S / 20)
-            elif not self._living(holders()):
+            elif not self._living(asked()):
+                if final:
+                    return None
                 await asyncio.sleep(STALL_S / 2)  # without any of the budget, which others can use meanwhile
             else:
-                fetching = await self._fetch_once(digest, size, mixing, functools.partial(_honest, holders, liars))
+                fetching = await self._fetch_once(digest, size, mixing, asked, without)
                 if not fetching.missing:
                     if is_intact(fetching.data, digest):
                         return bytes(fetching.data)
@@ -205,10 +221,16 @@ class Chunks:
                 return stored
 
     async def _fetch_once(
-        self, digest: bytes, size: int, mixing: bool, holders: Callable[[], Sequence[PeerId]]
+        self,
+        digest: bytes,
+        size: int,
+        mixing: bool,
+        holders: Callable[[], Sequence[PeerId]],
+        without: set[PeerId],
     ) -> _Fetching:
-        """One copy, unverified; pieces are missing if no holder is alive any more."""
-        fetching = self._incoming[digest] = _Fetching(digest, bytearray(), set(), mixing)
+        """One copy, unverified; pieces are missing if no holder is alive any more. Who has no such chunk comes into
+        `without`."""
+        fetching = self._incoming[digest] = _Fetching(digest, bytearray(), set(), mixing, without)
         taken = 0
         try:
             taken = await self._inbound.take(size, size)

@@ -6,6 +6,7 @@ stream any one member's. The chunks are verified by their digests, the whole by 
 
 import asyncio
 import collections
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,6 +23,8 @@ MAX_SNAPSHOT_CHUNKS = 65536
 PARALLEL = 16
 MAX_ASKERS = 64
 MAX_DISTRUSTED = 64
+KEEP_ROUNDS = 4  # begun since a snapshot was made: so long it is offered on, and the logs still lead on from it
+KEEP_S = 30.0  # the same where there are no rounds
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +58,7 @@ class Snapshots:
         self._port, self._members = port, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
+        self._made: dict[str, tuple[int, float]] = {}  # the last round begun when it was made, and when that was
         self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
         self._least: dict[str, int] = {}  # of a running download: older states are of no use
@@ -64,10 +68,12 @@ class Snapshots:
     def serve(self, name: str, provide: Provide) -> None:
         """From now on, answer questions for this stream's snapshot."""
         self._providers[name] = provide
+        self._made.pop(name, None)
 
     def withdraw(self) -> None:
         """Serve nothing any more: my state is none of the run's."""
         self._providers.clear()
+        self._made.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
         """Answer a question, or note an answer to mine."""
@@ -144,7 +150,7 @@ class Snapshots:
         self, offer: StateOffer, holders: list[PeerId], pin: object, timeout_s: float, progress: Progress
     ) -> tuple[bytes, ...] | None:
         fetch = self._port.chunks.fetch
-        if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s):
+        if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):
             return None
         try:
             listing = msgspec.msgpack.decode(self._port.store.get(offer.digest) or b"", type=Listing)
@@ -156,7 +162,7 @@ class Snapshots:
         async def one(digest: bytes, size: int) -> bool:
             nonlocal here
             async with gate:
-                done = await fetch(digest, size, lambda: holders, pin, timeout_s)
+                done = await fetch(digest, size, lambda: holders, pin, timeout_s, final=True)
             here += done
             progress(here, len(listing.chunks))
             return done
@@ -166,24 +172,28 @@ class Snapshots:
         return tuple(self._port.store.get(digest) or b"" for digest, _ in listing.chunks)
 
     async def _offer(self, asker: PeerId, name: str) -> None:
-        """Build (or reuse) this round's snapshot; tell the asker where it is, and all who have asked meanwhile."""
+        """Build a snapshot, or take the last one while it is new enough: there may be room for one only, and who is still
+        downloading it would lose it. Tell the asker where it is, and all who have asked meanwhile."""
         askers = self._askers.setdefault(name, set())
         askers.add(asker)
         try:
-            if name in self._providers:
+            if name in self._providers and not self._is_new(name):
+                made = (self._port.touched, self._port.now())
                 snapshot = await self._providers[name]()
+                self._port.store.release(("snapshot", name))
+                self._served[name] = self._put(name, snapshot, ("snapshot", name))
+                self._made[name] = made
             if name not in self._providers:
                 return  # withdrawn meanwhile
-            pin = ("snapshot", name)
-            served = self._served.get(name)
-            if served is None or served.round != snapshot.round or served.state != snapshot.state:
-                self._port.store.release(pin)
-                served = self._served[name] = self._put(name, snapshot, pin)
-            current = msgspec.structs.replace(served, view=self._port.views.newest.hash)
+            current = msgspec.structs.replace(self._served[name], view=self._port.views.newest.hash)
             for waiting in sorted(askers):
                 self._port.send(waiting, current)
         finally:
             del self._askers[name]
+
+    def _is_new(self, name: str) -> bool:
+        touched, now_s = self._made.get(name, (0, -math.inf))
+        return self._port.touched - touched <= KEEP_ROUNDS and self._port.now() - now_s <= KEEP_S
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
         store = self._port.store

@@ -40,6 +40,7 @@ EVALUATED = 128  # held-out sequences
 @click.option("--chaos", is_flag=True, help="Seeded disasters instead of one run; a violation is a seed.")
 @click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="With --chaos: how many.")
 @click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="With --chaos: the first.")
+@click.option("--method", "name", help="With --chaos: only this method; all in turn if not said.")
 @click.option("--workers", type=click.IntRange(1), help="With --chaos: processes at once; one a core if not said.")
 @click.option("--dry-run", is_flag=True, help="Print what would be run and its hash, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
@@ -59,6 +60,7 @@ def command(
     chaos: bool,
     seeds: int,
     first_seed: int,
+    name: str | None,
     workers: int | None,
     dry_run: bool,
     as_json: bool,
@@ -70,14 +72,20 @@ def command(
     if chaos:
         if manifest or assignments:
             raise click.UsageError("--chaos makes small runs of its own; leave out the manifest and --set")
-        _disasters(out, first_seed, seeds, min(workers or os.cpu_count() or 1, seeds), dry_run)
+        _disasters(out, first_seed, seeds, min(workers or os.cpu_count() or 1, seeds), name, dry_run)
         return
+    if name:
+        raise click.UsageError("--method is for --chaos; the method of a run is said by --set method.name=NAME")
+    from farflock.node.fit import require_members
     from farflock.node.manifest import load, simulated_default
     from farflock.node.simulation import World
+    from farflock.optimizers.catalog import method
     from farflock.swarm.memory import DirectoryFaults
     from farflock.swarm.sim import LinkModel
 
     described = load(manifest, assignments) if manifest else simulated_default(assignments)
+    plan = described.plan()
+    require_members(method(plan.method, **plan.options), peers, "--peers")
     line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
     world = World(
         peers,
@@ -130,25 +138,27 @@ def _simulate(out: Output, described: "Manifest", world: "World", folder: Path |
     out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
 
 
-def _disasters(out: Output, first_seed: int, seeds: int, workers: int, dry_run: bool) -> None:
+def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str | None, dry_run: bool) -> None:
     """Run seeded disasters; exit code 1 for a violation, or for a kind of fault that met no such phase in many seeds."""
-    from farflock.node.chaos import ARMS, ENOUGH_SEEDS, KINDS, PHASES, empty_cells, run_seeds
+    from farflock.node.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
+    from farflock.node.chaos_arms import PHASES, arms_of
 
+    arms = [[arm.method, arm.options] for arm in arms_of(name)]
     phases = sorted(set(PHASES.values()))
     if dry_run:
-        plan = {"first_seed": first_seed, "seeds": seeds, "kinds": KINDS, "phases": phases, "arms": ARMS}
+        plan = {"first_seed": first_seed, "seeds": seeds, "kinds": KINDS, "phases": phases, "arms": arms}
         digest = hashlib.sha256(one_line(plan).encode()).hexdigest()
         out.result({**plan, "hash": digest}, f"{one_line(plan)}\nhash {digest}")
         return
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
     reports: list[Report] = []
     with out.progress("seeds") as progress:
-        for report in run_seeds(first_seed, seeds, workers):
+        for report in run_seeds(first_seed, seeds, workers, name):
             reports.append(report)
             progress(len(reports) / seeds)
     fired = sum((report.fired for report in reports), collections.Counter[tuple[str, str]]())
     empty = [f"{kind} in {phase}" for kind, phase in empty_cells(fired)]
-    failures = [_failure(report) for report in reports if report.violations]
+    failures = [_failure(report, name) for report in reports if report.violations]
     slowest = max(reports, key=lambda report: report.recovery_s)
     facts = {
         "seeds": seeds,
@@ -165,10 +175,10 @@ def _disasters(out: Output, first_seed: int, seeds: int, workers: int, dry_run: 
         *([f"never fired: {', '.join(empty)}"] if empty else []),
     ]
     out.result(facts, "\n".join(lines))
-    if failures or (empty and seeds >= ENOUGH_SEEDS):
+    if failures or (empty and seeds >= ENOUGH_SEEDS and not name):
         raise SystemExit(1)
 
 
-def _failure(report: "Report") -> dict[str, object]:
-    command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}"
+def _failure(report: "Report", name: str | None) -> dict[str, object]:
+    command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}" + (f" --method {name}" if name else "")
     return {"seed": report.seed, "command": command, "violation": report.violations[0]}

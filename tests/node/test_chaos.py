@@ -6,21 +6,11 @@ import collections
 import pytest
 
 from farflock.node import chaos
-from farflock.node.chaos import (
-    CELLS,
-    FAULTS,
-    KINDS,
-    PAIR_PHASES,
-    PHASES,
-    Chaos,
-    empty_cells,
-    faults_of,
-    run_seed,
-    run_seeds,
-)
+from farflock.node.chaos import CELLS, FAULTS, KINDS, Chaos, empty_cells, faults_of, run_seed, run_seeds
+from farflock.node.chaos_arms import PAIR_PHASES, PHASES, arm_of
 from farflock.swarm.virtual import Deadlock, run_virtual
 
-EXACT, PAIRS = 0, 3  # seeds
+EXACT, GATHERS, SILENT, PAIRS = 0, 1, 16, 43  # seeds
 BLOCK = len(CELLS) // FAULTS
 
 
@@ -29,6 +19,15 @@ def test_so_many_seeds_in_a_row_have_every_kind_of_fault_in_every_phase_once():
         drawn = [fault for seed in range(first, first + BLOCK) for fault in faults_of(seed)]
         assert sorted(drawn) == sorted(CELLS)
     assert faults_of(0) != faults_of(BLOCK)
+
+
+def test_the_seeds_named_here_run_methods_of_each_kind():
+    assert [arm_of(seed).method for seed in (EXACT, GATHERS, SILENT, PAIRS)] == [
+        "diloco",
+        "sparseloco",
+        "local",
+        "noloco",
+    ]
 
 
 def test_a_cell_is_empty_until_its_fault_has_fired():
@@ -43,7 +42,7 @@ def until_all_are_in(seed, main):
     """Run `main(disaster)` once all peers of a seed have come in."""
 
     async def whole():
-        disaster = Chaos(seed)
+        disaster = Chaos(seed, arm_of(seed))
         for index in range(len(disaster._identities)):
             disaster._begin(index)
             await asyncio.sleep(0.3)
@@ -65,10 +64,10 @@ def test_each_kind_of_fault_hits_something(seed):
 
     until_all_are_in(seed, main)
     assert hits.keys() == set(KINDS)
-    assert all(hits.values()) or len(Chaos(seed)._identities) == 4
+    assert all(hits.values()) or len(Chaos(seed, arm_of(seed))._identities) == 4
 
 
-@pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 10, 4), (PAIRS, 4, 1), (9, 4, 1)])
+@pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 8, 3), (PAIRS, 8, 3), (9, 4, 1)])
 def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(seed, peers, may_die):
     async def main(disaster):
         assert len(disaster._lives) == peers
@@ -109,6 +108,24 @@ def test_where_pairs_have_no_such_phase_another_one_is_met():
         assert await disaster._wait_for_moment("vote") in PAIR_PHASES
 
     until_all_are_in(PAIRS, main)
+
+
+def test_where_nothing_is_reduced_another_phase_is_met_and_where_nothing_is_sent_none():
+    async def gathers(disaster):
+        assert await disaster._wait_for_moment("reduced") in set(PHASES.values()) - {"reduced"}
+
+    async def silent(disaster):
+        before_s = asyncio.get_running_loop().time()
+        assert await disaster._wait_for_moment("offer") == ""
+        assert asyncio.get_running_loop().time() == before_s
+
+    until_all_are_in(GATHERS, gathers)
+    until_all_are_in(SILENT, silent)
+
+
+def test_faults_of_a_method_that_sends_nothing_fill_no_cell():
+    report = run_seed(SILENT)
+    assert (report.violations, report.fired, report.rounds) == ([], {}, 0)
 
 
 def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
@@ -168,5 +185,16 @@ def test_a_swarm_that_hangs_for_ever_is_a_violation_of_its_seed(monkeypatch):
 
 
 def test_reports_come_in_the_order_of_seeds(monkeypatch):
-    monkeypatch.setattr(chaos, "run_seed", lambda seed: seed)
-    assert list(run_seeds(4, 3)) == [4, 5, 6]
+    monkeypatch.setattr(chaos, "run_seed", lambda seed, name: (seed, name))
+    assert list(run_seeds(4, 3)) == [(4, None), (5, None), (6, None)]
+    assert list(run_seeds(4, 2, name="ddp")) == [(4, "ddp"), (5, "ddp")]
+
+
+def test_a_stream_that_stands_still_is_a_violation_though_others_go_on():
+    async def main(disaster):
+        disaster._streams += 1
+        await disaster._progress(1, "the fault")
+
+    violations = until_all_are_in(EXACT, main).watch.violations
+    assert len(violations) == len(Chaos(EXACT, arm_of(EXACT))._identities)
+    assert "has made" in violations[0]

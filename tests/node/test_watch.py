@@ -1,6 +1,7 @@
 """The watch is told what no correct swarm does, one thing at a time, and must say so; what is correct it lets pass."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,59 @@ def test_a_round_that_is_applied_twice_is_found():
         scene.applied(0, birth=2)
 
     the_only(violations(main), "applied round 0 of delta twice")
+
+
+def test_what_was_applied_before_a_snapshot_was_adopted_may_be_applied_to_it_again():
+    async def main(scene):
+        scene.applied(0)
+        scene.watch.reported(0, 1, scene.driver, "adopt", {"reason": "too far behind"})
+        scene.applied(0)
+        assert scene.watch.rounds == 1
+
+    assert violations(main) == []
+
+
+def test_members_of_a_close_method_may_differ_a_little_and_only_where_they_have_applied_the_same():
+    async def main(scene, offset, rounds):
+        for index, own in enumerate(rounds):
+            scene.state = torch.full((2,), 1 + index * offset)
+            fields = {"stream": "part", "round": own["part"], "status": "ok"}
+            scene.watch.reported(index, 1, scene.driver, "round", fields, own)
+
+    together, apart = [{"part": 3}, {"part": 3}], [{"part": 3}, {"part": 4}]
+    assert violations(lambda scene: main(scene, 1e-5, together), arm="demo") == []
+    the_only(violations(lambda scene: main(scene, 0.1, together), arm="demo"), "states differ")
+    assert violations(lambda scene: main(scene, 0.1, apart), arm="demo") == []
+
+
+def test_what_was_gathered_is_what_was_sent_bit_by_bit():
+    async def main(scene):
+        for index in range(2):
+            scene.results[PEERS[index]] = Result("failed", 1)
+            await scene.offer(index, index + 1)
+        right = scene.result(1.5, ["one", "two"], 60)
+        true, false = ({"one": 1.0, "two": two} for two in (2.0, 2.0 + 2**-20))
+        for told in (true, false):
+            gathered = {who: {"w": torch.full((2,), value)} for who, value in told.items()}
+            scene.results["one"] = replace(right, gathered=gathered)
+            for index in range(2):
+                scene.train(index)
+            scene.couriers[0].replay("delta", 0)
+
+    the_only(violations(main, arm="sparseloco"), "has gathered of two what it never sent")
+
+
+def test_rounds_since_a_moment_are_counted_by_peer_and_stream():
+    async def main(scene):
+        scene.applied(0)
+        await asyncio.sleep(1)
+        for number in (1, 2):
+            scene.applied(0, number)
+        counts = scene.watch.rounds_since(0.5)
+        assert counts == {"one": {"delta": 2}, "two": {}, "three": {}}
+        assert scene.watch.statuses == {"ok": 3}
+
+    assert violations(main, arm="noloco") == []
 
 
 def test_states_that_differ_after_a_round_are_found_unless_the_method_is_per_peer():

@@ -23,12 +23,12 @@ def no_hash_check(patch):
 
 
 def round_key_again(patch):
-    """After a round in which somebody was missing, its key is used once more."""
+    """After a round in which somebody was missing, those who took part use its key once more."""
     result = courier.Courier._result
 
     def again(self, line, outcome, payloads):
         made = result(self, line, outcome, payloads)
-        return replace(made, next_round=outcome.key.round) if made.status == "partial" else made
+        return replace(made, next_round=outcome.key.round) if made.status == "partial" and payloads else made
 
     patch.setattr(courier.Courier, "_result", again)
 

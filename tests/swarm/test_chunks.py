@@ -230,6 +230,23 @@ async def test_without_any_holder_it_gives_up_in_time_and_who_comes_to_hold_it_m
 
 
 @in_virtual_time
+async def test_a_final_fetch_ends_as_soon_as_nobody_is_left_who_could_have_the_chunk(net):
+    data = data_of(100)
+    reader = net.peer("reader")
+    for name in ("one", "other"):
+        net.peer(name)
+    net.peer("late", data)
+    assert not await reader.fetch(digest_of(data), 100, lambda: ["one", "other"], "pin", 300.0, final=True)
+    assert now() < 2.0
+    assert await reader.fetch(digest_of(data), 100, lambda: ["one", "late"], "pin", 300.0, final=True)
+    reader.store.release("pin")
+    net.lives["late"] = "dead"
+    other = data_of(200)
+    assert not await reader.fetch(digest_of(other), 200, lambda: ["late"], "pin", 300.0, final=True)
+    assert now() < 4.0
+
+
+@in_virtual_time
 async def test_fetches_from_the_dead_leave_the_budget_to_others(net):
     """A dead member's many shards must not stop what the living bring."""
     net.rate = 1e9

@@ -12,6 +12,8 @@ from farflock.swarm.port import Port
 from farflock.swarm.sim import Faults, LinkModel, SimNetwork
 from farflock.swarm.snapshots import (
     ASK_EVERY_S,
+    KEEP_ROUNDS,
+    KEEP_S,
     MAX_ASKERS,
     MAX_DISTRUSTED,
     SETTLE_S,
@@ -363,6 +365,35 @@ async def test_an_older_snapshot_is_let_go_when_a_newer_one_is_served(world):
     host.serve(snapshot(2, b"two"))
     assert await world.joiner.fetch() == snapshot(2, b"two")
     assert host.store.size_bytes == first_bytes, "only what is not pinned leaves a store without budget"
+
+
+@in_a_world
+async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_until_it_is_too_old(world):
+    host, states = Peer(world, "a", budget_bytes=0), iter(range(100))
+
+    async def provide():
+        return snapshot(next(states), b"some")
+
+    host.snapshots.serve(NAME, provide)
+    for touched, number in ((0, 0), (KEEP_ROUNDS, 0), (KEEP_ROUNDS + 1, 1), (2 * KEEP_ROUNDS + 1, 1)):
+        host.port.touched = touched
+        assert (await world.joiner.fetch()).round == number
+    await asyncio.sleep(KEEP_S)
+    assert (await world.joiner.fetch()).round == 2
+    host.snapshots.serve(NAME, provide)
+    assert (await world.joiner.fetch()).round == 3, "a new state is served at once"
+
+
+@in_a_world
+async def test_whose_download_was_let_go_meanwhile_asks_for_a_newer_one(world):
+    host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
+    download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
+    while not world.joiner.port.chunks._incoming:  # noqa: ASYNC110 - until it has begun
+        await asyncio.sleep(0.01)
+    host.serve(snapshot(2, b"two"))
+    await Peer(world, "b").fetch()
+    assert await download == snapshot(2, b"two")
+    assert now() < 20.0
 
 
 @in_a_world

@@ -74,8 +74,8 @@ def reports(monkeypatch):
     """Reports that stand in for disasters that have been run: a violation in seed 8, the rest as the test says."""
     made, asked = {}, []
 
-    def run_seeds(first, count, workers):
-        asked.append((first, count, workers))
+    def run_seeds(first, count, workers, name):
+        asked.append((first, count, workers) if name is None else (first, count, workers, name))
         for seed in range(first, first + count):
             yield made.get(seed, Report(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100))
 
@@ -105,6 +105,30 @@ def test_a_violation_comes_with_the_command_that_brings_it_back_and_ends_in_fail
     assert found["failures"] == [{"seed": 8, "command": again, "violation": "two are one"}]
     assert (found["violations"], found["slowest_recovery_s"]) == (1, 30.0)
     assert reports["asked"] == [(6, 5, 2)]
+
+
+def test_one_method_may_be_chosen_and_is_part_of_the_command_that_brings_a_violation_back(farflock, reports):
+    reports[8] = Report(8, ["two are one"], collections.Counter(CELLS), 5, "hash", 30.0)
+    _, found, _ = disasters(farflock, "--seeds", "1", "--first-seed", "8", "--method", "demo")
+    assert found["failures"][0]["command"] == "farflock sim --chaos --seeds 1 --first-seed 8 --method demo"
+    assert reports["asked"] == [(8, 1, 1, "demo")]
+    _, shown, _ = disasters(farflock, "--dry-run", "--method", "edit")
+    assert {name for name, _ in shown["arms"]} == {"edit"}
+
+
+def test_one_method_alone_need_not_meet_every_phase_in_every_fault(farflock, reports):
+    reports.update({seed: Report(seed, [], collections.Counter(), 5, "hash") for seed in range(ENOUGH_SEEDS)})
+    code, _, _ = disasters(farflock, "--seeds", str(ENOUGH_SEEDS), "--method", "local")
+    assert code == 0
+
+
+def test_an_unknown_method_of_disasters_and_one_without_disasters_are_usage_errors(farflock):
+    code, _, err = farflock("sim", "--chaos", "--method", "dilocoo")
+    assert code == 2
+    assert "choose from local, ddp, diloco" in err
+    code, _, err = farflock("sim", "--method", "diloco")
+    assert code == 2
+    assert "--set method.name=NAME" in err
 
 
 def test_more_workers_than_seeds_are_not_started(farflock, reports):

@@ -1,0 +1,217 @@
+"""What each method says that it sends, against the counter of the transport: nothing is sent that the formula does not know.
+
+Formulas are those of a round of the whole group, from the number of values and the codec (written out here once more): each of
+M peers' contributions to a mean goes to its reducer, and the result to all but that one; what is gathered goes from each to
+each; a pair swaps. Beside that there may be control messages, whose size does not depend on the model's.
+"""
+
+import asyncio
+import collections
+import itertools
+import math
+
+import pytest
+import torch
+
+from farflock.node import wire
+from farflock.node.chaos import Chaos
+from farflock.node.chaos_arms import Arm, CountingReplica
+from farflock.optimizers.catalog import METHODS
+from farflock.swarm.chunks import PIECE_BYTES
+from farflock.swarm.frame import unpack
+from farflock.swarm.messages import Offer, PairAccept, PairPropose, Piece
+from farflock.swarm.peer import Peer, RunTerms
+from farflock.swarm.sim import LinkModel, SimNetwork
+from farflock.swarm.virtual import run_virtual
+
+PEERS = 4
+SHARD_VALUES = 16 * 4096  # less than usual, so that there are two shards of few values
+SIZES = {"a": 16 * 4096, "b": 8 * 4096}
+A, B, P = SIZES["a"], SIZES["b"], sum(SIZES.values())
+LENGTH = 4  # before each tensor, or part of one, in a shard
+FRAME = 28  # head and checksum of a frame
+PIECE = FRAME + 60  # ... with the name of the chunk, and where in it the piece belongs
+ITEM = 60  # in a close list, of each shard of each peer: a digest, who is in it, and its size
+CONTROL = FRAME + 160 + ITEM * 3 * PEERS  # any other message: at most a close list with three shards of each peer
+MESSAGES = (
+    40  # of these for each two peers in a round: offers, wants, holdings and votes, each sent again every half second
+)
+WINDOW_S = 8.0
+IDLE = 40  # ... and in the rest of the time: pings, and who is there
+
+
+def coded(codec, count):
+    """Bytes of so many values."""
+    match codec:
+        case "fp32":
+            return 4 * count
+        case "fp16" | "bf16":
+            return 2 * count
+        case "int8":
+            return count + 4 * math.ceil(count / 256)
+        case "topk:32/4096":
+            return count // 4096 * (32 * (12 + 8) // 8 + 4)
+    raise ValueError(codec)
+
+
+def payload(codec, *counts):
+    """Bytes of tensors of so many values each."""
+    return sum(LENGTH + coded(codec, count) for count in counts)
+
+
+def mean(out, back, *counts):
+    return (PEERS - 1) * (payload(out, *counts) + payload(back, *counts))
+
+
+def gather(out, *counts):
+    return PEERS * (PEERS - 1) * payload(out, *counts)
+
+
+def pairs(out, *counts):
+    return PEERS * payload(out, *counts)
+
+
+H3 = {"period": 3}
+OUT = {"codec": "fp16", "return_codec": "bf16"}
+# By method: options, and bytes of one round of each stream.
+FORMULAS = {
+    "local": ({}, {}),
+    "ddp": (OUT, {"grad": mean("fp16", "bf16", A, B)}),
+    "diloco": ({**H3, "codec": "int8"}, {"delta": mean("int8", "bf16", A, B)}),
+    "noloco": ({**H3, "codec": "fp16"}, {"pairs": pairs("fp16", A, B)}),
+    "sparseloco": ({**H3, "codec": "topk:32/4096"}, {"sparse": gather("topk:32/4096", A, B)}),
+    "demo": (H3, {"dct": gather("topk:32/4096", A, B)}),
+    "flexdemo": ({**H3, "rate": 1 / 4, "codec": "bf16"}, {"part": mean("bf16", "bf16", P // 4)}),
+    "streaming": (
+        {"period": 4, "fragments": 2, "codec": "int8"},
+        {"fragment.0": mean("int8", "bf16", A), "fragment.1": mean("int8", "bf16", B)},
+    ),
+    "delayed": ({**H3, **OUT}, {"delta": mean("fp16", "bf16", A, B)}),
+    "co2": ({**H3, **OUT}, {"average": mean("fp16", "bf16", A, B)}),
+    "desloc": (
+        {"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6, "moment_codec": "bf16", **OUT},
+        {
+            "param": mean("fp16", "bf16", A, B),
+            "exp_avg": mean("bf16", "bf16", A, B),
+            "exp_avg_sq": mean("bf16", "bf16", A, B),
+        },
+    ),
+    "sparta": ({**H3, "one_in": 8, "codec": "fp16", "return_codec": "fp16"}, {"mask": mean("fp16", "fp16", P // 8)}),
+    "sparta-diloco": (
+        {"period": 6, "mask_period": 3, "one_in": 8, "mask_codec": "fp16", **OUT},
+        {"mask": mean("fp16", "fp16", P // 8), "delta": mean("fp16", "bf16", A, B)},
+    ),
+    "edit": (
+        {**H3, **OUT, "temperature": None, "threshold": None},
+        {"norms": gather("fp32", 2, 1), "delta": mean("fp16", "bf16", A, B)},
+    ),
+    "async": ({**H3, "enough": 0, "codec": "int8"}, {"arrivals": gather("int8", 1, 1, A, B)}),
+    "lean": ({**H3, **OUT}, {"lean": mean("fp16", "bf16", A, B)}),
+}
+
+
+class Busy(CountingReplica):
+    """Every value of every peer moves in each step in another way: no two chunks are equal, so none is sent only once."""
+
+    def add_gradient(self, step):
+        own = torch.Generator().manual_seed(1000 * self._place + step)
+        for grad in self._tensors["grad"].values():
+            grad += torch.randn(len(grad), generator=own)
+
+
+class Large(Arm):
+    """An arm that trains many values."""
+
+    def replica(self, place):
+        return Busy(place, SIZES, moments=self.method == "desloc")
+
+
+class Counted(Chaos):
+    """A run without faults, of which the tap counts what is sent while it is told to."""
+
+    def __init__(self, arm):
+        super().__init__(1, arm, PEERS)
+        self.network = SimNetwork(1, LinkModel())
+        self.network.tap = self._tapped
+        self.going = asyncio.Event()
+        self.rounds, self.pieces, self.others, self.bodies = set(), [], collections.Counter(), 0
+
+    def _trainer(self, index):
+        """Each step of each peer takes another time, for speeds are sent too."""
+        steps = itertools.count(PEERS)
+
+        async def train(work):
+            loss = work()
+            await asyncio.sleep(self.arm.step_s * (1 + index / 47 + next(steps) ** 2 / 5003))
+            await self.going.wait()
+            return loss
+
+        return train
+
+    def _peer(self, index, birth):
+        identity = self._identities[index]
+        record = self._record(index, birth)
+        links = self.network.links(identity.peer)
+        self._lines.append(links)
+        return Peer(RunTerms("chaos", 1, 3.0), identity, links, None, incarnation=birth, record=lambda: record)
+
+    def _tapped(self, now_s, sender, receiver, frame):
+        said = unpack(frame)
+        match said.message:
+            case Piece():
+                self.pieces.append(len(frame) - len(said.body))
+                self.bodies += len(said.body)
+            case Offer(key=key) | PairPropose(offer=Offer(key=key)) | PairAccept(offer=Offer(key=key)):
+                self.rounds.add((key.stream, key.round))
+        if not isinstance(said.message, Piece):
+            self.others[len(frame)] += 1
+        return frame
+
+    async def still(self):
+        """From a moment on at which nothing is on its way nobody trains any more; what is said then is said to the end."""
+        while any(not task.done() for life in self._lives.values() for task in life.loop._carrying.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        self.going.clear()
+        await asyncio.sleep(3.0)
+
+    async def run(self):
+        self.going.set()
+        for index in range(PEERS):
+            self._begin(index)
+        await self._progress(3, "the start")
+        await self.still()
+        self.rounds, self.pieces, self.others, self.bodies = set(), [], collections.Counter(), 0
+        before = self.network.bytes["sent"]
+        self.going.set()
+        await asyncio.sleep(WINDOW_S)
+        await self.still()
+        counted = self.network.bytes["sent"] - before
+        await self._end_all()
+        return counted
+
+
+def test_every_method_has_a_formula():
+    assert FORMULAS.keys() == METHODS.keys()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_transport_counts_what_the_formula_says_and_control_messages_that_do_not_grow_with_the_model(
+    monkeypatch, name
+):
+    monkeypatch.setattr(wire, "SHARD_VALUES", SHARD_VALUES)
+    options, formula = FORMULAS[name]
+
+    async def whole():
+        run = Counted(Large(name, options))
+        return run, await run.run()
+
+    run, counted = run_virtual(whole())
+    assert {stream for stream, _ in run.rounds} == formula.keys()
+    content = sum(formula[stream] for stream, _ in run.rounds)
+    assert run.bodies == content
+    assert all(overhead <= PIECE for overhead in run.pieces)
+    assert len(run.pieces) <= math.ceil(content / PIECE_BYTES) + 3 * PEERS * PEERS * len(run.rounds)
+    assert max(run.others) <= CONTROL
+    links = PEERS * (PEERS - 1)
+    assert run.others.total() <= links * (MESSAGES * len(run.rounds) + IDLE)
+    assert counted == content + sum(run.pieces) + sum(size * count for size, count in run.others.items())
