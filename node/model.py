@@ -248,10 +248,23 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
+class _Linear(nn.Linear):
     """Without the initial values that torch would draw from its global generator."""
-    return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+
+    def reset_parameters(self) -> None:
+        """`initialise` draws them."""
+
+
+class _Embedding(nn.Embedding):
+    """As `_Linear`."""
+
+    def reset_parameters(self) -> None:
+        """`initialise` draws them."""
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return _Linear(inputs, outputs, bias=False)
 
 
 def _embedding(config: ModelConfig) -> nn.Embedding:
-    return nn.Embedding(config.vocab_size, config.dim, device="meta").to_empty(device="cpu")
+    return _Embedding(config.vocab_size, config.dim)

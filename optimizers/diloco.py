@@ -143,7 +143,7 @@ class DiLoCo:
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is, its residual, and what its pending message was made from."""
-        numbers = {"since": self._since, "steps": self._steps, "slot": self._slot, "pending": int(self._pending)}
+        numbers = {"since": self._since, "untaken": self._steps, "slot": self._slot, "pending": int(self._pending)}
         counters = {key: torch.tensor(number) for key, number in numbers.items()}
         lists = {"residual": self._residual, "message": self._message, "start": self._snapshot}
         return counters | {key: value for what, held in lists.items() for key, value in named(what, held).items()}
@@ -152,7 +152,7 @@ class DiLoCo:
         """Go on where this peer stopped."""
         self._phi, self._momentum = (unnamed(what, state, replica.shapes) for what in ("phi", "momentum"))
         self._round = counter("round", state)
-        self._since, self._steps, self._slot = (counter(what, state) for what in ("since", "steps", "slot"))
+        self._since, self._steps, self._slot = (counter(what, state) for what in ("since", "untaken", "slot"))
         self._pending = bool(counter("pending", state))
         self._residual, self._message, self._snapshot = (
             kept(what, state, replica.shapes) for what in ("residual", "message", "start")

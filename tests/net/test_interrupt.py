@@ -213,7 +213,11 @@ def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [([signal.SIGTERM], 143), ([signal.SIGINT] * 2, 130), ([signal.SIGKILL], -signal.SIGKILL)],
+    [
+        pytest.param([signal.SIGTERM], 143, marks=pytest.mark.long),
+        ([signal.SIGINT] * 2, 130),
+        ([signal.SIGKILL], -signal.SIGKILL),
+    ],
 )
 def test_a_demo_takes_all_its_processes_with_it(start, tmp_path, signals, code):
     passing = tmp_path / "passing"

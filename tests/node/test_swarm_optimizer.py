@@ -255,16 +255,16 @@ def test_a_step_does_not_wait_for_a_rank_that_thinks_and_that_rank_catches_up():
             train(optimizer, model, range(2))
             return optimizer.last_round, weights(model)
         started = time.monotonic()
-        train(optimizer, model, range(6))  # rounds 0 and 1 are the founder's alone, in 2 it waits for a while
+        train(optimizer, model, range(2))  # for half of the deadline it waits
         waited = time.monotonic() - started
-        assert waited < 12
-        assert optimizer.last_round == ("delta", 2, "partial", 1)
+        assert waited < 8
+        assert optimizer.last_round == ("delta", 0, "partial", 1)
         go_on.set()
-        train(optimizer, model, range(6, 8))
+        train(optimizer, model, range(2, 4))
         return optimizer.last_round, weights(model)
 
     (first, ours), (second, theirs) = two(work, "diloco", period=2, deadline_s=8.0)
-    assert first == second == ("delta", 3, "ok", 2)
+    assert first == second == ("delta", 1, "ok", 2)
     assert equal(ours, theirs)
 
 
