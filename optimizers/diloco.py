@@ -25,7 +25,8 @@ STREAM = "delta"
 class DiLoCo:
     """`period` local steps a round, or with `round_s` whenever the run's time crosses a multiple of it.
 
-    `weights`: what a contribution weighs in the mean, 1 or the local steps in it. `feedback` is the decay of the error
+    `weights`: what a contribution weighs in the mean, 1 or the local steps in it; with equal data it makes no difference
+    that could be seen (docs/reproductions.md, unequal). `feedback` is the decay of the error
     feedback, None for none.
     """
 
