@@ -146,7 +146,7 @@ class Trunk(nn.Module):
 
     def __init__(self, config: ModelConfig, span: range) -> None:
         super().__init__()
-        self.embed_tokens = _embedding(config) if span.start == 0 else None
+        self.embed_tokens = _Embedding(config.vocab_size, config.dim) if span.start == 0 else None
         self.layers = nn.ModuleDict({str(index): Block(config) for index in span})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if span.stop == config.layers else None
 
@@ -252,19 +252,15 @@ class _Linear(nn.Linear):
     """Without the initial values that torch would draw from its global generator."""
 
     def reset_parameters(self) -> None:
-        """`initialise` draws them."""
+        """`build` draws them."""
 
 
 class _Embedding(nn.Embedding):
     """As `_Linear`."""
 
     def reset_parameters(self) -> None:
-        """`initialise` draws them."""
+        """`build` draws them."""
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     return _Linear(inputs, outputs, bias=False)
-
-
-def _embedding(config: ModelConfig) -> nn.Embedding:
-    return _Embedding(config.vocab_size, config.dim)

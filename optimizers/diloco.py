@@ -26,8 +26,7 @@ class DiLoCo:
     """`period` local steps a round, or with `round_s` whenever the run's time crosses a multiple of it.
 
     `weights`: what a contribution weighs in the mean, 1 or the local steps in it; with equal data it makes no difference
-    that could be seen (docs/reproductions.md, unequal). `feedback` is the decay of the error
-    feedback, None for none.
+    that could be seen (docs/reproductions.md, unequal). `feedback` is the decay of the error feedback, None for none.
     """
 
     period: int = 50

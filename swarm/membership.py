@@ -38,9 +38,7 @@ JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
 RESEND_S = 0.5
 PING_EVERY_S = 5.0
-ROUNDS_AHEAD = (
-    2  # a view begins so many rounds after the last one begun, if there is one: few rounds have to wait for it
-)
+ROUNDS_AHEAD = 2  # a view begins so many rounds after the last one begun, so that few rounds have to wait for it
 MAX_KNOWN = 1024
 
 MembershipMessage = (

@@ -37,7 +37,8 @@ MAX_CONNECTIONS = 128  # of one class; each takes two descriptors
 MAX_STRANGERS = 32  # connections whose first frame has not come
 STRANGER_S = 5.0
 STRANGER_WIRE_BYTES = 2 * MAX_RECORD_BYTES  # first frame, CURVE handshake and framing
-UNREAD_BYTES = 24 * 1024 * 1024  # taken by libzmq since the last message that we read: bulk's marks allow 16 MiB
+# Of control and bulk, taken by libzmq since the last message that we read: bulk's mark alone allows 16 MiB.
+UNREAD_BYTES = (8 * 1024 * 1024, 24 * 1024 * 1024)
 SILENT_S = 30.0  # every live partner pings every connection every 2 s
 BATCH = 64  # frames read before others get their turn
 
@@ -119,7 +120,7 @@ class Connection:
         """Its silence may be our own: we did not read."""
         self._read_s = now_s
 
-    def fault(self, now_s: float) -> str | None:
+    def fault(self, now_s: float, lane: int) -> str | None:
         """Why this connection must be cut off, if it must: called every tick."""
         taken = self._count()
         before = 0 if self._read_bytes else self._unread_bytes
@@ -129,7 +130,7 @@ class Connection:
             if now_s - self._begun_s > STRANGER_S:
                 return "stranger: no record in time"
             return "stranger: too many bytes" if taken > STRANGER_WIRE_BYTES else None
-        if self._unread_bytes > UNREAD_BYTES:
+        if self._unread_bytes > UNREAD_BYTES[lane]:
             return "endless message"
         return "silent" if now_s - self._read_s > SILENT_S else None
 
@@ -300,7 +301,7 @@ class Port:
         for descriptor, connection in list(self.connections.items()):
             if late or self._events.paused(self.lane):
                 connection.excuse(now_s)
-            fault = connection.fault(now_s)
+            fault = connection.fault(now_s, self.lane)
             if fault:
                 self.kick(descriptor, fault)
         strangers = [fd for fd, connection in self.connections.items() if connection.owner is None]

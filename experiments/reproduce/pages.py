@@ -3,6 +3,7 @@ section by section; a section stays until the same recipe and tier are recorded 
 """
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from farflock.experiments.reproduce.shelf import write
@@ -15,19 +16,33 @@ _HEADING = re.compile(r"^### (\S+) \((ci|cpu|gpu)\)$", re.M)
 
 def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
     """Put sections, by recipe and tier, into the generated part; `Usage` if the page has none."""
+
+    def made(inside: str) -> str:
+        kept = parsed(inside) | sections
+        return "\n\n".join([_summary(kept), *(kept[place].strip() for place in sorted(kept))])
+
+    rewrite(page, BEGIN, END, made)
+
+
+def rewrite(page: Path, begin: str, end: str, made: Callable[[str], str]) -> None:
+    """Make the part between two marks anew from what it was; `Usage` if the page has no such part."""
     try:
         text = page.read_text()
     except OSError as error:
         raise Usage(
-            str(page), f"it cannot be read ({error.strerror})", "name the page that holds the verdicts"
+            str(page), f"it cannot be read ({error.strerror})", "name the page that keeps the results"
         ) from None
-    before, begin, rest = text.partition(BEGIN)
-    inside, end, after = rest.partition(END)
-    if not begin or not end:
-        raise Usage(str(page), "its generated part is not marked", f"put {BEGIN} and {END} where it belongs")
-    kept = parsed(inside) | sections
-    body = "\n\n".join([_summary(kept), *(kept[place].strip() for place in sorted(kept))])
-    write(page, f"{before}{BEGIN}\n\n{body}\n\n{END}{after}".encode())
+    before, begun, rest = text.partition(begin)
+    inside, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise Usage(str(page), "its generated part is not marked", f"put {begin} and {end} where it belongs")
+    write(page, f"{before}{begin}\n\n{made(inside)}\n\n{end}{after}".encode())
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    cells = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in cells]
 
 
 def parsed(text: str) -> dict[tuple[str, str], str]:

@@ -13,6 +13,7 @@ import torch
 
 from farflock import __version__
 from farflock.experiments.reproduce.job import Point
+from farflock.experiments.reproduce.pages import table
 from farflock.experiments.reproduce.study import Result, Study, verdict
 from farflock.experiments.reproduce.verdict import Finding, estimate
 
@@ -81,11 +82,11 @@ def markdown(told: dict[str, Any]) -> str:
         "",
         f"{claim}. **Reproduced if** {told['reproduced_if']}",
         "",
-        *_table(RULES[:-1], [row[:-1] for row in rule_rows(told)]),
+        *table(RULES[:-1], [row[:-1] for row in rule_rows(told)]),
         "",
         *(f"- {rule['reason']}" for rule in told["rules"]),
         "",
-        *_table(columns, rows),
+        *table(columns, rows),
         "",
         f"{told['scale']}. Farflock {told['version']}, torch {told['torch']}, {told['date']}.",
     ]
@@ -183,11 +184,6 @@ def _scale(study: Study, results: Sequence[Result]) -> str:
         f"{parameters:,} parameters, {sizes.peers} peers where not said otherwise, {sizes.steps} steps of {sizes.batch} x"
         f" {sizes.seq} tokens ({tokens:,} in all), {len(sizes.seeds)} seeds, a step of {sizes.step_s:g} s"
     )
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    cells = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in cells]
 
 
 def _shown(value: float | None) -> str:

@@ -136,4 +136,4 @@ def test_a_page_without_a_place_for_it_is_left_alone(tmp_path):
 
 
 def test_a_bar_in_a_cell_does_not_make_a_column():
-    assert report.markdown_table(("a", "b"), [("x|y", 1)]) == ["| a | b |", "| --- | --- |", "| x/y | 1 |"]
+    assert report.pages.table(("a", "b"), [("x|y", 1)]) == ["| a | b |", "| --- | --- |", "| x/y | 1 |"]
