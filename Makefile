@@ -5,7 +5,8 @@ BIN := .venv/bin
 READY := .venv/ready
 VIEW := .venv/view
 TORCH := $(shell grep '^torch==' constraints.txt)
-WORKERS ?= 2
+# One more than the cores that we plan for: tests of real processes wait much.
+WORKERS ?= 3
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo test check test-long bench imports clean
@@ -14,16 +15,16 @@ demo: $(READY)
 	$(BIN)/farflock demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist worksteal
 
 check: $(READY) imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist worksteal
 
 test-long: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -o faulthandler_timeout=0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -o faulthandler_timeout=0
 
 bench: $(READY)
 	$(BIN)/farflock bench

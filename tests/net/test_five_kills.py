@@ -16,7 +16,13 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 PEERS, TOKENS_PER_STEP, PERIOD = 4, 64, 5
-PHASES = ("before its offer", "after its offer", "while it reduces", "after it has reduced", "when it has proposed")
+PHASES = [
+    "before its offer",
+    pytest.param("after its offer", marks=pytest.mark.long),
+    "while it reduces",
+    pytest.param("after it has reduced", marks=pytest.mark.long),
+    "when it has proposed",
+]
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,7 @@ def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
     [
         pytest.param([signal.SIGTERM], 143, marks=pytest.mark.long),
         ([signal.SIGINT] * 2, 130),
-        ([signal.SIGKILL], -signal.SIGKILL),
+        pytest.param([signal.SIGKILL], -signal.SIGKILL, marks=pytest.mark.long),
     ],
 )
 def test_a_demo_takes_all_its_processes_with_it(start, tmp_path, signals, code):

@@ -109,6 +109,7 @@ def nodes(tmp_path):
         each.end()
 
 
+@pytest.mark.long
 def test_a_founder_that_is_alone_goes_on_from_its_checkpoint_bit_by_bit(nodes):
     swarm = nodes(tokens=45_000, peers=1)
     swarm.found("whole")

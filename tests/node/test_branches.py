@@ -101,7 +101,7 @@ def test_a_run_of_which_three_of_five_nodes_are_killed_for_good_goes_on_to_its_e
         assert len(set(made.states().values())) == 1
 
 
-@pytest.mark.parametrize("method", ["diloco", "noloco"])
+@pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.long), "noloco"])
 def test_when_a_branch_meets_the_majority_again_who_has_fewer_tokens_gives_up_and_the_run_ends_as_one(
     bench, text, method
 ):

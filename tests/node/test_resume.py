@@ -63,7 +63,7 @@ def stopped(bench, folder, at):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("at", [640, 1700])
+@pytest.mark.parametrize("at", [pytest.param(640, marks=pytest.mark.long), 1700])
 def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
     made = bench(text, method, **METHODS[method])
     expected, found = whole(made, tmp_path / "whole"), stopped(made, tmp_path / "stopped", at)

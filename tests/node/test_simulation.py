@@ -55,10 +55,12 @@ def facts(outcome: Outcome):
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: str):
-    assert facts(run(text, method, loss=0.2, churn_s=8.0)) == facts(run(text, method, loss=0.2, churn_s=8.0))
+    once, again = (run(text, method, loss=0.2, churn_s=4.0, total=6_000) for _ in range(2))
+    assert once.kills
+    assert facts(once) == facts(again)
 
 
-@pytest.mark.parametrize("method", ["noloco", "diloco", "ddp"])
+@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long), "ddp"])
 def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: str):
     whole = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "whole")
 
@@ -104,12 +106,12 @@ def test_a_folder_of_another_run_is_refused(text, tmp_path):
 
 
 def test_another_seed_gives_another_run(text):
-    assert run(text, "noloco").state_hash != run(text, "noloco", seed=2).state_hash
+    assert run(text, "noloco", total=3_000).state_hash != run(text, "noloco", seed=2, total=3_000).state_hash
 
 
 @pytest.mark.parametrize("method", ["diloco", "ddp"])
 def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: str):
-    outcome = run(text, method, peers=4, loss=0.2)
+    outcome = run(text, method, peers=4, loss=0.2, total=6_000)
     newest = max(int(state["round"]) for state in outcome.states.values())
     hashes = {state_hash(state) for state in outcome.states.values() if int(state["round"]) == newest}
     assert len(hashes) == 1
