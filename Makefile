@@ -8,6 +8,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # One more than the cores that we plan for: tests of real processes wait much.
 WORKERS ?= 3
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Where bytecode is switched off, each of the hundreds of processes that the tests start would compile all of the code again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check test-long bench imports clean
 

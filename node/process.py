@@ -177,7 +177,7 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
         await _until(node, lambda: len(peer.port.views.newest.members) >= node.awaited())
         await loop.run(node.manifest.run.total_tokens)
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
-        await _until(node, lambda: asyncio.get_running_loop().time() >= lingers_s)
+        await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
         saved = await node.keeper.save()
         peer.leave()
         node.history.event("stopped" if loop.stopping else "done", checkpoint=str(saved), step=loop.step)

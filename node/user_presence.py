@@ -118,15 +118,10 @@ class Presence:
         await self.loop.drop()
         if self.patient:
             with contextlib.suppress(TimeoutError):
-                await self.until(self._alone, LINGER_S)
-        alone = self._alone()
+                await self.until(lambda: self.peer.alone, LINGER_S)
+        alone = self.peer.alone
         self.peer.leave()
         await asyncio.sleep(0 if alone else GOODBYE_S)
-
-    def _alone(self) -> bool:
-        port = self.peer.port
-        others = [peer for peer in port.views.newest.peers if peer != self.peer.me]
-        return all(port.life(peer) in ("suspect", "dead", "unknown") for peer in others)
 
 
 class Door(Protocol):

@@ -138,6 +138,12 @@ class Peer:
         await self.meet(records, timeout_s)
         self.ask_in()
 
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else of the newest view is known to be alive: nobody is there to stay for."""
+        others = (peer for peer in self.port.views.newest.peers if peer != self.me)
+        return all(self.port.life(peer) in ("suspect", "dead", "unknown") for peer in others)
+
     def leave(self) -> None:
         """Say goodbye; the next view is made without me."""
         self.membership.leave()

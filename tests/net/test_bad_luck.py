@@ -37,6 +37,7 @@ name = "diloco"
 period = 10
 [exchange]
 view_s = 2.0
+start_peers = {peers}
 """
 FOUNDER = """
 import sys
@@ -96,17 +97,17 @@ def written(folder):
 @pytest.fixture
 def manifest(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(RUN.format(tokens=1280, corpus="shakespeare"))
+    path.write_text(RUN.format(tokens=1280, corpus="shakespeare", peers=1))
     return path
 
 
 class Founder:
-    """A run that goes on and on, for others to join."""
+    """A run that waits for a second peer, for others to join."""
 
     def __init__(self, folder, corpus, *how):
         folder.mkdir()
         self.folder, self.corpus = folder, corpus
-        (folder / "run.toml").write_text(RUN.format(tokens=10**9, corpus=corpus))
+        (folder / "run.toml").write_text(RUN.format(tokens=10**9, corpus=corpus, peers=2))
         command = [sys.executable, *how, "run", str(folder / "run.toml"), "--folder", str(folder)]
         with (folder / "log.txt").open("wb") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=ENVIRONMENT)

@@ -126,7 +126,7 @@ def peer(folder, number, *peers, script=PEER):
         process.stdout.close()
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_the_daemon_ends_with_its_process_however_that_ends(tmp_path, end):
     with peer(tmp_path, 1) as process:
         daemon = int(process.stdout.readline())

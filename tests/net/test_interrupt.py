@@ -195,7 +195,9 @@ def test_a_second_ctrl_c_ends_at_once(start, manifest, tmp_path):
     assert_gone((pids, (), ports))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
 def test_one_that_has_not_come_in_yet_breaks_off(start, tmp_path, number, code):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peer = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"

@@ -144,6 +144,20 @@ async def test_who_leaves_is_out_of_the_next_view(world):
 
 
 @in_a_world
+async def test_who_is_alone_knows_it_soon_after_the_last_other_member_has_died(world):
+    founder = await world.begin()
+    founder.found()
+    assert founder.alone
+    other = await world.begin()
+    await other.join([world.record(0)], 20.0)
+    await until(lambda: len(founder.port.views.newest.members) == 2)
+    assert not founder.alone
+    world.network.kill(other.me)
+    await until(lambda: founder.alone, within_s=2.0)
+    assert len(founder.port.views.newest.members) == 2
+
+
+@in_a_world
 async def test_all_agree_on_the_time_of_the_run(world):
     await asyncio.sleep(100)
     peers = await world.members(3)

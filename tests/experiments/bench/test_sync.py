@@ -71,6 +71,7 @@ def test_one_size_is_measured_alone(monkeypatch):
 
 
 @pytest.mark.net
+@pytest.mark.long
 def test_quick_goes_through_its_sizes(monkeypatch):
     monkeypatch.setattr(sync, "QUICK", Size(1000, (2,), "int8", "fp32"))
     assert [metric.metric for metric in sync.run(Options(repeats=1, quick=True))] == ["sync.2"]

@@ -53,7 +53,8 @@ def test_of_all_frames_the_named_share_is_lost(farflock, monkeypatch):
             networks.append(self)
 
     monkeypatch.setattr(simulation, "SimNetwork", Kept)
-    facts(farflock, "--peers", "4", "--loss", "0.3", "--set", "method.name=diloco")
+    weather = ("--loss", "0.3", "--set", "method.name=diloco", "--set", "run.total_tokens=8192")
+    facts(farflock, "--peers", "4", *weather)
     (network,) = networks
     frames = sum(line.sent_frames for line in network._lines.values())
     assert frames > 1500
