@@ -26,7 +26,8 @@ class OutOfStep(Exception):
 
 
 class Decoded(Mapping[str, Tensor]):
-    """Tensors that are decoded when somebody first looks at them: most results' `sent` is never needed."""
+    """Tensors that are worked out when somebody first looks at them: most results' `sent` is never needed, nor is the mean of
+    what was gathered."""
 
     def __init__(self, names: Sequence[str], decode: Callable[[], Tensors]) -> None:
         self._names, self._decode = tuple(names), decode
@@ -117,7 +118,10 @@ class Courier:
         except CorruptPayload:
             return failed  # agreed upon and malformed: the same bytes for everybody, so it fails for everybody
         number, shapes = outcome.key.round, line.shapes
-        sent = Decoded(tuple(shapes), lambda: decode_all(line.out, number, payloads, shapes)) if payloads else None
+        sent: Tensors | None = None
+        if payloads:
+            own = gathered.get(self._peer.me) if gathered is not None else None
+            sent = own or Decoded(tuple(shapes), lambda: decode_all(line.out, number, payloads, shapes))
         return Result(
             outcome.status,
             outcome.next_round,
@@ -140,7 +144,7 @@ class Courier:
         gathered: dict[PeerId, Tensors] = {
             peer: decode_all(line.out, number, shards, shapes) for peer, shards in outcome.gathered.items()
         }
-        return _mean_of(gathered, outcome.weights), gathered
+        return Decoded(tuple(shapes), lambda: _mean_of(gathered, outcome.weights)), gathered
 
 
 def _group_size(exchange: Exchange) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from farflock.node.courier import OutOfStep
 from farflock.node.driver import Apply, Driver, Wait
 from farflock.node.seat import Seat
-from farflock.optimizers.method import Exchange, Key, Progress, Result
+from farflock.optimizers.method import Drifted, Exchange, Key, Progress, Result
 
 ADOPT_TIMEOUT_S = 300.0
 STOPPING_WAIT_S = 2.0  # for an answer on its way: who trains alone stops at the same state whenever it is asked to
@@ -123,7 +123,11 @@ class Loop:
     async def _apply(self, action: Apply) -> None:
         key, progress = action.exchange.key, self.seat.progress(self.step)
         apply = partial(self.driver.apply, action, progress)
-        self._start(await self.compute(partial(self._take_in, key, action.result, apply)))
+        try:
+            self._start(await self.compute(partial(self._take_in, key, action.result, apply)))
+        except Drifted as reason:
+            await self._adopt(str(reason))
+            return
         self._report_round(key, action.result)
 
     def _take_in(self, key: Key, result: Result, apply: Callable[[], list[Exchange]]) -> list[Exchange]:
@@ -150,10 +154,14 @@ class Loop:
             try:
                 self.driver.resolve(key, task.result())
             except OutOfStep as reason:
-                await self.drop()
-                self.report("adopt", {"reason": str(reason)})
-                await self.seat.adopt(ADOPT_TIMEOUT_S)
+                await self._adopt(str(reason))
                 return
+
+    async def _adopt(self, reason: str) -> None:
+        """Give up what is on its way and this replica's state, for the run's."""
+        await self.drop()
+        self.report("adopt", {"reason": reason})
+        await self.seat.adopt(ADOPT_TIMEOUT_S)
 
     async def drain(self, timeout_s: float) -> None:
         """Take in what is still on its way, so that nothing is in doubt afterwards."""

@@ -15,6 +15,7 @@ schedule would only make old gradients weigh more or less than new ones. The gra
 to delta and changes no parameter (DeToNATION's code applies it, and replicas part). What nobody took stays in delta.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -22,13 +23,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from farflock.optimizers.drift import SUMS, parted, sketch
 from farflock.optimizers.feedback import choose
-from farflock.optimizers.method import Exchange, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Drifted, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period
 from farflock.optimizers.outer import scaled
 from farflock.optimizers.senders import mean_of_senders
 from farflock.optimizers.state import Shapes, counter, kept, named, unnamed
 
+CHECK = "check"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
 
 
@@ -38,11 +41,15 @@ class Decoupled(ABC):
 
     Parameters change in `apply` alone, alike for everybody who applies a round, also for who was not in it. The inner
     optimizer's arithmetic is not portable, nor is DeMo's transform: replicas are equal on equal machines, close on others.
+    So every `check_rounds` rounds their sketches are compared, and who is farther than `tolerance` from the others, as a
+    share of the parameters' size, adopts their state. The own momentum is lost with it.
     """
 
     period: int = 1
     decay: float = 0.999
     sign: bool = True
+    check_rounds: int = 50
+    tolerance: float = 0.01
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["close"]] = "close"
@@ -50,9 +57,15 @@ class Decoupled(ABC):
     _round: int = 0
     _since: int = 0
     _pending: bool = False
+    _checking: bool = False
+    _unchecked: int = 0  # sketches of earlier rounds were compared, with or without this replica's
 
     def __post_init__(self) -> None:
         require_period(self.period)
+        if self.check_rounds < 1:
+            raise ValueError(f"a check every {self.check_rounds} rounds is not possible; choose 1 or more, usually 50")
+        if not 0 < self.tolerance < math.inf:
+            raise ValueError(f"a tolerance of {self.tolerance} is none; choose a share above 0, usually 0.01")
         require_deadline(self.deadline_s)
         if not 0 <= self.decay < 1:
             raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1), usually 0.999")
@@ -70,8 +83,9 @@ class Decoupled(ABC):
         """This round's exchange of these tensors."""
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """One: the parts."""
-        return [self._exchange(self._part({name: torch.zeros(shape) for name, shape in replica.shapes.items()}))]
+        """The parts, and the sketches, in the last of every `check_rounds` rounds."""
+        parts = self._part({name: torch.zeros(shape) for name, shape in replica.shapes.items()})
+        return [self._exchange(parts), self._check(self.check_rounds - 1, torch.zeros(SUMS))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The gradient goes from the replica into the momentum; no parameter changes."""
@@ -83,14 +97,21 @@ class Decoupled(ABC):
         self._since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """A part of the momentum, after `period` local steps since the last one."""
+        """A part of the momentum, after `period` local steps since the last one; with it the sketch, when that is due."""
         if self._since < self.period or self._pending:
             return []
         self._pending, self._since = True, 0
-        return [self._exchange(self._part(self._delta))]
+        asked = [self._exchange(self._part(self._delta))]
+        if (self._round + 1) % self.check_rounds == 0 and self._round >= self._unchecked and not self._checking:
+            self._checking = True
+            asked.append(self._check(self._round, sketch(replica.read(replica.names, "param"), self._round)))
+        return asked
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """What was taken of mine leaves the momentum; then everybody's step."""
+        """What was taken of mine leaves the momentum; then everybody's step. `Drifted` if sketches say so."""
+        if exchange.key.stream == CHECK:
+            self._compare(exchange, result)
+            return []
         self._round = result.next_round
         if exchange.tensors:
             self._pending = False
@@ -107,6 +128,18 @@ class Decoupled(ABC):
         replica.write(waiting, "grad")
         return []
 
+    def _compare(self, exchange: Exchange, result: Result) -> None:
+        self._unchecked = max(self._unchecked, exchange.key.round + 1)
+        if not exchange.tensors:
+            return
+        self._checking = False
+        if result.gathered is None or not result.taken:
+            return
+        sketches = [result.gathered[peer]["sums"] for peer in result.participants]
+        apart = parted(exchange.tensors["sums"], sketches)
+        if apart > self.tolerance:
+            raise Drifted(f"parameters are {apart:.2%} from the others', more than {self.tolerance:.2%}")
+
     def _remove(self, shapes: Shapes, round_number: int, result: Result) -> None:
         """delta <- delta - what others decoded, decayed as often as delta was since it was sent."""
         assert result.sent is not None
@@ -117,16 +150,17 @@ class Decoupled(ABC):
             self._delta[name] = self._delta[name] - scaled(x, self.decay**result.steps_since)
 
     def snapshot(self, replica: Replica) -> State:
-        """Parameters, the moments that the inner optimizer has, and the round: a joiner's parameters must stay equal."""
+        """Parameters, the moments that the inner optimizer has, and the rounds: a joiner's parameters must stay equal."""
         state = named("param", replica.read(replica.names, "param"))
         for moment in MOMENTS:
             held = replica.read(replica.names, moment)
             state |= named(moment, held) if any(bool(x.any()) for x in held.values()) else {}
-        return {**state, "round": torch.tensor(self._round)}
+        return {**state, "round": torch.tensor(self._round), "unchecked": torch.tensor(self._unchecked)}
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over all of a snapshot; `carry` keeps the own momentum, `adopt` drops it with the gradients that wait."""
-        new, number = {"param": unnamed("param", state, replica.shapes)}, counter("round", state)
+        new = {"param": unnamed("param", state, replica.shapes)}
+        number, unchecked = counter("round", state), counter("unchecked", state)
         for moment in MOMENTS:
             fresh = {name: torch.zeros_like(x) for name, x in replica.read(replica.names, moment).items()}
             new[moment] = kept(moment, state, {name: tuple(x.shape) for name, x in fresh.items()}) or fresh
@@ -135,21 +169,27 @@ class Decoupled(ABC):
         if mode == "adopt":
             replica.write({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, "grad")
             self._delta = {}
-        self._round, self._since, self._pending = number, 0, False
+        self._round, self._unchecked, self._since = number, unchecked, 0
+        self._pending = self._checking = False
 
     def personal(self, replica: Replica) -> State:
         """The momentum, and where in the round this peer is."""
-        counters = {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
-        return {**named("delta", self._delta), **counters}
+        counters = {"since": self._since, "pending": self._pending, "checking": self._checking}
+        return {**named("delta", self._delta), **{name: torch.tensor(int(n)) for name, n in counters.items()}}
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
         self._round, self._since = counter("round", state), counter("since", state)
-        self._pending, self._delta = bool(counter("pending", state)), kept("delta", state, replica.shapes)
+        self._pending, self._checking = bool(counter("pending", state)), bool(counter("checking", state))
+        self._unchecked, self._delta = counter("unchecked", state), kept("delta", state, replica.shapes)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Nothing: on unequal machines the last bits differ."""
         return {}
+
+    def _check(self, number: int, sums: Tensor) -> Exchange:
+        key, stride = Key(CHECK, number), self.check_rounds
+        return Exchange(key, "gather", All(), {"sums": sums}, codec="fp32", stride=stride, deadline_s=self.deadline_s)
 
     def eval_params(self, replica: Replica) -> Tensors:
         """The replica's parameters."""

@@ -109,6 +109,11 @@ class Progress:
     run_time_s: float = 0.0
 
 
+class Drifted(Exception):
+    """Raised by `apply`: this replica has parted from the others' farther than the method bears. Whoever runs the method drops
+    what is pending and adopts a snapshot."""
+
+
 State = dict[str, Tensor]  # a method's whole state: named tensors; counters are int64 scalars
 
 
@@ -165,7 +170,8 @@ class Method(Protocol):
         ...
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """Take any outcome in; may ask for a second phase. Results of one stream come in round order."""
+        """Take any outcome in; may ask for a second phase. Results of one stream come in round order. `Drifted` if a result
+        shows that this replica is no longer one of the group's (`close` methods)."""
         ...
 
     def snapshot(self, replica: Replica) -> State:
