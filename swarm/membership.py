@@ -65,7 +65,6 @@ class Membership:
         self.wants_in = False
         self.watching = False  # wants to know the views, and to be let in only later
         self.known = asyncio.Event()  # set once the views are known
-        self._lives: dict[PeerId, int] = {}  # in which incarnation each member of the newest view was last heard
         self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None  # of my newest view
         self.on_other_line: Callable[[PeerId], None] = lambda peer: None  # who names views that do not follow mine
 
@@ -107,7 +106,7 @@ class Membership:
             index
             for index, member in enumerate(view.members)
             if newest.index(member.peer, member.incarnation) is not None
-            and self._lives.get(member.peer, member.incarnation) == member.incarnation
+            and not self._port.gone(view, member.peer)
             and member.peer not in self._candidates.leaving
             and (self._port.life(member.peer) == "alive" or member.peer == self._port.me)
         }
@@ -160,7 +159,7 @@ class Membership:
     def receive(self, sender: PeerId, incarnation: int, message: MembershipMessage) -> None:
         """Take in a message about membership or time."""
         if self._port.chain is not None and sender in self._port.chain.newest.peers:
-            self._lives[sender] = incarnation
+            self._port.lives[sender] = incarnation
         match message:
             case Join(record=blob):
                 self._take_join(sender, blob)
@@ -370,7 +369,7 @@ class Membership:
     def view_changed(self) -> None:
         """The newest view is another one: begin anew with what depends on it."""
         newest = self._port.views.newest
-        self._lives = {peer: life for peer, life in self._lives.items() if peer in newest.peers}
+        self._port.lives = {peer: life for peer, life in self._port.lives.items() if peer in newest.peers}
         self._decision, self._wanted_s, self._changed_s = None, None, self._port.now()
         joined = [peer for peer in newest.peers if peer in self._candidates.joining]
         self._candidates.leaving.intersection_update(newest.peers)

@@ -76,7 +76,7 @@ class Pairing:
         pair = self._make(key, partner, leader, offer, stream.deadline_s)
         self._current[name], self._changed[name] = pair, asyncio.Event()
         try:
-            await self._run(stream, pair)
+            await self._run(view, stream, pair)
         finally:
             if pair.stage != "done":  # this peer is ending: its partner need not wait for the deadline
                 pair.lost(self._port.now())
@@ -120,14 +120,14 @@ class Pairing:
             return None, False
         group = group_of(self._port.me, view.peers, 2, self._port.seed, view.hash, key)
         partner = next((peer for peer in group if peer != self._port.me), None)
-        if partner is None or self._port.life(partner) in ("suspect", "dead"):
+        if partner is None or self._port.gone(view, partner):
             return None, False
         early = self._early.get((key.stream, partner))
         if early is not None and early.offer.key.round > key.round:
             return None, False  # it has gone on to a later round and will not come back to this one
         return partner, group[0] == self._port.me
 
-    async def _run(self, stream: Stream, pair: Pair) -> None:
+    async def _run(self, view: View, stream: Stream, pair: Pair) -> None:
         pair.start(self._port.now())
         early = self._early.pop((pair.key.stream, pair.partner), None)
         if early is not None and early.offer.key == pair.key:
@@ -139,7 +139,7 @@ class Pairing:
                 self._port.spawn(self._fetch(stream, pair))
             self._flush(pair)
             await self._wait(pair.key.stream)
-            if self._port.life(pair.partner) in ("suspect", "dead"):
+            if self._port.gone(view, pair.partner):
                 pair.lost(self._port.now())
             pair.tick(self._port.now())
         self._flush(pair)

@@ -41,6 +41,7 @@ class Port:
     touched: int = -1  # the highest round that this peer took part in: the next view must begin after it
     progress_tokens: Callable[[], int] = lambda: 0  # the node's estimate, asked where no round agrees on tokens
     forsaken: dict[bytes, None] = field(default_factory=dict)  # hashes of views that I was in and gave up, oldest first
+    lives: dict[PeerId, int] = field(default_factory=dict)  # in which life members of the newest view were last heard
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
     chunks: Chunks = field(init=False)
 
@@ -69,6 +70,12 @@ class Port:
     def life(self, peer: PeerId) -> Life:
         """How alive a peer seems."""
         return self.links.life(peer)
+
+    def gone(self, view: View, peer: PeerId) -> bool:
+        """Whether a member of a view is not to be waited for: suspect or dead, or alive in another life, which knows nothing of
+        what it began in that one."""
+        heard = self.lives.get(peer)
+        return self.life(peer) in ("suspect", "dead") or (heard is not None and view.index(peer, heard) is None)
 
     def my_index(self, view: View) -> int | None:
         """My member index in a view, None if I am not in it in this life, or have forgotten what I promised there."""

@@ -88,13 +88,14 @@ class Rounds:
         assert number not in state.waiting, f"{offer.key} is asked for twice"
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         state.waiting[number] = future
-        state.offers[number] = offer
+        state.offers[number], state.ends_s[number] = offer, self._port.now() + state.stream.deadline_s
         self._place_offers(state)
         try:
             return await future
         finally:
             state.waiting.pop(number, None)
             state.offers.pop(number, None)
+            state.ends_s.pop(number, None)
 
     def decided(self, name: str, number: int) -> Outcome | None:
         """The outcome of a round from the log, if it is decided and its content is here."""
@@ -148,9 +149,20 @@ class Rounds:
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
         """What is waited for now: (exchange, from whom, until when on the local clock)."""
-        return [
+        waits = [
             (key, machine.awaited(), machine.ends_s) for key, machine in self._machines.items() if not machine.complete
         ]
+        for name, state in self._streams.items():
+            keys = (Key(name, number) for number in state.offers)
+            waits += [
+                (key, self._living(key.round), state.ends_s[key.round]) for key in keys if key not in self._machines
+            ]
+        return waits
+
+    def _living(self, number: int) -> tuple[PeerId, ...]:
+        """Who can decide a round that I have no part in, or still has what it decided."""
+        view = self._port.views.at(number) or self._port.views.newest
+        return tuple(peer for peer in view.peers if peer != self._port.me and not self._port.gone(view, peer))
 
     # what the peer's loops call
 
@@ -175,7 +187,7 @@ class Rounds:
             view = self._port.views.at(machine.key.round)
             if view is None or self._retire(machine, view):
                 continue
-            suspects = {i for i, peer in enumerate(machine.group) if self._port.life(peer) in ("suspect", "dead")}
+            suspects = {i for i, peer in enumerate(machine.group) if self._port.gone(view, peer)}
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
         for state in self._streams.values():

@@ -107,6 +107,7 @@ class StreamState:
     seen: int = -1  # the highest round that I heard of (-1 and the like: none)
     log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
+    ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
 

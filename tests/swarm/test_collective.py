@@ -270,6 +270,7 @@ def test_in_seeded_bad_luck_all_who_complete_agree_and_every_live_majority_compl
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @KINDS
 def test_the_same_holds_in_ten_thousand_seeds(kind):
     for seed in range(10**6, 10**6 + 10_000):

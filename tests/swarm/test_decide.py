@@ -123,6 +123,7 @@ def test_no_schedule_decides_two_values_or_one_that_nobody_proposed():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_no_schedule_of_a_hundred_thousand_decides_two_values():
     for seed in range(10**6, 10**6 + 100_000):
         Schedule(seed).disturb(250)
@@ -151,6 +152,7 @@ def test_refusals_for_good_neither_break_agreement_nor_block_it():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values():
     for seed in range(10**7, 10**7 + 30_000):
         Schedule(seed, refusals=0.1).disturb(250)

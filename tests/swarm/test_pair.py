@@ -399,6 +399,7 @@ def test_both_alive_and_connected_end_equally():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_the_same_holds_in_a_hundred_thousand_rounds():
     for seed in range(10**6, 10**6 + 100_000):
         check(Round(seed, faults=True).run())

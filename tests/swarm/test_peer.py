@@ -208,6 +208,54 @@ async def test_what_is_waited_for_is_told_with_whom_and_for_how_long(world):
     assert one.waits() == []
 
 
+async def back_in_another_life(world, number):
+    """A member is killed and at once begins its next life, in which it is known and alive, and not yet a member."""
+    world.network.kill(identity(number).peer)
+    links = world.network.links(identity(number).peer)
+    born = Peer(
+        RunTerms(RUN, 3, VIEW_S), identity(number), links, None, incarnation=77, record=lambda: world.record(number)
+    )
+    await world._stack.enter_async_context(born.running())
+    await born.meet([world.record(0)], 10.0)
+    others = [peer for peer in world.peers if peer.me != born.me]
+    await until(lambda: all(peer.port.gone(peer.port.views.newest, born.me) for peer in others), within_s=3.0)
+    assert {peer.port.life(born.me) for peer in others} == {"alive"}
+    return born, others
+
+
+@in_a_world
+async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
+    """Neither a group nor a pair, though it is alive again: its deadline would be theirs in each round until the next view."""
+    members = await world.members(3)
+    number, began_s = members[0].port.views.newest.first_round, now()
+    _, others = await back_in_another_life(world, 2)
+    back_s = now() - began_s
+    results = await asyncio.gather(
+        *(peer.exchange(name, number, [peer.me.encode()]) for peer in others for name in (MEAN, PAIRS))
+    )
+    assert now() - began_s < back_s + 2.0
+    assert [result.status for result in results[::2]] == ["partial", "partial"]
+    assert {result.status for result in results[1::2]} in ({"ok"}, {"alone"})
+
+
+@in_a_world
+async def test_who_is_not_in_a_round_s_view_yet_names_those_who_decide_it(world):
+    members = await world.members(3)
+    number = members[0].port.views.newest.first_round
+    born, others = await back_in_another_life(world, 2)
+    born.open(stream(), after_round=number - 1)
+    waiting = asyncio.create_task(born.exchange(MEAN, number, [b"z"]))
+    await asyncio.sleep(0.5)
+    (wait,) = born.waits()
+    assert wait.what == Key(MEAN, number)
+    assert set(wait.whom) == {peer.me for peer in others}
+    assert 0 < wait.left_s <= 6.0
+    results = await asyncio.gather(*(peer.exchange(MEAN, number, [b"x"]) for peer in others))
+    result = await waiting
+    assert result.participants == results[0].participants == tuple(sorted(peer.me for peer in others))
+    assert born.waits() == []
+
+
 @in_a_world
 async def test_a_cancelled_exchange_does_not_end_the_peer(world):
     one, _ = await world.members(2)
