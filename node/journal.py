@@ -3,9 +3,12 @@
 A receipt says with whom a round was applied, with what outcome, and what the links carried since the receipt before it.
 """
 
+import logging
 from collections.abc import Callable
 
-from farflock.node.history import History
+from farflock.node.history import History, HistoryUnusable
+
+log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -16,9 +19,19 @@ class Journal:
         self._counted = total_bytes()
         self.rounds: dict[str, int] = {}  # applied here since the start, by status
         self.last_round: int | None = None
+        self._fails = False
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
-        """Note what the loop says."""
+        """Note what the loop says. A disk that is full must not end a node that could train on."""
+        try:
+            self._note(kind, fields)
+            self._fails = False
+        except HistoryUnusable as error:
+            if not self._fails:
+                log.warning("what happens is not written down: %s", error)
+            self._fails = True
+
+    def _note(self, kind: str, fields: dict[str, object]) -> None:
         match kind:
             case "step":
                 self._history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))

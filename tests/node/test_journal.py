@@ -73,3 +73,21 @@ def test_steps_are_numbers_and_whatever_else_happens_is_an_event(history):
     assert history.last() == {"loss": (3, 2.5)}
     assert [(event["kind"], event["reason"]) for event in history.events()] == [("adopt", "too far behind")]
     assert history.receipts() == []
+
+
+def test_what_cannot_be_written_is_said_once_and_ends_nothing(history, tmp_path, caplog):
+    links = Links()
+    journal = Journal(history, links.total_bytes)
+    blocked = tmp_path / "events.jsonl"
+    blocked.mkdir()
+    for number in range(3):
+        links.sent += 10
+        journal.report("round", round_of(number))
+        journal.report("adopt", {"reason": "behind"})
+    assert journal.rounds == {"ok": 3}
+    (said,) = caplog.messages
+    assert str(tmp_path) in said
+    blocked.rmdir()
+    journal.report("round", round_of(3))
+    assert [event["round"] for event in history.events()] == [3]
+    assert [entry["sent_bytes"] for entry in history.receipts()] == [30]  # nothing that was sent is lost from the books
