@@ -2,9 +2,14 @@
 
 import json
 import logging
+import signal
 from pathlib import Path
 
 import pytest
+
+# What a shell without job control starts in the background is deaf to Ctrl-C, and so is all that it starts; the tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 

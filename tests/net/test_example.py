@@ -113,6 +113,7 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
     assert not list(passing.glob("farflock-*"))
 
 
+@pytest.mark.long
 def test_a_program_that_forgets_to_close_ends_all_the_same():
     started = time.monotonic()
     done = subprocess.run(

@@ -21,7 +21,7 @@ PHASES = [
     pytest.param("after its offer", marks=pytest.mark.long),
     "while it reduces",
     pytest.param("after it has reduced", marks=pytest.mark.long),
-    "when it has proposed",
+    pytest.param("when it has proposed", marks=pytest.mark.long),
 ]
 
 

@@ -26,6 +26,16 @@ run_until_asked(ending, work)
 """
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """SIGHUP, too, is not ignored from the start, as it is under nohup."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def send(number):
     os.kill(os.getpid(), number)
 

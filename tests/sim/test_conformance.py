@@ -2,7 +2,7 @@
 equal bits (or nearly, or only equal means, as the method promises), tokens and bytes that add up, nothing twice, progress.
 
 Every day all misfortunes strike one after the other, in an order drawn for each cell; each of them must show. Among the long
-tests they strike alone too, and every arm of the disasters takes its turn.
+tests are the other sizes; there misfortunes strike alone too, and every arm of the disasters takes its turn.
 """
 
 import logging
@@ -32,7 +32,7 @@ def require_clean(arm, size, misfortunes, seed=0):
     return report
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(size, marks=() if size in (2, 7) else LONG) for size in SIZES])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_keeps_its_promise_among_all_misfortunes(name, size):
     arm = next(arm for arm in ARMS if arm.method == name)

@@ -16,7 +16,7 @@ SMALL_NOLOCO = ("--peers", "12", "--set", "run.total_tokens=16384", "--churn", "
 SMALL_DILOCO = ("--peers", "6", "--set", "run.total_tokens=12000", "--churn", "4")
 SIZES = [
     pytest.param("noloco-64", SMALL_NOLOCO, id="noloco-12"),
-    pytest.param("diloco-16", SMALL_DILOCO, id="diloco-6"),
+    pytest.param("diloco-16", SMALL_DILOCO, id="diloco-6", marks=pytest.mark.long),
     pytest.param("noloco-64", ("--peers", "64"), id="noloco-64", marks=LONG),
     pytest.param("diloco-16", ("--peers", "16"), id="diloco-16", marks=LONG),
 ]

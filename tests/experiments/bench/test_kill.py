@@ -91,6 +91,7 @@ def test_held_reductions_wait_and_others_do_not(capsysbinary):
 
 
 @pytest.mark.net
+@pytest.mark.long
 def test_three_nodes_lose_one_to_a_stop_and_to_a_kill_and_go_on():
     metrics = {metric.metric: metric for metric in kill.run(Options(quick=True))}
     assert list(metrics) == ["kill.notice_s", "kill.steps_lost", "kill.stop_notice_s", "kill.stop_steps_lost"]

@@ -112,6 +112,7 @@ def test_where_lines_cannot_be_limited_there_is_no_number_and_the_reason(monkeyp
 
 
 @pytest.mark.net
+@pytest.mark.long
 def test_two_processes_over_a_limited_line_exchange_one_fragment_a_piece():
     try:
         with hosts(1, 1e8):

@@ -81,7 +81,7 @@ each_method_at_rest = each(lambda name, more: name in AT_REST and "feedback" not
 
 def each_with_sizes_and_fates():
     """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`; its further variants with
-    four peers and the worst fates. Of every day are the worst fates of every size and every eighth of the others."""
+    four peers and the worst fates. Of every day are the worst fates of four peers and every eighth of the others."""
     cases = [
         (name, more, size, fate)
         for name, more in VARIANTS
@@ -94,7 +94,9 @@ def each_with_sizes_and_fates():
             pytest.param(
                 *case,
                 id="-".join(map(str, (case[0], *case[1].values(), *case[2:]))),
-                marks=() if case[3] in WORST or place % 8 == 0 else pytest.mark.long,
+                marks=()
+                if (case[2], case[3]) in {(4, worst) for worst in WORST} or place % 8 == 0
+                else pytest.mark.long,
             )
             for place, case in enumerate(cases)
         ],
