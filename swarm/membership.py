@@ -369,7 +369,8 @@ class Membership:
     def view_changed(self) -> None:
         """The newest view is another one: begin anew with what depends on it."""
         newest = self._port.views.newest
-        self._port.lives = {peer: life for peer, life in self._port.lives.items() if peer in newest.peers}
+        heard = self._port.lives.items()  # who is in the view with another life has begun that one since
+        self._port.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
         self._decision, self._wanted_s, self._changed_s = None, None, self._port.now()
         joined = [peer for peer in newest.peers if peer in self._candidates.joining]
         self._candidates.leaving.intersection_update(newest.peers)

@@ -216,9 +216,8 @@ def test_the_transport_counts_what_the_formula_says_and_control_messages_that_do
     assert {stream for stream, _ in run.rounds} == formula.keys()
     content = sum(formula[stream] for stream, _ in run.rounds)
     sketches = sum(formula[stream] for stream, _ in run.rounds if stream == CHECK)
-    assert (
-        content - sketches <= run.bodies <= content
-    )  # peers that agree have equal sketches, and who has one needs no other
+    # Peers that agree have equal sketches, and who has one needs no other.
+    assert content - sketches <= run.bodies <= content
     assert run.bodies == content or sketches
     assert all(overhead <= PIECE for overhead in run.pieces)
     assert len(run.pieces) <= math.ceil(content / PIECE_BYTES) + 3 * PEERS * PEERS * len(run.rounds)

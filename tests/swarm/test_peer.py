@@ -212,9 +212,8 @@ async def back_in_another_life(world, number):
     """A member is killed and at once begins its next life, in which it is known and alive, and not yet a member."""
     world.network.kill(identity(number).peer)
     links = world.network.links(identity(number).peer)
-    born = Peer(
-        RunTerms(RUN, 3, VIEW_S), identity(number), links, None, incarnation=77, record=lambda: world.record(number)
-    )
+    record = seal(identity(number), Record(RUN, identity(number).peer, 77, 2, bytes(32)))
+    born = Peer(RunTerms(RUN, 3, VIEW_S), identity(number), links, None, incarnation=77, record=lambda: record)
     await world._stack.enter_async_context(born.running())
     await born.meet([world.record(0)], 10.0)
     others = [peer for peer in world.peers if peer.me != born.me]
@@ -254,6 +253,17 @@ async def test_who_is_not_in_a_round_s_view_yet_names_those_who_decide_it(world)
     result = await waiting
     assert result.participants == results[0].participants == tuple(sorted(peer.me for peer in others))
     assert born.waits() == []
+
+
+@in_a_world
+async def test_a_view_that_names_another_life_is_believed_before_it_is_heard(world):
+    await world.members(3)
+    born, others = await back_in_another_life(world, 2)
+    born.ask_in()
+    while others[1].port.views.newest.index(born.me, 77) is None and now() < 60.0:
+        others[1].port.lives[born.me] = 2  # the last that it heard was of the life before
+        await asyncio.sleep(0.01)
+    assert not others[1].port.gone(others[1].port.views.newest, born.me)
 
 
 @in_a_world
