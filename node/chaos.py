@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import itertools
 import logging
-import multiprocessing
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 
 from farflock.node.chaos_arms import PHASES, Arm, CountingTrainee, arm_of
 from farflock.node.courier import Courier
+from farflock.node.crew import warm
 from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.seat import Seat
@@ -424,9 +424,8 @@ def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None)
     if workers == 1:
         yield from map(run_seed, seeds, names)
         return
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     level = logging.getLogger("farflock").level
-    pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _quieten, (level,))
+    pool = concurrent.futures.ProcessPoolExecutor(workers, warm(__name__), _quieten, (level,))
     try:
         yield from pool.map(run_seed, seeds, names)
     finally:

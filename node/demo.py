@@ -20,7 +20,7 @@ from farflock.node.ending import LEASH
 from farflock.node.errors import Failure
 from farflock.node.status import Status, read_status
 
-KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 1 / 2, 0.62
+KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # until a newcomer is in, one half of the run is over
 STOPPED_S = 8.0
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0

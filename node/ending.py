@@ -5,6 +5,7 @@ step, waits for nobody any more, saves and says goodbye; one that does not train
 """
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ STOP_S = 20.0  # then a node that still has not ended breaks off without saving
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Ending:
@@ -39,8 +42,13 @@ class Ending:
         except asyncio.CancelledError:
             if self.asked is None:
                 raise
-            owner.uncancel()
-            return None
+        except Exception as error:
+            # A terminal's Ctrl-C reaches the daemon as well, and what then fails is no news.
+            if self.asked is None or self.gently is not None:
+                raise
+            log.debug("asked to end, it failed: %s", error)
+        owner.uncancel()
+        return None
 
     def _let_go(self, owner: "asyncio.Task[Any]") -> None:
         """Nobody writes to the leash: it has ended, as a terminal that closes."""

@@ -5,7 +5,6 @@ changed; a run that is started again in the same folder goes on after the newest
 """
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from farflock.node import checkpoint
 from farflock.node.checkpoint import Checkpoint, CheckpointError
 from farflock.node.errors import Usage
 from farflock.node.participant import Participant
+from farflock.node.paths import write_whole
 from farflock.node.resume import memory_of
 
 _LEG = re.compile(r"leg-([1-9][0-9]{0,8})")
@@ -72,8 +72,7 @@ class LegShelf:
             parts, cursors = memory_of(node)
             checkpoint.save(leg / f"peer-{number}", node.loop.step, parts, {"node": cursors})
         page = _Page(self._terms, sorted(nodes), story)
-        (leg / "story.partial").write_bytes(msgspec.json.encode(page, order="sorted"))
-        os.replace(leg / "story.partial", leg / "story.json")
+        write_whole(leg / "story.json", msgspec.json.encode(page, order="sorted"))
         return self._load(leg, page.peers)
 
     def _numbers(self) -> list[int]:

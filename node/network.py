@@ -5,7 +5,6 @@ Shared by nodes (node/process.py) and by the optimizer for other people's loops 
 
 import asyncio
 import contextlib
-import os
 import resource
 import secrets
 import time
@@ -17,7 +16,7 @@ import msgspec
 from farflock.node.errors import Refused
 from farflock.node.invite import Invite
 from farflock.node.manifest import Head, Manifest, parse, require_same_protocol, unseal_head
-from farflock.node.paths import RunFolder
+from farflock.node.paths import RunFolder, write_whole
 from farflock.swarm.bootstrap import fetch_chunk
 from farflock.swarm.dht import DhtDirectory
 from farflock.swarm.identity import Identity
@@ -165,9 +164,7 @@ class Doors:
 
     def write(self, invite: Invite) -> None:
         """Remember an invite's content."""
-        partial = self._path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(msgspec.structs.astuple(invite)))
-        os.replace(partial, self._path)
+        write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
 
     def read(self, run: str) -> Invite | None:
         """What was remembered of this run; None for nothing, or nothing readable."""

@@ -19,6 +19,13 @@ def home() -> Path:
     return Path(named).expanduser() if named else platformdirs.user_data_path("farflock", appauthor=False)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of which nobody ever sees a half: who reads it meanwhile gets what was there before."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The folder of one node. Nothing is made by naming it."""

@@ -13,6 +13,7 @@ from farflock.swarm.links import Links
 
 if TYPE_CHECKING:
     from farflock.node.process import Node
+from farflock.node.paths import write_whole
 
 EVERY_S = 1.0
 PACE_SAMPLES = 10  # the pace is that of so many seconds
@@ -91,10 +92,8 @@ class StatusWriter:
     def write(self, doing: str | None = None) -> Status:
         """Once, now. A disk that is full must not end a node that could train on."""
         status = status_of(self._node, doing, self._tokens_per_s())
-        partial = self._path.with_suffix(".partial")
         try:
-            partial.write_bytes(msgspec.json.encode(status))
-            os.replace(partial, self._path)
+            write_whole(self._path, msgspec.json.encode(status))
             self._fails = False
         except OSError as error:
             if not self._fails:

@@ -2,16 +2,20 @@
 
 import json
 import logging
+import runpy
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 # What a shell without job control starts in the background is deaf to Ctrl-C, and so is all that it starts; the tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GOLDEN = Path(__file__).parent / "golden"
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+Nursery = runpy.run_path(str(HERE / "nursery.py"))["Nursery"]
 
 
 def pytest_addoption(parser):
@@ -27,6 +31,33 @@ def own_log_level():
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory):
+    """A process that forks itself for each command that a test starts: see nursery.py."""
+    made = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def processors(tmp_path_factory):
+    """Nurseries by the level of vector instructions that they hold torch and numpy to: "default" (none) and "avx2"."""
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+    disabled = {"default": " ".join(found), "avx2": ""}
+    made = {
+        level: Nursery(
+            tmp_path_factory.mktemp(level),
+            ("farflock.optimizers.catalog", "farflock.node.wire"),
+            ATEN_CPU_CAPABILITY=level,
+            NPY_DISABLE_CPU_FEATURES=features,
+        )
+        for level, features in disabled.items()
+    }
+    yield made
+    for each in made.values():
+        each.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ what comes back: no object of one process is rebuilt by another's bytes.
 
 import contextlib
 import functools
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import msgspec
 
 from farflock.compression.codec import UnencodableTensor
 from farflock.experiments.reproduce.job import AnyJob, Diverged, Noise, Outcome, Swarm
+from farflock.node.crew import warm
 from farflock.node.errors import Failure, explained
 
 LOOK_S = 0.5  # between looks at who has died
@@ -99,12 +99,12 @@ def _diverged(error: BaseException) -> bool:
 @contextlib.contextmanager
 def _crew(count: int) -> Iterator[list[_Worker]]:
     """Workers that live as long as the block."""
-    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    context = warm("farflock.experiments.reproduce.swarm_arm")
     crew = []
     try:
         for _ in range(count):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_work, args=(theirs,), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             crew.append(_Worker(process, ours))

@@ -32,11 +32,12 @@ def command(manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json
         out.result({"manifest": text, "hash": described.hash()}, f"{text}\nhash {described.hash()}")
         return 0
     from farflock.node.commands.training import train
+    from farflock.node.paths import write_whole
     from farflock.node.process import found
 
     def greet(node: "Node") -> None:
         invite = node.invite()
-        (node.machine.folder.path / "invite.txt").write_text(invite + "\n")
+        write_whole(node.machine.folder.path / "invite.txt", f"{invite}\n".encode())  # scripts wait for it
         out.line(f"run {node.run} is founded; others join with:\n\n  farflock join {invite}\n")
 
     return train(out, "farflock run", lambda started: found(machine_of(machine), described, started), greet)

@@ -1,11 +1,8 @@
 """Portable arithmetic: the same bytes and the same values whatever vector instructions and denormal mode torch uses."""
 
 import json
-import os
-import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -59,29 +56,22 @@ print(json.dumps(report))
 """
 
 
-def report(capability):
-    """The script's JSON line, run with torch held to one level of vector instructions, and numpy to the plainest or all."""
-    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
-    environment = {
-        **os.environ,
-        "NPY_DISABLE_CPU_FEATURES": " ".join(found) if capability == "default" else "",
-        "ATEN_CPU_CAPABILITY": capability,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=100)
+def report(processor):
+    """The script's JSON line, run with torch and numpy held to one level of vector instructions."""
+    done = processor.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return report("default")
+def plain(processors):
+    return report(processors["default"])
 
 
-def test_bytes_and_values_are_equal_with_and_without_vector_instructions(plain):
+def test_bytes_and_values_are_equal_with_and_without_vector_instructions(plain, processors):
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no vector instructions that torch knows")
-    vector = report("avx2")
+    vector = report(processors["avx2"])
     assert (plain["capability"], vector["capability"]) == ("DEFAULT", "AVX2")
     assert vector["codecs"] == plain["codecs"]
 

@@ -1,9 +1,8 @@
 """Peers of which one kills itself at a chosen point of an exchange: whole nodes in processes of their own, over real links.
 
-Run as a program this is a nursery: it has imported everything and opened nothing, and for each line of JSON on standard
-input it forks a peer and answers with its process id. A peer finds the others by the records in a folder, trains with
-DiLoCo, notes there what happens to it, and ends when there is a file `finish`. The first one that comes to the chosen
-point dies there; which one that is, a file `victim` says.
+Run as a program, with a folder, a number and a point, this is one peer. It finds the others by the records in the folder,
+trains with DiLoCo, notes there what happens to it, and ends when there is a file `finish`. The first one that comes to the
+chosen point dies there; which one that is, a file `victim` says.
 """
 
 import asyncio
@@ -170,22 +169,11 @@ class Life:
         )
 
 
-def main():
+def main(folder, number, phase):
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who die
     text = ByteTokenizer().encode(load_corpus("shakespeare").train[:100_000])
-    for line in sys.stdin:
-        wish = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            life = Life(Path(wish["folder"]), wish["number"], wish["phase"], text)
-            try:
-                asyncio.run(life.live())
-            finally:
-                os._exit(0)
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
+    asyncio.run(Life(Path(folder), int(number), phase, text).live())
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -104,13 +104,13 @@ def manifest(tmp_path):
 class Founder:
     """A run that waits for a second peer, for others to join."""
 
-    def __init__(self, folder, corpus, *how):
+    def __init__(self, popen, folder, corpus, *how):
         folder.mkdir()
         self.folder, self.corpus = folder, corpus
         (folder / "run.toml").write_text(RUN.format(tokens=10**9, corpus=corpus, peers=2))
         command = [sys.executable, *how, "run", str(folder / "run.toml"), "--folder", str(folder)]
         with (folder / "log.txt").open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=ENVIRONMENT)
+            self.process = popen(command, cwd=ROOT, stdout=log, stderr=log, env=ENVIRONMENT)
 
     def invite(self):
         ends_s = time.monotonic() + 60
@@ -129,12 +129,12 @@ class Founder:
 
 
 @pytest.fixture(scope="module")
-def founder(tmp_path_factory):
+def founder(nursery, tmp_path_factory):
     """A founder whose text is a file, and whose snapshots are damaged while a file `corrupt` is in its folder."""
     folder = tmp_path_factory.mktemp("founder")
     corpus = folder / "text.txt"
     corpus.write_text("All the world's a stage.\n" * 2000)
-    made = Founder(folder / "node", corpus, "-c", FOUNDER)
+    made = Founder(nursery.popen, folder / "node", corpus, "-c", FOUNDER)
     yield made
     made.end()
 
@@ -187,7 +187,7 @@ def test_another_text_under_the_same_name_is_refused(farflock, founder, tmp_path
 
 
 def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
-    later = Founder(tmp_path / "a", "shakespeare", "-c", LATER_VERSION)
+    later = Founder(subprocess.Popen, tmp_path / "a", "shakespeare", "-c", LATER_VERSION)
     try:
         invite, began_s = later.invite(), time.monotonic()
         code, sentence = farflock("join", invite, "--folder", tmp_path / "b")

@@ -2,19 +2,16 @@
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
+MORTAL = str(Path(__file__).with_name("mortal.py"))
 PEERS, TOKENS_PER_STEP, PERIOD = 4, 64, 5
 PHASES = [
     "before its offer",
@@ -25,34 +22,15 @@ PHASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    """A process that has imported everything and forks peers."""
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("mortal.py"))],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    yield process
-    process.stdin.close()
-    process.wait(20)
-    process.stdout.close()
-
-
 class Swarm:
     """The peers of one test, by what they write into a folder."""
 
     def __init__(self, nursery, folder):
-        self.nursery, self.folder, self.pids = nursery, folder, {}
+        self.nursery, self.folder, self.processes = nursery, folder, {}
 
     def start(self, number, phase):
-        wish = {"folder": str(self.folder), "number": number, "phase": phase}
-        self.nursery.stdin.write(json.dumps(wish) + "\n")
-        self.nursery.stdin.flush()
-        self.pids[number] = int(self.nursery.stdout.readline())
+        command = [sys.executable, MORTAL, str(self.folder), str(number), phase]
+        self.processes[number] = self.nursery.popen(command, cwd=ROOT)
 
     def log(self, number):
         with contextlib.suppress(OSError):
@@ -67,14 +45,12 @@ class Swarm:
             time.sleep(0.05)
 
     def alive(self, number):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.pids[number]).status() != psutil.STATUS_ZOMBIE
-        return False
+        return self.processes[number].poll() is None
 
     def end(self):
-        for number, pid in self.pids.items():
-            if self.alive(number):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture

@@ -53,11 +53,11 @@ CLI = ("-m", "farflock.node.cli")
 class Started:
     """A command in a session of its own: what a terminal's Ctrl-C reaches is its whole group."""
 
-    def __init__(self, folder, *arguments, how=CLI, **environment):
+    def __init__(self, popen, folder, *arguments, how=CLI, **environment):
         folder.mkdir(exist_ok=True)
         self.folder, self.log = folder, folder / "log.txt"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [sys.executable, *how, *map(str, arguments)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
@@ -129,12 +129,12 @@ def assert_gone(traces, limit_s=3):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(nursery, tmp_path):
     """A function that starts a command; all that are left at the end are killed with their groups."""
     started = []
 
     def begin(name, *arguments, **options):
-        started.append(Started(tmp_path / name, *arguments, **options))
+        started.append(Started(nursery.popen, tmp_path / name, *arguments, **options))
         return started[-1]
 
     yield begin

@@ -37,10 +37,10 @@ COMMAND = (sys.executable, "-m", "farflock.node.cli")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "160"}
 
 
-def on_a_terminal(command, out):
+def on_a_terminal(popen, command, out):
     """Run a command whose standard error is a terminal, and its output a file; what the terminal showed, and the process."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT)
+    process = popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env=ENVIRONMENT)
     os.close(theirs)
     shown = b""
     ends_s = time.monotonic() + 100
@@ -58,11 +58,11 @@ def on_a_terminal(command, out):
 
 
 @pytest.fixture
-def founder(tmp_path):
+def founder(nursery, tmp_path):
     (tmp_path / "run.toml").write_text(RUN)
     command = [*COMMAND, "run", str(tmp_path / "run.toml"), "--folder", str(tmp_path / "a"), "--json"]
     with (tmp_path / "err.txt").open("wb") as err:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, env=ENVIRONMENT)
+        process = nursery.popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, env=ENVIRONMENT)
     yield process
     process.kill()
     process.wait()
@@ -77,9 +77,9 @@ def invite_of(process, folder):
     return (folder / "invite.txt").read_text().strip()
 
 
-def from_outside(founder, invite, folder):
+def from_outside(run, invite, folder):
     """A run looked at by its invite: who is in it and answers; nothing is joined or left behind."""
-    looked = subprocess.run(
+    looked = run(
         [*COMMAND, "status", invite, "--folder", str(folder / "c"), "--json"], cwd=ROOT, capture_output=True, check=True
     )
     seen = json.loads(looked.stdout)
@@ -90,17 +90,21 @@ def from_outside(founder, invite, folder):
     assert not (folder / "c").exists()
 
 
-def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_leave_their_books(founder, tmp_path):
+def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_leave_their_books(
+    nursery, founder, tmp_path
+):
     invite = invite_of(founder, tmp_path / "a")
-    waiting = subprocess.run(
+    waiting = nursery.run(
         [*COMMAND, "status", "--folder", str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "waits for members: 1 of 2 are here" in waiting.stdout
     assert "no step yet" in waiting.stdout
-    from_outside(founder, invite, tmp_path)
+    from_outside(nursery.run, invite, tmp_path)
 
     with (tmp_path / "out.txt").open("wb") as out:
-        shown, code = on_a_terminal([*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"], out)
+        shown, code = on_a_terminal(
+            nursery.popen, [*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"], out
+        )
     assert code == 0
     for word in ("farflock join: run", "tokens/s", "round trip", "direct", "loss ", "sent ", "of 10,000 tokens"):
         assert word in shown, shown[-3000:]
@@ -134,7 +138,7 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     assert sum(entry["sent_bytes"] for entry in books["a"]) <= status["sent_bytes"]
     assert min(entry["sent_bytes"] for entry in together["a"].values()) > 0
     assert sum(status["rounds"].values()) == len(books["a"])
-    ended = subprocess.run(
+    ended = nursery.run(
         [*COMMAND, "status", "--folder", str(tmp_path / "a"), "--json"], cwd=ROOT, capture_output=True, check=True
     )
     assert json.loads(ended.stdout)["running"] is False

@@ -36,8 +36,8 @@ start_peers = {peers}
 class Nodes:
     """Processes of `farflock run` and `farflock join` in folders of their own."""
 
-    def __init__(self, folder: Path, **terms: int):
-        self.folder, self.processes = folder, {}
+    def __init__(self, popen, folder: Path, **terms: int):
+        self.popen, self.folder, self.processes = popen, folder, {}
         self.manifest = folder / "run.toml"
         self.manifest.write_text(RUN.format(**terms))
 
@@ -46,7 +46,7 @@ class Nodes:
         (self.folder / name / "status.json").unlink(missing_ok=True)
         arguments = [*command, "--folder", str(self.folder / name), "--checkpoint-every", "2"]
         with open(self.folder / name / "log.txt", "ab") as log:
-            self.processes[name] = subprocess.Popen(
+            self.processes[name] = self.popen(
                 [sys.executable, "-m", "farflock.node.cli", *arguments],
                 stdout=log,
                 stderr=log,
@@ -97,11 +97,11 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path):
+def nodes(nursery, tmp_path):
     made = []
 
     def make(**terms):
-        made.append(Nodes(tmp_path, **terms))
+        made.append(Nodes(nursery.popen, tmp_path, **terms))
         return made[-1]
 
     yield make

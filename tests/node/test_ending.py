@@ -67,6 +67,40 @@ def test_a_signal_breaks_off_what_does_not_know_how_to_end(number):
     assert cleaned
 
 
+def test_what_fails_after_the_signal_is_its_doing():
+    """The directory's daemon hears a terminal's Ctrl-C as well, and its end fails whoever waits for it."""
+
+    async def work():
+        send(signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise OSError("the daemon ended") from None
+
+    ending = Ending()
+    assert run_until_asked(ending, work) is None
+    assert ending.asked == signal.SIGINT
+
+
+def test_a_failure_that_nobody_asked_for_is_one_and_so_is_one_while_it_saves():
+    async def fails():
+        raise OSError("no disk")
+
+    with pytest.raises(OSError, match="no disk"):
+        run_until_asked(Ending(), fails)
+
+    async def saves():
+        stop = asyncio.Event()
+        ending.gently = stop.set
+        send(signal.SIGTERM)
+        await asyncio.wait_for(stop.wait(), 10)
+        raise OSError("no disk")
+
+    ending = Ending()
+    with pytest.raises(OSError, match="no disk"):
+        run_until_asked(ending, saves)
+
+
 def test_a_signal_asks_gently_where_it_can_and_the_result_comes():
     async def work():
         stop = asyncio.Event()

@@ -5,7 +5,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from farflock.node.paths import HOME_VARIABLE, RunFolder, home
+from farflock.node.paths import HOME_VARIABLE, RunFolder, home, write_whole
 
 
 def test_the_platform_says_where_a_users_data_is(monkeypatch):
@@ -37,3 +37,15 @@ def test_a_folder_has_a_place_for_each_thing_and_naming_it_makes_nothing(tmp_pat
     assert folder.identity == tmp_path / "run" / "identity.key"
     assert folder.checkpoints == tmp_path / "run" / "checkpoints"
     assert not folder.path.exists()
+
+
+def test_a_file_is_written_whole_or_stays_what_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    write_whole(path, b"old")
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "write_bytes", lambda self, content: Path.open(self, "wb").write(content[:1]) and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_whole(path, b"newer")
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"newer", [path])

@@ -33,7 +33,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(nursery, tmp_path_factory):
     """The folder in which two processes have left what became of each case."""
     folder = tmp_path_factory.mktemp("sharded")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
     for rank in range(COUNT):
         errors = (folder / f"errors-{rank}").open("w")
         arguments = [*command, str(rank), str(COUNT), str(folder)]
-        workers.append(subprocess.Popen(arguments, env=environment, stdout=errors, stderr=subprocess.STDOUT))
+        workers.append(nursery.popen(arguments, env=environment, stdout=errors, stderr=subprocess.STDOUT))
         errors.close()
     try:
         for worker in workers:

@@ -1,7 +1,5 @@
 """The smallest replica: parameters and gradients in dictionaries, theta <- theta - lr·gradient."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -79,7 +77,7 @@ def quick():
 
 
 @pytest.fixture
-def same_bits():
+def same_bits(processors):
     """A check that `digest()` of a test's file says the same in a process with these vector instructions of torch."""
 
     def check(capability, file, digest):
@@ -89,14 +87,8 @@ def same_bits():
             "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
             "print(torch.backends.cpu.get_cpu_capability(), module.digest())\n"
         )
-        run = subprocess.run(
-            [sys.executable, "-c", source],
-            env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        command = [sys.executable, "-c", source]
+        run = processors[capability].run(command, capture_output=True, text=True, timeout=60, check=True)
         seen, found = run.stdout.split()
         if seen.lower() != capability:
             pytest.skip(f"this processor runs {seen} instead of {capability}")

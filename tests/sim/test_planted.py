@@ -6,9 +6,12 @@ import pytest
 
 from farflock.node.chaos import run_seed
 
+TELLING = (0, 2, 4, 7, 12)  # seeds that have found one before; no more than the order in which all hundred are tried
+
 
 @pytest.mark.timeout(600)
 def test_a_planted_bug_is_found_within_a_hundred_seeds(planted_bug: str):
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
-    found = next((seed for seed in range(100) if run_seed(seed).violations), None)
+    seeds = sorted(range(100), key=lambda seed: seed not in TELLING)
+    found = next((seed for seed in seeds if run_seed(seed).violations), None)
     assert found is not None, f"{planted_bug} was not found"

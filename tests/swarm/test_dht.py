@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import subprocess
 import sys
 import threading
@@ -86,9 +87,9 @@ def in_loop(test):
 
 
 def daemons():
-    """My living children, but for what the standard library keeps once a test has used a pool of processes."""
+    """My living children, but for what is kept once a test has used a pool of processes or a nursery."""
     living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if "multiprocessing" not in " ".join(child.cmdline())]
+    return [child for child in living if not re.search("multiprocessing|nursery", " ".join(child.cmdline()))]
 
 
 async def hostile(stack, honest, protocol=PlainProtocol, max_message_bytes=2**20):

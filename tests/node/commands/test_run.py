@@ -2,7 +2,6 @@
 
 import json
 import socket
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -61,13 +60,18 @@ def test_a_manifest_that_is_not_there_is_a_usage_error(farflock, tmp_path):
     assert "nowhere.toml" in err
 
 
-def started(*arguments):
-    """The command in a process of its own: it imports the directory's library."""
+@pytest.fixture
+def started(nursery):
+    """A function that runs the command in a process of its own: it imports the directory's library."""
+    return lambda *arguments: _started(nursery, arguments)
+
+
+def _started(nursery, arguments):
     command = [sys.executable, "-m", "farflock.node.cli", "run", *(str(argument) for argument in arguments), "--json"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_damaged_key_is_named_and_left_alone(manifest, tmp_path):
+def test_a_damaged_key_is_named_and_left_alone(started, manifest, tmp_path):
     folder = tmp_path / "node"
     folder.mkdir()
     (folder / "identity.key").write_bytes(b"not a key")
@@ -78,7 +82,7 @@ def test_a_damaged_key_is_named_and_left_alone(manifest, tmp_path):
 
 
 @pytest.mark.net
-def test_a_taken_port_is_named_with_its_remedy(manifest, tmp_path):
+def test_a_taken_port_is_named_with_its_remedy(started, manifest, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = started(manifest, "--folder", tmp_path / "node", "--dht-port", port)

@@ -1,32 +1,10 @@
 """Outer steps against torch's own optimizer and slow twins."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 
 from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
-
-HASH = """
-import hashlib, torch
-from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
-from farflock.node.wire import weighted_mean
-def numbers(seed, n=4097):
-    bits = (torch.arange(n, dtype=torch.int64) * 2654435761 + seed * 40503) % 2**24
-    return (bits - 2**23).to(torch.float32) / 2**20
-digest = hashlib.sha256()
-for outer in (OuterSGD(0.7), OuterNesterov(0.7, 0.9), OuterHeavyBall(0.7, 0.9)):
-    phi, u = numbers(1), numbers(2)
-    for step in range(3):
-        phi, u = outer.step(phi, numbers(3 + step), u)
-    digest.update(phi.numpy().tobytes() + u.numpy().tobytes())
-for mean in weighted_mean([(w, [numbers(w)]) for w in (1, 3, 7)]):
-    digest.update(mean.numpy().tobytes())
-print(digest.hexdigest())
-"""
 
 
 def gradients(steps: int):
@@ -81,14 +59,3 @@ def test_constant_gradients_give_the_step_sizes_of_the_paper():
 def test_senseless_values_are_refused(make):
     with pytest.raises(ValueError, match="choose"):
         make()
-
-
-def test_outer_steps_and_means_have_the_same_bits_on_other_processors():
-    hashes = set()
-    for capability in ("default", "avx2"):
-        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", HASH], env=environment, capture_output=True, text=True, check=True, timeout=60
-        )
-        hashes.add(done.stdout.strip())
-    assert len(hashes) == 1

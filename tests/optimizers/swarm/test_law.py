@@ -81,7 +81,7 @@ each_method_at_rest = each(lambda name, more: name in AT_REST and "feedback" not
 
 def each_with_sizes_and_fates():
     """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`; its further variants with
-    four peers and the worst fates. Of every day are the worst fates of four peers and every eighth of the others."""
+    four peers and the worst fates. Of every day are the worst fates of four peers and every sixteenth of the others."""
     cases = [
         (name, more, size, fate)
         for name, more in VARIANTS
@@ -95,7 +95,7 @@ def each_with_sizes_and_fates():
                 *case,
                 id="-".join(map(str, (case[0], *case[1].values(), *case[2:]))),
                 marks=()
-                if (case[2], case[3]) in {(4, worst) for worst in WORST} or place % 8 == 0
+                if (case[2], case[3]) in {(4, worst) for worst in WORST} or place % 16 == 0
                 else pytest.mark.long,
             )
             for place, case in enumerate(cases)
@@ -407,7 +407,7 @@ def test_adopting_ones_own_snapshot_after_a_round_changes_nothing_that_follows(l
 
 
 @each_method
-@pytest.mark.parametrize("tick", [4, pytest.param(7, marks=pytest.mark.long), 11])
+@pytest.mark.parametrize("tick", [*(pytest.param(tick, marks=pytest.mark.long) for tick in (4, 7)), 11])
 def test_adopting_leaves_nothing_of_what_was_before(loopback, same, name, more, tick):
     """Wherever a method was, also with exchanges pending: after adopting it goes on as a new one that adopts."""
     teacher = played(loopback, name, more, 2, "calm", ticks=9).peers["a"].outer()
@@ -431,7 +431,7 @@ def test_adopting_leaves_nothing_of_what_was_before(loopback, same, name, more, 
 
 
 @each_method
-@pytest.mark.parametrize("tick", [3, pytest.param(8, marks=pytest.mark.long), 13])
+@pytest.mark.parametrize("tick", [*(pytest.param(tick, marks=pytest.mark.long) for tick in (3, 8)), 13])
 def test_a_joiner_that_adopts_has_the_snapshot_and_evaluates_alike(loopback, same, name, more, tick):
     swarm = played(loopback, name, more, 2, "late", ticks=tick)
     veteran, joiner = swarm.peers["a"], swarm.join("c", "a")
@@ -465,7 +465,14 @@ def test_a_snapshot_is_a_copy(loopback, same, name, more):
 
 
 @each_method
-@pytest.mark.parametrize(("size", "fate"), [(1, "late"), (3, "everything"), (2, "sleep")])
+@pytest.mark.parametrize(
+    ("size", "fate"),
+    [
+        pytest.param(1, "late", marks=pytest.mark.long),
+        (3, "everything"),
+        pytest.param(2, "sleep", marks=pytest.mark.long),
+    ],
+)
 def test_stopping_and_going_on_at_every_moment_changes_no_bit(loopback, same, name, more, size, fate):
     ran = played(loopback, name, more, size, fate)
     holder = {}

@@ -1,0 +1,198 @@
+"""A nursery: one process that has imported everything and opened nothing, and forks itself for each program that a test
+starts. A Python process of this project needs five seconds of processor to import its libraries, a fork none.
+
+Run as a program, this is the nursery. `Nursery.popen` is `subprocess.Popen` for commands that begin with `sys.executable`.
+Tests of imports, of packaging and of the processes that the product itself starts do without it.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PRELOADED = (
+    "hivemind",
+    "torch._dynamo",
+    "farflock.node.commands.join",
+    "farflock.node.process",
+    "farflock.node.simulation",
+)
+MAX_REQUEST = 1 << 20
+EXITED = "exited"
+
+
+class Nursery:
+    """The test's end of a nursery, which ends with it."""
+
+    def __init__(self, folder, preloaded=PRELOADED, **environment):
+        self.path = str(folder / "nursery")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, self.path, *preloaded],
+            stdin=subprocess.PIPE,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                **environment,
+            },
+        )
+
+    def connect(self):
+        ends_s = time.monotonic() + 60
+        while not os.path.exists(self.path) and self._process.poll() is None and time.monotonic() < ends_s:
+            time.sleep(0.02)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self.path)
+        return connection
+
+    def popen(self, command, **options):
+        return Nursed(command, nursery=self, **options)
+
+    def run(self, command, *, timeout=None, check=False, capture_output=False, **options):
+        """As `subprocess.run`."""
+        if capture_output:
+            options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with self.popen(command, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(command, process.returncode, out, err)
+        if check:
+            done.check_returncode()
+        return done
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+class Nursed(subprocess.Popen):
+    """A program in a fork of the nursery. A keeper between the two waits for it and says on the connection how it ended."""
+
+    def __init__(self, command, *, nursery, **options):
+        self._nursery, self._connection = nursery, None
+        super().__init__(command, **options)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        startup, creation, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_, session, _ = others
+        assert str(args[0]) == sys.executable, args
+        asked = (executable, preexec_fn, pass_fds, startup, creation, shell)
+        assert not any(asked), f"a nursery knows nothing of {asked}"
+        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in dict(env or os.environ).items()}
+        request = {
+            "words": [os.fsdecode(word) for word in args[1:]],
+            "cwd": os.fsdecode(cwd or Path.cwd()),
+            "env": environment,
+            "session": session,
+        }
+        streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        self._connection = self._nursery.connect()
+        socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], streams)
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._answers = self._connection.makefile("r")
+        self.pid = int(self._answers.readline())
+        self._child_created = True
+
+    def _try_wait(self, wait_flags):
+        self._connection.settimeout(0 if wait_flags & os.WNOHANG else None)
+        try:
+            status = self._connection.recv(64)
+        except BlockingIOError:
+            return 0, 0
+        self._connection.close()
+        return self.pid, int(status)
+
+    def _internal_poll(self, _deadstate=None):
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def serve(path):
+    """Fork a keeper for each connection; returns only in the children, with what is asked of them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path + ".partial")
+        server.listen()
+        os.rename(path + ".partial", path)
+        if os.fork() == 0:  # whoever started the nursery holds its standard input
+            server.close()
+            sys.stdin.buffer.read()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        while True:
+            connection, _ = server.accept()
+            if os.fork() == 0:
+                server.close()
+                return keep(connection)
+            connection.close()
+
+
+def keep(connection):
+    """Returns in the child with the request; the keeper itself tells its pid, waits, tells how it ended, and is gone."""
+    data, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
+    while not data.endswith(b"\n"):
+        data += connection.recv(MAX_REQUEST)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        for own, fd in enumerate(fds):
+            os.dup2(fd, own)
+            os.close(fd)
+        return json.loads(data)
+    for fd in fds:
+        os.close(fd)
+    for own in range(3):
+        os.close(own)
+    os.setpgid(0, 0)  # a Ctrl-C is the child's
+    connection.sendall(f"{pid}\n".encode())
+    connection.sendall(str(os.waitpid(pid, 0)[1]).encode())
+    os._exit(0)
+
+
+def become(request):
+    """Be the program `python WORDS...`, from here on to the end of the process."""
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None  # as this environment has it
+    sys.stdout.reconfigure(line_buffering=bool(os.environ.get("PYTHONUNBUFFERED")) or sys.stdout.isatty())
+    how, *words = request["words"]
+    sys.path[0] = os.getcwd() if how in ("-c", "-m") else os.path.dirname(how)
+    if how == "-c":
+        sys.argv = ["-c", *words[1:]]
+        del sys.modules["__main__"].__file__
+        exec(compile(words[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif how == "-m":
+        sys.argv = words
+        sys.modules.pop(words[0], None)
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [how, *words]
+        runpy.run_path(how, run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # who ends need not look through all of it
+    become(serve(sys.argv[1]))
