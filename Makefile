@@ -26,7 +26,7 @@ check: $(READY) imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not long" -n $(WORKERS) --dist worksteal
 
 test-long: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -o faulthandler_timeout=0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --hypothesis-profile long -o faulthandler_timeout=0
 
 bench: $(READY)
 	$(BIN)/farflock bench

@@ -6,12 +6,17 @@ import runpy
 import signal
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
 # What a shell without job control starts in the background is deaf to Ctrl-C, and so is all that it starts; the tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+hypothesis.settings.register_profile("everyday", max_examples=40, deadline=None)
+hypothesis.settings.register_profile("long", max_examples=200, deadline=None)
+hypothesis.settings.load_profile("everyday")
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -43,19 +48,22 @@ def nursery(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def processors(tmp_path_factory):
-    """Nurseries by the level of vector instructions that they hold torch and numpy to: "default" (none) and "avx2"."""
+    """The nursery that holds torch and numpy to a level of vector instructions: "default" (none) or "avx2"."""
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     disabled = {"default": " ".join(found), "avx2": ""}
-    made = {
-        level: Nursery(
-            tmp_path_factory.mktemp(level),
-            ("farflock.optimizers.catalog", "farflock.node.wire"),
-            ATEN_CPU_CAPABILITY=level,
-            NPY_DISABLE_CPU_FEATURES=features,
-        )
-        for level, features in disabled.items()
-    }
-    yield made
+    made = {}
+
+    def of(level):
+        if level not in made:
+            made[level] = Nursery(
+                tmp_path_factory.mktemp(level),
+                ("farflock.optimizers.catalog", "farflock.node.wire"),
+                ATEN_CPU_CAPABILITY=level,
+                NPY_DISABLE_CPU_FEATURES=disabled[level],
+            )
+        return made[level]
+
+    yield of
     for each in made.values():
         each.close()
 

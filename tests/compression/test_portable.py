@@ -65,13 +65,13 @@ def report(processor):
 
 @pytest.fixture(scope="module")
 def plain(processors):
-    return report(processors["default"])
+    return report(processors("default"))
 
 
 def test_bytes_and_values_are_equal_with_and_without_vector_instructions(plain, processors):
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no vector instructions that torch knows")
-    vector = report(processors["avx2"])
+    vector = report(processors("avx2"))
     assert (plain["capability"], vector["capability"]) == ("DEFAULT", "AVX2")
     assert vector["codecs"] == plain["codecs"]
 

@@ -187,6 +187,7 @@ def test_another_text_under_the_same_name_is_refused(farflock, founder, tmp_path
 
 
 def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
+    # A process from scratch: modules take the version over when they are imported.
     later = Founder(subprocess.Popen, tmp_path / "a", "shakespeare", "-c", LATER_VERSION)
     try:
         invite, began_s = later.invite(), time.monotonic()
@@ -194,8 +195,7 @@ def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
         took_s = time.monotonic() - began_s
     finally:
         later.end()
-    assert code == 3
-    assert sentence == "the run has another protocol: 2, this program speaks 1; update farflock"
+    assert (code, sentence) == (3, "the run has another protocol: 2, this program speaks 1; update farflock")
     assert took_s < 30  # and not after the time that members have for an answer
 
 

@@ -48,7 +48,7 @@ def report(processor):
 def test_means_outer_steps_and_reductions_are_equal_with_and_without_vector_instructions(processors):
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no vector instructions that torch knows")
-    plain, vector = (report(processors[level]) for level in ("default", "avx2"))
+    plain, vector = (report(processors(level)) for level in ("default", "avx2"))
     assert (plain.pop("capability"), vector.pop("capability")) == ("DEFAULT", "AVX2")
     assert vector == plain
     assert len(set(plain.values())) == len(plain) == 7

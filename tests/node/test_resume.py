@@ -19,6 +19,7 @@ METHODS = {
     "diloco": {"period": 7, "feedback": 0.9, "codec": "int4"},
     "noloco": {"period": 7},
 }
+EVERY_DAY = {("diloco", 1700), ("noloco", 1700)}
 
 
 def write(node, folder):
@@ -62,8 +63,14 @@ def stopped(bench, folder, at):
     return run_virtual(second(run_virtual(first())))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("at", [pytest.param(640, marks=pytest.mark.long), 1700])
+@pytest.mark.parametrize(
+    ("method", "at"),
+    [
+        pytest.param(method, at, marks=() if (method, at) in EVERY_DAY else pytest.mark.long)
+        for method in METHODS
+        for at in (640, 1700)
+    ],
+)
 def test_one_peer_alone_goes_on_bit_by_bit(bench, text, tmp_path, method, at):
     made = bench(text, method, **METHODS[method])
     expected, found = whole(made, tmp_path / "whole"), stopped(made, tmp_path / "stopped", at)

@@ -53,14 +53,16 @@ def facts(outcome: Outcome):
     return outcome.state_hash, outcome.rounds, outcome.losses, outcome.bytes, outcome.virtual_s, outcome.kills
 
 
-@pytest.mark.parametrize("method", ["noloco", "diloco"])
+@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
 def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: str):
     once, again = (run(text, method, loss=0.2, churn_s=4.0, total=6_000) for _ in range(2))
     assert once.kills
     assert facts(once) == facts(again)
 
 
-@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long), "ddp"])
+@pytest.mark.parametrize(
+    "method", ["noloco", pytest.param("diloco", marks=pytest.mark.long), pytest.param("ddp", marks=pytest.mark.long)]
+)
 def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: str):
     whole = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "whole")
 
@@ -109,7 +111,7 @@ def test_another_seed_gives_another_run(text):
     assert run(text, "noloco", total=3_000).state_hash != run(text, "noloco", seed=2, total=3_000).state_hash
 
 
-@pytest.mark.parametrize("method", ["diloco", "ddp"])
+@pytest.mark.parametrize("method", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
 def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: str):
     outcome = run(text, method, peers=4, loss=0.2, total=6_000)
     newest = max(int(state["round"]) for state in outcome.states.values())
@@ -117,7 +119,10 @@ def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: st
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("method", ["noloco", "diloco", "ddp", "local"])
+@pytest.mark.parametrize(
+    "method",
+    ["noloco", "diloco", pytest.param("ddp", marks=pytest.mark.long), pytest.param("local", marks=pytest.mark.long)],
+)
 def test_the_loss_falls(text, method: str):
     outcome = run(text, method, peers=2)
     assert outcome.losses[-1] < outcome.losses[0] - 0.5
@@ -135,7 +140,7 @@ def test_int8_loses_no_more_than_noise_against_raw(text):
     assert small.bytes < raw.bytes
 
 
-@pytest.mark.parametrize("method", ["noloco", "diloco"])
+@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
 def test_the_held_out_loss_is_the_mean_over_peers_of_what_they_would_export(text, method: str):
     outcome = run(text, method, peers=3)
     x, y = evaluation(text, 32, 16)

@@ -81,6 +81,8 @@ def same_bits(processors):
     """A check that `digest()` of a test's file says the same in a process with these vector instructions of torch."""
 
     def check(capability, file, digest):
+        if torch.backends.cpu.get_cpu_capability().lower() == capability:
+            return  # this process is the one that the other is held against
         source = (
             "import importlib.util, torch\n"
             f"spec = importlib.util.spec_from_file_location('elsewhere', {file!r})\n"
@@ -88,7 +90,7 @@ def same_bits(processors):
             "print(torch.backends.cpu.get_cpu_capability(), module.digest())\n"
         )
         command = [sys.executable, "-c", source]
-        run = processors[capability].run(command, capture_output=True, text=True, timeout=60, check=True)
+        run = processors(capability).run(command, capture_output=True, text=True, timeout=60, check=True)
         seen, found = run.stdout.split()
         if seen.lower() != capability:
             pytest.skip(f"this processor runs {seen} instead of {capability}")

@@ -92,7 +92,9 @@ def test_members_that_know_of_the_same_rounds_hold_the_same_bits(loopback, same,
     assert compared > 10
 
 
-@each_fate
+@pytest.mark.parametrize(
+    "fate", ["all", *(pytest.param(fate, marks=pytest.mark.long) for fate in FATES if fate != "all")]
+)
 def test_stopping_and_going_on_at_every_moment_changes_no_bit(loopback, same, fate):
     ends = []
     for stops in (False, True):

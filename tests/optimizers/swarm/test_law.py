@@ -68,10 +68,18 @@ AT_REST = {"local": 6, "ddp": 6, "diloco": 6, "noloco": 6, "desloc": 12, "sparta
 TICKS, QUIET = 20, 6  # steps of misfortune, and without any after it
 
 
-def each(keep=lambda name, more: True):
-    variants = [variant for variant in VARIANTS if keep(*variant)]
-    labels = ["-".join(map(str, (name, *more.values()))) for name, more in variants]
-    return pytest.mark.parametrize(("name", "more"), variants, ids=labels)
+def each(keep=lambda name, more: True, daily=lambda name, more: True):
+    variants = [
+        pytest.param(
+            name,
+            more,
+            id="-".join(map(str, (name, *more.values()))),
+            marks=() if daily(name, more) else pytest.mark.long,
+        )
+        for name, more in VARIANTS
+        if keep(name, more)
+    ]
+    return pytest.mark.parametrize(("name", "more"), variants)
 
 
 each_method = each()
@@ -81,7 +89,8 @@ each_method_at_rest = each(lambda name, more: name in AT_REST and "feedback" not
 
 def each_with_sizes_and_fates():
     """Every method with four peers and every fate, with other numbers and those of `EVERY_SIZE`; its further variants with
-    four peers and the worst fates. Of every day are the worst fates of four peers and every sixteenth of the others."""
+    four peers and the worst fates. Of every day are the worst fates of four peers, of further variants the last of them,
+    and every sixteenth of the others."""
     cases = [
         (name, more, size, fate)
         for name, more in VARIANTS
@@ -95,7 +104,7 @@ def each_with_sizes_and_fates():
                 *case,
                 id="-".join(map(str, (case[0], *case[1].values(), *case[2:]))),
                 marks=()
-                if (case[2], case[3]) in {(4, worst) for worst in WORST} or place % 16 == 0
+                if (case[2] == 4 and case[3] in (WORST[-1:] if case[1] else WORST)) or place % 16 == 0
                 else pytest.mark.long,
             )
             for place, case in enumerate(cases)
@@ -464,7 +473,7 @@ def test_a_snapshot_is_a_copy(loopback, same, name, more):
 # 7
 
 
-@each_method
+@each(daily=lambda name, more: not more)
 @pytest.mark.parametrize(
     ("size", "fate"),
     [
@@ -491,7 +500,7 @@ def test_stopping_and_going_on_at_every_moment_changes_no_bit(loopback, same, na
 
 
 @each_method
-@pytest.mark.parametrize("moment", [3, pytest.param(12, marks=pytest.mark.long), 25])
+@pytest.mark.parametrize("moment", [*(pytest.param(moment, marks=pytest.mark.long) for moment in (3, 12)), 25])
 def test_stopping_and_going_on_once_changes_no_bit(loopback, same, name, more, moment):
     """At one moment only: where every restart loses the same thing, none of them shows."""
     swarms = []
