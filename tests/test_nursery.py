@@ -1,0 +1,74 @@
+"""What a nursery forks is, to whoever started it, the process that `subprocess` would have made."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(100)]
+
+
+def python(*words):
+    return [sys.executable, *words]
+
+
+def test_it_has_the_words_the_environment_the_folder_and_the_streams_that_it_was_given(nursery, tmp_path):
+    code = (
+        "import os, sys; print(sys.argv[1:], os.getcwd(), sorted(os.environ), sys.stdin.read()); sys.stderr.write('e')"
+    )
+    process = nursery.popen(
+        python("-c", code, "a", "b"),
+        cwd=tmp_path,
+        env={"ONE": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.communicate("in", timeout=60) == (f"['a', 'b'] {tmp_path} ['ONE'] in\n", "e")
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("1 / 0", 1),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+    ],
+)
+def test_it_ends_as_a_process_from_scratch_does(nursery, code, ended):
+    for run in (nursery.run, subprocess.run):
+        assert run(python("-c", code), capture_output=True, timeout=60).returncode == ended
+
+
+def test_modules_and_files_run_as_programs(nursery, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text("import sys\nif __name__ == '__main__':\n    print(sys.argv, sys.path[0])\n")
+    by_path = nursery.run(python(str(file), "x"), capture_output=True, text=True, timeout=60, check=True)
+    assert by_path.stdout == f"{[str(file), 'x']} {tmp_path}\n"
+    by_name = nursery.run(
+        python("-m", "program", "x"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert by_name.stdout.endswith(f"'x'] {tmp_path}\n")
+
+
+def test_its_group_hears_a_signal_and_nobody_else_does(nursery):
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    process = nursery.popen(
+        python("-c", code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    with process:
+        assert process.stdout.readline() == b"up\n"
+        assert process.poll() is None
+        assert os.getpgid(process.pid) == process.pid
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+
+
+def test_one_that_does_not_end_in_time_is_reported_and_killed(nursery):
+    with pytest.raises(subprocess.TimeoutExpired):
+        nursery.run(python("-c", "import time; time.sleep(60)"), timeout=0.2)
