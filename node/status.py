@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from farflock.node.paths import write_whole
 from farflock.swarm.links import Links
 
 if TYPE_CHECKING:
     from farflock.node.process import Node
-from farflock.node.paths import write_whole
 
 EVERY_S = 1.0
 PACE_SAMPLES = 10  # the pace is that of so many seconds

@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,8 @@ PRELOADED = (
     "farflock.node.simulation",
 )
 MAX_REQUEST = 1 << 20
-EXITED = "exited"
+NUMBER = struct.Struct("<q")  # what a keeper says: first the pid, then how it ended
+START_S = 60.0
 
 
 class Nursery:
@@ -46,7 +48,7 @@ class Nursery:
         )
 
     def connect(self):
-        ends_s = time.monotonic() + 60
+        ends_s = time.monotonic() + START_S
         while not os.path.exists(self.path) and self._process.poll() is None and time.monotonic() < ends_s:
             time.sleep(0.02)
         connection = socket.socket(socket.AF_UNIX)
@@ -99,18 +101,18 @@ class Nursed(subprocess.Popen):
         self._connection = self._nursery.connect()
         socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], streams)
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-        self._answers = self._connection.makefile("r")
-        self.pid = int(self._answers.readline())
+        self._connection.settimeout(START_S)
+        (self.pid,) = NUMBER.unpack(self._connection.recv(NUMBER.size, socket.MSG_WAITALL))
         self._child_created = True
 
     def _try_wait(self, wait_flags):
         self._connection.settimeout(0 if wait_flags & os.WNOHANG else None)
         try:
-            status = self._connection.recv(64)
+            (status,) = NUMBER.unpack(self._connection.recv(NUMBER.size, socket.MSG_WAITALL))
         except BlockingIOError:
             return 0, 0
         self._connection.close()
-        return self.pid, int(status)
+        return self.pid, status
 
     def _internal_poll(self, _deadstate=None):
         if self.returncode is None and self._waitpid_lock.acquire(False):
@@ -161,8 +163,8 @@ def keep(connection):
     for own in range(3):
         os.close(own)
     os.setpgid(0, 0)  # a Ctrl-C is the child's
-    connection.sendall(f"{pid}\n".encode())
-    connection.sendall(str(os.waitpid(pid, 0)[1]).encode())
+    connection.sendall(NUMBER.pack(pid))
+    connection.sendall(NUMBER.pack(os.waitpid(pid, 0)[1]))
     os._exit(0)
 
 
