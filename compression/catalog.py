@@ -26,7 +26,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "sign": Sign,
     "topk:64/4096": TopK,
     "topk2:64/4096": TopK2,
-    "ecsq:240": Ecsq,
+    "ecsq:100": Ecsq,
     "bf16+zstd": lambda: Zstd(Half("bf16")),
 }
 

@@ -17,12 +17,14 @@ Numbers = NDArray[np.int64]
 MAX_WIDTH = 16
 
 
+def max_bits(count: int, total: int) -> int:
+    """The most bits that `count` numbers take whose sum is at most `total`."""
+    return min(count * (width + 1) + (total >> width) for width in range(MAX_WIDTH + 1)) if count else 0
+
+
 def max_bytes(count: int, total: int) -> int:
-    """The most bytes that `write` makes of `count` numbers whose sum is at most `total`."""
-    if not count:
-        return 0
-    bits = min(count * (width + 1) + (total >> width) for width in range(MAX_WIDTH + 1))
-    return 1 + (bits + 14) // 8  # the width, and two bit streams rounded up
+    """The most bytes that `write` makes of them: the width, and two bit streams rounded up."""
+    return 1 + (max_bits(count, total) + 14) // 8 if count else 0
 
 
 def write(numbers: Numbers, out: bytearray) -> int:

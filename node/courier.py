@@ -12,7 +12,8 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
-from farflock.node.wire import Cut, checker, decode_all, reducer, weighted_mean
+from farflock.node.reducer import Reducer
+from farflock.node.wire import Cut, checker, decode_all, weighted_mean
 from farflock.optimizers.method import All, Exchange, PeerId, RandomGroups, Ranges, Result, Tensors
 from farflock.swarm.peer import Peer
 from farflock.swarm.streams import Outcome, Stream
@@ -47,11 +48,12 @@ class Decoded(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What is fixed for one stream: shapes, the cut on the way out, the cut on the way back."""
+    """One stream: shapes, the cut on the way out, the cut on the way back, and what this peer does for the others."""
 
     shapes: Shapes
     out: Cut
     back: Cut
+    reducer: Reducer
 
 
 class Courier:
@@ -66,13 +68,14 @@ class Courier:
         shapes = {name: tuple(tensor.shape) for name, tensor in specimen.tensors.items()}
         out = Cut.of(shapes, codec(specimen.codec), self._run_seed)
         back = Cut(out.shards, codec(specimen.return_codec), self._run_seed)
-        self._lines[specimen.key.stream] = _Line(shapes, out, back)
+        reducer = Reducer(out, back.codec, compensate=specimen.compensate)
+        self._lines[specimen.key.stream] = _Line(shapes, out, back, reducer)
         stream = Stream(
             specimen.key.stream,
             specimen.kind,
             shards=len(out.shards),
             max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes),
-            reduce=reducer(out, back.codec),
+            reduce=reducer.reduce,
             check=checker(out),
             group=_group_size(specimen),
             deadline_s=specimen.deadline_s,
@@ -108,8 +111,20 @@ class Courier:
         outcome = self._peer.decided(stream, round_number)
         return None if outcome is None else self._result(self._lines[stream], outcome, None)
 
+    def memory(self) -> dict[str, Tensor]:
+        """What this peer owes as a reducer, for a checkpoint."""
+        lines = self._lines.items()
+        return {f"{stream}.{name}": x for stream, line in lines for name, x in line.reducer.memory().items()}
+
+    def take_up(self, memory: Mapping[str, Tensor]) -> None:
+        """Owe what a checkpoint says, in streams that are open; `WrongState` if it does not fit them."""
+        for stream, line in self._lines.items():
+            mine = {name.removeprefix(f"{stream}."): x for name, x in memory.items() if name.startswith(f"{stream}.")}
+            line.reducer.take_up(mine)
+
     def _result(self, line: _Line, outcome: Outcome, payloads: list[bytes] | None) -> Result:
         assert outcome.status != "lost", f"{outcome.key} is lost, which is no result"
+        line.reducer.settle(outcome.key.round, outcome.reduced)
         failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
         if outcome.status == "failed":
             return failed

@@ -68,6 +68,7 @@ def memory_of(node: Participant) -> tuple[Parts, dict[str, Any]]:
         "personal": method.personal(replica),
         "replica": _read(replica, ("param", "grad")),
         "inner": {name: moment for name, moment in _read(replica, MOMENTS).items() if bool(moment.any())},
+        "reducer": node.seat.owed,
         "pending": {},
     }
     table = node.loop.driver.table
@@ -89,10 +90,10 @@ def take_up(node: Participant, saved: Checkpoint) -> None:
         _write_moments(driver.replica, saved.parts["inner"])
         driver.method.resume(driver.replica, {**saved.parts["method"], **saved.parts["personal"]})
         driver.take_up(_pending(node, cursors, saved.parts["pending"]))
+        node.seat.take_up(cursors.place, saved.parts.get("reducer", {}))
     except (KeyError, WrongState, ValueError) as error:
         raise _misfit(saved, error) from error
     node.loop.step, node.trainee.joined_at = cursors.step, cursors.joined_at
-    node.seat.take_up(cursors.place)
 
 
 def take_up_moments(node: Participant, saved: Checkpoint) -> None:

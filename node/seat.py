@@ -70,9 +70,15 @@ class Seat:
         """What a checkpoint remembers of the run."""
         return Place(dict(self._applied), self._agreed_tokens, self._own_tokens, self.members)
 
-    def take_up(self, place: Place) -> None:
+    @property
+    def owed(self) -> State:
+        """What a checkpoint remembers of what this node owes the others as their reducer."""
+        return self._courier.memory()
+
+    def take_up(self, place: Place, owed: State) -> None:
         """Open the streams again where a checkpoint was written."""
         self.open(place.rounds, place.agreed_tokens)
+        self._courier.take_up(owed)
         self._own_tokens, self.members = place.own_tokens, place.members
 
     @property

@@ -50,6 +50,9 @@ class Remembered(msgspec.Struct, frozen=True):
     pending: list[tuple[str, int]]
 
 
+TENSORS = ("method", "owed")  # the rest of such a state dict
+
+
 class SwarmOptimizer(torch.optim.Optimizer):
     """Trains a model of one's own together with peers far away.
 
@@ -268,13 +271,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         tensors = await loop.compute(lambda: {**method.snapshot(replica), **method.personal(replica)})
         pending = [(key.stream, key.round) for key in loop.driver.pending]
         facts = Remembered(loop.step, loop.seat.place, pending)
-        return {"method": tensors, **msgspec.to_builtins(facts)}
+        return {"method": tensors, "owed": loop.seat.owed, **msgspec.to_builtins(facts)}
 
     async def _recall(self, swarm: dict[str, Any]) -> None:
         loop = self._here.loop
         driver = loop.driver
         try:
-            facts = msgspec.convert({name: value for name, value in swarm.items() if name != "method"}, Remembered)
+            facts = msgspec.convert({name: value for name, value in swarm.items() if name not in TENSORS}, Remembered)
             await loop.compute(lambda: driver.method.resume(driver.replica, swarm["method"]))
             place = facts.place
         except (KeyError, TypeError, ValueError) as error:
@@ -289,7 +292,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             open_ones.append(Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride)))
         driver.take_up(open_ones)
         loop.step = facts.step
-        loop.seat.take_up(place)
+        loop.seat.take_up(place, swarm.get("owed", {}))
 
 
 class _News:

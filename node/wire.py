@@ -1,4 +1,4 @@
-"""Tensors to shards and back: the cut, the payloads, and the reduction that the swarm is handed.
+"""Tensors to shards and back: the cut, the payloads, and the weighted mean.
 
 A shard is about 1 MiB of raw float32: a run of segments, each a flat range of one tensor, encoded alone. The cut is a
 pure function of names, shapes and codec, so all peers make the same without a word. Payload of a shard: for each
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farflock.compression.codec import Codec, Context, CorruptPayload
 from farflock.compression.payload import largest
-from farflock.swarm.streams import CheckShard, ReduceShard, Reduction
+from farflock.swarm.streams import CheckShard
 
 SHARD_VALUES = 262_144
 MAX_ABS = 2.0**100  # larger values are no update of anything; bounding them keeps a weighted mean finite
@@ -140,26 +140,6 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
         scaled = [x * share for x in values]
         mean = [a.add_(b) for a, b in zip(mean, scaled, strict=True)] if mean else scaled
     return mean
-
-
-def reducer(cut: Cut, back: Codec) -> ReduceShard:
-    """The function that the swarm calls: decode in peer order, weighted mean, encode with the return codec. Corrupt
-    payloads are left out and named."""
-    returned = Cut(cut.shards, back, cut.run_seed)
-
-    def reduce(round_number: int, index: int, inputs: Sequence[tuple[str, float, bytes]]) -> Reduction:
-        usable, rejected = [], []
-        for peer, weight, payload in sorted(inputs):
-            try:
-                usable.append((weight, cut.decode(index, round_number, payload)))
-            except CorruptPayload:
-                rejected.append(peer)
-        if sum(weight for weight, _ in usable) < MIN_WEIGHT:
-            return Reduction(None, tuple(peer for peer, _, _ in inputs))
-        mean = [x.clamp_(-MAX_MEAN, MAX_MEAN) for x in weighted_mean(usable)]
-        return Reduction(returned.pack(index, round_number, mean), tuple(rejected))
-
-    return reduce
 
 
 def checker(cut: Cut) -> CheckShard:

@@ -44,11 +44,8 @@ METHODS: dict[str, type[Any]] = {
 # A preset is a method with options of it, chosen for the bytes that a peer sends: a hundredth and a five hundredth of DDP's in
 # a fp32 ring, with four peers.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "best-100": ("lean", {"period": 3, "correction": 0.2, "codec": "ecsq:280", "return_codec": "ecsq:280"}),
-    "best-500": (
-        "lean",
-        {"period": 8, "correction": 0.1, "decay": 0.8, "codec": "ecsq:480", "return_codec": "ecsq:480"},
-    ),
+    "best-100": ("lean", {"period": 3, "correction": 0.2, "codec": "ecsq:98", "return_codec": "ecsq:98"}),
+    "best-500": ("lean", {"period": 5, "correction": 0.0, "codec": "ecsq:31", "return_codec": "ecsq:31"}),
 }
 NAMES = (*METHODS, *PRESETS)
 

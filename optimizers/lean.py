@@ -1,22 +1,25 @@
 """Lean averaging: frequent means of what replicas have moved away from phi, about a bit a value; what a coarse codec leaves
 out stays in the replica (ours; the parts are known: local SGD, error feedback, entropy-coded quantisation).
 
-    every `period` steps:   D = theta - phi,  q = C(D) is sent;   phi <- phi + C(mean q)
+    every `period` steps:   D = theta - phi,  q = C(D) is sent;   d = C(mean q + e),  phi <- phi + d
                             theta <- phi + decay·(D - q) + steps made since D was taken
-                            exp_avg <- exp_avg - sqrt(exp_avg_sq)·clip(correction·(mean - q) / rate, ±cap)
+                            exp_avg <- exp_avg - sqrt(exp_avg_sq)·clip(correction·(d - q) / rate, ±cap)
+    whoever reduces:        e <- mean q + e - d
 
-The residual D - q needs no buffer: the next gradients are taken where it is, and D contains it again. No outer momentum.
+The residual D - q needs no buffer: the next gradients are taken where it is, and D contains it again. No outer momentum. What
+the second coding leaves out, e, is kept by the reducer (`compensate`): measured on 0.47M parameters and 400 steps, without it
+99 % of DDP's gain fall to 75 % at a bit a value, and below nothing at a third of a bit.
 
-The last line, momentum correction: an exchange moves a replica by mean - q, away from what its own batches alone asked for.
+The third line, momentum correction: an exchange moves a replica by d - q, away from what its own batches alone asked for.
 AdamW moves theta by -rate·exp_avg / sqrt(exp_avg_sq), so the batches' own part that is now gone from theta had entered
-exp_avg as about (mean - q)·sqrt(exp_avg_sq) / rate. Left there it would walk the same way again. For white noise and no codec
+exp_avg as about (d - q)·sqrt(exp_avg_sq) / rate. Left there it would walk the same way again. For white noise and no codec
 all of it is still there after 1 step, about 0.4 after 3; with a coarse codec q also holds older noise, which exp_avg has
 forgotten, so less is better. `rate` is not the schedule's but measured: the factor that best explains the last step of each
 tensor, so that AdamW's bias corrections are in it, whoever sets the rate. As this is a loop of feedback, no value moves by
 more than `cap` of its gradient's usual size, sqrt(exp_avg_sq).
 
-Work that was not taken stays whole in theta, undecayed, and the next D contains it. Means are coded a second time, on their
-way back; what that loses is lost for all alike. Without exp_avg_sq (SGD, Muon's matrices) there is nothing to correct.
+Work that was not taken stays whole in theta, undecayed, and the next D contains it. Without exp_avg_sq (SGD, Muon's matrices)
+there is nothing to correct.
 """
 
 import math
@@ -46,8 +49,8 @@ class Lean:
     decay: float = 1.0
     correction: float = 0.2
     cap: float = 1.0
-    codec: str = "ecsq:280"
-    return_codec: str = "ecsq:280"
+    codec: str = "ecsq:98"
+    return_codec: str = "ecsq:98"
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
@@ -184,6 +187,7 @@ class Lean:
             tensors,
             codec=self.codec,
             return_codec=self.return_codec,
+            compensate=True,
             apply_after=self.delay,
             deadline_s=self.deadline_s,
         )

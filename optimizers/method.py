@@ -59,6 +59,9 @@ class Exchange:
     Rounds of all streams count on one axis, on which views begin; a stream has every `stride`-th round, from its
     specimen's on, so that streams with different periods move along it together. With `enough` above 0 a round closes as
     soon as so many contributions are whole, else when all members' are, or at the deadline.
+
+    With `compensate`, what the return codec leaves out of a shard's mean is added to its next one: a coarse codec then delays
+    and does not lose (kind mean, everybody).
     """
 
     key: Key
@@ -68,6 +71,7 @@ class Exchange:
     weight: float = 1.0
     codec: str = "fp16"
     return_codec: str = "bf16"
+    compensate: bool = False
     stride: int = 1
     enough: int = 0
     apply_after: int = 0

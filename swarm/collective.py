@@ -1,7 +1,7 @@
 """One exchange of a whole group: offers, reduction shard by shard, and one close list that all apply.
 
 Sans I/O: events come in (`receive`, `fetched`, `reduced`, `tick`), actions go out (`take`). In a mean, shard s is
-reduced by the first live member of a rotation of the seeded order; each reduced shard is an item. In a gather, each
+reduced by the first live member of a rotation that is the same in all rounds; each reduced shard is an item. In a gather, each
 member's shards are the items. Members fetch the items and say what they hold; a proposer puts forward only what a
 quorum holds; what is decided (swarm/decide.py) is applied by everybody who holds its content, and fetched by who does
 not. The same code runs for a member that is still computing: it has no offer yet, but reduces, holds and votes.
@@ -122,7 +122,8 @@ def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
 
 @dataclass(slots=True)
 class Collective:
-    """One exchange as member `me` of `group` sees it; `ordered` is the seeded order of the group's indices."""
+    """One exchange as member `me` of `group` sees it. Of the group's indices, `ordered` says who proposes first, `rotation` who
+    reduces what: the same for all rounds, unlike the former, which it is where it is not given."""
 
     key: Key
     view: bytes
@@ -133,6 +134,7 @@ class Collective:
     started_s: float
     prior_tokens: int = 0
     holding: Callable[[bytes], bool] = lambda digest: False  # whether the chunk store has this digest
+    rotation: tuple[int, ...] = ()
 
     decision: Decision = field(init=False)
     holdings: Holdings = field(init=False)
@@ -153,6 +155,7 @@ class Collective:
     _gathered: tuple[int, list[int]] = (-1, [])  # whose payload is agreed whole, as of a version of the holdings
 
     def __post_init__(self) -> None:
+        self.rotation = self.rotation or self.ordered
         places = self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
         self.holdings = Holdings(places, len(self.group), self.me)
         self.decision = Decision(self.key, self.view, self.me, len(self.group), self.ordered)
@@ -311,13 +314,13 @@ class Collective:
 
     def _is_mine(self, shard: int, now_s: float) -> bool:
         """Whether I reduce this shard: the first of its rotation does, then whoever follows the dead or the silent."""
-        rank = (self._place - shard) % len(self.ordered)
+        rank = reducers(self.rotation, shard).index(self.me)
         if rank == 0:
             return True
         rivals = self.holdings.rivals[shard]
         if any(digest in self.holdings.held for digest in rivals):
             return False
-        if all(member in self.suspects for member in reducers(self.ordered, shard)[:rank]):
+        if all(member in self.suspects for member in reducers(self.rotation, shard)[:rank]):
             return True
         return not rivals and now_s >= self.started_s + self.terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
 
@@ -351,7 +354,7 @@ class Collective:
         if known - self.suspects:
             return tuple(sorted(known))
         gathered = self.terms.kind == "gather"
-        ought = (item.index // self.terms.shards,) if gathered else reducers(self.ordered, item.index)
+        ought = (item.index // self.terms.shards,) if gathered else reducers(self.rotation, item.index)
         return tuple(dict.fromkeys(member for member in (*sorted(known), *ought) if member != self.me))
 
     def _fetch_item(self, item: Item) -> None:

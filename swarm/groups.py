@@ -12,11 +12,17 @@ T = TypeVar("T")
 
 
 def order(members: Sequence[PeerId], seed: int, view: bytes, key: Key) -> tuple[PeerId, ...]:
-    """The members in the seeded order of this exchange: proposers, reducers and groups are read off it."""
+    """The members in the seeded order of this exchange: proposers and groups are read off it."""
     salt = b"\x00".join(
         (str(seed).encode(), view, key.stream.encode(), str(key.round).encode(), str(key.attempt).encode())
     )
     return tuple(sorted(members, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest()))
+
+
+def rotation(members: Sequence[PeerId], seed: int, stream: str) -> tuple[PeerId, ...]:
+    """The members in the order from which reducers are read off: the same in all rounds, and where a member comes or goes the
+    others keep theirs, for a reducer may have to remember what it left out."""
+    return order(members, seed, b"", Key(stream, 0))
 
 
 def group_of(me: PeerId, members: Sequence[PeerId], size: int, seed: int, view: bytes, key: Key) -> tuple[PeerId, ...]:
@@ -27,8 +33,8 @@ def group_of(me: PeerId, members: Sequence[PeerId], size: int, seed: int, view: 
     return ordered[start : start + size]
 
 
-def reducers(ordered: Sequence[T], shard: int) -> tuple[T, ...]:
+def reducers(rotation: Sequence[T], shard: int) -> tuple[T, ...]:
     """Who reduces this shard, and who takes over in which order: a rotation, so that load is even; the next
     member takes over what a dead one leaves."""
-    shift = shard % len(ordered)
-    return tuple(ordered[shift:]) + tuple(ordered[:shift])
+    shift = shard % len(rotation)
+    return tuple(rotation[shift:]) + tuple(rotation[:shift])

@@ -23,7 +23,7 @@ from farflock.swarm.collective import (
     Terms,
     decode_close_list,
 )
-from farflock.swarm.groups import order
+from farflock.swarm.groups import order, rotation
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
@@ -256,9 +256,7 @@ class Rounds:
             return None
         self._port.touched = max(self._port.touched, key.round)
         terms = _terms(state.stream)
-        seeded = order(view.peers, self._port.seed, view.hash, key)
-        ordered = tuple(view.peers.index(peer) for peer in seeded)
-        machine = self._make(key, view, me, ordered, terms, state.tokens)
+        machine = self._make(key, view, me, terms, state.tokens)
         self._machines[key] = machine
         return machine
 
@@ -270,11 +268,12 @@ class Rounds:
         self._machines.pop(machine.key, None)
         return True
 
-    def _make(
-        self, key: Key, view: View, me: int, ordered: tuple[int, ...], terms: Terms, prior_tokens: int
-    ) -> Collective:
-        now_s = self._port.now()
-        return Collective(key, view.hash, view.peers, me, ordered, terms, now_s, prior_tokens, self._holding(key))
+    def _make(self, key: Key, view: View, me: int, terms: Terms, prior_tokens: int) -> Collective:
+        now_s, seed, peers = self._port.now(), self._port.seed, view.peers
+        ordered = tuple(peers.index(peer) for peer in order(peers, seed, view.hash, key))
+        rotated = tuple(peers.index(peer) for peer in rotation(peers, seed, key.stream))
+        holding = self._holding(key)
+        return Collective(key, view.hash, peers, me, ordered, terms, now_s, prior_tokens, holding, rotated)
 
     def _holding(self, key: Key) -> Callable[[bytes], bool]:
         """Whether a chunk is here; if so it stays until the exchange is over, whoever brought it."""

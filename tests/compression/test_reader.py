@@ -38,7 +38,7 @@ NAMES = [
         "topk2:1/2",
         "topk2:2/17",
         "ecsq:100",
-        "ecsq:900",
+        "ecsq:31",
         "ecsq:150+zstd",
     ),
 ]
@@ -212,16 +212,15 @@ def read_topk2(payload, n, k, chunk):
     return out
 
 
-def read_ecsq(payload, n, share):
-    need(len(payload) <= length(f"ecsq:{share}", n))
+def read_ecsq(payload, n, rate):
+    need(len(payload) <= length(f"ecsq:{rate}", n))
     if not n:
         return []
-    blocks = math.ceil(n / 4096)
-    need(len(payload) >= 2 * blocks + 8)
-    *steps, a, b = struct.unpack(f"<{blocks}HII", payload[: 2 * blocks + 8])
-    need(all(step == 0 or 0x0080 <= step <= 0x7F7F for step in steps))
+    need(len(payload) >= 10)
+    step, a, b = struct.unpack("<HII", payload[:10])
+    need(step == 0 or 0x0080 <= step <= 0x7F7F)
     need(b <= a <= n)
-    rest = payload[2 * blocks + 8 :]
+    rest = payload[10:]
     need(len(rest) >= math.ceil(a / 8))
     signs, rest = read_planes(rest[: math.ceil(a / 8)], a, 1), rest[math.ceil(a / 8) :]
     zeros, rest = read_list(rest, a)
@@ -231,13 +230,13 @@ def read_ecsq(payload, n, share):
     codes, at = [1] * a, -1
     for gap, more in zip(ones, excess, strict=True):
         at += gap + 1
-        need(at < a and more + 2 <= 8191)
+        need(at < a and more + 2 <= 4096)
         codes[at] = more + 2
     out, at = [0] * n, -1
     for gap, code, negative in zip(zeros, codes, signs, strict=True):
         at += gap + 1
         need(at < n)
-        value = code * number_of(steps[at // 4096] << 16)
+        value = code * number_of(step << 16)
         need(value < 2.0**128)
         out[at] = bits_of(value) | negative << 31
     return out
@@ -264,8 +263,7 @@ def length(name, n):
             kept = kept_of(n, a, b)
             return 4 * len(kept) + math.ceil(2 * sum(kept) / 8) + most(sum(kept), n - sum(kept))
         case "ecsq":
-            lists = 2 * most(n, 0) + most(n * 100 * 257 // (256 * a) + 1, 0)
-            return 2 * math.ceil(n / 4096) + 8 + math.ceil(n / 8) + lists if n else 0
+            return 21 + math.ceil(n * max(a, 200) / 800) if n else 0
         case "topk":
             m = a * (n // b) + min(a, n % b)
             return math.ceil((b - 1).bit_length() * m / 8) + 4 * math.ceil(m / a) + m

@@ -9,7 +9,8 @@ import torch
 SCRIPT = """
 import hashlib, json, torch
 from farflock.compression.catalog import codec
-from farflock.node.wire import Cut, reducer, weighted_mean
+from farflock.node.reducer import Reducer
+from farflock.node.wire import Cut, weighted_mean
 from farflock.optimizers.feedback import message
 from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 
@@ -34,7 +35,7 @@ shapes = {"a": (4099,), "b": (17,)}
 for out in ("int8", "topk:64/4096"):
     cut = Cut.of(shapes, codec(out))
     payloads = [(str(n), weight, cut.pack(0, 0, values)) for n, (weight, values) in enumerate(inputs)]
-    report[out] = hashlib.sha256(reducer(cut, codec("bf16"))(0, 0, payloads).data).hexdigest()
+    report[out] = hashlib.sha256(Reducer(cut, codec("bf16"), compensate=False).reduce(0, 0, payloads).data).hexdigest()
 print(json.dumps(report))
 """
 

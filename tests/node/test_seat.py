@@ -49,7 +49,7 @@ def seated(bench, text, work, method="diloco", peers=1):
 
 def test_progress_is_the_agreed_tokens_and_what_everybody_has_presumably_trained_since(bench, text):
     async def work(node):
-        node.seat.take_up(Place({"delta": 4}, 1000, 30, 5))
+        node.seat.take_up(Place({"delta": 4}, 1000, 30, 5), {})
         return node.seat.progress(7), node.seat.place
 
     progress, place = seated(bench, text, work)

@@ -1,4 +1,4 @@
-"""Shards: the cut, the payloads, and the reduction, with hostile bytes and huge values."""
+"""Shards: the cut and the payloads, with hostile bytes and huge values."""
 
 import itertools
 import math
@@ -19,7 +19,6 @@ from farflock.node.wire import (
     Segment,
     checker,
     decode_all,
-    reducer,
     weighted_mean,
 )
 
@@ -242,67 +241,3 @@ def test_the_mean_of_the_largest_values_that_are_let_in_is_finite():
     for peers in (1, 2, 3, 7, 64):
         mean = weighted_mean([(1.0, [torch.full((3,), MAX_ABS)])] * peers)[0]
         assert float(mean.max()) == pytest.approx(MAX_ABS)
-
-
-# the reduction
-
-
-def test_the_reducer_takes_the_mean_in_peer_order_whatever_the_order_of_arrival():
-    shapes = {"x": (99,)}
-    cut = Cut.of(shapes, codec("fp16"))
-    weights = {"a": 0.3, "b": 7.0, "c": 1.0, "d": 0.1}
-    inputs = [(peer, weights[peer], cut.encode(0, 0, tensors_of(shapes, seed))) for seed, peer in enumerate("dacb")]
-    reduce = reducer(cut, codec("fp32"))
-    (result,) = {reduce(0, 0, order) for order in itertools.permutations(inputs)}
-    decoded = Cut(cut.shards, codec("fp32"), 0).decode(0, 0, result.data)[0]
-    values = {peer: (weight, cut.decode(0, 0, payload)) for peer, weight, payload in inputs}
-    assert torch.equal(decoded, weighted_mean([values[peer] for peer in "abcd"])[0])
-    assert not torch.equal(decoded, weighted_mean([values[peer] for peer in "dcba"])[0])
-    assert result.rejected == ()
-
-
-@pytest.mark.parametrize(
-    "bad", [b"", struct.pack("<I4f", 15, 0, 0, 0, 0), struct.pack("<I4f", 16, math.nan, 0, 0, 0), b"x" * 21]
-)
-def test_corrupt_contributions_are_left_out_and_named(bad):
-    good = [("a", 1.0, packed(1.0, 2.0, 3.0, 4.0)), ("c", 3.0, packed(5.0, 2.0, -1.0, 0.0))]
-    result = reducer(EXACT, codec("fp32"))(0, 0, [good[1], ("b", 100.0, bad), good[0]])
-    assert result.rejected == ("b",)
-    assert EXACT.decode(0, 0, result.data)[0].tolist() == [4.0, 2.0, 0.0, 1.0]
-
-
-def test_with_nothing_usable_there_is_no_mean_and_everybody_is_named():
-    result = reducer(EXACT, codec("fp32"))(0, 0, [("a", 1.0, b"?"), ("b", 1.0, b"")])
-    assert result.data is None
-    assert result.rejected == ("a", "b")
-
-
-@pytest.mark.parametrize("back", ["fp32", "bf16", "fp16", "int8", "int4"])
-@pytest.mark.parametrize("peers", [1, 2, 3, 7, 63])
-def test_what_comes_back_of_the_largest_values_is_let_in_by_everybody(back, peers):
-    """Rounding may lift a mean of values at the limit over it; then the round would fail for all."""
-    huge = [(f"{peer:02}", 1.0, packed(MAX_ABS, -MAX_ABS, 1.0, 0.0)) for peer in range(peers)]
-    result = reducer(EXACT, codec(back))(0, 0, huge)
-    decoded = Cut(EXACT.shards, codec(back), 0).decode(0, 0, result.data)[0]
-    assert decoded[:2].tolist() == pytest.approx([65504, -65504] if back == "fp16" else [MAX_ABS / 2, -MAX_ABS / 2])
-
-
-def test_the_mean_travels_back_in_the_return_codec():
-    result = reducer(EXACT, codec("bf16"))(0, 0, [("a", 1.0, packed(1.0, 1.001, 2.0, 3.0))])
-    assert len(result.data) == 4 + 2 * 4
-    back = Cut(EXACT.shards, codec("bf16"), 0)
-    assert back.decode(0, 0, result.data)[0].tolist() == [1.0, 1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize("weight", [0.0, 1e-300, 1e-40])
-def test_weights_that_are_nothing_in_float32_make_no_mean(weight):
-    result = reducer(EXACT, codec("fp32"))(0, 0, [("a", weight, packed(1.0, 2.0, 3.0, 4.0))])
-    assert result.data is None
-
-
-@pytest.mark.parametrize("weight", [1e-300, 1e-20, 1e18])
-def test_all_weights_that_a_message_can_hold_give_a_finite_mean(weight):
-    inputs = [("a", 1.0, packed(1.0, 2.0, 3.0, 4.0)), ("b", weight, packed(5.0, 2.0, 3.0, -4.0))]
-    result = reducer(EXACT, codec("fp32"))(0, 0, inputs)
-    expected = [1.0, 2.0, 3.0, 4.0] if weight < 1 else [5.0, 2.0, 3.0, -4.0]
-    assert EXACT.decode(0, 0, result.data)[0].tolist() == pytest.approx(expected)

@@ -86,7 +86,7 @@ def adam():
 # What travels, and what stays
 
 
-@pytest.mark.parametrize("spec", ["ecsq:240", "ecsq:400", "int8", "topk:4/32"])
+@pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:31", "int8", "topk:4/32"])
 @pytest.mark.parametrize("decay", [0.0, 0.8, 1.0])
 def test_what_was_not_sent_stays_in_the_replica_and_goes_with_the_next_message(vectors, spec, decay):
     made = Lean(period=1, codec=spec, return_codec=spec, decay=decay)
@@ -119,7 +119,7 @@ def test_without_a_codec_it_is_the_mean_replica(vectors):
         assert torch.equal(read(replica), phi(made, replica))
 
 
-@pytest.mark.parametrize("spec", ["ecsq:240", "ecsq:800"])
+@pytest.mark.parametrize("spec", ["ecsq:100", "ecsq:20"])
 def test_all_of_a_descent_arrives_in_the_end(vectors, spec):
     """By itself and with gradients of zero, phi goes where theta is; nothing of the work is lost on the way."""
     made, replica = Lean(period=1, codec=spec, return_codec="fp32"), vectors(x=normal(0))
@@ -326,7 +326,7 @@ def test_phi_has_the_same_bits_at_peers_whose_replicas_differ(vectors):
     for number in range(4):
         asked = [work(made, replica, integers(10 * number + who)) for who, (made, replica) in enumerate(peers)]
         sent = [through(made.codec, one.tensors["x"]) for (made, _), one in zip(peers, asked, strict=True)]
-        mean = {"x": through("ecsq:240", (sent[0] + sent[1] + sent[2]) / 3)}
+        mean = {"x": through("ecsq:100", (sent[0] + sent[1] + sent[2]) / 3)}
         for (made, replica), one, mine in zip(peers, asked, sent, strict=True):
             result = Result("ok", number + 1, ("a", "b", "c"), (1.0,) * 3, mean, None, {"x": mine}, {"x": [(0, 24)]})
             made.apply(replica, one, result)
@@ -338,7 +338,7 @@ def test_phi_has_the_same_bits_at_peers_whose_replicas_differ(vectors):
 
 
 def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
-    made = Lean(period=1, decay=0.75, codec="ecsq:240", return_codec="ecsq:240")
+    made = Lean(period=1, decay=0.75, codec="ecsq:100", return_codec="ecsq:100")
     replica = vectors(x=integers(0))
     for number in range(3):
         exchange = work(made, replica, integers(10 + number))
@@ -352,7 +352,7 @@ def test_the_bits_of_three_rounds_are_those_of_the_golden_file(vectors, golden):
 
 
 def test_a_joiner_begins_at_phi_with_moments_of_its_own(adam):
-    made, replica = Lean(period=1, codec="ecsq:400"), adam(normal(0))
+    made, replica = Lean(period=1, codec="ecsq:31"), adam(normal(0))
     exchange = work(made, replica, normal(1))
     made.apply(replica, exchange, answer(made, exchange, normal(2)))
     assert not torch.equal(read(replica), phi(made, replica))
@@ -365,7 +365,7 @@ def test_a_joiner_begins_at_phi_with_moments_of_its_own(adam):
 
 
 def test_carrying_puts_all_own_work_on_the_new_phi(adam):
-    made, replica = Lean(period=1, codec="ecsq:400"), adam(normal(0))
+    made, replica = Lean(period=1, codec="ecsq:31"), adam(normal(0))
     exchange = work(made, replica, normal(1))
     made.apply(replica, exchange, answer(made, exchange, normal(2)))
     work(made, replica, normal(3))  # residual, work on its way
@@ -390,7 +390,7 @@ def test_carrying_puts_all_own_work_on_the_new_phi(adam):
         ({"cap": 0.0}, "a cap of 0.0 bounds no correction"),
         ({"cap": float("inf")}, "a cap of inf"),
         ({"deadline_s": 0.0}, "a deadline of 0.0 s is none"),
-        ({"codec": "ecsq:99"}, "ecsq with a step of 99 percent"),
+        ({"codec": "ecsq:999"}, "ecsq at 999 hundredths of a bit"),
         ({"return_codec": "int9"}, "codec 'int9' is not known"),
     ],
 )

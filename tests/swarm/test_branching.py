@@ -349,7 +349,7 @@ async def test_hostile_messages_about_branches_change_nothing_and_are_counted(he
 @lines(5)
 async def test_a_stranger_cannot_lend_tokens_to_a_line_that_it_is_not_in(herd):
     herd.network.partition(ids(herd, 0, 1, 2), ids(herd, 3, 4))
-    await until(lambda: names_of(herd, 3, 4) != {None}, AFTER_S + 15, "the branch")
+    await until(lambda: None not in names_of(herd, 3, 4), AFTER_S + 15, "the branch")
     await until(lambda: len(herd.nodes[0].members) == 3, 20, "the main line's view")
     node, stranger = herd.nodes[0], IDENTITIES[4].peer
     chain = herd.nodes[3].peer.port.views
