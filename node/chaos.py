@@ -19,7 +19,7 @@ import torch
 
 from farflock.node.chaos_arms import PHASES, Arm, CountingTrainee, arm_of
 from farflock.node.courier import Courier
-from farflock.node.crew import warm
+from farflock.node.crew import end_with_parent, warm
 from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.seat import Seat
@@ -433,8 +433,9 @@ def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None)
 
 
 def _quieten(level: int) -> None:
-    """A worker says as little as its parent."""
+    """A worker says as little as its parent, and ends with it."""
     logging.getLogger("farflock").setLevel(level)
+    end_with_parent()
 
 
 def faults_of(seed: int) -> list[tuple[str, str]]:

@@ -1,6 +1,8 @@
 """How work is given to other processes of this machine."""
 
 import multiprocessing
+import os
+import threading
 from multiprocessing.context import ForkServerContext, SpawnContext
 
 
@@ -15,3 +17,15 @@ def warm(module: str) -> ForkServerContext | SpawnContext:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([module])
     return server
+
+
+def end_with_parent() -> None:
+    """For a worker of a pool: end when its parent does, however that ends; it would wait for the pool's queue for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process is no worker"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with parent", daemon=True).start()

@@ -43,7 +43,7 @@ class Ending:
             if self.asked is None:
                 raise
         except Exception as error:
-            # A terminal's Ctrl-C reaches the daemon as well, and what then fails is no news.
+            # Outside Linux a terminal's Ctrl-C reaches the directory's daemon as well, and what then fails is no news.
             if self.asked is None or self.gently is not None:
                 raise
             log.debug("asked to end, it failed: %s", error)

@@ -80,8 +80,8 @@ NO_DOOR_OPENS = ("bootstrap", "failed to find any peer")  # what the daemon says
 MAX_PEER_ID_BYTES = 64
 
 _SOCKET_FOLDER = Path("/tmp")  # hivemind's choice
-_DIE_WITH_PARENT = (  # PR_SET_PDEATHSIG = 1, SIGKILL = 9; then the parent may already be gone
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);"
+_DIE_WITH_PARENT = (  # PR_SET_PDEATHSIG = 1, SIGKILL = 9; then the parent may already be gone. A terminal's Ctrl-C is for us.
+    "import ctypes,os,sys;os.setpgid(0,0);ctypes.CDLL(None).prctl(1,9);"
     "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
 )
 _starting: contextvars.ContextVar[list["BoundDaemon"]] = contextvars.ContextVar("starting")

@@ -1,9 +1,12 @@
 """Processes for work are forks of one that has imported its module, and of nobody who has opened anything."""
 
+import contextlib
 import json
 import multiprocessing
+import signal
 import sys
 
+import psutil
 import pytest
 
 from farflock.node.crew import warm
@@ -37,6 +40,27 @@ def test_workers_are_forks_of_one_process_that_has_imported_the_module(nursery, 
     assert parent != mine
     assert imported
     assert not here
+
+
+ORPHANS = f"""
+import concurrent.futures, os, signal, sys, time
+from farflock.node.crew import end_with_parent, warm
+
+if __name__ == "__main__":
+    pool = concurrent.futures.ProcessPoolExecutor(2, warm("{MODULE}"), end_with_parent)
+    print(pool.submit(os.getpid).result(60), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.net
+@pytest.mark.timeout(100)
+def test_workers_end_with_a_parent_that_is_killed(nursery, tmp_path):
+    (tmp_path / "program.py").write_text(ORPHANS)
+    done = nursery.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90)
+    assert done.returncode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(30)
 
 
 def test_where_there_are_no_forks_processes_start_from_scratch(monkeypatch):

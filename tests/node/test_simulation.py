@@ -61,7 +61,13 @@ def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: st
 
 
 @pytest.mark.parametrize(
-    "method", ["noloco", pytest.param("diloco", marks=pytest.mark.long), pytest.param("ddp", marks=pytest.mark.long)]
+    "method",
+    [
+        "noloco",
+        pytest.param("diloco", marks=pytest.mark.long),
+        pytest.param("ddp", marks=pytest.mark.long),
+        pytest.param("lean", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: str):
     whole = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "whole")
