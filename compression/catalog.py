@@ -10,6 +10,7 @@ from farflock.compression.fp4 import Fp4
 from farflock.compression.half import Half
 from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
+from farflock.compression.lowrank import LowRank
 from farflock.compression.raw import Raw
 from farflock.compression.sign import Sign
 from farflock.compression.sparse2 import TopK2
@@ -27,6 +28,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "topk:64/4096": TopK,
     "topk2:64/4096": TopK2,
     "ecsq:100": Ecsq,
+    "lowrank:4": LowRank,
     "bf16+zstd": lambda: Zstd(Half("bf16")),
 }
 
@@ -38,6 +40,7 @@ _WITH_NUMBERS: dict[str, Callable[..., Codec]] = {
     r"topk:([1-9][0-9]{0,4})/([1-9][0-9]{0,4})": TopK,
     r"topk2:([1-9][0-9]{0,4})/([1-9][0-9]{0,4})": TopK2,
     r"ecsq:([1-9][0-9]{0,4})": Ecsq,
+    r"lowrank:([1-9][0-9]{0,4})": LowRank,
 }
 
 _SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's manifest

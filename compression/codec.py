@@ -23,12 +23,16 @@ class UnencodableTensor(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Names one encoding: what codecs derive shared randomness from. Equal on sender and receiver."""
+    """Names one encoding: what codecs derive shared randomness from. Equal on sender and receiver.
+
+    `columns` are the values in a row of the tensor, 0 for a vector.
+    """
 
     run_seed: int = 0
     round: int = 0
     tensor: str = ""
     shard: int = 0
+    columns: int = 0
 
 
 class Codec(Protocol):

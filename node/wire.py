@@ -25,11 +25,12 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The flat range [start, stop) of one tensor."""
+    """The flat range [start, stop) of one tensor, which has so many columns (0: a vector)."""
 
     tensor: str
     start: int
     stop: int
+    columns: int = 0
 
     @property
     def count(self) -> int:
@@ -105,7 +106,7 @@ class Cut:
             raise CorruptPayload(f"shard {index} has {len(view)} bytes, its segments {at}")
 
     def _context(self, index: int, round_number: int, segment: Segment) -> Context:
-        return Context(self.run_seed, round_number, segment.tensor, index)
+        return Context(self.run_seed, round_number, segment.tensor, index, segment.columns)
 
 
 def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[Segment]:
@@ -114,7 +115,7 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
         granule = codec.granule(shape)
         step = max(SHARD_VALUES // granule, 1) * granule
         for start in range(0, max(count, 1), step):
-            yield Segment(name, start, min(start + step, count))
+            yield Segment(name, start, min(start + step, count), shape[-1] if len(shape) > 1 else 0)
 
 
 def decode_all(

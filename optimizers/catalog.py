@@ -45,7 +45,7 @@ METHODS: dict[str, type[Any]] = {
 # a fp32 ring, with four peers.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "best-100": ("lean", {"period": 3, "correction": 0.2, "codec": "ecsq:98", "return_codec": "ecsq:98"}),
-    "best-500": ("lean", {"period": 5, "correction": 0.0, "codec": "ecsq:31", "return_codec": "ecsq:31"}),
+    "best-500": ("lean", {"period": 8, "correction": 0.0, "codec": "ecsq:48", "return_codec": "ecsq:48"}),
 }
 NAMES = (*METHODS, *PRESETS)
 

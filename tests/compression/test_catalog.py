@@ -10,6 +10,7 @@ from farflock.compression.fp4 import Fp4
 from farflock.compression.half import Half
 from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
+from farflock.compression.lowrank import LowRank
 from farflock.compression.raw import Raw
 from farflock.compression.sign import Sign
 from farflock.compression.sparse2 import TopK2
@@ -37,6 +38,7 @@ def test_a_key_is_the_name_of_what_it_builds(name):
         ("sign:4096", Sign(4096)),
         ("topk2:8/512", TopK2(8, 512)),
         ("ecsq:150", Ecsq(150)),
+        ("lowrank:8", LowRank(8)),
     ],
 )
 def test_a_name_says_everything_about_its_codec(spec, expected):
@@ -61,6 +63,7 @@ def test_a_default_number_is_left_out_of_the_name():
         ("topk", "topk:64/4096"),
         ("topk2", "topk2:64/4096"),
         ("ecsq", "ecsq:100"),
+        ("low-rank", "lowrank:4"),
         ("signs", "sign"),
         ("fp5", "fp4"),
         ("zstd", "bf16+zstd"),
@@ -111,6 +114,7 @@ def test_a_malformed_name_is_refused_in_a_short_sentence(spec):
         "fp4:65538",
         "sign:65537",
         "ecsq:251",
+        "lowrank:257",
         "ecsq:99999",
     ],
 )
@@ -124,7 +128,9 @@ def test_a_half_precision_that_does_not_exist_is_refused():
         Half("fp8")
 
 
-@given(st.text(max_size=30) | st.from_regex(r"(int[48]|topk2?|fp4|sign|ecsq):[0-9/]{1,9}(\+zstd)?", fullmatch=True))
+@given(
+    st.text(max_size=30) | st.from_regex(r"(int[48]|topk2?|fp4|sign|ecsq|lowrank):[0-9/]{1,9}(\+zstd)?", fullmatch=True)
+)
 def test_any_text_is_a_codec_or_a_value_error(spec):
     try:
         built = codec(spec)
@@ -134,5 +140,11 @@ def test_any_text_is_a_codec_or_a_value_error(spec):
 
 
 def test_only_what_drops_values_is_biased():
-    assert [name for name in CODECS if codec(name).biased] == ["sign", "topk:64/4096", "topk2:64/4096", "ecsq:100"]
+    assert [name for name in CODECS if codec(name).biased] == [
+        "sign",
+        "topk:64/4096",
+        "topk2:64/4096",
+        "ecsq:100",
+        "lowrank:4",
+    ]
     assert codec("topk:8/512+zstd").biased

@@ -86,6 +86,8 @@ def bound(name, x):
             return absmax_of_block(x, block) * (1 + 2.0**-14) + block * 2.0**-126
         case "ecsq":
             return ecsq_bound(x)
+        case "lowrank":  # of these, which are no matrices; test_lowrank.py has the others
+            return torch.maximum(size * 2.0**-8, torch.tensor(2.0**-134, dtype=torch.float64))
         case "topk2":
             return topk2_bound(x, *(int(number) for number in numbers.split("/")))
         case "topk":

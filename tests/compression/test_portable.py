@@ -45,7 +45,18 @@ def hashes(name):
     torch.set_flush_denormal(False)
     return found
 
+def products(flush):
+    # of a payload that is made up: who writes one may find other factors on another machine
+    codes = (mixed(4 * (96 + 512), 5) % 255 - 127).to(torch.int8)
+    payload = torch.tensor([2.0**-9 / 3, 0.1, 7.7, 1e-30]).numpy().tobytes() + codes.numpy().tobytes()
+    out = torch.empty(96 * 512)
+    torch.set_flush_denormal(flush)
+    codec("lowrank:4").decode(payload, Context(columns=512), out)
+    torch.set_flush_denormal(False)
+    return digest([out.numpy().tobytes()])
+
 report = {"capability": torch.backends.cpu.get_cpu_capability(), "codecs": {}, "kernels": {}}
+report["products"] = [products(False), products(True)]
 for name in [*CODECS, "int8:100", "int4:6", "topk:3/10", "fp4:6", "sign:10", "topk2:3/10", "ecsq:150"]:
     with native.using(None):
         report["codecs"][name] = hashes(name)
@@ -74,11 +85,13 @@ def test_bytes_and_values_are_equal_with_and_without_vector_instructions(plain, 
     vector = report(processors("avx2"))
     assert (plain["capability"], vector["capability"]) == ("DEFAULT", "AVX2")
     assert vector["codecs"] == plain["codecs"]
+    assert vector["products"] == plain["products"]
 
 
 def test_flushing_denormals_does_not_change_a_decoded_bit(plain):
     for name, (_, decoded, decoded_flushed) in plain["codecs"].items():
         assert decoded == decoded_flushed, name
+    assert len(set(plain["products"])) == 1
 
 
 def test_every_kernel_writes_and_reads_the_same_bits_as_torch_also_while_denormals_are_flushed(plain):

@@ -262,6 +262,8 @@ def length(name, n):
         case "topk2":
             kept = kept_of(n, a, b)
             return 4 * len(kept) + math.ceil(2 * sum(kept) / 8) + most(sum(kept), n - sum(kept))
+        case "lowrank":
+            return 2 * n
         case "ecsq":
             return 21 + math.ceil(n * max(a, 200) / 800) if n else 0
         case "topk":
@@ -314,6 +316,8 @@ def read(name, payload, n):
             return read_topk2(payload, n, *numbers)
         case "ecsq":
             return read_ecsq(payload, n, *numbers)
+        case "lowrank":
+            return read_bf16(payload, n)
 
 
 def decoded(name, payload, n):

@@ -1,0 +1,124 @@
+"""A matrix as a few outer products: for updates most of whose size lies in few directions, as those of attention's matrices.
+
+The best directions by subspace iteration (Halko, Martinsson and Tropp, SIAM Review 53, 2011, algorithm 4.4; PowerSGD, Vogels
+et al., arXiv:1905.13727, takes one such iteration a step and starts it where the last one ended). DiLoCoX (arXiv:2506.21263)
+sends both factors in four bits. Deviations: eight bits, for in four the left factor's error is as large as what many
+directions add; each payload starts anew, because a codec remembers nothing; the right factor is fitted to the left one as it
+is sent. What few directions do not hold is for error feedback to bring.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
+from farflock.compression.half import Half
+from farflock.compression.payload import append, values_at, within
+
+LARGEST = 2.0**100  # magnitudes above are cut down to it, so that sums of products stay finite
+SMALLEST = 2.0**-100  # scales below count as 0
+ITERATIONS = 2
+_LEVELS = 127
+_PLAIN = Half("bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """`rank` outer products of a column and a row of int8, each with a scale: rank · (rows + columns + 4) bytes.
+
+    Rows are the context's; where the values are no whole rows, and where bf16 takes no more bytes (vectors, small matrices),
+    all values are sent as bf16. Of the rest, the error's Frobenius norm is at most that of the values, a little more for
+    rounding: biased, a mean of these needs feedback. Magnitudes above 2^100 are first cut down to it.
+
+    The payload is the scales (float32), the left factors one after the other, the right factors. The decoder adds up
+    scale · (left · right) product by product, in order.
+    """
+
+    rank: int = 4
+
+    biased: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= 256:
+            raise ValueError(f"a low rank of {self.rank} is not possible; choose 1 to 256, usually 4")
+
+    @property
+    def name(self) -> str:
+        """`lowrank:RANK`."""
+        return f"lowrank:{self.rank}"
+
+    def granule(self, shape: tuple[int, ...]) -> int:
+        """Whole rows."""
+        return max(shape[-1], 1) if len(shape) > 1 else 1
+
+    def max_bytes(self, count: int) -> int:
+        """As bf16: products are sent only where they take less."""
+        return _PLAIN.max_bytes(count)
+
+    def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+        """Append scales and factors, or bf16."""
+        rank, rows, columns = self._shape(x.numel(), ctx)
+        if not rank:
+            return _PLAIN.encode(x, ctx, out)
+        values_MN = within(within(x), LARGEST).view(rows, columns)
+        left_MK, _ = _quantised(leading(values_MN, rank))
+        right_NK, scales_K = _quantised(fitted(values_MN, left_MK))
+        return append(out, scales_K) + append(out, left_MK.T.to(torch.int8)) + append(out, right_NK.T.to(torch.int8))
+
+    def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+        """Sum the products; scales outside their limits and the code -128 are refused."""
+        rank, rows, columns = self._shape(out.numel(), ctx)
+        if not rank:
+            _PLAIN.decode(payload, ctx, out)
+            return
+        size = rank * (rows + columns)
+        require_length(payload, 4 * rank + size, f"{self.name} for {rows} x {columns} values")
+        scales = values_at(payload, 0, rank, torch.float32)
+        usable = (scales == 0) | ((scales >= SMALLEST) & (scales <= LARGEST))
+        codes = values_at(payload, 4 * rank, size, torch.int8)
+        if not bool(usable.all()) or int(codes.amin()) < -_LEVELS:
+            raise CorruptPayload(f"a scale or a code of {self.name} is outside its limits")
+        left_KM = codes[: rank * rows].view(rank, rows).to(torch.float32)
+        right_KN = codes[rank * rows :].view(rank, columns).to(torch.float32)
+        out.zero_()
+        values_MN = out.view(rows, columns)
+        for scale, left_M, right_N in zip(scales, left_KM, right_KN, strict=True):
+            values_MN.add_((left_M[:, None] * right_N).mul_(scale))
+
+    def _shape(self, count: int, ctx: Context) -> tuple[int, int, int]:
+        """How many products, of how many rows and columns; no products where values are sent as they are."""
+        rows, rest = divmod(count, max(ctx.columns, 1))
+        rank = min(self.rank, rows, ctx.columns)
+        smaller = not rest and rank * (rows + ctx.columns + 4) < _PLAIN.max_bytes(count)
+        return (rank if smaller else 0), rows, ctx.columns
+
+
+def leading(values_MN: Tensor, rank: int) -> Tensor:
+    """An orthonormal (M, K): the directions in which the values' columns are largest, nearly. K = rank <= min(M, N)."""
+    columns, scale = values_MN.shape[1], float(values_MN.abs().amax())
+    scaled_MN = values_MN / scale if scale > 0 else values_MN
+    chance = np.random.Generator(np.random.Philox(rank))
+    right_NK = torch.from_numpy(chance.standard_normal((columns, rank), dtype=np.float32))
+    left_MK: Tensor = torch.linalg.qr(scaled_MN @ right_NK).Q
+    for _ in range(ITERATIONS):
+        left_MK = torch.linalg.qr(scaled_MN @ torch.linalg.qr(scaled_MN.T @ left_MK).Q).Q
+    return left_MK
+
+
+def fitted(values_MN: Tensor, left_MK: Tensor) -> Tensor:
+    """The (N, K) for which left @ right.T comes closest to the values in least squares."""
+    scale = float(values_MN.abs().amax()) or 1.0
+    right_KN: Tensor = torch.linalg.lstsq(left_MK.double(), (values_MN / scale).double()).solution
+    return (right_KN.T * scale).float()
+
+
+def _quantised(columns_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Each column in whole steps, the largest of it 127, and its step; 0 and 0 for one that is too small."""
+    steps_K = columns_MK.abs().amax(dim=0) / _LEVELS
+    steps_K = torch.where(steps_K >= SMALLEST, steps_K.clamp(max=LARGEST), 0.0)
+    safe_K = torch.where(steps_K > 0, steps_K, 1.0)
+    codes_MK = torch.where(steps_K > 0, columns_MK / safe_K, 0.0).round().clamp(-_LEVELS, _LEVELS)
+    return codes_MK, steps_K
