@@ -83,6 +83,7 @@ class Courier:
             first=specimen.key.round,
             stride=specimen.stride,
             enough=specimen.enough,
+            uniform=specimen.uniform,
         )
         self._peer.open(stream, after_round, tokens)
 

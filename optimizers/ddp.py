@@ -127,13 +127,13 @@ class DDP:
             weight=float(steps),
             codec=self.codec,
             return_codec=self.return_codec,
+            uniform=True,
             deadline_s=self.deadline_s,
         )
 
 
 def _counted(result: Result) -> bool:
-    """Whether some shard of mine was taken. A gradient that is only partly in counts as in: it has one weight, so its parts
-    cannot wait for different rounds, and what is lost is one peer's share of one step."""
+    """Whether mine is in: as a whole or not at all, for it has one weight, and its parts cannot wait for different rounds."""
     return any(result.taken.values())
 
 

@@ -62,6 +62,9 @@ class Exchange:
 
     With `compensate`, what the return codec leaves out of a shard's mean is added to its next one: a coarse codec then delays
     and does not lose (kind mean, everybody).
+
+    With `uniform` each contribution is in the mean as a whole or not at all; a member that dies at the wrong moment then costs
+    the others' reducers a second reduction.
     """
 
     key: Key
@@ -74,6 +77,7 @@ class Exchange:
     compensate: bool = False
     stride: int = 1
     enough: int = 0
+    uniform: bool = False
     apply_after: int = 0
     deadline_s: float = 30.0
     min_participants: int = 1

@@ -7,6 +7,9 @@ quorum holds; what is decided (swarm/decide.py) is applied by everybody who hold
 not. The same code runs for a member that is still computing: it has no offer yet, but reduces, holds and votes.
 
 A round that cannot be filled by the deadline is decided empty, so that all agree that it failed.
+
+In a `uniform` mean all shards hold the same contributions, so that each is in as a whole or not at all: where one shard has been
+reduced without a member, because it died while others fetched from it, the reducers of the other shards reduce again without it.
 """
 
 import collections
@@ -19,7 +22,7 @@ import msgspec
 
 from farflock.swarm.decide import Decision, Sends
 from farflock.swarm.groups import reducers
-from farflock.swarm.holdings import Holdings, Item
+from farflock.swarm.holdings import Holdings, Item, contributions
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     MAX_MEMBERS,
@@ -88,6 +91,7 @@ class Terms:
     deadline_s: float
     min_participants: int = 1
     enough: int = 0  # contributions of a gather that are; 0: everybody's
+    uniform: bool = False  # a mean whose shards all have the same contributions
 
 
 class BadCloseList(ValueError):
@@ -108,6 +112,8 @@ def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
     included = [member for member in range(MAX_MEMBERS) if any(mask >> member & 1 for mask in masks)]
     if members != included or (members and members[-1] >= size) or not all(masks):
         raise BadCloseList(f"a close list of members {members}, but its items are of {included}, in a group of {size}")
+    if terms.uniform and len(set(masks)) > 1:
+        raise BadCloseList("shards with different contributions, in a mean that has each as a whole")
     owners = members if terms.kind == "gather" else [0] if close.items else []
     if [item.index for item in close.items] != [
         owner * terms.shards + s for owner in owners for s in range(terms.shards)
@@ -157,7 +163,7 @@ class Collective:
     def __post_init__(self) -> None:
         self.rotation = self.rotation or self.ordered
         places = self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
-        self.holdings = Holdings(places, len(self.group), self.me)
+        self.holdings = Holdings(places, len(self.group), self.me, fewest=self.terms.uniform)
         self.decision = Decision(self.key, self.view, self.me, len(self.group), self.ordered)
 
     # events
@@ -264,6 +270,8 @@ class Collective:
             return
         if self.terms.kind == "mean":
             self._reduce(now_s, concerned)
+            if self.terms.uniform:
+                self._narrow()
         self._report()
         self._propose(now_s)
         if self.decision.decided is not None:
@@ -283,7 +291,10 @@ class Collective:
     def _take_reduced(self, member: int, message: Reduced) -> None:
         known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self.group)
         if message.shard < self.terms.shards and self.terms.kind == "mean" and known:
-            self._add_item(member, Item(message.shard, message.digest, message.size, message.mask))
+            self._add_item(member, self._item_of(message))
+
+    def _item_of(self, message: Reduced) -> Item:
+        return Item(message.shard, message.digest, message.size, message.mask)
 
     def _add_item(self, member: int, item: Item) -> None:
         """Note an item that a member announces, and fetch it."""
@@ -312,12 +323,37 @@ class Collective:
                 self._reducing[shard] = held
                 self._actions.append(Reduce(shard, held))
 
+    def _narrow(self) -> None:
+        """Reduce once more what has contributions in it that another shard does not have."""
+        common = self._common()
+        for shard in list(self._announced):
+            inputs = self._reducing[shard]
+            fewer = tuple(entry for entry in inputs if common >> entry[0] & 1)
+            if fewer and len(fewer) < contributions(self._item_of(self._announced[shard])):
+                del self._announced[shard]  # until it is replaced
+                self._reducing[shard] = fewer
+                self._actions.append(Reduce(shard, fewer))
+
+    def _common(self) -> int:
+        """The members, as a mask, whose contributions are in every shard that somebody has reduced; all, if not uniform."""
+        common = (1 << len(self.group)) - 1
+        if self.terms.uniform:
+            for shard in range(self.terms.shards):
+                if (item := self.holdings.least(shard)) is not None:
+                    common &= int.from_bytes(item.mask, "little")
+        return common
+
     def _is_mine(self, shard: int, now_s: float) -> bool:
         """Whether I reduce this shard: the first of its rotation does, then whoever follows the dead or the silent."""
         rank = reducers(self.rotation, shard).index(self.me)
         if rank == 0:
             return True
-        rivals = self.holdings.rivals[shard]
+        common = self._common()
+        rivals = [
+            digest
+            for digest, item in self.holdings.rivals[shard].items()
+            if not int.from_bytes(item.mask, "little") & ~common
+        ]
         if any(digest in self.holdings.held for digest in rivals):
             return False
         if all(member in self.suspects for member in reducers(self.rotation, shard)[:rank]):
@@ -326,11 +362,11 @@ class Collective:
 
     def _inputs(self, shard: int) -> tuple[tuple[int, float, bytes], ...]:
         """Contributions to a shard in member order, of those that started from the state that most started from."""
-        state = self._common_state()
+        state, common = self._common_state(), self._common()
         return tuple(
             (member, offer.weight, offer.digests[shard])
             for member, offer in sorted(self.offers.items())
-            if offer.state == state and offer.digests[shard] not in self.holdings.corrupt
+            if offer.state == state and offer.digests[shard] not in self.holdings.corrupt and common >> member & 1
         )
 
     def _common_state(self) -> bytes:
@@ -411,7 +447,9 @@ class Collective:
         shards = self.terms.shards
         nothing = None if now_s < self.ends_s else ()
         if self.terms.kind == "mean":
-            return range(shards) if len(self.holdings.agreed) == shards else nothing
+            agreed = self.holdings.agreed
+            alike = not self.terms.uniform or len({item.mask for item in agreed.values()}) == 1
+            return range(shards) if len(agreed) == shards and alike else nothing
         whole = self._whole()
         if 0 < self.terms.enough <= len(whole):
             return [member * shards + shard for member in whole for shard in range(shards)]

@@ -25,11 +25,17 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     mask: Mask
 
 
-class Holdings:
-    """Places 0 to `places` - 1, for each of which rival items may be announced, as seen by member `me` of `members`."""
+def contributions(item: Item) -> int:
+    """How many members' are in it."""
+    return int.from_bytes(item.mask, "little").bit_count()
 
-    def __init__(self, places: int, members: int, me: int) -> None:
-        self._members, self._me = members, me
+
+class Holdings:
+    """Places 0 to `places` - 1, for each of which rival items may be announced, as seen by member `me` of `members`. Of rivals
+    the one with the smallest digest is preferred; if `fewest`, one with as few contributions as possible."""
+
+    def __init__(self, places: int, members: int, me: int, *, fewest: bool = False) -> None:
+        self._members, self._me, self._fewest = members, me, fewest
         self.rivals: list[dict[bytes, Item]] = [{} for _ in range(places)]
         self.held: set[bytes] = set()  # digests that are here, of items and of whatever else the exchange needs
         self.corrupt: set[bytes] = set()  # what no correct encoder wrote
@@ -101,13 +107,24 @@ class Holdings:
             if item.digest not in self.held and item.digest not in self.corrupt
         ]
 
+    def least(self, index: int) -> Item | None:
+        """Of the items of a place that are not corrupt, the preferred one, whether it is here or not."""
+        return next((item for digest, item in self._ranked(index) if digest not in self.corrupt), None)
+
+    def _ranked(self, index: int) -> list[tuple[bytes, Item]]:
+        """A place's rivals, the preferred one first."""
+        rivals = self.rivals[index]
+        if len(rivals) < 2:
+            return list(rivals.items())
+        return sorted(rivals.items(), key=lambda entry: (contributions(entry[1]) if self._fewest else 0, entry[0]))
+
     def _update_all(self, digest: bytes) -> None:
         for index in self._places.get(digest, ()):
             self._update(index)
 
     def _update(self, index: int) -> None:
         rivals = self.rivals[index]
-        here = min((digest for digest in rivals if digest in self.held), default=_NOTHING)
+        here = next((digest for digest, _ in self._ranked(index) if digest in self.held), _NOTHING)
         self._prefixes[PREFIX_BYTES * index : PREFIX_BYTES * (index + 1)] = here[:PREFIX_BYTES]
         if here != _NOTHING:
             self._filled.add(index)
@@ -127,7 +144,7 @@ class Holdings:
                 self.agreed[index] = agreed
 
     def _agreed(self, index: int) -> Item | None:
-        for digest, item in sorted(self.rivals[index].items()):
+        for digest, item in self._ranked(index):
             if digest in self.held and is_quorum({self._me, *self.said(item)}, self._members):
                 return item
         return None

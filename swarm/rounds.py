@@ -505,4 +505,4 @@ class Rounds:
 
 
 def _terms(stream: Stream) -> Terms:
-    return Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants, stream.enough)
+    return Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants, stream.enough, stream.uniform)

@@ -33,7 +33,8 @@ class Stream:
     `group` 0 is everybody in the view; 2 are pairs (swarm/pairing.py). `max_shard_bytes` bounds what is fetched.
 
     Rounds of all streams count on one axis, on which views begin; this stream has `first` and every `stride`-th after it.
-    A gather with `enough` above 0 closes as soon as so many contributions are whole.
+    A gather with `enough` above 0 closes as soon as so many contributions are whole. A mean that is `uniform` has each
+    contribution in all shards or in none.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Stream:
     first: int = 0
     stride: int = 1
     enough: int = 0
+    uniform: bool = False
 
     def __post_init__(self) -> None:
         if self.stride < 1 or self.first < 0 or self.enough < 0:

@@ -51,7 +51,7 @@ class World:
     def __init__(self, seed, n=3, kind="mean", shards=3, *, loss=0.0, deadline_s=DEADLINE_S):
         self.chance = random.Random(seed)
         self.n, self.shards, self.loss = n, shards, loss
-        self.terms = Terms(kind, shards, deadline_s)
+        self.terms = Terms("gather" if kind == "gather" else "mean", shards, deadline_s, uniform=kind == "uniform")
         self.now_s, self.serial = 0.0, itertools.count()
         self.queue = []
         self.content = {}
@@ -225,6 +225,8 @@ class World:
         assert [member for member, _ in close.members] == sorted(included)
         assert all(self.offered[member][1] == weight for member, weight in close.members)
         assert close.tokens == PRIOR_TOKENS + sum(10 + member for member in included)
+        if self.terms.uniform:
+            assert len({item.mask for item in close.items}) <= 1, "somebody's contribution is in half of the shards"
         if self.terms.kind == "mean" and close.items:
             assert [item.index for item in close.items] == list(range(self.shards))
 
@@ -236,7 +238,7 @@ def offering_world(seed, **options):
     return world
 
 
-KINDS = pytest.mark.parametrize("kind", ["mean", "gather"])
+KINDS = pytest.mark.parametrize("kind", ["mean", "uniform", "gather"])
 
 
 @KINDS
@@ -262,6 +264,26 @@ def test_a_crash_at_every_step_of_every_member_costs_the_others_little_time_and_
             if victim in world.crashed:
                 assert max(world.finished_s[me] for me in others) - world.crashed[victim] < 5.0, (victim, step)
             assert all(all(world.machines[me].taken()) for me in others), (victim, step)
+
+
+def uniform_after_a_crash():
+    """How many of these rounds go on without waiting for half of their time, and how many are empty."""
+    slow = empty = 0
+    for victim, step in itertools.product(range(4), range(0, 60, 2)):
+        world = offering_world(2, n=4, kind="uniform")
+        world.crash_after[victim] = step + 1
+        world.run()
+        slow += max(world.finished_s.values()) > SOFT * DEADLINE_S
+        empty += not world.close.items
+    return slow, empty
+
+
+def test_where_a_member_dies_while_others_fetch_from_it_they_reduce_again_without_it(monkeypatch):
+    assert uniform_after_a_crash() == (0, 0)
+    monkeypatch.setattr(Collective, "_narrow", lambda self: None)
+    slow, empty = uniform_after_a_crash()
+    assert slow > 5
+    assert empty > 0
 
 
 @KINDS
