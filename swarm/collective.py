@@ -8,8 +8,8 @@ not. The same code runs for a member that is still computing: it has no offer ye
 
 A round that cannot be filled by the deadline is decided empty, so that all agree that it failed.
 
-In a `uniform` mean all shards hold the same contributions, so that each is in as a whole or not at all: where one shard has been
-reduced without a member, because it died while others fetched from it, the reducers of the other shards reduce again without it.
+In a `uniform` mean all shards hold the same contributions, so that each is in as a whole or not at all: where one shard has
+been reduced without a member, because it died while others fetched from it, the reducers of the others reduce again.
 """
 
 import collections

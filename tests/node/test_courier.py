@@ -124,3 +124,37 @@ def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, 
             couriers[0].open(exchange([1.0], group=group))
 
     between(bench, text, work)
+
+
+def means_of_rounds(bench, text, rounds, *, compensate):
+    """What comes of the same two contributions, round after round, with a return codec of two magnitudes."""
+
+    async def work(couriers, first):
+        moved = torch.zeros(4)
+        for number in range(first, first + rounds):
+            jobs = []
+            for courier, sign in zip(couriers, (1.0, 3.0), strict=True):
+                tensors = {"x": sign * torch.tensor([1.0, 0.1, 0.0, -0.02])}
+                asked = Exchange(
+                    Key("s", number), "mean", All(), tensors, codec="fp32", return_codec="sign", compensate=compensate
+                )
+                if number == first:
+                    courier.open(asked, first - 1)
+                jobs.append(courier.carry(asked, 10, b""))
+            one, other = await asyncio.gather(*jobs)
+            assert torch.equal(one.mean["x"], other.mean["x"])
+            moved += one.mean["x"]
+        return moved / rounds, [courier.memory() for courier in couriers]
+
+    return between(bench, text, work)
+
+
+def test_over_many_rounds_a_compensated_mean_loses_nothing_and_another_one_does(bench, text):
+    wanted = torch.tensor([2.0, 0.2, 0.0, -0.04])
+    mean, memories = means_of_rounds(bench, text, 40, compensate=True)
+    torch.testing.assert_close(mean, wanted, atol=0.1, rtol=0)
+    (owed,) = [memory for memory in memories if memory]  # one of them reduces, in all rounds
+    torch.testing.assert_close(mean + owed["s.0.0"] / 40, wanted, atol=1e-5, rtol=0)
+    mean, memories = means_of_rounds(bench, text, 40, compensate=False)
+    assert float((mean - wanted).abs().max()) > 0.5
+    assert not any(memories)

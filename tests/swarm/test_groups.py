@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.groups import group_of, order, reducers
+from farflock.swarm.groups import group_of, order, reducers, rotation
 from farflock.swarm.messages import Key
 
 VIEW = bytes(range(32))
@@ -78,3 +78,14 @@ def test_shards_are_spread_evenly_and_so_is_what_a_dead_reducer_leaves():
     assert set(first.values()) == {10}
     heirs = {reducers(PEERS, shard)[1] for shard in range(120) if reducers(PEERS, shard)[0] == PEERS[3]}
     assert heirs == {PEERS[4]}
+
+
+def test_who_reduces_what_is_the_same_in_all_rounds_and_views_but_not_in_all_streams():
+    assert rotation(PEERS, 5, "a") == rotation(PEERS[::-1], 5, "a")
+    assert len({rotation(PEERS, seed, stream) for seed in (5, 6) for stream in "ab"}) == 4
+
+
+def test_who_comes_or_goes_leaves_the_others_order_as_it_is():
+    whole = rotation(PEERS, 5, "a")
+    for gone in PEERS:
+        assert rotation([peer for peer in PEERS if peer != gone], 5, "a") == tuple(p for p in whole if p != gone)
