@@ -10,7 +10,6 @@ is sent. What few directions do not hold is for error feedback to bring.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from farflock.compression.payload import append, values_at, within
 
 LARGEST = 2.0**100  # magnitudes above are cut down to it, so that sums of products stay finite
 SMALLEST = 2.0**-100  # scales below count as 0
-ITERATIONS = 2
+ITERATIONS = 3
 _LEVELS = 127
 _PLAIN = Half("bf16")
 
@@ -100,8 +99,7 @@ def leading(values_MN: Tensor, rank: int) -> Tensor:
     """An orthonormal (M, K): the directions in which the values' columns are largest, nearly. K = rank <= min(M, N)."""
     columns, scale = values_MN.shape[1], float(values_MN.abs().amax())
     scaled_MN = values_MN / scale if scale > 0 else values_MN
-    chance = np.random.Generator(np.random.Philox(rank))
-    right_NK = torch.from_numpy(chance.standard_normal((columns, rank), dtype=np.float32))
+    right_NK = torch.randn(columns, rank, generator=torch.Generator().manual_seed(rank))
     left_MK: Tensor = torch.linalg.qr(scaled_MN @ right_NK).Q
     for _ in range(ITERATIONS):
         left_MK = torch.linalg.qr(scaled_MN @ torch.linalg.qr(scaled_MN.T @ left_MK).Q).Q

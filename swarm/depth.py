@@ -1,0 +1,107 @@
+"""How many microbatches should be in flight in a pipeline over slow links, and what a step takes at least.
+
+1F1B keeps as many in flight as there are stages, which is enough where hops cost nothing. Over a wide area a microbatch is
+on the way for much longer than the slowest stage needs for it, and the depth has to cover that round trip.
+
+Formulas of synchronous pipelines (GPipe, arXiv:1811.06965; PipeDream-Flush, arXiv:2006.09503) with a wire time and a
+latency for each hop. Links are full duplex; a wire is busy while it sends, latency only delays.
+"""
+
+import math
+from dataclasses import dataclass
+
+_ROUNDING = 1e-9  # a ratio this near to an integer is one
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds that a stage computes on one microbatch: forward, gradient of its input, gradient of its weights."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_times(self.forward_s, self.backward_s, self.weight_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.weight_s
+
+
+@dataclass(frozen=True, slots=True)
+class HopTime:
+    """Seconds that one microbatch keeps the wire between two stages busy, and then is on its way, in one direction."""
+
+    wire_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_times(self.wire_s, self.latency_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages and the hops between them: `hops[s]` joins stages `s` and `s + 1`."""
+
+    stages: tuple[StageTime, ...]
+    hops: tuple[HopTime, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages or len(self.hops) != len(self.stages) - 1:
+            raise ValueError(f"a pipeline has one hop fewer than stages, got {len(self.stages)} and {len(self.hops)}")
+
+    def round_trip_s(self, stage: int = 0) -> float:
+        """R_s: from the start of a microbatch's forward at a stage to the end of its backward there."""
+        there_and_back_s = 2 * math.fsum(hop.wire_s + hop.latency_s for hop in self.hops[stage:])
+        return there_and_back_s + math.fsum(times.total_s for times in self.stages[stage:])
+
+    @property
+    def bottleneck_s(self) -> float:
+        """The least time between two microbatches: that of the slowest stage or wire."""
+        return max(*(times.total_s for times in self.stages), *(hop.wire_s for hop in self.hops), 0.0)
+
+    def wanted_depth(self, stage: int = 0) -> int:
+        """K*: microbatches in flight from this stage on with which it never waits for the first to come back."""
+        if not self.bottleneck_s:
+            raise ValueError("no stage and no wire takes any time, so no number of microbatches keeps one busy")
+        return max(1, math.ceil(self.round_trip_s(stage) / self.bottleneck_s - _ROUNDING))
+
+    def depth(self, stage: int, memory: int) -> int:
+        """K_s: as many as wanted, up to the `memory` microbatches whose activations a server of the stage can keep."""
+        if memory < 1:
+            raise ValueError(f"a server of stage {stage} must have room for a microbatch, got {memory}")
+        return min(memory, self.wanted_depth(stage))
+
+    def step_bound_s(self, microbatches: int, in_flight: int) -> float:
+        """What a step of so many microbatches takes at least, with at most `in_flight` of them out at stage 0.
+
+        Each place in flight is used for one round trip after the other; a wire sends all of them one way, on a round trip
+        that it is part of; a stage computes on all of them, between the first way to it and the last way back from it.
+        """
+        if microbatches < 1 or in_flight < 1:
+            raise ValueError(f"a step has microbatches, some of them in flight, got {microbatches} and {in_flight}")
+        trip_s = self.round_trip_s()
+        waits = [math.ceil(microbatches / in_flight) * trip_s]
+        waits += [trip_s + (microbatches - 1) * hop.wire_s for hop in self.hops]
+        waits += [
+            trip_s - self.round_trip_s(stage) + microbatches * times.total_s for stage, times in enumerate(self.stages)
+        ]
+        return max(waits)
+
+
+def gpipe_s(stages: int, microbatches: int, hop: HopTime, times: StageTime) -> float:
+    """A step of GPipe with equal stages and hops: all forwards, then all backwards. At zero compute this is
+    2 [(p - 1) (x + l) + (M - 1) x]."""
+    if stages < 1 or microbatches < 1:
+        raise ValueError(f"a step has stages and microbatches, got {stages} and {microbatches}")
+    wire_s = hop.wire_s if stages > 1 else 0.0
+    way_s = (stages - 1) * (hop.wire_s + hop.latency_s)
+    forward_s = way_s + stages * times.forward_s + (microbatches - 1) * max(times.forward_s, wire_s)
+    back_s = times.backward_s + times.weight_s
+    return forward_s + way_s + stages * back_s + (microbatches - 1) * max(back_s, wire_s)
+
+
+def _check_times(*times_s: float) -> None:
+    if not all(0 <= time_s < math.inf for time_s in times_s):
+        raise ValueError(f"times are finite and not negative, got {times_s} s")

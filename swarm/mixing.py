@@ -1,0 +1,75 @@
+"""NoLoCo's random routing: a seeded permutation for every microbatch at every stage, that all peers compute without a word.
+
+Replicas whose microbatches cross each other's stages mix through the data, so that they need to average their weights
+less often (NoLoCo, arXiv:2506.10911; DiPaCo's pipeline). SHA-256 gives the order, as in `groups.py`: the same on every
+machine.
+
+A *lane* is the number of the replica that a microbatch starts from; each (step, index) has one microbatch a lane.
+
+Deviations from the released code: who holds which lane is drawn for each stage, and a boundary's map follows from its two
+stages, instead of the other way round. With equal stages the maps have the same distribution (uniform, independent of
+each other), but a hop needs no knowledge of those before it, and stages may differ in size: of any number of lanes, the
+servers of one stage hold as many each, up to one. The number of the membership is in the seed, so that a permutation over
+the survivors owes nothing to the dead.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farflock.swarm.links import PeerId
+
+Stages = Sequence[Sequence[PeerId]]  # who serves each stage, in any order
+Crossing = tuple[tuple[int, PeerId], ...]  # lane, and the peer on the other side of the boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What all who take part agree on: the run's seed, the number of the membership, and which microbatches of which
+    step."""
+
+    seed: int
+    membership: int
+    step: int
+    index: int
+
+
+def line(draw: Draw, peers: Sequence[PeerId], stage: int, lane: int) -> tuple[PeerId, ...]:
+    """The servers of a stage in the order in which they are asked to hold this lane: the first does, the others take over
+    if it cannot be reached. Stage 0 holds its own lanes, in the order of ids.
+
+    Each block of as many lanes as there are servers meets each server once.
+    """
+    if not peers:
+        return ()
+    block, place = divmod(lane, len(peers))
+    ordered = sorted(peers) if stage == 0 else _shuffled(draw, peers, stage, block)
+    return tuple(ordered[place:] + ordered[:place])
+
+
+def holder(draw: Draw, stages: Stages, stage: int, lane: int) -> PeerId:
+    """Who holds a lane at a stage."""
+    if not stages[stage]:
+        raise ValueError(f"stage {stage} has no servers, so nobody holds lane {lane}")
+    return line(draw, stages[stage], stage, lane)[0]
+
+
+def receivers(draw: Draw, stages: Stages, boundary: int, sender: PeerId, lanes: int) -> Crossing:
+    """Of each lane that a server of stage `boundary` holds, who gets it at the next stage."""
+    return _crossing(draw, stages, boundary, boundary + 1, sender, lanes)
+
+
+def senders(draw: Draw, stages: Stages, boundary: int, receiver: PeerId, lanes: int) -> Crossing:
+    """Of each lane that a server of stage `boundary` + 1 will hold, from whom it comes: the inverse of `receivers`."""
+    return _crossing(draw, stages, boundary + 1, boundary, receiver, lanes)
+
+
+def _crossing(draw: Draw, stages: Stages, here: int, there: int, peer: PeerId, lanes: int) -> Crossing:
+    held = [lane for lane in range(lanes) if holder(draw, stages, here, lane) == peer]
+    return tuple((lane, holder(draw, stages, there, lane)) for lane in held)
+
+
+def _shuffled(draw: Draw, peers: Sequence[PeerId], stage: int, block: int) -> list[PeerId]:
+    numbers = (draw.seed, draw.membership, draw.step, draw.index, stage, block)
+    salt = b"\x00".join((b"mixing", *(str(number).encode() for number in numbers)))
+    return sorted(peers, key=lambda peer: hashlib.sha256(salt + b"\x00" + peer.encode()).digest())

@@ -1,0 +1,136 @@
+"""Which server should move to which stage: a pure function of one numbered snapshot, so that all servers compute the same
+move without a coordinator (SWARM, arXiv:2301.11913, section 3.2, "adaptive swarm rebalancing").
+
+Joins and deaths leave some stages with too few servers, and the run is as fast as its slowest stage. Once a period, one
+server of the least loaded stage goes to the most loaded one.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from farflock.swarm.links import PeerId
+
+PERIOD_S = 300.0
+HYSTERESIS = 0.25
+MIN_RESIDENCE_S = 300.0  # at least what the download of a stage's state takes
+
+Load = Literal["wait", "queue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server tells of itself: `queue` microbatches waiting (a mean may be broken), `rate` microbatches per second,
+    memory for a stage in bytes, and for how long it has served this stage."""
+
+    peer: PeerId
+    queue: float
+    rate: float
+    memory_bytes: int
+    resident_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.queue < math.inf and 0 < self.rate < math.inf and self.memory_bytes >= 0 <= self.resident_s):
+            raise ValueError(f"a server has a finite queue >= 0, rate > 0, memory >= 0 and residence >= 0, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Who serves which stage in period `number`, in any order, and how many bytes each stage needs."""
+
+    number: int
+    stages: tuple[tuple[Server, ...], ...]
+    needs_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.stages) != len(self.needs_bytes):
+            raise ValueError(f"{len(self.stages)} stages, but the needs of {len(self.needs_bytes)}")
+        peers = [server.peer for servers in self.stages for server in servers]
+        if len(set(peers)) != len(peers):
+            raise ValueError("a server may be listed in one stage only: keep its newest record")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`peer` leaves stage `source` for stage `target`, as computed from snapshot `number`."""
+
+    number: int
+    peer: PeerId
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`load`: "wait", the seconds in which a stage works off its queue, or "queue", the raw length as in the paper."""
+
+    load: Load = "wait"
+    hysteresis: float = HYSTERESIS
+    min_residence_s: float = MIN_RESIDENCE_S
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.hysteresis < math.inf and self.min_residence_s >= 0):
+            raise ValueError(f"hysteresis and residence are not negative, got {self}")
+
+
+def snapshot_number(now_s: float, period_s: float = PERIOD_S) -> int:
+    """The period that a moment of the run's clock lies in: all who read the same number read the same snapshot."""
+    if not 0 < period_s < math.inf:
+        raise ValueError(f"a period lasts a positive, finite time, got {period_s} s")
+    return math.floor(now_s / period_s)
+
+
+def next_move(snapshot: Snapshot, rule: Rule | None = None) -> Move | None:
+    """The one move of this period, or None.
+
+    To the stage with the greatest load goes, from the stage with the least, the server with the least to do; ties by
+    summed rate, then stage number, and by peer id. Never the last server of a stage, nor one that has not served for
+    `min_residence_s`, nor one that the new stage does not fit.
+
+    Deviations from the paper: the load is a time, a stage must be `hysteresis` more loaded than the other, and the source
+    must keep more speed than the target had. The last makes every move raise the lesser of the two speeds: whatever the
+    queues are, moves alone can never go round in a circle. If the least loaded stage can spare nobody, the next one is
+    asked. A stage without servers is the most loaded, and nobody has to have resided before coming to its help.
+    """
+    rule = rule or Rule()
+    if not snapshot.stages:
+        return None
+    loads = [_load(servers, rule.load) for servers in snapshot.stages]
+    rates = [_rate(servers) for servers in snapshot.stages]
+    target = min(range(len(loads)), key=lambda stage: (-loads[stage], rates[stage], stage))
+    for source in sorted(range(len(loads)), key=lambda stage: (loads[stage], -rates[stage], stage)):
+        if not loads[target] > (1 + rule.hysteresis) * loads[source]:
+            return None
+        movers = _movers(snapshot, rule, source, target, rates)
+        if (
+            mover := min(movers, key=lambda server: (_load([server], rule.load), server.peer), default=None)
+        ) is not None:
+            return Move(snapshot.number, mover.peer, source, target)
+    return None
+
+
+def _movers(snapshot: Snapshot, rule: Rule, source: int, target: int, rates: Sequence[float]) -> Iterator[Server]:
+    """Who may go from `source` to `target`."""
+    servers = snapshot.stages[source]
+    is_emergency = not snapshot.stages[target]
+    for server in servers:
+        stays = [other for other in servers if other is not server]
+        if (
+            _rate(stays) > rates[target]  # nobody's is 0, so the last one of a stage stays
+            and server.memory_bytes >= snapshot.needs_bytes[target]
+            and (is_emergency or server.resident_s >= rule.min_residence_s)
+        ):
+            yield server
+
+
+def _load(servers: Sequence[Server], load: Load) -> float:
+    """Infinite for a stage that nobody serves. `fsum` is exact, so no order of the input can change a bit."""
+    if not servers:
+        return math.inf
+    queue = math.fsum(server.queue for server in servers)
+    return queue / _rate(servers) if load == "wait" else queue
+
+
+def _rate(servers: Sequence[Server]) -> float:
+    return math.fsum(server.rate for server in servers)
