@@ -6,8 +6,9 @@
 
 A key is (trainer, microbatch). What is staged takes memory of a stage's size, so there are few places and each has a lease;
 what is merged is in the stage's sum and costs nothing more. Only a confirmation of the attempt that was staged merges it: an
-older one may have been given up by the trainer, who then asked somebody else. The other side is swarm/ledger.py. Sans I/O: no
-tensor is here; who owns them does what the answers say.
+older one may have been given up by the trainer, who then asked somebody else. And an attempt whose confirmation was refused is
+never merged, although its request may come once more, late: its trainer may ask somebody else from the refusal on. The other
+side is swarm/ledger.py. Sans I/O: no tensor is here; who owns them does what the answers say.
 """
 
 import collections
@@ -18,7 +19,7 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 
 Key = tuple[PeerId, int]  # trainer, microbatch
-REMEMBERED = 4096  # committed keys, to answer who asks for them again
+REMEMBERED = 4096  # committed keys, and refused ones, for who asks again
 
 Begin = Literal["run", "again", "busy", "nothing"]
 Confirmed = Literal["merge", "merged", "unknown"]
@@ -41,11 +42,14 @@ class Staging:
     lease_s: float
     _slots: dict[Key, _Slot] = field(default_factory=dict)
     _committed: collections.OrderedDict[Key, None] = field(default_factory=collections.OrderedDict)
+    _refused: collections.OrderedDict[Key, int] = field(default_factory=collections.OrderedDict)  # the last attempt
 
     def begin(self, key: Key, attempt: int) -> Begin:
         """A backward pass is asked for: `run` it, answer `again` what was answered, or say `busy`; `nothing` is to be done
-        while it is running, and when it is late by so much that it counts already."""
+        while it is running, and for a late request that counts already or was refused."""
         slot = self._slots.get(key)
+        if attempt <= self._refused.get(key, -1):
+            return "nothing"
         if slot is None and key not in self._committed:
             if self.taken >= self.places:
                 return "busy"
@@ -69,10 +73,11 @@ class Staging:
         slot = self._slots.get(key)
         if key in self._committed or (slot is not None and slot.phase in ("merged", "offered")):
             return "merged"
-        if slot is None or slot.phase != "staged" or slot.attempt != attempt:
-            return "unknown"
-        slot.phase = "merged"
-        return "merge"
+        if slot is not None and slot.phase == "staged" and slot.attempt == attempt:
+            slot.phase = "merged"
+            return "merge"
+        self._refuse(key, attempt)
+        return "unknown"
 
     def revoke(self, key: Key, attempt: int) -> None:
         """Its trainer has gone on with another server's: nobody wants what was asked for up to this attempt."""
@@ -118,6 +123,13 @@ class Staging:
     def taken(self) -> int:
         """Places that are taken."""
         return sum(slot.phase in ("running", "staged") for slot in self._slots.values())
+
+    def _refuse(self, key: Key, attempt: int) -> None:
+        """Never merge anything that was asked for up to this attempt."""
+        self.revoke(key, attempt)
+        self._refused[key] = max(attempt, self._refused.pop(key, -1))
+        if len(self._refused) > REMEMBERED:
+            self._refused.popitem(last=False)
 
     def _remember(self, key: Key) -> None:
         self._committed[key] = None
