@@ -9,6 +9,7 @@ reduction, what that left out is owed from then on; if the round fails, the loan
 nothing is, for then others reduce this shard, and I no longer know what it lacks.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,11 +34,12 @@ class _Loan:
 
 
 class Reducer:
-    """Reduces shards of one stream. One thread at a time calls it."""
+    """Reduces shards of one stream. Reductions run in a worker, while the loop's own thread may settle an earlier round."""
 
     def __init__(self, cut: Cut, back: Codec, *, compensate: bool) -> None:
         self._cut, self._back = cut, Cut(cut.shards, back, cut.run_seed)
         self._compensate = compensate
+        self._books = threading.Lock()  # never held while tensors are coded
         self._owed: dict[int, Values] = {}  # by shard
         self._loans: dict[tuple[int, int], _Loan] = {}  # by round and shard
 
@@ -57,20 +59,22 @@ class Reducer:
 
     def settle(self, round_number: int, decided: Sequence[bytes] | None) -> None:
         """A round is over: `decided` are its shards' payloads, None if it failed."""
-        if decided is not None:
-            self._forget_strangers(round_number, decided)
-        for number, index in [key for key in self._loans if key[0] <= round_number]:
-            loan = self._loans.pop((number, index))
-            if decided is None or number < round_number:
-                self._owe(index, loan.added)
-            elif decided[index] == loan.payload:
-                self._owe(index, loan.left_out)
+        with self._books:
+            if decided is not None:
+                self._forget_strangers(round_number, decided)
+            for number, index in [key for key in self._loans if key[0] <= round_number]:
+                loan = self._loans.pop((number, index))
+                if decided is None or number < round_number:
+                    self._owe(index, loan.added)
+                elif decided[index] == loan.payload:
+                    self._owe(index, loan.left_out)
 
     def memory(self) -> dict[str, Tensor]:
         """What is owed, for a checkpoint, as if all that is undecided failed."""
-        owed = {index: list(values) for index, values in self._owed.items()}
-        for (_, index), loan in self._loans.items():
-            owed[index] = _sum(owed.get(index), loan.added) or []
+        with self._books:
+            owed = {index: list(values) for index, values in self._owed.items()}
+            for (_, index), loan in self._loans.items():
+                owed[index] = _sum(owed.get(index), loan.added) or []
         return {f"{index}.{part}": x.clone() for index, values in owed.items() for part, x in enumerate(values)}
 
     def take_up(self, memory: Mapping[str, Tensor]) -> None:
@@ -87,13 +91,15 @@ class Reducer:
 
     def _lend(self, round_number: int, index: int, mean: Values) -> bytes:
         """Code a mean together with what is owed, and note what that leaves out."""
-        if (earlier := self._loans.pop((round_number, index), None)) is not None:
-            self._owe(index, earlier.added)  # that reduction was of no use: here is another one
-        added = self._owed.pop(index, None)
+        with self._books:
+            if (earlier := self._loans.pop((round_number, index), None)) is not None:
+                self._owe(index, earlier.added)  # that reduction was of no use: here is another one
+            added = self._owed.pop(index, None)
         total = _sum(mean, added) or mean
         payload = self._coded(round_number, index, total)
         left_out = [x - y for x, y in zip(total, self._back.decode(index, round_number, payload), strict=True)]
-        self._loans[round_number, index] = _Loan(added, payload, left_out)
+        with self._books:
+            self._loans[round_number, index] = _Loan(added, payload, left_out)
         return payload
 
     def _coded(self, round_number: int, index: int, mean: Values) -> bytes:
