@@ -1,0 +1,79 @@
+"""The activation codecs by name: the only registry, a literal dict, and how `FORWARD,GRADIENT` is read.
+
+Gradients tolerate less than activations (spec 4.2), so each has a gradient codec of its own, and one that is not named is
+the usual one below: `int4` is `int4,int8`.
+"""
+
+import difflib
+import re
+
+from farflock.compression import catalog
+from farflock.compression.activation import ActivationCodec, Exact, Flat, Masked, require_exact_length
+from farflock.compression.aqsgd import AqSgd
+from farflock.compression.codec import Codec
+from farflock.compression.hadamard import Hadamard
+from farflock.compression.subspace import Basis, Subspace
+
+ACTIVATIONS: dict[str, str] = {  # a usual name of each kind, and the usual gradient of that kind
+    "raw": "raw",
+    "fp32": "fp32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "int4": "int8",
+    "fp4": "int8",
+    "topk:410/4096": "mask",
+    "hadamard8": "hadamard8",
+    "hadamard4": "hadamard8",
+    "aqsgd4": "int8",
+    "aqsgd8": "int8",
+    "subspace:40+bf16": "bf16",
+}
+
+_USUAL = {re.split("[:+]", name)[0]: gradient for name, gradient in ACTIVATIONS.items()}
+_SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's record
+
+
+def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -> ActivationCodec:
+    """The activation codec of a name: a key of `ACTIVATIONS`, alone or as `int4,int8`, with other numbers, `subspace:K`.
+
+    `edge` is what one of edge scope is pinned to; each call makes an end that remembers nothing yet. `basis` is what a
+    subspace one needs. `ValueError`, with the nearest choice or with what is missing, for anything else.
+    """
+    forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
+    kind = re.split("[:+]", forward)[0]
+    if kind not in _USUAL:
+        nearest = difflib.get_close_matches(forward[:_SHOWN].lower(), ACTIVATIONS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"activation codec {forward[:_SHOWN]!r} is not known; did you mean {nearest!r}? There are"
+            f" {', '.join(ACTIVATIONS)}"
+        )
+    gradient = gradient if comma else _USUAL[kind]
+    if "raw" in (forward, gradient):
+        if forward != gradient:
+            raise ValueError(f"{spec[:_SHOWN]!r}: raw goes both ways or not at all")
+        return Exact()
+    if kind == "subspace":
+        return _subspace(forward, gradient, basis)
+    if match := re.fullmatch("aqsgd([48])", forward):
+        return AqSgd(edge, catalog.codec(f"int{match[1]}"), flat_codec(gradient))
+    return Masked(flat_codec(forward)) if gradient == "mask" else Flat(flat_codec(forward), flat_codec(gradient))
+
+
+def flat_codec(name: str) -> Codec:
+    """A codec of `catalog` whose payloads have an exact length, or Hadamard tiles: `hadamard4`, `hadamard8:32`."""
+    if match := re.fullmatch("hadamard([48])(?::([1-9][0-9]{0,3}))?", name):
+        return Hadamard(4 if match[1] == "4" else 8, int(match[2] or 64))
+    return require_exact_length(catalog.codec(name))
+
+
+def _subspace(forward: str, gradient: str, basis: Basis | None) -> ActivationCodec:
+    match = re.fullmatch(r"subspace:([1-9][0-9]{0,4})(?:\+([a-z0-9:/]+))?", forward)
+    if not match:
+        raise ValueError(f"{forward[:_SHOWN]!r} is not known; did you mean 'subspace:40' or 'subspace:40+bf16'?")
+    if basis is None or basis.rank != int(match[1]):
+        raise ValueError(
+            f"subspace:{match[1]} needs the run's basis of rank {match[1]}, got"
+            f" {f'one of {basis.rank}' if basis else 'none'}: fetch it by the digest in the run's record"
+        )
+    return Subspace(basis, flat_codec(match[2] or "bf16"), flat_codec(gradient))

@@ -1,0 +1,307 @@
+"""AQ-SGD: of a sample that passed this edge before, only what changed since then is sent, in 4 bits.
+
+A model changes slowly, so the second time the difference is small, and quantising it does less harm than quantising the
+activation (Wang et al., arXiv:2206.01299). Both ends keep, for each sample, the value m that the receiver last used; the
+difference is taken to that, so that no error adds up. It pays where samples come again (fine-tuning), and only on a pinned
+edge.
+
+The two ends must hold the same m to the bit, whatever is lost, sent twice or restarted. So a message says of each sample
+what m was before and what it will be after, as 64 bits of its BLAKE2b. A receiver with another m before does not touch it
+and raises `ResyncNeeded`; the sender forgets these samples and sends them whole. Nothing else has to be remembered: after
+any history, what a receiver returns is the sender's m or nothing.
+
+Deviations from the paper's code: tags instead of trust; differences in blocks of 64 with a scale each instead of one scale a
+tensor; what no longer fits into the cache is sent whole instead of being an error.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farflock.compression.activation import (
+    ActivationContext,
+    Offer,
+    Scope,
+    decoded,
+    flattened,
+    require_direction,
+    require_exact_length,
+    restored,
+)
+from farflock.compression.codec import Buffer, Codec, CorruptPayload, require_finite, require_length
+from farflock.compression.half import Half
+from farflock.compression.int4 import Int4
+from farflock.compression.int8 import Int8
+from farflock.compression.payload import append
+
+MAX_SAMPLES = 20_000  # that one end remembers, as in the paper's code
+MAX_CACHE_BYTES = 1 << 30
+PATIENCE = 4  # cachefuls of samples that pass before one that stayed away makes room
+FULL, KEPT, DIFFERENCE = 0, 1, 2
+_TAG_BYTES = 8
+_NO_TAG = bytes(_TAG_BYTES)
+_HEAD_BYTES = 1 + 2 * _TAG_BYTES  # of a sample
+_LIMIT = torch.finfo(torch.float16).max
+_WHOLE = Half("fp16")
+
+
+class ResyncNeeded(Exception):
+    """The receiver does not hold what these samples' differences refer to: `forget` them at the sender and encode again."""
+
+    def __init__(self, samples: tuple[int, ...]) -> None:
+        super().__init__(f"the differences of samples {samples[:8]} are to values not held here; send them whole")
+        self.samples = samples
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What both ends last used for a sample: float16 (L, D), its tag, and when."""
+
+    values: Tensor
+    tag: bytes
+    used: int
+
+
+@dataclass(slots=True)
+class Cache:
+    """Samples in the order of their last use, at most so many and so many bytes of values; the first leave first."""
+
+    max_samples: int
+    max_bytes: int
+    held_bytes: int = 0
+    clock: int = 0  # samples that have passed
+    _held: dict[int, Entry] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, sample: int) -> Entry | None:
+        """What is held of this sample."""
+        return self._held.get(sample)
+
+    def put(self, sample: int, values: Tensor, tag: bytes) -> None:
+        """Hold this, as the latest; the oldest make room. What does not fit at all is not held."""
+        self.drop(sample)
+        if values.nbytes > self.max_bytes or not self.max_samples:
+            return
+        while not self._fits(values.nbytes):
+            self.drop(next(iter(self._held)))
+        self._held[sample] = Entry(values, tag, self.clock)
+        self.held_bytes += values.nbytes
+
+    def drop(self, sample: int) -> None:
+        """Hold nothing of this sample."""
+        entry = self._held.pop(sample, None)
+        self.held_bytes -= entry.values.nbytes if entry else 0
+
+    def admits(self, size_bytes: int) -> bool:
+        """Whether a new sample should be held: there is room, or the oldest stayed away so long that they leave.
+
+        Samples come in shuffled epochs. If newcomers always displaced the oldest, a cache for half of them would hold hardly
+        one until it comes again; if they wait, it holds half.
+        """
+        while self._held and not self._fits(size_bytes):
+            oldest = next(iter(self._held))
+            if self.clock - self._held[oldest].used <= PATIENCE * len(self._held):
+                break
+            self.drop(oldest)
+        return self._fits(size_bytes)
+
+    def _fits(self, size_bytes: int) -> bool:
+        return len(self._held) < self.max_samples and self.held_bytes + size_bytes <= self.max_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One sample in a message."""
+
+    kind: int
+    before: bytes
+    after: bytes
+    payload: Buffer
+
+
+@dataclass(slots=True, eq=False)
+class AqSgd:
+    """One end of one pinned edge. The sender calls `encode` and `decode_grad`, the receiver the other two.
+
+    What `decode` returns is the sender's m, bit by bit: the first time the activation rounded to fp16, later within the
+    difference codec's bound, and a rounding to fp16, of it. Magnitudes above 65504 are cut down to it. `decode` raises
+    `ResyncNeeded` after it has taken over those samples of the message that fit; the same message, sent again, gives the
+    same values. Whether a sample is held is the sender's decision; who has less room asks for it again each time, so
+    the bounds are part of the digest. Gradients go through `gradient`, and nothing is remembered of them.
+    """
+
+    edge: str = ""
+    difference: Codec = field(default_factory=Int4)
+    gradient: Codec = field(default_factory=Int8)
+    max_samples: int = MAX_SAMPLES
+    max_cache_bytes: int = MAX_CACHE_BYTES
+    _cache: Cache = field(init=False)
+
+    scope: ClassVar[Scope] = "edge_sample"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.difference.name not in ("int4", "int8"):
+            raise ValueError(f"differences as {self.difference.name!r} are not possible; choose int4 or int8")
+        require_exact_length(self.gradient)
+        self._cache = Cache(self.max_samples, self.max_cache_bytes)
+
+    @property
+    def name(self) -> str:
+        """`aqsgd4,GRADIENT` or `aqsgd8,GRADIENT`."""
+        return f"aqsgd{self.difference.name.removeprefix('int')},{self.gradient.name}"
+
+    @property
+    def digest(self) -> bytes:
+        """Of the cache's bounds."""
+        return hashlib.sha256(f"aqsgd {self.max_samples} {self.max_cache_bytes}".encode()).digest()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of values that are remembered."""
+        return self._cache.held_bytes
+
+    def offers(self, epoch: int) -> tuple[Offer, ...]:
+        """Itself, with its bounds."""
+        return (Offer.of(self),)
+
+    def max_bytes(self, ctx: ActivationContext) -> int:
+        """Forward: all samples whole, or all as differences, whatever is more. Backward exactly this."""
+        if ctx.direction == "backward":
+            return self.gradient.max_bytes(ctx.count)
+        each = ctx.shape[1] * ctx.shape[2]
+        return ctx.shape[0] * (_HEAD_BYTES + max(_WHOLE.max_bytes(each), self.difference.max_bytes(each)))
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Send these whole when they come next; a receiver that forgets asks for them."""
+        for sample in samples:
+            self._cache.drop(sample)
+
+    def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+        """Append kinds and tags of all samples, then what is sent of each; remember what the receiver will hold."""
+        self._require_pinned(ctx)
+        rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
+        parts = [self._send(sample, row, ctx) for sample, row in zip(ctx.samples, rows, strict=True)]
+        before = len(out)
+        out += bytes(part.kind for part in parts)
+        for part in parts:
+            out += part.before + part.after
+        for part in parts:
+            out += part.payload
+        return len(out) - before
+
+    def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
+        """The sender's m of all samples. `ResyncNeeded` names those that cannot be had; the others are taken over."""
+        self._require_pinned(ctx)
+        require_direction(ctx, "forward")
+        parts = self._parts(memoryview(payload), ctx)
+        rows = torch.empty(ctx.shape)
+        for part, row in zip(parts, rows, strict=True):
+            self._read(part, ctx, row)
+        lost = []
+        for sample, part, row in zip(ctx.samples, parts, rows, strict=True):
+            if not self._take_over(sample, part, row):
+                lost.append(sample)
+        if lost:
+            raise ResyncNeeded(tuple(lost))
+        return restored(rows.view(-1), ctx)
+
+    def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+        """As a memoryless codec does."""
+        return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
+
+    def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
+        """As a memoryless codec does."""
+        return restored(decoded(self.gradient, payload, ctx, "backward"), ctx)
+
+    def _require_pinned(self, ctx: ActivationContext) -> None:
+        if ctx.edge != self.edge:
+            raise ValueError(
+                f"{self.name} remembers the samples of edge {self.edge!r} and cannot serve {ctx.edge!r}: pin the route, or"
+                " choose a memoryless codec such as int8"
+            )
+        if len(ctx.samples) != ctx.shape[0]:
+            raise ValueError(f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}")
+
+    def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> _Part:
+        """What travels of one sample (L, D), after which both ends hold the same of it."""
+        self._cache.clock += 1
+        entry, payload = self._cache.get(sample), bytearray()
+        if entry is not None and entry.values.shape == row.shape:
+            self.difference.encode((row - entry.values.float()).view(-1), ctx.flat(), payload)
+            change = torch.empty(row.numel())
+            self.difference.decode(payload, ctx.flat(), change)
+            values = _advanced(entry.values, change)
+            self._cache.put(sample, values, _tag(values))
+            return _Part(DIFFERENCE, entry.tag, _tag(values), payload)
+        self._cache.drop(sample)
+        values = row.to(torch.float16)
+        append(payload, values.view(-1))
+        keep = self._cache.admits(values.nbytes)
+        if keep:
+            self._cache.put(sample, values, _tag(values))
+        return _Part(KEPT if keep else FULL, _NO_TAG, _tag(values), payload)
+
+    def _parts(self, payload: memoryview, ctx: ActivationContext) -> list[_Part]:
+        """The message cut into its samples; all lengths are right."""
+        count, each = ctx.shape[0], ctx.shape[1] * ctx.shape[2]
+        kinds = bytes(payload[:count])
+        if len(kinds) < count or max(kinds, default=0) > DIFFERENCE:
+            raise CorruptPayload(f"{self.name} of {count} samples begins with {len(kinds)} kinds, or one is unknown")
+        whole, change = _WHOLE.max_bytes(each), self.difference.max_bytes(each)
+        lengths = [change if kind == DIFFERENCE else whole for kind in kinds]
+        require_length(payload, count * _HEAD_BYTES + sum(lengths), f"{self.name} of {count} samples of {each} values")
+        parts, tags, at = [], count, count * _HEAD_BYTES
+        for kind, length in zip(kinds, lengths, strict=True):
+            before, after = struct.unpack_from("8s8s", payload, tags)
+            parts.append(_Part(kind, before, after, payload[at : at + length]))
+            tags, at = tags + 2 * _TAG_BYTES, at + length
+        return parts
+
+    def _read(self, part: _Part, ctx: ActivationContext, row: Tensor) -> None:
+        """Fill `row` (L, D) with the whole sample or its difference; refuse what no sender writes."""
+        if part.kind == DIFFERENCE:
+            self.difference.decode(part.payload, ctx.flat(), row.view(-1))
+            return
+        _WHOLE.decode(part.payload, ctx.flat(), row.view(-1))
+        if part.before != _NO_TAG or part.after != _tag(row.to(torch.float16)):
+            raise CorruptPayload(f"a whole sample of {self.name} does not have the value that its tag names")
+
+    def _take_over(self, sample: int, part: _Part, row: Tensor) -> bool:
+        """Hold what the sender holds and put it into `row`; False, with nothing changed, if that is not possible."""
+        self._cache.clock += 1
+        if part.kind == FULL:
+            self._cache.drop(sample)
+            return True
+        entry, values = self._cache.get(sample), row.to(torch.float16)
+        if part.kind == DIFFERENCE:
+            if entry is None or entry.values.shape != row.shape:
+                return False
+            values = entry.values
+            if entry.tag == part.before:
+                values = _advanced(entry.values, row.view(-1))
+            if _tag(values) != part.after:
+                return False
+        self._cache.put(sample, values, part.after)
+        row.copy_(values)
+        return True
+
+
+def _advanced(values: Tensor, change: Tensor) -> Tensor:
+    """m plus the decoded difference, rounded to float16: each step its own operation, equal on every machine."""
+    moved = values.float() + change.view(values.shape)
+    return moved.clamp_(-_LIMIT, _LIMIT).to(torch.float16)
+
+
+def _tag(values: Tensor) -> bytes:
+    """64 bits that name a value (L, D) to the bit."""
+    shape = struct.pack("<II", *values.shape)
+    raw = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(shape + raw.tobytes(), digest_size=_TAG_BYTES).digest()

@@ -1,0 +1,400 @@
+"""Subspace pipelines: K numbers a token instead of D, without loss, where all that writes into the residual stream lies in
+one K-dimensional subspace.
+
+In a pre-norm transformer the stream is the embedding plus a sum of projections' outputs. If each of these matrices has its
+outputs in span(U), the stream less the frozen part of the embedding has too, and its K coordinates say all (Protocol Models,
+Ramasinghe et al., arXiv:2506.01260, as PluralisResearch/node0 does it). The frozen part is known to all peers and looked up
+by token ids, which travel beside the payload as integers. A gradient needs only its coordinates too: whatever it reaches
+upstream is projected onto span(U) anyway.
+
+Deviations: ids are integers (node0 sends them as a float channel, which is wrong above 256 in bf16); an optimizer of
+its own is not needed, since `project` is called after every change of a weight; the basis moves by projected ascent with
+a QR retraction, because the paper's own schedule was not to be had.
+
+Shapes: D model width, K rank, V vocabulary, L positions, N tokens. A basis is (D, K) with orthonormal columns.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflock.compression.activation import (
+    MAX_VALUES,
+    ActivationContext,
+    Incompatible,
+    Offer,
+    Scope,
+    flattened,
+    require_direction,
+    require_exact_length,
+    restored,
+)
+from farflock.compression.codec import (
+    Buffer,
+    Codec,
+    CorruptPayload,
+    UnencodableTensor,
+    require_finite,
+    require_length,
+)
+from farflock.compression.half import Half
+from farflock.compression.payload import append, values_at
+
+OVERLAP_EPOCHS = 2  # that receivers hold the old basis after a change
+MAX_WIDTH = 65_536
+ORTHONORMAL = 1e-6  # the largest error of a number of UᵀU
+OUTSIDE = 0.05  # of an activation's norm that may lie outside the subspace; 40 layers in bf16 alone make 0.014
+LARGEST = 2.0**60  # magnitudes of coordinates that are taken, so that their products with the basis stay finite
+
+_STAMP = struct.Struct("<I8s")  # version, first bytes of the digest
+_HEAD = struct.Struct("<IIIII")  # version, D, K, V, L
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Basis:
+    """One version of what both ends share: `columns_DK`, the frozen embedding `fixed_VD`, frozen positions `fixed_LD`.
+
+    Float32; the two tables may have no rows. The digest is of all of it. `ValueError` unless the columns are orthonormal
+    to 1e-6 and all is finite.
+    """
+
+    version: int
+    columns_DK: Tensor
+    fixed_VD: Tensor
+    fixed_LD: Tensor
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        width, rank = self.columns_DK.shape
+        if not 1 <= rank <= width <= MAX_WIDTH or not 0 <= self.version < 1 << 32:
+            raise ValueError(f"a basis of {rank} columns of {width}, version {self.version}, is not possible")
+        tables = (self.columns_DK, self.fixed_VD, self.fixed_LD)
+        if any(x.dtype != torch.float32 or not x.is_cpu or not bool((x.abs() <= LARGEST).all()) for x in tables):
+            raise ValueError("a basis and its tables are float32 CPU tensors without NaN and values above 2^60")
+        if (
+            self.fixed_VD.dim() != 2
+            or self.fixed_LD.dim() != 2
+            or {self.fixed_VD.shape[1], self.fixed_LD.shape[1]} != {width}
+        ):
+            raise ValueError(f"the tables beside a basis of width {width} must have rows of {width} values")
+        wide_DK = self.columns_DK.double()
+        error = float((wide_DK.T @ wide_DK - torch.eye(rank, dtype=torch.float64)).abs().amax())
+        if error > ORTHONORMAL:
+            raise ValueError(
+                f"the columns of the basis are orthonormal to {error:.1e} only; {ORTHONORMAL:.0e} is needed"
+            )
+        object.__setattr__(self, "digest", hashlib.sha256(self.to_bytes()).digest())
+
+    @classmethod
+    def drawn(cls, width: int, rank: int, seed: int, version: int = 1) -> "Basis":
+        """A random basis without tables: one peer draws it, all others get its bytes (QR rounds as the machine does)."""
+        chance = torch.Generator().manual_seed(seed)
+        normal_DK = torch.randn(width, rank, dtype=torch.float64, generator=chance)
+        empty = torch.empty(0, width)
+        return cls(version, _orthonormal(normal_DK).float(), empty, empty)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.columns_DK.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """K."""
+        return self.columns_DK.shape[1]
+
+    def to_bytes(self) -> bytes:
+        """How it is sent to a newcomer: five numbers, then the three matrices row by row."""
+        head = _HEAD.pack(self.version, self.width, self.rank, len(self.fixed_VD), len(self.fixed_LD))
+        out = bytearray(head)
+        for table in (self.columns_DK, self.fixed_VD, self.fixed_LD):
+            append(out, table.reshape(-1))
+        return bytes(out)
+
+    @classmethod
+    def from_bytes(cls, payload: Buffer, digest: bytes) -> "Basis":
+        """What `to_bytes` wrote, if it has this digest, which the caller has from the run's record; else `CorruptPayload`."""
+        if hashlib.sha256(payload).digest() != digest:
+            raise CorruptPayload(f"a basis with digest {digest.hex()[:8]} was asked for and another came")
+        if len(payload) < _HEAD.size:
+            raise CorruptPayload(f"a basis begins with {_HEAD.size} bytes, got {len(payload)}")
+        version, width, rank, vocabulary, positions = _HEAD.unpack_from(payload)
+        require_length(payload, _HEAD.size + 4 * width * (rank + vocabulary + positions), "a basis")
+        tables, at = [], _HEAD.size
+        for shape in ((width, rank), (vocabulary, width), (positions, width)):
+            tables.append(values_at(payload, at, math.prod(shape), torch.float32).view(shape))
+            at += 4 * math.prod(shape)
+        try:
+            return cls(version, *tables)
+        except ValueError as error:
+            raise CorruptPayload(str(error)) from None
+
+    def with_tables(self, fixed_VD: Tensor, fixed_LD: Tensor | None = None) -> "Basis":
+        """The same basis with these frozen tables."""
+        return Basis(self.version, self.columns_DK, fixed_VD, self.fixed_LD if fixed_LD is None else fixed_LD)
+
+    def moved(self, energy_DD: Tensor, rate: float, inside_VD: Tensor) -> tuple["Basis", Tensor]:
+        """The owner's next version, and the trainable part of the embedding that goes with it.
+
+        `energy_DD` is Σ GᵀG over gradients of the last compressed boundary before their projection. One step of projected
+        ascent on tr(UᵀCU), C = energy / its trace: U ← qr(U + rate·(I − UUᵀ)CU), signs as in U. What of the embedding's
+        trainable part lies outside the new subspace goes to the frozen part, so their sum stays. Matrices of the model are
+        to be projected onto the new basis when it takes effect; that, and nothing else, moves the loss.
+        """
+        columns_DK, energy = self.columns_DK.double(), energy_DD.double()
+        steep_DK = energy @ columns_DK / energy.trace().clamp_min(torch.finfo(torch.float64).tiny)
+        rising_DK = steep_DK - columns_DK @ (columns_DK.T @ steep_DK)
+        new_DK = _orthonormal(columns_DK + rate * rising_DK).float()
+        inside_VD, fixed_VD = settled(inside_VD, self.fixed_VD, new_DK)
+        return Basis(self.version + 1, new_DK, fixed_VD, self.fixed_LD), inside_VD
+
+
+def _orthonormal(columns_DK: Tensor) -> Tensor:
+    """The orthonormal columns of QR, each pointing as the one it came from."""
+    q_DK, r_KK = torch.linalg.qr(columns_DK)
+    signed_DK: Tensor = q_DK * torch.where(r_KK.diagonal() < 0, -1.0, 1.0)
+    return signed_DK
+
+
+def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Tensor, Tensor]:
+    """An embedding's trainable part brought into the subspace; what leaves it goes to the frozen part, the sum stays.
+
+    For the first split (all of a table against zeros), for a change of basis, and after an outer optimizer averaged
+    embeddings (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and 4).
+    """
+    whole_VD = fixed_VD.double() + inside_VD.double()
+    columns = columns_DK.double()
+    kept_VD = ((inside_VD.double() @ columns) @ columns.T).to(inside_VD.dtype)
+    return kept_VD, (whole_VD - kept_VD.double()).to(fixed_VD.dtype)
+
+
+@torch.no_grad()
+def project(tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis) -> None:
+    """Bring the named tensors into the subspace, in place: after every step, averaging, state download (spec 10.3, rule 9).
+
+    `names` says for each tensor which of its dimensions is the residual stream's: 0 for weights and biases of linear
+    layers that write into it, 1 for an embedding. `ValueError` if one is missing or that dimension is not D long. Averages
+    of projected tensors stay inside but for rounding; quantised and sparse ones, weight decay's and Adam's steps do not.
+    """
+    for name, dim in names.items():
+        residual_last = _residual_last(tensors, name, dim, basis)
+        columns_DK = basis.columns_DK.to(residual_last.device, _wide(residual_last))
+        wide = residual_last.to(columns_DK.dtype)
+        residual_last.copy_((wide @ columns_DK) @ columns_DK.T)
+
+
+@torch.no_grad()
+def outside(tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis) -> float:
+    """The largest ‖W(I − P)‖ / ‖W‖ of the named tensors, by the Frobenius norm: 0 where `project` has nothing to do."""
+    worst = 0.0
+    for name, dim in names.items():
+        wide, columns_DK = _residual_last(tensors, name, dim, basis).double(), basis.columns_DK.double()
+        columns_DK = columns_DK.to(wide.device)
+        left = wide - (wide @ columns_DK) @ columns_DK.T
+        worst = max(worst, float(left.norm()) / (float(wide.norm()) or 1.0))
+    return worst
+
+
+def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Basis) -> Tensor:
+    """A view of the named tensor with the residual stream's dimension last."""
+    if name not in tensors:
+        raise ValueError(f"there is no tensor {name!r} to project; the plan and the model differ")
+    tensor = tensors[name]
+    if not 0 <= dim < tensor.dim() or tensor.shape[dim] != basis.width:
+        raise ValueError(f"dimension {dim} of {name!r} {tuple(tensor.shape)} is not the model's width {basis.width}")
+    return tensor.detach().movedim(dim, -1)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subspace:
+    """Coordinates in the basis instead of values: N·K numbers through `forward`, the gradient's through `gradient`.
+
+    The sender uses `basis` in contexts of epoch `since` and later, `old` before; a receiver takes either, the old one
+    until two epochs later, by what the payload's stamp says, and raises `Incompatible` for any other. What of an activation
+    lies in the subspace comes back within rounding of float32 products and the bound of the coordinates' codec. If more
+    than `outside` of its norm does not, `UnencodableTensor`: a weight was not projected. Of gradients, what is outside is
+    dropped; it would be upstream.
+    """
+
+    basis: Basis
+    forward: Codec = field(default_factory=lambda: Half("bf16"))
+    gradient: Codec = field(default_factory=lambda: Half("bf16"))
+    old: Basis | None = None
+    since: int = 0
+    outside: float = OUTSIDE
+
+    scope: ClassVar[Scope] = "shared_params"
+
+    def __post_init__(self) -> None:
+        require_exact_length(self.forward)
+        require_exact_length(self.gradient)
+        if self.old is not None and (self.old.rank, self.old.width) != (self.basis.rank, self.basis.width):
+            raise ValueError(
+                "a basis is followed by one of the same width and rank; start another run for another size"
+            )
+
+    @property
+    def name(self) -> str:
+        """`subspace:K+FORWARD,GRADIENT`."""
+        return f"subspace:{self.basis.rank}+{self.forward.name},{self.gradient.name}"
+
+    @property
+    def version(self) -> int:
+        """Of the newest basis."""
+        return self.basis.version
+
+    @property
+    def digest(self) -> bytes:
+        """Of the newest basis and its tables."""
+        return self.basis.digest
+
+    def offers(self, epoch: int) -> tuple[Offer, ...]:
+        """One for each basis that is taken in this epoch, the spoken one first."""
+        held = (self._spoken(epoch), *self._held(epoch))
+        return tuple(dict.fromkeys(Offer(self.name, basis.version, basis.digest) for basis in held))
+
+    def followed_by(self, basis: Basis, since: int) -> "Subspace":
+        """The same with the next basis, which takes effect at epoch `since`."""
+        if basis.version != self.basis.version + 1 or since < self.since + OVERLAP_EPOCHS:
+            raise ValueError(
+                f"basis {self.basis.version} in effect since epoch {self.since} can be followed by version"
+                f" {self.basis.version + 1} from epoch {self.since + OVERLAP_EPOCHS} on, not by {basis.version} at {since}"
+            )
+        return Subspace(basis, self.forward, self.gradient, self.basis, since, self.outside)
+
+    def max_bytes(self, ctx: ActivationContext) -> int:
+        """Exactly this."""
+        codec = self.forward if ctx.direction == "forward" else self.gradient
+        return _STAMP.size + codec.max_bytes(self._coordinates(ctx))
+
+    def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+        """Append the stamp and the coordinates of the activation less the frozen tables' rows."""
+        basis = self._spoken(ctx.epoch)
+        values_ND = require_finite(flattened(x, ctx, "forward")).view(-1, basis.width)
+        varying_ND = values_ND - self._fixed(basis, ctx)
+        inside_NK = varying_ND @ basis.columns_DK
+        left = float((varying_ND - inside_NK @ basis.columns_DK.T).norm()), float(varying_ND.norm())
+        if not left[0] <= self.outside * left[1] + 1e-6 * float(values_ND.norm()):
+            raise UnencodableTensor(
+                f"{left[0]:.3g} of an activation of norm {left[1]:.3g} lies outside the subspace of {self.name} version"
+                f" {basis.version}: project the weights after every change, and send the right token ids"
+            )
+        return self._write(self.forward, basis, inside_NK, ctx, out)
+
+    def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
+        """Coordinates times the basis, plus the frozen tables' rows."""
+        require_direction(ctx, "forward")
+        basis, inside_NK = self._read(self.forward, payload, ctx)
+        fixed_ND = self._fixed(basis, ctx)
+        return restored((inside_NK @ basis.columns_DK.T).add_(fixed_ND).view(-1), ctx)
+
+    def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+        """Append the stamp and the gradient's coordinates."""
+        basis = self._spoken(ctx.epoch)
+        values_ND = require_finite(flattened(grad, ctx, "backward")).view(-1, basis.width)
+        return self._write(self.gradient, basis, values_ND @ basis.columns_DK, ctx, out)
+
+    def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
+        """The part of the gradient that lies in the subspace."""
+        require_direction(ctx, "backward")
+        basis, inside_NK = self._read(self.gradient, payload, ctx)
+        return restored((inside_NK @ basis.columns_DK.T).view(-1), ctx)
+
+    def _spoken(self, epoch: int) -> Basis:
+        return self.old if self.old is not None and epoch < self.since else self.basis
+
+    def _held(self, epoch: int) -> tuple[Basis, ...]:
+        overlapping = self.old is not None and epoch < self.since + OVERLAP_EPOCHS
+        return (self.basis, self.old) if overlapping and self.old else (self.basis,)
+
+    def _coordinates(self, ctx: ActivationContext) -> int:
+        if ctx.shape[2] != self.basis.width:
+            raise ValueError(f"{self.name} is for a width of {self.basis.width}, the activation has {ctx.shape[2]}")
+        return ctx.shape[0] * ctx.shape[1] * self.basis.rank
+
+    def _write(self, codec: Codec, basis: Basis, inside_NK: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+        payload = bytearray(_STAMP.pack(basis.version, basis.digest[:8]))
+        codec.encode(inside_NK.clamp(-LARGEST, LARGEST).reshape(-1), ctx.flat(), payload)
+        out += payload
+        return len(payload)
+
+    def _read(self, codec: Codec, payload: Buffer, ctx: ActivationContext) -> tuple[Basis, Tensor]:
+        """The basis that the stamp names, and the coordinates (N, K)."""
+        count = self._coordinates(ctx)
+        require_length(payload, self.max_bytes(ctx), f"{self.name} for {ctx.shape}")
+        version, digest = _STAMP.unpack_from(payload)
+        held = self._held(ctx.epoch)
+        basis = next((one for one in held if (one.version, one.digest[:8]) == (version, digest)), None)
+        if basis is None:
+            raise Incompatible(
+                f"{self.name} came with basis {version} ({digest.hex()}), held in epoch {ctx.epoch} are"
+                f" {', '.join(f'{one.version} ({one.digest[:8].hex()})' for one in held)}: fetch the basis that the run's"
+                " record names, or let the sender take one that is held"
+            )
+        inside = torch.empty(count)
+        codec.decode(memoryview(payload)[_STAMP.size :], ctx.flat(), inside)
+        if count and float(inside.abs().amax()) > 2 * LARGEST:
+            raise CorruptPayload(f"a coordinate of {self.name} is above 2^61")
+        return basis, inside.view(-1, basis.rank)
+
+    def _fixed(self, basis: Basis, ctx: ActivationContext) -> Tensor:
+        """The frozen tables' rows of this microbatch, (N, D) or one row of zeros."""
+        batch, length, width = ctx.shape
+        fixed = torch.zeros(1, 1, width)
+        if not len(basis.fixed_VD) + len(basis.fixed_LD):
+            return fixed[0]
+        if len(basis.fixed_VD):
+            if ctx.tokens is None:
+                raise ValueError(f"{self.name} needs the token ids (B, L); send them as integers beside the payload")
+            fixed = fixed + basis.fixed_VD[_known(ctx.tokens, len(basis.fixed_VD), ValueError)]
+        if len(basis.fixed_LD):
+            if length > len(basis.fixed_LD):
+                raise ValueError(f"{self.name} knows {len(basis.fixed_LD)} positions, the microbatch has {length}")
+            fixed = fixed + basis.fixed_LD[:length]
+        return fixed.expand(batch, length, width).reshape(-1, width)
+
+
+def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
+    """The ids as int64, all below the vocabulary's size; `error` otherwise."""
+    ids = tokens.detach().cpu().to(torch.int64)
+    if ids.numel() and not 0 <= int(ids.amin()) <= int(ids.amax()) < vocabulary:
+        raise error(f"token ids {int(ids.amin())} to {int(ids.amax())} came, the vocabulary has {vocabulary}")
+    return ids
+
+
+def id_bytes(vocabulary: int) -> int:
+    """How many bytes each id of such a vocabulary takes: 1 to 4."""
+    if not 1 <= vocabulary <= 1 << 32:
+        raise ValueError(f"a vocabulary of {vocabulary} is not possible; choose 1 to 2^32")
+    return max(1, ((vocabulary - 1).bit_length() + 7) // 8)
+
+
+def pack_tokens(tokens: Tensor, vocabulary: int) -> bytes:
+    """The integer ids, row by row, each as `id_bytes(vocabulary)` bytes: the side channel of the envelope, never a float."""
+    width = id_bytes(vocabulary)
+    if tokens.is_floating_point():
+        raise UnencodableTensor(f"token ids are integers, got {tokens.dtype}, which holds few of them exactly")
+    ids = _known(tokens, vocabulary, UnencodableTensor).reshape(-1).numpy()
+    return ids.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
+
+
+def unpack_tokens(payload: Buffer, batch: int, length: int, vocabulary: int) -> Tensor:
+    """The ids (B, L) as int64; another length or an id that the vocabulary has not is refused."""
+    width = id_bytes(vocabulary)
+    if min(batch, length) < 0 or batch * length > MAX_VALUES:
+        raise ValueError(f"{batch} x {length} token ids are not possible; send smaller microbatches")
+    require_length(payload, width * batch * length, f"{batch} x {length} token ids of a vocabulary of {vocabulary}")
+    padded = np.zeros((batch * length, 8), dtype=np.uint8)
+    padded[:, :width] = np.frombuffer(payload, dtype=np.uint8).reshape(-1, width)
+    return _known(torch.from_numpy(padded.view("<i8").reshape(batch, length)), vocabulary, CorruptPayload)
