@@ -329,7 +329,8 @@ class Collective:
         for shard in list(self._announced):
             inputs = self._reducing[shard]
             fewer = tuple(entry for entry in inputs if common >> entry[0] & 1)
-            if fewer and len(fewer) < contributions(self._item_of(self._announced[shard])):
+            has = contributions(self._item_of(self._announced[shard]))
+            if max(self.terms.min_participants, 1) <= len(fewer) < has:
                 del self._announced[shard]  # until it is replaced
                 self._reducing[shard] = fewer
                 self._actions.append(Reduce(shard, fewer))
