@@ -25,6 +25,7 @@ BENCHMARKS = {
     "sync": "farflock.experiments.bench.sync",
     "overlap": "farflock.experiments.bench.overlap",
     "kill": "farflock.experiments.bench.kill",
+    "planner": "farflock.experiments.bench.planner",
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
@@ -84,7 +85,7 @@ class _Scoreboard(click.Command):
 @click.option("--quick", is_flag=True, help="Small sizes: to see that it runs; the numbers say little.")
 @click.option("--json", "as_json", is_flag=True, help="No table at the end; JSON lines come in any case.")
 def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: bool, as_json: bool) -> None:
-    """Measure codec, loop, sim, memory, sync, overlap, kill, or one metric such as codec.int8; without NAME, all of them.
+    """Measure codec, loop, sim, memory, sync, overlap, kill, planner, or one metric such as codec.int8; without NAME, all.
     `bench quality` takes hours, is run alone, and has options of its own: see `bench quality --help`.
 
     Each line is one JSON object: metric, value, yardstick (measured in the same call, in turns), ratio, n, load (of the

@@ -1,0 +1,229 @@
+"""What a layout of nodes into pipeline stages costs on given links, in seconds of communication a step.
+
+A planner is only as good as what it minimises, so the model is that of DT-FM (Yuan et al., arXiv:2206.01288, equations 1 to
+4), exactly: a sharded parameter server in each stage, the best partners between neighbouring stages, and stages in the order
+in which they cost least. Links are symmetrised, as there.
+
+Deviation: stages may differ in size. The paper has equal ones; between unequal ones each node of the larger has a partner,
+and no node of the smaller has more than the sizes force. With equal sizes this is the paper's perfect matching.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Matrix = NDArray[np.float64]
+Stage = tuple[int, ...]  # numbers of nodes, ascending
+Rows = Sequence[Sequence[float]]
+
+MAX_NODES = 1024
+MAX_STAGES = 16  # Held and Karp's table has stages · 2^stages entries: here 8 MiB
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Links:
+    """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal says nothing."""
+
+    latency_s: Matrix
+    bandwidth: Matrix  # bytes a second
+
+    @classmethod
+    def of(cls, latency_s: ArrayLike, bandwidth: ArrayLike) -> "Links":
+        """Links from two matrices of measurements, where both directions count as their mean. `ValueError` unless they are
+        square, of the same size, with finite latencies of at least 0 and finite bandwidths above 0."""
+        latency, rate = np.asarray(latency_s, dtype=np.float64), np.asarray(bandwidth, dtype=np.float64)
+        if latency.ndim != 2 or latency.shape[0] != latency.shape[1] or latency.shape != rate.shape:
+            raise ValueError(
+                f"latencies of shape {latency.shape} and bandwidths of shape {rate.shape} are no links; give two matrices"
+                " with a row and a column for each node"
+            )
+        if not 1 <= len(latency) <= MAX_NODES:
+            raise ValueError(f"{len(latency)} nodes cannot be planned; give 1 to {MAX_NODES}")
+        for name, matrix, fits in (
+            ("latency", latency, np.isfinite(latency) & (latency >= 0)),
+            ("bandwidth", rate, np.isfinite(rate) & (rate > 0)),
+        ):
+            wrong = np.argwhere(~(fits | np.eye(len(matrix), dtype=bool)))
+            if len(wrong):
+                i, j = (int(index) for index in wrong[0])
+                raise ValueError(
+                    f"a {name} of {matrix[i, j]} from node {i} to node {j} is impossible; measure it again or leave one out"
+                )
+        mean_latency, mean_rate = (latency + latency.T) / 2, (rate + rate.T) / 2
+        np.fill_diagonal(mean_latency, 0.0)
+        np.fill_diagonal(mean_rate, 1.0)
+        return cls(mean_latency, mean_rate)
+
+    def __len__(self) -> int:
+        return len(self.latency_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a step sends: a stage's gradient (`c_dp`), and what one node hands on to the next stage (`c_pp`)."""
+
+    gradient_bytes: float
+    activation_bytes: float
+
+    def __post_init__(self) -> None:
+        for name, size in (("gradient", self.gradient_bytes), ("activations", self.activation_bytes)):
+            if not (math.isfinite(size) and size >= 0):
+                raise ValueError(f"{name} of {size} bytes cannot be sent; give a finite number of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Stages in the order of the pipeline, and what they cost."""
+
+    stages: tuple[Stage, ...]
+    data_parallel_s: float
+    pipeline_s: float
+
+    @property
+    def seconds(self) -> float:
+        """COMM: what a planner minimises."""
+        return self.data_parallel_s + self.pipeline_s
+
+
+class Costs:
+    """Equations 1 to 3 on given links: plain lists of what each pair of nodes costs, looked up by the hundred thousand."""
+
+    def __init__(self, links: Links, traffic: Traffic) -> None:
+        self.nodes = len(links)
+        self._links, self._traffic = links, traffic
+        self.handing_s: list[list[float]] = _pair(links, traffic.activation_bytes).tolist()
+        self._sharing_s: dict[int, list[list[float]]] = {}
+
+    def sharing_s(self, size: int) -> list[list[float]]:
+        """What each pair costs inside a stage of `size` nodes, each of which keeps one part of `size`."""
+        if size not in self._sharing_s:
+            self._sharing_s[size] = _pair(self._links, self._traffic.gradient_bytes / size).tolist()
+        return self._sharing_s[size]
+
+    def data_parallel(self, stage: Sequence[int]) -> float:
+        """DATAP of one stage: its slowest node's exchanges with all others, one after the other."""
+        if len(stage) == 1:
+            return 0.0
+        pair, members = self.sharing_s(len(stage)), itemgetter(*stage)
+        return float(max(sum(members(pair[node])) for node in stage))
+
+    def match(self, one: Sequence[int], other: Sequence[int]) -> float:
+        """MATCH of two stages: the slowest of the best partners."""
+        return bottleneck(self._between(one, other))[0]
+
+    def partners(self, one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
+        """Who hands on to whom so that `match` comes out, as (node of `one`, node of `other`), one for each of the larger."""
+        if len(one) < len(other):
+            return [(a, b) for b, a in self.partners(other, one)]
+        places = _places(one, other)
+        return [
+            (node, places[column]) for node, column in zip(one, bottleneck(self._between(one, other))[1], strict=True)
+        ]
+
+    def layout(self, stages: Sequence[Sequence[int]]) -> Layout:
+        """COMM of a partition: its stages in their cheapest order."""
+        count = len(stages)
+        weights = np.zeros((count, count))
+        for j in range(count):
+            for k in range(j):
+                weights[j, k] = weights[k, j] = self.match(stages[j], stages[k])
+        pipeline_s, order = cheapest_order(weights)
+        ordered = tuple(tuple(sorted(stages[stage])) for stage in order)
+        return Layout(ordered, max(map(self.data_parallel, ordered)), pipeline_s)
+
+    def _between(self, one: Sequence[int], other: Sequence[int]) -> list[tuple[float, ...]]:
+        larger, smaller = (one, other) if len(one) >= len(other) else (other, one)
+        places = _places(larger, smaller)
+        if len(places) == 1:
+            return [(self.handing_s[larger[0]][places[0]],)]
+        members = itemgetter(*places)
+        return [members(self.handing_s[node]) for node in larger]
+
+
+def _places(larger: Sequence[int], smaller: Sequence[int]) -> Sequence[int]:
+    """Each node of the smaller stage as often as it may be somebody's partner."""
+    return smaller if len(larger) == len(smaller) else tuple(smaller) * math.ceil(len(larger) / len(smaller))
+
+
+def _pair(links: Links, size_bytes: float) -> Matrix:
+    """There and back: 2 · (latency + bytes / bandwidth), and nothing from a node to itself."""
+    seconds: Matrix = 2 * (links.latency_s + size_bytes / links.bandwidth)
+    np.fill_diagonal(seconds, 0.0)
+    return seconds
+
+
+def bottleneck(rows: Rows) -> tuple[float, list[int]]:
+    """Of all assignments of a column of its own to each row, the smallest possible largest entry, and each row's column.
+
+    `rows` has at least as many columns as rows. The limit starts at what any assignment must reach and is raised only as
+    far as the next entry that may let a row in which has no place (Gross, "The bottleneck assignment problem", 1959).
+    """
+    limit = max(map(min, rows))
+    if len(rows) == len(rows[0]):
+        limit = max(limit, max(map(min, zip(*rows, strict=True))))
+    holders: dict[int, int] = {}  # column -> row
+    for row in range(len(rows)):
+        seen: set[int] = set()
+        tried = [row]
+        while not _place(row, rows, limit, holders, seen, tried):
+            limit = min([entry for r in tried for column, entry in enumerate(rows[r]) if column not in seen])
+            seen, tried = set(), [row]
+    columns = [0] * len(rows)
+    for column, row in holders.items():
+        columns[row] = column
+    return limit, columns
+
+
+def _place(row: int, rows: Rows, limit: float, holders: dict[int, int], seen: set[int], tried: list[int]) -> bool:
+    """Give a row a column within the limit, moving others if that helps. Notes the columns it has seen and the rows that it
+    tried to move."""
+    for column, entry in enumerate(rows[row]):
+        if entry <= limit and column not in holders:
+            holders[column] = row
+            return True
+    for column, entry in enumerate(rows[row]):
+        if entry <= limit and column not in seen:
+            seen.add(column)
+            tried.append(holders[column])
+            if _place(holders[column], rows, limit, holders, seen, tried):
+                holders[column] = row
+                return True
+    return False
+
+
+def cheapest_order(weights: Matrix) -> tuple[float, tuple[int, ...]]:
+    """PIPEP: the cheapest path through all stages (open at both ends), and the order of its stages, the lower end first.
+
+    Held and Karp's dynamic program over sets of stages; `weights` is symmetric. `ValueError` beyond `MAX_STAGES`.
+    """
+    count = len(weights)
+    if not 1 <= count <= MAX_STAGES:
+        raise ValueError(f"{count} stages cannot be ordered exactly; take 1 to {MAX_STAGES}")
+    cheapest = np.full((1 << count, count), np.inf)  # [set, last stage of the path through it]
+    cheapest[1 << np.arange(count), np.arange(count)] = 0.0
+    for sets, lasts, before in _extensions(count):
+        cheapest[sets, lasts] = (cheapest[before] + weights[lasts]).min(axis=1)
+    last, todo = int(cheapest[-1].argmin()), (1 << count) - 1
+    order = [last]
+    while todo := todo & ~(1 << last):
+        last = int((cheapest[todo] + weights[last]).argmin())
+        order.append(last)
+    return float(cheapest[-1].min()), tuple(order if order[0] <= order[-1] else reversed(order))
+
+
+@functools.lru_cache(maxsize=MAX_STAGES)
+def _extensions(count: int) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], ...]:
+    """For each size of set from 2: sets and their last stages, and each set without that one."""
+    every = np.arange(1 << count)
+    member = (every[:, None] >> np.arange(count)) & 1
+    sizes = member.sum(axis=1)
+    steps = []
+    for size in range(2, count + 1):
+        sets, lasts = np.nonzero(member * (sizes == size)[:, None])
+        steps.append((sets, lasts, sets & ~(1 << lasts)))
+    return tuple(steps)
