@@ -154,6 +154,8 @@ class Collective:
     _announced: dict[int, Reduced] = field(default_factory=dict)
     _announcers: dict[bytes, set[int]] = field(default_factory=dict)  # of each item: they hold it
     _actions: list[Action] = field(default_factory=list)
+    _common: int = field(init=False)  # the members that are in every reduction announced so far; all, if not uniform
+    _may_narrow: bool = False  # a reduction was announced since `_narrow` looked
     _reported: bytes = b""
     _sent_s: float = 0.0
     _proposed_s: float | None = None
@@ -162,6 +164,7 @@ class Collective:
 
     def __post_init__(self) -> None:
         self.rotation = self.rotation or self.ordered
+        self._common = (1 << len(self.group)) - 1
         places = self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
         self.holdings = Holdings(places, len(self.group), self.me, fewest=self.terms.uniform)
         self.decision = Decision(self.key, self.view, self.me, len(self.group), self.ordered)
@@ -270,7 +273,7 @@ class Collective:
             return
         if self.terms.kind == "mean":
             self._reduce(now_s, concerned)
-            if self.terms.uniform:
+            if self._may_narrow:
                 self._narrow()
         self._report()
         self._propose(now_s)
@@ -298,6 +301,9 @@ class Collective:
 
     def _add_item(self, member: int, item: Item) -> None:
         """Note an item that a member announces, and fetch it."""
+        if self.terms.uniform:
+            self._common &= int.from_bytes(item.mask, "little")
+            self._may_narrow = True
         if self.holdings.add(item):
             self._announcers.setdefault(item.digest, set()).add(member)
             self._collect([item])
@@ -325,35 +331,25 @@ class Collective:
 
     def _narrow(self) -> None:
         """Reduce once more what has contributions in it that another shard does not have."""
-        common = self._common()
+        self._may_narrow = False
         for shard in list(self._announced):
             inputs = self._reducing[shard]
-            fewer = tuple(entry for entry in inputs if common >> entry[0] & 1)
+            fewer = tuple(entry for entry in inputs if self._common >> entry[0] & 1)
             has = contributions(self._item_of(self._announced[shard]))
             if max(self.terms.min_participants, 1) <= len(fewer) < has:
                 del self._announced[shard]  # until it is replaced
                 self._reducing[shard] = fewer
                 self._actions.append(Reduce(shard, fewer))
 
-    def _common(self) -> int:
-        """The members, as a mask, whose contributions are in every shard that somebody has reduced; all, if not uniform."""
-        common = (1 << len(self.group)) - 1
-        if self.terms.uniform:
-            for shard in range(self.terms.shards):
-                if (item := self.holdings.least(shard)) is not None:
-                    common &= int.from_bytes(item.mask, "little")
-        return common
-
     def _is_mine(self, shard: int, now_s: float) -> bool:
         """Whether I reduce this shard: the first of its rotation does, then whoever follows the dead or the silent."""
         rank = reducers(self.rotation, shard).index(self.me)
         if rank == 0:
             return True
-        common = self._common()
         rivals = [
             digest
             for digest, item in self.holdings.rivals[shard].items()
-            if not int.from_bytes(item.mask, "little") & ~common
+            if not int.from_bytes(item.mask, "little") & ~self._common
         ]
         if any(digest in self.holdings.held for digest in rivals):
             return False
@@ -363,11 +359,11 @@ class Collective:
 
     def _inputs(self, shard: int) -> tuple[tuple[int, float, bytes], ...]:
         """Contributions to a shard in member order, of those that started from the state that most started from."""
-        state, common = self._common_state(), self._common()
+        state = self._common_state()
         return tuple(
             (member, offer.weight, offer.digests[shard])
             for member, offer in sorted(self.offers.items())
-            if offer.state == state and offer.digests[shard] not in self.holdings.corrupt and common >> member & 1
+            if offer.state == state and offer.digests[shard] not in self.holdings.corrupt and self._common >> member & 1
         )
 
     def _common_state(self) -> bytes:

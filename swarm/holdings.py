@@ -107,10 +107,6 @@ class Holdings:
             if item.digest not in self.held and item.digest not in self.corrupt
         ]
 
-    def least(self, index: int) -> Item | None:
-        """Of the items of a place that are not corrupt, the preferred one, whether it is here or not."""
-        return next((item for digest, item in self._ranked(index) if digest not in self.corrupt), None)
-
     def _ranked(self, index: int) -> list[tuple[bytes, Item]]:
         """A place's rivals, the preferred one first."""
         rivals = self.rivals[index]
