@@ -165,6 +165,11 @@ class CountingTrainee:
     replica: CountingReplica
 
     @property
+    def weight(self) -> float:
+        """Each step counts once."""
+        return 1.0
+
+    @property
     def tokens_per_step(self) -> int:
         """What the watch counts."""
         return TOKENS_PER_STEP

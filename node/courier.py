@@ -5,18 +5,19 @@ simulation inline.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
-from farflock.node.reducer import Reducer
+from farflock.node import notes
+from farflock.node.reducer import Inputs, Reducer
 from farflock.node.wire import Cut, checker, decode_all, weighted_mean
 from farflock.optimizers.method import All, Exchange, PeerId, RandomGroups, Ranges, Result, Tensors
 from farflock.swarm.peer import Peer
-from farflock.swarm.streams import Outcome, Stream
+from farflock.swarm.streams import Outcome, Reduction, Stream
 
 Shapes = Mapping[str, tuple[int, ...]]
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -48,46 +49,71 @@ class Decoded(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One stream: shapes, the cut on the way out, the cut on the way back, and what this peer does for the others."""
+    """One stream: its name in the swarm, shapes, the cut on the way out, the cut on the way back, what this peer does for the
+    others, and whether a further shard of notes (node/notes.py) goes with it."""
 
+    name: str
     shapes: Shapes
     out: Cut
     back: Cut
     reducer: Reducer
+    noted: bool
+
+    def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
+        """Of the tensors' shards and of the notes."""
+        return (
+            notes.union(inputs) if index == len(self.out.shards) else self.reducer.reduce(round_number, index, inputs)
+        )
+
+    def check(self, round_number: int, index: int, payload: bytes) -> bool:
+        """Whether a correct peer can have sent this shard."""
+        if index == len(self.out.shards):
+            return notes.union([("", 1.0, payload)]).data is not None
+        return checker(self.out)(round_number, index, payload)
 
 
 class Courier:
-    """Carries exchanges of one node's method over its peer."""
+    """Carries exchanges of one node's method over its peer; of one stage of the model, or (None) of all of it."""
 
-    def __init__(self, peer: Peer, run_seed: int, compute: Compute) -> None:
-        self._peer, self._run_seed, self._compute = peer, run_seed, compute
+    def __init__(self, peer: Peer, run_seed: int, compute: Compute, stage: int | None = None) -> None:
+        self._peer, self._run_seed, self._compute, self._stage = peer, run_seed, compute, stage
         self._lines: dict[str, _Line] = {}
 
-    def open(self, specimen: Exchange, after_round: int = -1, tokens: int = 0) -> None:
+    def open(self, specimen: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False) -> None:
         """Begin a stream of exchanges like this one; its rounds up to `after_round` are in the method's state."""
+        self._peer.open(self._stream(specimen, noted), after_round, tokens)
+
+    def look_on(self, specimen: Exchange, *, noted: bool = False) -> str:
+        """Vote in a stream of a stage that this node does not serve, and hear what its notes say. Returns its name."""
+        stream = self._stream(specimen, noted)
+        self._peer.open(replace(stream, wants="last" if noted else "none"))
+        return stream.name
+
+    def _stream(self, specimen: Exchange, noted: bool) -> Stream:
         shapes = {name: tuple(tensor.shape) for name, tensor in specimen.tensors.items()}
         out = Cut.of(shapes, codec(specimen.codec), self._run_seed)
         back = Cut(out.shards, codec(specimen.return_codec), self._run_seed)
         reducer = Reducer(out, back.codec, compensate=specimen.compensate)
-        self._lines[specimen.key.stream] = _Line(shapes, out, back, reducer)
-        stream = Stream(
-            specimen.key.stream,
+        name = specimen.key.stream if self._stage is None else f"{specimen.key.stream}/{self._stage}"
+        line = self._lines[specimen.key.stream] = _Line(name, shapes, out, back, reducer, noted)
+        return Stream(
+            name,
             specimen.kind,
-            shards=len(out.shards),
-            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes),
-            reduce=reducer.reduce,
-            check=checker(out),
+            shards=len(out.shards) + noted,
+            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes, notes.MAX_BYTES if noted else 0),
+            reduce=line.reduce,
+            check=line.check,
             group=_group_size(specimen),
             deadline_s=specimen.deadline_s,
             min_participants=specimen.min_participants,
             first=specimen.key.round,
             stride=specimen.stride,
             enough=specimen.enough,
-            uniform=specimen.uniform,
+            uniform=specimen.uniform or (noted and specimen.kind == "mean"),
+            stage=self._stage,
         )
-        self._peer.open(stream, after_round, tokens)
 
-    async def carry(self, exchange: Exchange, tokens: int, state: bytes) -> Result:
+    async def carry(self, exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
         """Encode, exchange, decode; `OutOfStep` if the group has left this peer behind or holds another state.
 
         `tokens` are those trained since the last counted exchange; `state` is the hash of the state that an exact
@@ -99,8 +125,9 @@ class Courier:
             return [line.out.encode(index, key.round, exchange.tensors) for index in range(len(line.out.shards))]
 
         payloads = await self._compute(encode)
+        sent = [*payloads, noted] if line.noted else payloads
         outcome = await self._peer.exchange(
-            key.stream, key.round, payloads, weight=exchange.weight, tokens=tokens, state=state
+            line.name, key.round, sent, weight=exchange.weight, tokens=tokens, state=state
         )
         if outcome.status == "lost" or (outcome.state and outcome.state != state):
             raise OutOfStep(f"round {key.round} of {key.stream}: {outcome.status}, state {outcome.state.hex()[:12]}")
@@ -109,8 +136,9 @@ class Courier:
 
     def replay(self, stream: str, round_number: int) -> Result | None:
         """The result of a round that was decided without this peer, if its content is here."""
-        outcome = self._peer.decided(stream, round_number)
-        return None if outcome is None else self._result(self._lines[stream], outcome, None)
+        line = self._lines[stream]
+        outcome = self._peer.decided(line.name, round_number)
+        return None if outcome is None else self._result(line, outcome, None)
 
     def memory(self) -> dict[str, Tensor]:
         """What this peer owes as a reducer, for a checkpoint."""
@@ -124,6 +152,9 @@ class Courier:
             line.reducer.take_up(mine)
 
     def _result(self, line: _Line, outcome: Outcome, payloads: list[bytes] | None) -> Result:
+        noted = b""
+        if line.noted:
+            outcome, noted = _without_notes(outcome)
         assert outcome.status != "lost", f"{outcome.key} is lost, which is no result"
         line.reducer.settle(outcome.key.round, outcome.reduced)
         failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
@@ -148,6 +179,7 @@ class Courier:
             sent=sent,
             taken=_taken_ranges(line.out, outcome.taken) if payloads else {},
             tokens=outcome.tokens,
+            notes=noted,
         )
 
     def _decoded(self, line: _Line, outcome: Outcome) -> tuple[Tensors | None, dict[PeerId, Tensors] | None]:
@@ -161,6 +193,17 @@ class Courier:
             peer: decode_all(line.out, number, shards, shapes) for peer, shards in outcome.gathered.items()
         }
         return Decoded(tuple(shapes), lambda: _mean_of(gathered, outcome.weights)), gathered
+
+
+def _without_notes(outcome: Outcome) -> tuple[Outcome, bytes]:
+    """The outcome of the tensors' shards, and what the last one says."""
+    if outcome.reduced is not None:
+        return replace(outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]), outcome.reduced[-1]
+    if outcome.gathered is None:
+        return outcome, b""
+    keys = notes.joined(shards[-1] for shards in outcome.gathered.values())
+    bare = {peer: shards[:-1] for peer, shards in outcome.gathered.items()}
+    return replace(outcome, gathered=bare, taken=outcome.taken[:-1]), notes.written(keys)
 
 
 def _group_size(exchange: Exchange) -> int:

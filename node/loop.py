@@ -8,7 +8,7 @@ waits through asyncio; nothing here knows which of the two worlds it runs in.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +30,11 @@ class Trainee(Protocol):
         """Tokens of one step."""
         ...
 
+    @property
+    def weight(self) -> float:
+        """How often the gradient that the last step left counts."""
+        ...
+
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Run this peer's batch number `step` through the model, leave its gradients, return its loss in nats."""
         ...
@@ -41,17 +46,21 @@ class Trainee(Protocol):
 
 @dataclass(slots=True)
 class Loop:
-    """A peer's training from its current step on. `train` is `compute` for the step itself: simulations charge time."""
+    """A peer's training from its current step on. `train` is `compute` for the step itself: simulations charge time, stages
+    wait until it is due. It returns None if there is to be no step any more."""
 
     driver: Driver
     seat: Seat
     trainee: Trainee
     compute: Callable[[Callable[[], Any]], Awaitable[Any]]
-    train: Callable[[Callable[[], float]], Awaitable[float]]
+    train: Callable[[Callable[[], float]], Awaitable[float | None]]
     report: Callable[[str, dict[str, object]], None] = lambda kind, fields: None
     pause: Callable[[], Awaitable[None]] | None = None  # called between steps: checkpoints are written there
     step: int = 0
     stopping: bool = False
+    adopt: Callable[[str], Awaitable[None]] | None = (
+        None  # what to do where the group is out of reach; None: its snapshot
+    )
     last_loss: float | None = None
     _carrying: dict[Key, asyncio.Task[Result]] = field(default_factory=dict)
     _halt: asyncio.Future[None] | None = None  # done once `stop` was called
@@ -68,7 +77,10 @@ class Loop:
         try:
             while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
                 progress = await self.begin_step()
-                await self.end_step(await self.train(partial(self.train_one, progress)))
+                loss = await self.train(partial(self.train_one, progress))
+                if loss is None:
+                    break
+                await self.end_step(loss)
                 if self.pause is not None:
                     await self.pause()
             await self.drain(drain_s)
@@ -91,7 +103,7 @@ class Loop:
     def train_one(self, progress: Progress) -> float:
         """One local step; runs in the worker, so it reads no clock and no swarm."""
         loss = self.trainee.forward_backward(self.step, progress)
-        self.driver.method.local_step(self.driver.replica, progress)
+        self.driver.method.local_step(self.driver.replica, replace(progress, weight=self.trainee.weight))
         return loss
 
     def _start(self, exchanges: list[Exchange]) -> None:
@@ -161,7 +173,7 @@ class Loop:
         """Give up what is on its way and this replica's state, for the run's."""
         await self.drop()
         self.report("adopt", {"reason": reason})
-        await self.seat.adopt(ADOPT_TIMEOUT_S)
+        await (self.adopt(reason) if self.adopt is not None else self.seat.adopt(ADOPT_TIMEOUT_S))
 
     async def drain(self, timeout_s: float) -> None:
         """Take in what is still on its way, so that nothing is in doubt afterwards."""

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from farflock.node.courier import Courier
 from farflock.node.data import Batches
 from farflock.node.driver import Driver
@@ -41,6 +43,7 @@ class Plan:
     accumulate: int = 1
     clip_norm: float | None = 1.0
     autocast: bool = False
+    dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -42,13 +42,33 @@ class Place:
     members: int = 1
 
 
+class Books(Protocol):
+    """What a stage's contributions are made of: the first stream's notes (node/notes.py)."""
+
+    def brought(self, number: int) -> bytes:
+        """The notes of my contribution to this round, which is being made now."""
+        ...
+
+    def closed(self, number: int, noted: bytes) -> None:
+        """A round is over, and these are its notes; called by whoever applied it."""
+        ...
+
+
 class Seat:
-    """One node's place in one run, for one method."""
+    """One node's place in one run, for one method; of one stage of the model with its `books`, or of all of it."""
 
     def __init__(
-        self, peer: Peer, driver: Driver, courier: Courier, compute: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self,
+        peer: Peer,
+        driver: Driver,
+        courier: Courier,
+        compute: Callable[[Callable[[], Any]], Awaitable[Any]],
+        stage: int | None = None,
+        books: Books | None = None,
     ) -> None:
         self._peer, self._driver, self._courier, self._compute = peer, driver, courier, compute
+        self._stage, self._books = stage, books
+        self._state_name = STATE if stage is None else f"{STATE}/{stage}"
         self._streams = driver.method.streams(driver.replica)
         self._before = {entry.key.stream: entry.key.round - entry.stride for entry in self._streams}
         self._applied = self._before.copy()  # by stream, the last round in the method's state
@@ -61,9 +81,10 @@ class Seat:
         """Begin all streams of the method, after these rounds of them, and serve its state to joiners."""
         self._applied, self._agreed_tokens, self._own_tokens = {**self._before, **(rounds or {})}, tokens, 0
         for number, specimen in enumerate(self._streams):
-            self._courier.open(specimen, self._applied[specimen.key.stream], 0 if number else tokens)
+            noted = self._books is not None and not number
+            self._courier.open(specimen, self._applied[specimen.key.stream], 0 if number else tokens, noted=noted)
         self._peer.port.progress_tokens = self._estimate
-        self._peer.snapshots.serve(STATE, self._snapshot)
+        self._peer.snapshots.serve(self._state_name, self._snapshot)
 
     @property
     def place(self) -> Place:
@@ -90,7 +111,8 @@ class Seat:
         """Count tokens of a local step. The dead train none, although the view still lists them."""
         self._own_tokens += tokens
         port = self._peer.port
-        peers = port.chain.newest.peers if port.chain is not None else (port.me,)
+        newest = port.chain.newest if port.chain is not None else None
+        peers = [newest.peers[index] for index in newest.serving(self._stage)] if newest else [port.me]
         self.members = sum(port.life(peer) != "dead" for peer in peers)
 
     def progress(self, step: int) -> Progress:
@@ -105,11 +127,13 @@ class Seat:
         method's first stream: members of a collective offer those since the last one that was taken, pairs compare
         what they believe of the whole run."""
         method, replica, key = self._driver.method, self._driver.replica, exchange.key
+        first = key.stream == self._streams[0].key.stream
+        noted = self._books.brought(key.round) if self._books is not None and first else b""
         exact, pairs = method.equality == "exact", isinstance(exchange.group, RandomGroups)
         state = await self._compute(lambda: state_hash(method.agreed(replica, key.stream))) if exact else b""
-        own = self._own_tokens if key.stream == self._streams[0].key.stream else 0
+        own = self._own_tokens if first else 0
         self._offered[key] = own
-        return await self._courier.carry(exchange, self._estimate() if pairs else own, state)
+        return await self._courier.carry(exchange, self._estimate() if pairs else own, state, noted)
 
     def applied(self, key: Key, result: Result) -> None:
         """Note what a result, which is in the method's state now, says of the run's progress. Called by the worker that applied
@@ -118,6 +142,8 @@ class Seat:
         pairs = isinstance(specimen.group, RandomGroups)
         offered = self._offered.pop(key, 0)
         self._applied[key.stream] = max(self._applied[key.stream], result.next_round - specimen.stride)
+        if self._books is not None and specimen is self._streams[0]:
+            self._books.closed(key.round, result.notes)
         if result.status == "failed" and not result.tokens:
             return
         self._agreed_tokens = max(self._agreed_tokens, result.tokens)
@@ -143,7 +169,9 @@ class Seat:
         method, replica = self._driver.method, self._driver.replica
         async with asyncio.timeout(timeout_s):
             while True:
-                snapshot = await self._peer.snapshots.fetch(STATE, timeout_s, downloaded, self._peer.reach())
+                snapshot = await self._peer.snapshots.fetch(
+                    self._state_name, timeout_s, downloaded, self._peer.reach(), self._stage
+                )
                 try:
                     state = decode_state(snapshot)
                     rounds = self._rounds_in(state)
@@ -151,7 +179,7 @@ class Seat:
                     break
                 except (CorruptSnapshot, WrongState) as error:
                     log.warning("a snapshot is not used: %s", error)
-                    self._peer.snapshots.distrust(STATE)
+                    self._peer.snapshots.distrust(self._state_name)
         self._driver.forget()
         self._offered.clear()
         self.open(rounds, snapshot.tokens)

@@ -20,11 +20,16 @@ class Misfit(ValueError):
     """Tensors do not make up the stage or the model that is wanted; the message says which."""
 
 
+def shapes_of(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a stage's tensors, in their order; takes no memory for them."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Llama(config, span).named_parameters()}
+
+
 @functools.cache
 def names_of(config: ModelConfig, span: range) -> frozenset[str]:
     """The names of a stage's tensors; takes no memory for them."""
-    with torch.device("meta"):
-        return frozenset(name for name, _ in Llama(config, span).named_parameters())
+    return frozenset(shapes_of(config, span))
 
 
 def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict[str, Tensor]:

@@ -34,6 +34,11 @@ class LanguageModel:
         """Tokens of one step."""
         return self.accumulate * self.batches.batch_size * self.batches.seq
 
+    @property
+    def weight(self) -> float:
+        """Each step counts once."""
+        return 1.0
+
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Add this step's mean gradient to the model's; returns the mean loss in nats a token."""
         self.replica.lr = self.schedule.rate(progress.tokens, step - self.joined_at)

@@ -41,6 +41,11 @@ class TheirStep:
     closure: Callable[[], Any] | None = None
     returned: Any = None
 
+    @property
+    def weight(self) -> float:
+        """Each step counts once."""
+        return 1.0
+
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Call the closure if there is one; the loss is not known otherwise."""
         self.returned = None

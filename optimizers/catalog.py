@@ -48,6 +48,9 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "best-500": ("lean", {"period": 8, "correction": 0.0, "codec": "ecsq:48", "return_codec": "ecsq:48"}),
 }
 NAMES = (*METHODS, *PRESETS)
+SUMMING = frozenset(
+    {"ddp"}
+)  # what they exchange is the gradient itself, so that a step may count often (`Progress.weight`)
 
 _SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's manifest
 

@@ -18,7 +18,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 @dataclass(slots=True)
 class DDP:
     """Gradients are exchanged after every local step and applied by everybody, also by who was late: all replicas, with their
-    inner moments, stay bit-equal. While an exchange is open gradients add up and count by their number of steps."""
+    inner moments, stay bit-equal. While an exchange is open gradients add up and count by their number of steps, or by what
+    those weigh (`Progress.weight`)."""
 
     codec: str = "bf16"
     return_codec: str = "bf16"
@@ -27,7 +28,9 @@ class DDP:
     equality: ClassVar[Literal["exact"]] = "exact"
     _round: int = 0
     _steps: int = 0  # gradients accumulated in the replica
+    _weight: float = 0.0  # and how often they count together
     _sent_steps: int = 0
+    _sent_weight: float = 0.0
     _pending: bool = False
     _sent: dict[str, Tensor] = field(default_factory=dict)
 
@@ -43,17 +46,19 @@ class DDP:
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Only count: the gradient stays in the replica."""
         self._steps += 1
+        self._weight += progress.weight
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The mean of the gradients since the last exchange, weighted by their number."""
         if self._pending or not self._steps:
             return []
         sums = replica.read(replica.names, "grad")
-        share = 1 / self._steps
+        share = 1 / self._weight if self._weight else 0.0  # nothing, said so, is not waited for
         self._sent = {name: scaled(total, share) for name, total in sums.items()}
         replica.write({name: torch.zeros_like(total) for name, total in sums.items()}, "grad")
         self._pending, self._sent_steps, self._steps = True, self._steps, 0
-        return [self._exchange(self._sent, self._sent_steps)]
+        self._sent_weight, self._weight = self._weight, 0.0
+        return [self._exchange(self._sent, self._sent_weight)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """An inner step with the mean gradient; a gradient that nobody took goes back to those that wait."""
@@ -74,9 +79,10 @@ class DDP:
     def _take_back(self, replica: Replica) -> None:
         """Add the pending gradient to those that wait for the next exchange."""
         since = replica.read(replica.names, "grad")
-        back = {name: since[name] + scaled(self._sent[name], float(self._sent_steps)) for name in since}
+        back = {name: since[name] + scaled(self._sent[name], self._sent_weight) for name in since}
         replica.write(back, "grad")
         self._steps += self._sent_steps
+        self._weight += self._sent_weight
 
     def snapshot(self, replica: Replica) -> State:
         """Parameters, inner moments and the round: a joiner must be bit-equal."""
@@ -94,7 +100,7 @@ class DDP:
             replica.write(tensors, what)
         if mode == "adopt":
             replica.write({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, "grad")
-            self._steps = 0
+            self._steps, self._weight = 0, 0.0
         elif self._pending:
             self._take_back(replica)
         self._pending, self._sent = False, {}
@@ -102,12 +108,15 @@ class DDP:
     def personal(self, replica: Replica) -> State:
         """How many gradients wait in the replica, and the pending one."""
         counters = {"steps": self._steps, "sent_steps": self._sent_steps, "pending": self._pending}
-        return {**named("sent", self._sent), **{name: torch.tensor(int(value)) for name, value in counters.items()}}
+        weights = torch.tensor([self._weight, self._sent_weight], dtype=torch.float64)
+        kept = {name: torch.tensor(int(value)) for name, value in counters.items()}
+        return {**named("sent", self._sent), **kept, "weights": weights}
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
         self._round, self._steps = counter("round", state), counter("steps", state)
         self._sent_steps, self._pending = counter("sent_steps", state), bool(counter("pending", state))
+        self._weight, self._sent_weight = (float(weight) for weight in state["weights"])
         self._sent = kept("sent", state, replica.shapes)
 
     def agreed(self, replica: Replica, stream: str) -> State:
@@ -118,13 +127,13 @@ class DDP:
         """The replica's parameters."""
         return replica.read(replica.names, "param")
 
-    def _exchange(self, tensors: dict[str, Tensor], steps: int) -> Exchange:
+    def _exchange(self, tensors: dict[str, Tensor], weight: float) -> Exchange:
         return Exchange(
             Key(STREAM, self._round),
             "mean",
             All(),
             tensors,
-            weight=float(steps),
+            weight=weight,
             codec=self.codec,
             return_codec=self.return_codec,
             uniform=True,

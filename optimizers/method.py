@@ -105,16 +105,19 @@ class Result:
     sent: Tensors | None = None
     taken: Mapping[str, Ranges] = field(default_factory=dict)
     tokens: int = 0  # the run's agreed tokens after it, 0 if unknown
+    notes: bytes = b""  # what went with the tensors and is no affair of a method's
     steps_since: int = 0  # inner steps that this peer took between the snapshot and now; filled in by the driver
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The only clock of a method: own inner steps, the run's agreed tokens, run time in seconds."""
+    """The only clock of a method: own inner steps, the run's agreed tokens, run time in seconds. `weight` is how often the
+    step's gradient counts, and is summed: of a pipeline's stage, once for each microbatch in it."""
 
     step: int
     tokens: int = 0
     run_time_s: float = 0.0
+    weight: float = 1.0
 
 
 class Drifted(Exception):

@@ -8,7 +8,7 @@ open exchanges are lost, it adopts the other line's state and asks to be let in.
 import random
 from dataclasses import dataclass
 
-from farflock.swarm import branches, views
+from farflock.swarm import axes, branches, views
 from farflock.swarm.branches import Fork, Petition, Solitude
 from farflock.swarm.decide import is_quorum
 from farflock.swarm.identity import Identity, verify
@@ -115,7 +115,8 @@ class Branching:
     # founding
 
     def _is_due(self) -> bool:
-        return self._solitude.lasted_s >= self._after_s
+        """Never of a run of stages: half of a pipeline is none, and a stage's rounds could not be taken back."""
+        return not self._rounds.staged and self._solitude.lasted_s >= self._after_s
 
     def _can_decide(self) -> bool:
         """Whether quorums are there of the newest view, and of the one that the next round belongs to, and no next view is
@@ -129,7 +130,7 @@ class Branching:
 
     def _floor(self) -> int:
         """The first round that a branch could begin with, as far as I know."""
-        return self._rounds.floor() if self._rounds.names else self._port.touched + 1
+        return self._rounds.floor() if self._rounds.names else axes.at(self._port.floor, None)
 
     def _found(self, now_s: float, me: int, present: set[int]) -> None:
         """Collect the signatures of all who are there; the senior ones first have the time to."""

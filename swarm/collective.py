@@ -10,11 +10,15 @@ A round that cannot be filled by the deadline is decided empty, so that all agre
 
 In a `uniform` mean all shards hold the same contributions, so that each is in as a whole or not at all: where one shard has
 been reduced without a member, because it died while others fetched from it, the reducers of the others reduce again.
+
+Of a model that is cut into stages, only a stage's members contribute to its exchanges, reduce and hold them; the others vote,
+so that a stage of two members can decide when one of them dies. Such content is put forward as soon as most of the living
+contributors hold it: of a stage that has one living member left nobody else could.
 """
 
 import collections
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -101,8 +105,9 @@ class BadCloseList(ValueError):
 _close_list_decoder = msgspec.msgpack.Decoder(CloseList)
 
 
-def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
-    """Decode a value put forward to a group of `size`; `BadCloseList` for anything that could not be applied."""
+def decode_close_list(raw: bytes, terms: Terms, contributors: Collection[int]) -> CloseList:
+    """Decode a value put forward to a group in which these members contribute; `BadCloseList` for anything that could not be
+    applied."""
     try:
         close = _close_list_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -110,8 +115,8 @@ def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
     members = [member for member, _ in close.members]
     masks = [int.from_bytes(item.mask, "little") for item in close.items]
     included = [member for member in range(MAX_MEMBERS) if any(mask >> member & 1 for mask in masks)]
-    if members != included or (members and members[-1] >= size) or not all(masks):
-        raise BadCloseList(f"a close list of members {members}, but its items are of {included}, in a group of {size}")
+    if members != included or not all(masks) or not set(members) <= set(contributors):
+        raise BadCloseList(f"a close list of members {members}, its items of {included}; {contributors} contribute")
     if terms.uniform and len(set(masks)) > 1:
         raise BadCloseList("shards with different contributions, in a mean that has each as a whole")
     owners = members if terms.kind == "gather" else [0] if close.items else []
@@ -129,7 +134,8 @@ def decode_close_list(raw: bytes, terms: Terms, size: int) -> CloseList:
 @dataclass(slots=True)
 class Collective:
     """One exchange as member `me` of `group` sees it. Of the group's indices, `ordered` says who proposes first, `rotation` who
-    reduces what: the same for all rounds, unlike the former, which it is where it is not given."""
+    reduces what: the same for all rounds, unlike the former, which it is where it is not given. `rotation` lists those who
+    contribute; the others only vote."""
 
     key: Key
     view: bytes
@@ -138,9 +144,12 @@ class Collective:
     ordered: tuple[int, ...]
     terms: Terms
     started_s: float
-    prior_tokens: int = 0
+    prior_tokens: int | None = 0  # None: not known here, so that I put nothing forward
     holding: Callable[[bytes], bool] = lambda digest: False  # whether the chunk store has this digest
-    rotation: tuple[int, ...] = ()
+    rotation: tuple[int, ...] | None = None
+    holds_back: Callable[[], bool] = lambda: (
+        False
+    )  # whether a next view may take this round over, so that I must not vote
 
     decision: Decision = field(init=False)
     holdings: Holdings = field(init=False)
@@ -154,6 +163,9 @@ class Collective:
     _announced: dict[int, Reduced] = field(default_factory=dict)
     _announcers: dict[bytes, set[int]] = field(default_factory=dict)  # of each item: they hold it
     _actions: list[Action] = field(default_factory=list)
+    _reducers: tuple[int, ...] = field(init=False)
+    contributors: frozenset[int] = field(init=False)
+    contributes: bool = field(init=False)  # whether I do
     _common: int = field(init=False)  # the members that are in every reduction announced so far; all, if not uniform
     _may_narrow: bool = False  # a reduction was announced since `_narrow` looked
     _reported: bytes = b""
@@ -163,11 +175,16 @@ class Collective:
     _gathered: tuple[int, list[int]] = (-1, [])  # whose payload is agreed whole, as of a version of the holdings
 
     def __post_init__(self) -> None:
-        self.rotation = self.rotation or self.ordered
+        self._reducers = self.ordered if self.rotation is None else self.rotation
+        self.contributors = frozenset(self._reducers)
+        self.contributes = self.me in self.contributors
         self._common = (1 << len(self.group)) - 1
         places = self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
         self.holdings = Holdings(places, len(self.group), self.me, fewest=self.terms.uniform)
-        self.decision = Decision(self.key, self.view, self.me, len(self.group), self.ordered)
+        self.decision = Decision(
+            self.key, self.view, self.me, len(self.group), self.ordered, holds_back=self.holds_back
+        )
+        self._rely_on_the_living()
 
     # events
 
@@ -181,12 +198,14 @@ class Collective:
     def receive(self, now_s: float, sender: int, message: Message) -> None:
         """Take in a member's message about this key; `BadCloseList` if it carries a value that cannot be one."""
         if isinstance(message, Propose | Promise | Decided) and message.value is not None:
-            decode_close_list(message.value, self.terms, len(self.group))
+            decode_close_list(message.value, self.terms, self.contributors)
         if self.decision.decided is not None and not isinstance(message, Decided):
             self._actions += self.decision.receive(sender, message) or self._remind(sender, message)
             return
         concerned = range(0)
         match message:
+            case Offer() | Reduced() | Holds() if not {self.me, sender} <= self.contributors:
+                return  # content is no affair of who only votes
             case Offer():
                 self._take_offer(sender, message)
                 concerned = range(self.terms.shards)
@@ -228,6 +247,7 @@ class Collective:
         self.suspects = suspects - {self.me}
         if self.complete:
             return
+        self._rely_on_the_living()
         if now_s - self._sent_s >= RESEND_S:
             self._sent_s = now_s
             self._resend()
@@ -255,7 +275,7 @@ class Collective:
         return tuple(
             peer
             for member, peer in enumerate(self.group)
-            if member not in self.offers and member not in self.suspects and member != self.me
+            if member in self._living and member not in self.offers and member != self.me
         )
 
     def taken(self) -> tuple[bool, ...]:
@@ -264,6 +284,17 @@ class Collective:
         mine = {item.index % self.terms.shards for item in self.close.items if _has(item.mask, self.me)}
         return tuple(shard in mine and self.me in self.offers for shard in range(self.terms.shards))
 
+    @property
+    def _living(self) -> frozenset[int]:
+        """Who contributes and is not suspect."""
+        return self.contributors - self.suspects
+
+    def _rely_on_the_living(self) -> None:
+        """In a group of whom all contribute, what a decision rests on is held by a majority of all, for it must be decided by
+        one anyway."""
+        if len(self.contributors) < len(self.group):
+            self.holdings.rely_on(self._living)
+
     # the machine
 
     def advance(self, now_s: float, concerned: Iterable[int]) -> None:
@@ -271,7 +302,7 @@ class Collective:
         if self.decision.decided is not None:
             self._finish()
             return
-        if self.terms.kind == "mean":
+        if self.terms.kind == "mean" and self.contributes:
             self._reduce(now_s, concerned)
             if self._may_narrow:
                 self._narrow()
@@ -343,7 +374,7 @@ class Collective:
 
     def _is_mine(self, shard: int, now_s: float) -> bool:
         """Whether I reduce this shard: the first of its rotation does, then whoever follows the dead or the silent."""
-        rank = reducers(self.rotation, shard).index(self.me)
+        rank = reducers(self._reducers, shard).index(self.me)
         if rank == 0:
             return True
         rivals = [
@@ -353,7 +384,7 @@ class Collective:
         ]
         if any(digest in self.holdings.held for digest in rivals):
             return False
-        if all(member in self.suspects for member in reducers(self.rotation, shard)[:rank]):
+        if all(member in self.suspects for member in reducers(self._reducers, shard)[:rank]):
             return True
         return not rivals and now_s >= self.started_s + self.terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
 
@@ -371,8 +402,7 @@ class Collective:
         return min(counts, key=lambda state: (-counts[state], state), default=b"")
 
     def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
-        live = set(range(len(self.group))) - self.suspects
-        all_here = live <= self.offers.keys() and not missing - self.suspects
+        all_here = self._living <= self.offers.keys() and not missing - self.suspects
         usable = offered - len(missing) >= self.terms.min_participants
         return usable and (all_here or now_s >= self.started_s + SOFT * self.terms.deadline_s)
 
@@ -387,7 +417,7 @@ class Collective:
         if known - self.suspects:
             return tuple(sorted(known))
         gathered = self.terms.kind == "gather"
-        ought = (item.index // self.terms.shards,) if gathered else reducers(self.rotation, item.index)
+        ought = (item.index // self.terms.shards,) if gathered else reducers(self._reducers, item.index)
         return tuple(dict.fromkeys(member for member in (*sorted(known), *ought) if member != self.me))
 
     def _fetch_item(self, item: Item) -> None:
@@ -432,7 +462,7 @@ class Collective:
         included = self._included(items)
         members = tuple((member, self.offers[member].weight) for member in included)
         tokens = sum(self.offers[member].tokens for member in included)
-        close = CloseList(items, members, self.prior_tokens + tokens, self._common_state())
+        close = CloseList(items, members, (self.prior_tokens or 0) + tokens, self._common_state())
         return msgspec.msgpack.encode(close)
 
     def _included(self, items: tuple[Item, ...]) -> list[int]:
@@ -442,7 +472,9 @@ class Collective:
         """The places of what could be decided now: all shards of a mean; of a gather all live members' or, when the
         time is half over or there are enough, whichever there are; nothing at all after the deadline."""
         shards = self.terms.shards
-        nothing = None if now_s < self.ends_s else ()
+        nothing = None if now_s < self.ends_s and self._living else ()
+        if not self.contributes:
+            return None if self.prior_tokens is None else nothing
         if self.terms.kind == "mean":
             agreed = self.holdings.agreed
             alike = not self.terms.uniform or len({item.mask for item in agreed.values()}) == 1
@@ -450,9 +482,8 @@ class Collective:
         whole = self._whole()
         if 0 < self.terms.enough <= len(whole):
             return [member * shards + shard for member in whole for shard in range(shards)]
-        live = set(range(len(self.group))) - self.suspects
         late = now_s >= self.started_s + SOFT * self.terms.deadline_s
-        if len(whole) < self.terms.min_participants or not (live <= set(whole) or late):
+        if len(whole) < self.terms.min_participants or not (self._living <= set(whole) or late):
             return nothing
         return [member * shards + shard for member in whole for shard in range(shards)]
 
@@ -468,8 +499,9 @@ class Collective:
         """Decided: fetch what I lack of it, then it can be applied."""
         if self.close is None:
             assert self.decision.decided is not None
-            self.close = decode_close_list(self.decision.decided, self.terms, len(self.group))
-        missing = [item for item in self.close.items if item.digest not in self.holdings.held]
+            self.close = decode_close_list(self.decision.decided, self.terms, self.contributors)
+        wanted = self.close.items if self.contributes else ()
+        missing = [item for item in wanted if item.digest not in self.holdings.held]
         self._collect(missing)
         self.complete = all(item.digest in self.holdings.held for item in missing)
 
@@ -488,7 +520,8 @@ class Collective:
         return [(sender, self.decision.announcement())] if isinstance(message, Offer | Holds | Reduced) else []
 
     def _to_others(self, message: Message) -> None:
-        self._actions += [(member, message) for member in range(len(self.group)) if member != self.me]
+        """To all who contribute."""
+        self._actions += [(member, message) for member in sorted(self.contributors) if member != self.me]
 
 
 def _only(member: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from farflock.swarm.axes import NO_FLOOR, Floor, highest
 from farflock.swarm.messages import (
     Accepted,
     Ballot,
@@ -49,8 +50,8 @@ def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
 class Decision:
     """One agreement as one member sees it: acceptor, proposer and learner at once.
 
-    `proposers` are member indices in the seeded order. `floor` says why a value cannot be accepted here: 0 if it can,
-    else the least round that could (views only); once refused, a value that is not the last one accepted here must be
+    `proposers` are member indices in the seeded order. `floor` says why a value cannot be accepted here: nothing if it can,
+    else the least rounds that could (views only); once refused, a value that is not the last one accepted here must be
     refused for ever. Members whose floors are far apart must not skip the first phase (`in_step` False): there each tells
     its `least`, and the proposer's own value is `lifted` to the highest. `sign` signs what this member accepts; `checks`
     verifies another member's signature.
@@ -61,18 +62,19 @@ class Decision:
     me: int
     size: int
     proposers: tuple[int, ...]
-    floor: Callable[[bytes], int] = lambda value: 0
+    floor: Callable[[bytes], Floor] = lambda value: NO_FLOOR
     in_step: bool = True
-    least: Callable[[], int] = lambda: 0
-    lifted: Callable[[bytes, int], bytes] = lambda value, floor: value
+    least: Callable[[], Floor] = lambda: NO_FLOOR
+    lifted: Callable[[bytes, Floor], bytes] = lambda value, floor: value
     sign: Callable[[bytes], bytes] = lambda text: b""
     checks: Callable[[int, bytes, bytes], bool] = lambda member, text, proof: True
+    holds_back: Callable[[], bool] = lambda: False  # while this is so, I accept nothing and put nothing forward
 
     promised: Ballot = _NEVER
     accepted: tuple[Ballot, bytes] | None = None
     decided: bytes | None = None
     certificate: tuple[Ballot, tuple[tuple[int, bytes], ...]] = (_NEVER, ())
-    known_floor: int = 0  # the highest that anybody answered with: a value below it would be refused there
+    known_floor: Floor = NO_FLOOR  # the highest that anybody answered with: a value below it would be refused there
 
     _ballot: Ballot | None = None
     _value: bytes | None = None
@@ -84,7 +86,7 @@ class Decision:
 
     def propose(self, value: bytes) -> Sends:
         """Try to have a value decided: an earlier accepted one wins over it. Call again to start a new ballot."""
-        if self.decided is not None:
+        if self.decided is not None or self.holds_back():
             return []
         first_time = self._ballot is None and self.promised == _NEVER and self.accepted is None
         self._value, self._promises, self._accepts = value, {}, {}
@@ -143,6 +145,8 @@ class Decision:
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:
         if ballot < self.promised:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
+        if self.holds_back():
+            return []
         floor = self.floor(value)
         if floor:
             return self._deliver(sender, Rejected(self.key, self.view, ballot, self.promised, floor))
@@ -153,7 +157,7 @@ class Decision:
     def _promise(self, sender: int, promise: Promise) -> Sends:
         earlier = (promise.accepted, promise.value) if promise.accepted and promise.value is not None else None
         self._promises[sender] = earlier
-        self.known_floor = max(self.known_floor, promise.floor)
+        self.known_floor = highest(self.known_floor, promise.floor)
         if not is_quorum(self._promises.keys(), self.size):
             return []
         known = [entry for entry in self._promises.values() if entry is not None]
@@ -164,7 +168,7 @@ class Decision:
 
     def _rejected(self, sender: int, rejected: Rejected) -> None:
         self._highest = max(self._highest, rejected.promised[0])
-        self.known_floor = max(self.known_floor, rejected.floor)
+        self.known_floor = highest(self.known_floor, rejected.floor)
         if rejected.floor and rejected.ballot == self._ballot and self._proposing and self._value is not None:
             self._refusers.setdefault(self._value, set()).add(sender)
 

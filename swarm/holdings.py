@@ -36,6 +36,7 @@ class Holdings:
 
     def __init__(self, places: int, members: int, me: int, *, fewest: bool = False) -> None:
         self._members, self._me, self._fewest = members, me, fewest
+        self._electorate: frozenset[int] | None = None  # whose majority counts, where it is not that of all
         self.rivals: list[dict[bytes, Item]] = [{} for _ in range(places)]
         self.held: set[bytes] = set()  # digests that are here, of items and of whatever else the exchange needs
         self.corrupt: set[bytes] = set()  # what no correct encoder wrote
@@ -75,6 +76,13 @@ class Holdings:
         for index in range(len(self.rivals)):
             place = slice(PREFIX_BYTES * index, PREFIX_BYTES * (index + 1))
             if prefixes[place] != before[place]:
+                self._agree(index)
+
+    def rely_on(self, electorate: frozenset[int]) -> None:
+        """From now on what more than half of these hold is agreed, whatever the others do."""
+        if electorate != self._electorate:
+            self._electorate = electorate
+            for index in range(len(self.rivals)):
                 self._agree(index)
 
     def said(self, item: Item) -> list[int]:
@@ -141,6 +149,11 @@ class Holdings:
 
     def _agreed(self, index: int) -> Item | None:
         for digest, item in self._ranked(index):
-            if digest in self.held and is_quorum({self._me, *self.said(item)}, self._members):
+            if digest in self.held and self._suffices({self._me, *self.said(item)}):
                 return item
         return None
+
+    def _suffices(self, holders: set[int]) -> bool:
+        if self._electorate is None:
+            return is_quorum(holders, self._members)
+        return 2 * len(holders & self._electorate) > len(self._electorate)

@@ -38,15 +38,18 @@ class Entry:
 
 @dataclass(slots=True)
 class Ledger:
-    """All microbatches of one trainer that are not committed at every one of `stages` stages."""
+    """All microbatches of one trainer that are not committed at every one of their stages, which are all `stages` where `begin`
+    names none."""
 
     stages: int
     _entries: dict[Place, Entry] = field(default_factory=dict)
 
-    def begin(self, microbatch: int) -> None:
+    def begin(self, microbatch: int, order: Iterable[int] | None = None) -> None:
         """A new microbatch: nothing of it counts yet."""
-        assert (microbatch, 0) not in self._entries, f"microbatch {microbatch} is under way"
-        self._entries |= {(microbatch, stage): Entry() for stage in range(self.stages)}
+        stages = range(self.stages) if order is None else order
+        entries = {(microbatch, stage): Entry() for stage in stages}
+        assert not entries.keys() & self._entries.keys(), f"microbatch {microbatch} is under way"
+        self._entries |= entries
 
     def send(self, place: Place, peer: PeerId) -> int:
         """The backward pass is asked of this peer; returns the attempt that the request carries."""
@@ -121,9 +124,7 @@ class Ledger:
         """Microbatches that are committed at every stage; they are forgotten, and so may their tensors be."""
         rest = {microbatch for (microbatch, _), entry in self._entries.items() if entry.phase != "committed"}
         done = sorted({microbatch for microbatch, _ in self._entries} - rest)
-        for microbatch in done:
-            for stage in range(self.stages):
-                del self._entries[microbatch, stage]
+        self._entries = {place: entry for place, entry in self._entries.items() if place[0] in rest}
         return done
 
     def _current(self, place: Place, attempt: int) -> Entry | None:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from farflock.swarm import views
+from farflock.swarm.axes import NO_FLOOR, Floor
 from farflock.swarm.collective import TAKEOVER_S
 from farflock.swarm.decide import Decision, Sends
 from farflock.swarm.groups import order
@@ -31,6 +32,7 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.port import Port
 from farflock.swarm.record import BadRecord, Record, newer, unseal
+from farflock.swarm.roles import EVERY, stage_of
 from farflock.swarm.runtime import RunClock
 from farflock.swarm.views import BadView, Candidates, Certified, Chain, Member, View
 
@@ -38,7 +40,7 @@ JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
 RESEND_S = 0.5
 PING_EVERY_S = 5.0
-ROUNDS_AHEAD = 2  # a view begins so many rounds after the last one begun, so that few rounds have to wait for it
+ROUNDS_AHEAD = 2  # a view begins so many rounds of whole models after the last one begun: few have to wait for it then
 MAX_KNOWN = 1024
 
 MembershipMessage = (
@@ -70,7 +72,7 @@ class Membership:
 
     def found(self) -> None:
         """Begin the run: view 0 is me alone."""
-        member = Member(self._port.me, self._port.incarnation)
+        member = Member(self._port.me, self._port.incarnation, self._my_stage())
         self._port.chain = views.Chain(self._port.run, [Certified(views.genesis(self._port.run, member))])
         self.clock.is_origin = True
         self.wants_in = True  # back, if the others ever go on without me
@@ -93,6 +95,10 @@ class Membership:
     def my_record(self, blob: bytes) -> None:
         """What `Join` carries."""
         self._blobs[self._port.me] = blob
+
+    def _my_stage(self) -> int:
+        blob = self._blobs.get(self._port.me)
+        return EVERY if blob is None else stage_of(unseal(blob, self._port.run).role)
 
     @property
     def is_member(self) -> bool:
@@ -134,7 +140,7 @@ class Membership:
         """Give up my line of views for another one, as who is in none of its views yet: I know them, and watch."""
         self._say_goodbye()
         self._port.forsake()
-        self._port.chain, self._port.touched = line, -1
+        self._port.chain, self._port.floor = line, NO_FLOOR
         self._candidates, self.watching, self.wants_in = Candidates(), True, False
         self._told.clear()
         self.view_changed()
@@ -232,14 +238,15 @@ class Membership:
         if self._port.chain is None:
             return
         self.learn(blob)
-        member = Member(sender, record.incarnation)
+        member = Member(sender, record.incarnation, stage_of(record.role))
         if self._port.chain.newest.index(sender, record.incarnation) is None:
             self._candidates.join(member, self._port.now() + JOIN_LASTS_S)
 
     def _take_leave(self, sender: PeerId, incarnation: int) -> None:
         chain = self._port.chain
-        if chain is not None and chain.newest.index(sender, incarnation) is not None:
-            self._candidates.leave(Member(sender, incarnation))
+        index = chain.newest.index(sender, incarnation) if chain is not None else None
+        if chain is not None and index is not None:
+            self._candidates.leave(chain.newest.members[index])
 
     def _take_views(self, sender: PeerId, encoded: tuple[bytes, ...]) -> None:
         if self._port.chain is None and sender not in self._asked:
@@ -304,7 +311,7 @@ class Membership:
     def _propose(self, members: tuple[Member, ...]) -> None:
         decision = self._ensure_decision()
         newest = self._port.views.newest
-        view = View(newest.number + 1, newest.hash, newest.first_round, members)
+        view = View(newest.number + 1, newest.hash, newest.first_round, members, newest.stage_rounds)
         self._send(decision.propose(views.encode(view)))
         self._after_paxos()
 
@@ -322,10 +329,10 @@ class Membership:
                 me,
                 len(newest.members),
                 tuple(newest.peers.index(peer) for peer in ordered),
-                floor=lambda raw: self._port.views.floor(raw, self._port.touched),
+                floor=lambda raw: self._port.views.floor(raw, self._port.floor),
                 in_step=False,
-                least=lambda: self._port.touched + 1,
-                lifted=lambda raw, floor: views.lifted(raw, floor + ROUNDS_AHEAD - 1 if floor else 0),
+                least=lambda: self._port.floor,
+                lifted=lambda raw, floor: views.lifted(raw, ahead(floor)),
                 sign=lambda text: self._identity.sign(domain, text),
                 checks=views.checker(self._port.run, newest),
             )
@@ -360,7 +367,7 @@ class Membership:
         if decision is None:
             return
         if decision.decided is None:
-            chain.barrier = views.decode_view(decision.accepted[1]).first_round if decision.accepted else None
+            chain.barrier = views.decode_view(decision.accepted[1]) if decision.accepted else None
             return
         ballot, proofs = decision.certificate
         chain.extend(Certified(views.decode_view(decision.decided), ballot, proofs))
@@ -383,3 +390,8 @@ class Membership:
         peers = self._port.views.newest.peers
         for member, message in sends:
             self._port.send(peers[member], message)
+
+
+def ahead(floor: Floor) -> Floor:
+    """Where a view that may begin at `floor` does. A stage's rounds would only be held up by members who are gone."""
+    return (floor[0] + ROUNDS_AHEAD - 1, *floor[1:]) if floor else floor

@@ -4,17 +4,21 @@ Digests are SHA-256. Members are named by their index in the view that the messa
 cannot be misread, it is answered with the views that the sender lacks.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from farflock.swarm.directory import MAX_RECORD_BYTES
+from farflock.swarm.roles import MAX_STAGES
 
 MAX_SHARDS = 4096
 MAX_MEMBERS = 64
 MAX_TRAIL = 512  # views that a peer keeps and speaks of
 MAX_VALUE_BYTES = 240 * 1024  # holds a close list of MAX_SHARDS items; a frame holds it
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
+MAX_BODY_BYTES = 8 * 1024  # what a call or its answer says without a payload
+MAX_PAYLOADS = 4  # of a call, or of its answer
+MAX_PAYLOAD_CHUNKS = 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
@@ -26,6 +30,7 @@ Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 Ballot = tuple[Count, Index]
+Rounds = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 + MAX_STAGES)]
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -99,6 +104,13 @@ class Holds(_Message, frozen=True, tag="holds"):
     prefixes: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_SHARDS)]
 
 
+class Tally(_Message, frozen=True, tag="tally"):
+    """For this round, which is the stream's next one here, I have taken in so many tokens (swarm/tallies.py)."""
+
+    key: Key
+    tokens: Count
+
+
 # Single-decree Paxos among the members of a view (swarm/decide.py).
 
 
@@ -111,15 +123,15 @@ class Prepare(_Message, frozen=True, tag="prepare"):
 
 
 class Promise(_Message, frozen=True, tag="promise"):
-    """Phase 1b, with the value of the highest ballot accepted so far; `floor` is the least round that a new one could begin
-    at here (views only)."""
+    """Phase 1b, with the value of the highest ballot accepted so far; `floor` are the least rounds, by axis
+    (swarm/axes.py), that a new one could begin at here (views only)."""
 
     key: Key
     view: Digest
     ballot: Ballot
     accepted: Ballot | None = None
     value: Value | None = None
-    floor: Count = 0
+    floor: Rounds = ()
 
 
 class Propose(_Message, frozen=True, tag="propose"):
@@ -141,13 +153,13 @@ class Accepted(_Message, frozen=True, tag="accepted"):
 
 
 class Rejected(_Message, frozen=True, tag="rejected"):
-    """A higher ballot was promised, or the value cannot be accepted here; `floor` is the least round that could."""
+    """A higher ballot was promised, or the value cannot be accepted here; `floor` are the least rounds that could."""
 
     key: Key
     view: Digest
     ballot: Ballot
     promised: Ballot
-    floor: Count = 0
+    floor: Rounds = ()
 
 
 class Decided(_Message, frozen=True, tag="decided"):
@@ -273,6 +285,40 @@ class Pong(_Message, frozen=True, tag="pong"):
     run_s: float
 
 
+# Calls (swarm/calls.py). A payload is a run of chunks; an empty one has none.
+
+Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
+Part = tuple[Digest, Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]]
+Payload = Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PAYLOAD_CHUNKS)]
+Payloads = Annotated[tuple[Payload, ...], msgspec.Meta(max_length=MAX_PAYLOADS)]
+Verdict = Literal["ok", "full", "failed", "late"]
+
+
+class Call(_Message, frozen=True, tag="call"):
+    """Do this once; the payloads can be fetched from me. Ids are those of one life of the sender."""
+
+    id: Count
+    request: Body
+    payloads: Payloads = ()
+
+
+class Answer(_Message, frozen=True, tag="answer"):
+    """To the call `id` that you made in life `incarnation`. Only "ok" brings something; "full": nothing was done, ask again;
+    "failed": it cannot be done; "late": your payloads did not come in time, or what I answered is gone."""
+
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    id: Count
+    verdict: Verdict
+    body: Body = b""
+    payloads: Payloads = ()
+
+
+class Heard(_Message, frozen=True, tag="heard"):
+    """I have, or no longer want, the answer to my call `id`."""
+
+    id: Count
+
+
 # Branches (swarm/branches.py).
 
 
@@ -329,6 +375,10 @@ Message = (
     | StateOffer
     | Ping
     | Pong
+    | Call
+    | Answer
+    | Heard
+    | Tally
     | BranchAsk
     | BranchSign
     | Lineage

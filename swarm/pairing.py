@@ -71,7 +71,7 @@ class Pairing:
         partner, leader = self._partner(view, stream, key)
         if partner is None or self._port.views.blocked(key.round):
             return self._outcome(stream, offer, None)
-        self._port.touched = max(self._port.touched, key.round)
+        self._port.touch(None, key.round)
         offer = Offer(key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state)
         pair = self._make(key, partner, leader, offer, stream.deadline_s)
         self._current[name], self._changed[name] = pair, asyncio.Event()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farflock.swarm.branching import Branching
+from farflock.swarm.calls import Calls
 from farflock.swarm.chunks import Store
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import ProtocolViolation, unpack
@@ -20,9 +21,12 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.membership import Membership
 from farflock.swarm.messages import (
+    Answer,
     BranchAsk,
     BranchSign,
+    Call,
     Forgotten,
+    Heard,
     Holds,
     Key,
     Lineage,
@@ -40,6 +44,7 @@ from farflock.swarm.messages import (
     Reduced,
     StateOffer,
     StateQuery,
+    Tally,
     Want,
 )
 from farflock.swarm.pairing import Pairing
@@ -47,6 +52,7 @@ from farflock.swarm.port import Port, inline
 from farflock.swarm.rounds import Rounds
 from farflock.swarm.snapshots import Snapshots
 from farflock.swarm.streams import Outcome, Stream, work_pin
+from farflock.swarm.tallies import Tallies
 from farflock.swarm.views import VIEW_STREAM
 
 TICK_S = 0.1
@@ -100,6 +106,8 @@ class Peer:
         self.membership = Membership(self.port, identity, terms.view_s)
         self.rounds = Rounds(self.port)
         self.pairing = Pairing(self.port)
+        self.calls = Calls(self.port)
+        self.tallies = Tallies(self.port)
         self.snapshots = Snapshots(self.port, self._askable)
         self.branching = Branching(
             self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
@@ -246,10 +254,14 @@ class Peer:
                 self.branching.receive(sender, incarnation, message)
             case Want() | Piece() | Miss():
                 self.port.chunks.receive(sender, message, body)
+            case Call() | Answer() | Heard():
+                self.calls.receive(sender, incarnation, message)
             case StateQuery() | StateOffer():
                 self._to_exchanges(lambda who, _, said: self.snapshots.receive(who, said), sender, incarnation, message)
             case PairPropose() | PairAccept() | PairRefuse() | PairHave() | PairCommit() | PairAbort():
                 self._to_exchanges(self.pairing.receive, sender, incarnation, message)
+            case Tally():
+                self._to_exchanges(self.tallies.receive, sender, incarnation, message)
             case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
                 self._to_exchanges(self.rounds.receive, sender, incarnation, message)
             case _ if hasattr(message, "key") and message.key.stream != VIEW_STREAM:
@@ -270,10 +282,12 @@ class Peer:
     async def _tick_loop(self) -> None:
         for turn in itertools.count():
             self.membership.tick()
+            self.calls.tick()
             if self.port.chain is not None:
                 if turn % LOOK_EVERY == 0:
                     self.branching.tick()
                 self.rounds.tick()
+                self.tallies.tick()
             await asyncio.sleep(TICK_S)
 
     async def _announce_loop(self) -> None:
@@ -284,8 +298,12 @@ class Peer:
                 self.membership.learn(blob)
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
-    def _askable(self) -> list[PeerId]:
-        members = self.port.chain.newest.peers if self.port.chain else tuple(self.membership.records)
+    def _askable(self, stage: int | None) -> list[PeerId]:
+        """Who may have the state of a stage (None: of the whole model)."""
+        chain = self.port.chain
+        members = list(self.membership.records)
+        if chain is not None:
+            members = [chain.newest.peers[index] for index in chain.newest.serving(stage)]
         return [peer for peer in members if peer != self.me and self.port.life(peer) != "dead"][:8]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from farflock.swarm.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.chunks import Chunks, Store
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.links import Life, Links, PeerId
@@ -38,7 +39,7 @@ class Port:
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline
     chain: Chain | None = None
-    touched: int = -1  # the highest round that this peer took part in: the next view must begin after it
+    floor: Floor = NO_FLOOR  # after the rounds that this peer took part in: the next view must not begin before it
     progress_tokens: Callable[[], int] = lambda: 0  # the node's estimate, asked where no round agrees on tokens
     forsaken: dict[bytes, None] = field(default_factory=dict)  # hashes of views that I was in and gave up, oldest first
     lives: dict[PeerId, int] = field(default_factory=dict)  # in which life members of the newest view were last heard
@@ -87,6 +88,15 @@ class Port:
             self.forsaken[entry.view.hash] = None
         while len(self.forsaken) > MAX_FORSAKEN:
             del self.forsaken[next(iter(self.forsaken))]
+
+    def touch(self, stage: int | None, number: int) -> None:
+        """I take part in this round: the next view must begin after it."""
+        self.floor = raised(self.floor, stage, number + 1)
+
+    @property
+    def touched(self) -> int:
+        """The highest round of any axis that this peer took part in; -1 before the first."""
+        return max(self.floor, default=0) - 1
 
     def drop(self, reason: str) -> None:
         """Count something that was not taken in."""

@@ -7,7 +7,6 @@ when its round is decided and its content is here, or when the round has left ev
 """
 
 import asyncio
-import random
 from collections.abc import Callable
 
 import msgspec
@@ -16,15 +15,12 @@ from farflock.swarm.chunks import STALL_S
 from farflock.swarm.collective import (
     Action,
     BadCloseList,
-    CloseList,
     Collective,
     Fetch,
     Reduce,
-    Terms,
-    decode_close_list,
 )
+from farflock.swarm.following import FETCH_TIMEOUT_S, Following
 from farflock.swarm.groups import order, rotation
-from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
     Accepted,
@@ -41,12 +37,9 @@ from farflock.swarm.messages import (
     Rejected,
 )
 from farflock.swarm.port import Port
-from farflock.swarm.streams import Logged, Outcome, Reduction, Stream, StreamState, outcome, work_pin
+from farflock.swarm.round_log import RoundLog
+from farflock.swarm.streams import Outcome, Reduction, Stream, StreamState, outcome, work_pin
 from farflock.swarm.views import View
-
-LOG_ROUNDS = 8
-FOLLOW_S = 0.5
-FETCH_TIMEOUT_S = 10.0
 
 MachineMessage = Offer | Reduced | Holds | Prepare | Promise | Propose | Accepted | Rejected | Decided
 RoundMessage = MachineMessage | LogQuery | Forgotten
@@ -59,7 +52,8 @@ class Rounds:
         self._port = port
         self._streams: dict[str, StreamState] = {}
         self._machines: dict[Key, Collective] = {}
-        self._random = random.Random(f"{port.seed}/{port.me}/follow")
+        self._log = RoundLog(port, lambda key: self._machines.pop(key, None))
+        self._following = Following(port, self._log, lambda key: self._machines.get(key), self._machine, self._view_of)
 
     # what the node calls
 
@@ -103,13 +97,43 @@ class Rounds:
         entry = state.log.get(number)
         return outcome(state.stream, number, entry, self._port.store) if entry and entry.complete else None
 
+    def told(self, name: str, number: int) -> tuple[bytes, ...] | None:
+        """Everybody's last shard of a decided round, or the one that it was reduced to; none of a round that failed. None if
+        that is not here yet."""
+        state = self._streams[name]
+        entry = state.log.get(number)
+        if entry is None or not entry.complete:
+            return None
+        last = (item for item in entry.close.items if item.index % state.stream.shards == state.stream.shards - 1)
+        return tuple(self._port.store.get(item.digest) or b"" for item in last)
+
+    def oldest(self, name: str) -> int:
+        """The first round that the log still has, or the next one."""
+        state = self._streams[name]
+        return next(iter(state.log), state.next)
+
     def newest(self, name: str) -> int:
         """The last round of a stream that is known here to be decided."""
         return self._streams[name].newest
 
+    def called(self, name: str) -> bool:
+        """Whether others have brought theirs to the stream's next round."""
+        state = self._streams[name]
+        machine = self._machines.get(Key(name, state.next))
+        return machine is not None and any(member != machine.me for member in machine.offers)
+
+    def close(self, name: str) -> None:
+        """End a stream at this peer; to have another part in it, it is opened again."""
+        self._forget(self._streams.pop(name, None))
+
     def tokens(self, name: str) -> int:
         """The run's agreed tokens as of that round."""
         return self._streams[name].tokens
+
+    @property
+    def staged(self) -> bool:
+        """Whether there are streams of stages."""
+        return any(state.stream.stage is not None for state in self._streams.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,7 +147,12 @@ class Rounds:
     def reach(self) -> int:
         """The earliest round whose state my logs can bring up to date."""
         return min(
-            (next(iter(state.log), state.next) - state.stream.stride for state in self._streams.values()), default=-1
+            (
+                self.oldest(name) - state.stream.stride
+                for name, state in self._streams.items()
+                if state.stream.wants == "all"
+            ),
+            default=-1,
         )
 
     def rewind(self, first_round: int) -> None:
@@ -138,6 +167,17 @@ class Rounds:
             if state.newest >= first_round:
                 state.newest = state.seen = state.stream.upto(first_round - 1)
                 state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens
+
+    def _forget(self, state: StreamState | None) -> None:
+        """Drop what a stream held: a snapshot has taken its place."""
+        if state is None:
+            return
+        for number in list(state.log):
+            self._log.evict(state, number)
+        for key in [key for key in self._machines if key.stream == state.stream.name]:
+            del self._machines[key]
+            self._port.store.release(work_pin(key))
+        self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
         """Another line of views takes the place of mine: open exchanges are lost, the logs are empty, and the streams wait
@@ -155,13 +195,15 @@ class Rounds:
         for name, state in self._streams.items():
             keys = (Key(name, number) for number in state.offers)
             waits += [
-                (key, self._living(key.round), state.ends_s[key.round]) for key in keys if key not in self._machines
+                (key, self._living(key.round, state.stream.stage), state.ends_s[key.round])
+                for key in keys
+                if key not in self._machines
             ]
         return waits
 
-    def _living(self, number: int) -> tuple[PeerId, ...]:
+    def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
         """Who can decide a round that I have no part in, or still has what it decided."""
-        view = self._port.views.at(number) or self._port.views.newest
+        view = self._port.views.at(number, stage) or self._port.views.newest
         return tuple(peer for peer in view.peers if peer != self._port.me and not self._port.gone(view, peer))
 
     # what the peer's loops call
@@ -172,11 +214,11 @@ class Rounds:
         if state is None:
             self._port.drop("unknown stream")
         elif isinstance(message, LogQuery):
-            self._answer_query(state, sender, message)
+            self._following.answer_query(state, sender, message)
         elif isinstance(message, Forgotten):
-            self._take_forgotten(state, sender, incarnation, message)
+            self._following.take_forgotten(state, sender, incarnation, message)
         elif isinstance(message, Decided) and message.key not in self._machines:
-            self._take_decided(state, sender, incarnation, message)
+            self._following.take_decided(state, sender, incarnation, message)
         else:
             self._to_machine(state, sender, incarnation, message)
 
@@ -184,7 +226,7 @@ class Rounds:
         """Time passes for every machine; offers that had to wait are placed; what was missed is asked for."""
         now_s = self._port.now()
         for machine in list(self._machines.values()):
-            view = self._port.views.at(machine.key.round)
+            view = self._port.views.at(machine.key.round, self._streams[machine.key.stream].stream.stage)
             if view is None or self._retire(machine, view):
                 continue
             suspects = {i for i, peer in enumerate(machine.group) if self._port.gone(view, peer)}
@@ -192,7 +234,7 @@ class Rounds:
             self._carry_out(machine)
         for state in self._streams.values():
             self._place_offers(state)
-            self._follow(state)
+            self._following.follow(state)
 
     # machines
 
@@ -201,9 +243,9 @@ class Rounds:
         offer = state.offers.get(state.next)
         if offer is None:
             return
-        view = self._port.views.at(offer.key.round)
+        view = self._port.views.at(offer.key.round, state.stream.stage)
         machine = self._machine(state, offer.key, view) if view is not None else None
-        if machine is not None and machine.me not in machine.offers:
+        if machine is not None and machine.contributes and machine.me not in machine.offers:
             machine.offer(self._port.now(), msgspec.structs.replace(offer, view=machine.view))
             self._carry_out(machine)
 
@@ -240,7 +282,7 @@ class Rounds:
         """The view that a message names, if it is the one that its round belongs to."""
         views = self._port.views
         view = views.by_hash(digest)
-        if view is None or view is not views.at(key.round):
+        if view is None or view is not views.at(key.round, self._streams[key.stream].stream.stage):
             self._port.drop("other view")
             self._port.counters["stale view"] += 1
             return None
@@ -252,11 +294,18 @@ class Rounds:
         if machine is not None and not self._retire(machine, view):
             return machine
         me = self._port.my_index(view)
-        if me is None or key.round != state.next or key.attempt or self._port.views.blocked(key.round):
+        if (
+            me is None
+            or key.round != state.next
+            or key.attempt
+            or self._port.views.blocked(key.round, state.stream.stage)
+        ):
             return None
-        self._port.touched = max(self._port.touched, key.round)
-        terms = _terms(state.stream)
-        machine = self._make(key, view, me, terms, state.tokens)
+        if state.stream.stage is None:
+            self._port.touch(
+                None, key.round
+            )  # a stage's are touched by voting: till then a next view may take them over
+        machine = self._make(key, view, me, state)
         self._machines[key] = machine
         return machine
 
@@ -268,12 +317,22 @@ class Rounds:
         self._machines.pop(machine.key, None)
         return True
 
-    def _make(self, key: Key, view: View, me: int, terms: Terms, prior_tokens: int) -> Collective:
-        now_s, seed, peers = self._port.now(), self._port.seed, view.peers
-        ordered = tuple(peers.index(peer) for peer in order(peers, seed, view.hash, key))
-        rotated = tuple(peers.index(peer) for peer in rotation(peers, seed, key.stream))
+    def _make(self, key: Key, view: View, me: int, state: StreamState) -> Collective:
+        now_s, seed, peers, terms = self._port.now(), self._port.seed, view.peers, state.stream.terms
+        serving = view.serving(state.stream.stage)
+        first = order([peers[index] for index in serving], seed, view.hash, key)
+        others = order([peer for peer in peers if peer not in first], seed, view.hash, key)
+        ordered = tuple(peers.index(peer) for peer in (*first, *others))  # who has nothing to put forward comes last
+        rotated = tuple(peers.index(peer) for peer in rotation(first, seed, key.stream))
         holding = self._holding(key)
-        return Collective(key, view.hash, peers, me, ordered, terms, now_s, prior_tokens, holding, rotated)
+        tokens, stage = None if state.skipped else state.tokens, state.stream.stage
+
+        def holds_back() -> bool:
+            return stage is not None and self._port.views.blocked(key.round, stage)
+
+        return Collective(
+            key, view.hash, peers, me, ordered, terms, now_s, tokens, holding, rotated, holds_back=holds_back
+        )
 
     def _holding(self, key: Key) -> Callable[[bytes], bool]:
         """Whether a chunk is here; if so it stays until the exchange is over, whoever brought it."""
@@ -290,22 +349,28 @@ class Rounds:
         """Do what a machine wants; log its decision and resolve whoever waits once it is complete."""
         if not self._is_live(machine):
             return
+        if machine.decision.accepted is not None:
+            self._port.touch(self._streams[machine.key.stream].stream.stage, machine.key.round)
         while actions := machine.take():
             for action in actions:
                 self._act(machine, action)
         state = self._streams[machine.key.stream]
         if machine.close is not None and machine.key.round == state.next:
-            self._log(
+            self._log.enter(
                 state,
                 machine.key,
                 machine.close,
                 machine.group,
+                len(machine.contributors),
                 machine.decision.announcement(),
                 machine.taken(),
             )
         if machine.complete and self._is_live(machine):
             del self._machines[machine.key]
-            self._completed(state, machine.key.round)
+            if machine.contributes:
+                self._log.completed(state, machine.key.round)
+            else:
+                self._following.fill_later(state, machine.key)
 
     def _is_live(self, machine: Collective) -> bool:
         return self._machines.get(machine.key) is machine
@@ -365,144 +430,3 @@ class Rounds:
             digest = self._port.store.put(reduction.data, work_pin(machine.key))
             machine.reduced(now_s, wanted.shard, digest, len(reduction.data), rejected)
         self._carry_out(machine)
-
-    # the log
-
-    def _log(
-        self,
-        state: StreamState,
-        key: Key,
-        close: CloseList,
-        group: tuple[PeerId, ...],
-        decided: Decided,
-        taken: tuple[bool, ...],
-    ) -> None:
-        state.newest = key.round
-        state.seen = max(state.seen, key.round)
-        state.tokens = close.tokens
-        state.log[key.round] = Logged(close, group, decided, taken)
-        while len(state.log) > LOG_ROUNDS:
-            self._evict(state, next(iter(state.log)))
-
-    def _evict(self, state: StreamState, number: int) -> None:
-        """Take a round from the log, and whatever still waits for its content."""
-        key = Key(state.stream.name, number)
-        del state.log[number]
-        self._machines.pop(key, None)
-        self._port.store.release(key)
-        self._port.store.release(work_pin(key))
-        future = state.waiting.get(number)
-        if future is not None and not future.done():
-            future.set_result(Outcome(key, "lost", state.next))
-
-    def _completed(self, state: StreamState, number: int) -> None:
-        entry = state.log.get(number)
-        if entry is None:
-            return
-        key = Key(state.stream.name, number)
-        for item in entry.close.items:
-            self._port.store.pin(item.digest, key)
-        self._port.store.release(work_pin(key))
-        entry.complete = True
-        future = state.waiting.get(number)
-        if future is not None and not future.done():
-            future.set_result(outcome(state.stream, number, entry, self._port.store))
-
-    def _forget(self, state: StreamState | None) -> None:
-        """Drop what a stream held: a snapshot has taken its place."""
-        if state is None:
-            return
-        for number in list(state.log):
-            self._evict(state, number)
-        for key in [key for key in self._machines if key.stream == state.stream.name]:
-            del self._machines[key]
-            self._port.store.release(work_pin(key))
-        self._give_up(state, state.next)
-
-    def _give_up(self, state: StreamState, next_round: int) -> None:
-        for number, future in state.waiting.items():
-            if not future.done():
-                future.set_result(Outcome(Key(state.stream.name, number), "lost", next_round))
-
-    # what was missed
-
-    def _follow(self, state: StreamState) -> None:
-        """Ask somebody for the next round's decision if others are further, if I only watch, or if mine is overdue."""
-        now_s = self._port.now()
-        if now_s - state.asked_s < FOLLOW_S or state.stream.group:
-            return
-        number = state.next
-        view = self._port.views.newest
-        watching = self._port.my_index(self._port.views.at(number) or view) is None
-        machine = self._machines.get(Key(state.stream.name, number))
-        overdue = machine is not None and now_s > machine.ends_s
-        if not (watching or overdue or state.seen > number):
-            return
-        others = [peer for peer in view.peers if peer != self._port.me and self._port.life(peer) != "dead"]
-        if others:
-            state.asked_s = now_s
-            self._port.send(self._random.choice(others), LogQuery(Key(state.stream.name, number)))
-
-    def _answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> None:
-        entry = state.log.get(query.key.round)
-        if entry is not None:
-            self._port.send(sender, entry.decided)
-        elif query.key.round <= state.newest:
-            oldest = next(iter(state.log), state.newest)
-            self._port.send(sender, Forgotten(query.key, oldest, state.newest))
-
-    def _take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
-        """The round has left the log of somebody we asked: this peer must adopt a snapshot."""
-        if self._port.views.newest.index(sender, incarnation) is None:
-            self._port.drop("not from a member")
-            return
-        if message.key.round != state.next or message.oldest <= message.key.round:
-            return
-        self._port.counters["lost rounds"] += 1
-        self._give_up(state, message.newest + state.stream.stride)
-        state.seen = max(state.seen, message.newest)
-
-    def _take_decided(self, state: StreamState, sender: PeerId, incarnation: int, decided: Decided) -> None:
-        """A decision that I had no part in: log it if it is the next one, and get its content."""
-        view = self._view_of(sender, decided.view, decided.key)
-        if view is None:
-            return
-        if self._port.views.newest.index(sender, incarnation) is None:
-            self._port.drop("not from a member")
-            return
-        state.seen = max(state.seen, decided.key.round)
-        if decided.key.round != state.next or decided.key.attempt:
-            return
-        try:
-            close = decode_close_list(decided.value, _terms(state.stream), len(view.members))
-        except BadCloseList:
-            self._port.drop("bad close list")
-            return
-        nothing = (False,) * state.stream.shards
-        self._log(state, decided.key, close, view.peers, decided, nothing)
-        self._port.spawn(self._fill(state, decided.key))
-
-    async def _fill(self, state: StreamState, key: Key) -> None:
-        """Fetch the content of a logged round from whoever holds it."""
-        entry = state.log[key.round]
-
-        def holders() -> list[PeerId]:
-            return [peer for peer in self._port.views.newest.peers if peer != self._port.me]
-
-        async def fill(item: Item) -> None:
-            there = False
-            while not there and state.log.get(key.round) is entry:
-                there = await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S)
-
-        if any(item.size > state.stream.max_shard_bytes for item in entry.close.items):
-            self._port.drop("item too large")
-            return
-        await asyncio.gather(*(fill(item) for item in entry.close.items))
-        if state.log.get(key.round) is entry:
-            self._completed(state, key.round)
-        else:  # it has left the log meanwhile: nobody else would release what has come since
-            self._port.store.release(key)
-
-
-def _terms(stream: Stream) -> Terms:
-    return Terms(stream.kind, stream.shards, stream.deadline_s, stream.min_participants, stream.enough, stream.uniform)

@@ -54,13 +54,14 @@ class SnapshotUnavailable(Exception):
 class Snapshots:
     """Serves this peer's snapshots and downloads those of others."""
 
-    def __init__(self, port: Port, asked: Callable[[], list[PeerId]]) -> None:
+    def __init__(self, port: Port, asked: Callable[[int | None], list[PeerId]]) -> None:
         self._port, self._members = port, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
         self._made: dict[str, tuple[int, float]] = {}  # the last round begun when it was made, and when that was
         self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
+        self._stages: dict[str, int | None] = {}  # of a running download: whose state it is
         self._least: dict[str, int] = {}  # of a running download: older states are of no use
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
@@ -89,7 +90,7 @@ class Snapshots:
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
         """Not if it is of a view that I lack: its state may belong to another line than the one that I would bring it to."""
         wanted, chain = self._offers.get(offer.stream), self._port.chain
-        if wanted is None or sender not in self._members():
+        if wanted is None or sender not in self._members(self._stages.get(offer.stream)):
             return  # not asked for, or of nobody who could tell
         if (offer.state, offer.digest) in self._distrusted:
             self._port.drop("distrusted snapshot")
@@ -106,11 +107,16 @@ class Snapshots:
         self._distrusted.append(self._taken.pop(name))
 
     async def fetch(
-        self, name: str, timeout_s: float, progress: Progress = lambda here, total: None, least: int = -1
+        self,
+        name: str,
+        timeout_s: float,
+        progress: Progress = lambda here, total: None,
+        least: int = -1,
+        stage: int | None = None,
     ) -> Snapshot:
-        """Download the state that most members announce of those after round `least` or later: no log leads on from an earlier
-        one, however many lag behind with it. `SnapshotUnavailable` if that fails in time."""
-        self._least[name] = least
+        """Download the state that most members (of a stage) announce of those after round `least` or later: no log leads on
+        from an earlier one, however many lag behind with it. `SnapshotUnavailable` if that fails in time."""
+        self._least[name], self._stages[name] = least, stage
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, timeout_s, progress)
@@ -122,6 +128,7 @@ class Snapshots:
         finally:
             self._offers.pop(name, None)
             self._least.pop(name, None)
+            self._stages.pop(name, None)
 
     async def _fetch(self, name: str, timeout_s: float, progress: Progress) -> Snapshot:
         while True:
@@ -141,7 +148,7 @@ class Snapshots:
 
     async def _gather_offers(self, name: str, offers: dict[PeerId, StateOffer]) -> None:
         while not offers:
-            for peer in self._members():
+            for peer in self._members(self._stages[name]):
                 self._port.send(peer, StateQuery(name))
             await asyncio.sleep(ASK_EVERY_S)
         await asyncio.sleep(SETTLE_S)

@@ -90,9 +90,10 @@ class Staging:
         for key in [key for key, slot in self._slots.items() if slot.phase == "staged" and slot.until_s <= now_s]:
             del self._slots[key]
 
-    def offer(self, number: int) -> list[Key]:
-        """The sum goes into this round: the keys that are in it, in order."""
-        keys = sorted(key for key, slot in self._slots.items() if slot.phase == "merged")
+    def offer(self, number: int, made_of: Collection[Key] | None = None) -> list[Key]:
+        """A contribution goes into this round, made of these keys (None: of all that are merged); returns them in order."""
+        merged = {key for key, slot in self._slots.items() if slot.phase == "merged"}
+        keys = sorted(merged if made_of is None else merged.intersection(made_of))
         for key in keys:
             slot = self._slots[key]
             slot.phase, slot.round = "offered", number

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from farflock.swarm.chunks import Store
-from farflock.swarm.collective import CloseList
+from farflock.swarm.collective import CloseList, Terms
+from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
 
@@ -33,6 +34,9 @@ class Stream:
     `group` 0 is everybody in the view; 2 are pairs (swarm/pairing.py). `max_shard_bytes` bounds what is fetched.
 
     Rounds of all streams count on one axis, on which views begin; this stream has `first` and every `stride`-th after it.
+    A stream of stage `stage` is that of those who serve it; all others only vote in its rounds. `wants` says which shards of
+    a round this peer fetches where it does not contribute: all of a state that it holds, none, or the last one alone, which
+    may say what the round is about (a pipeline's trainer).
     A gather with `enough` above 0 closes as soon as so many contributions are whole. A mean that is `uniform` has each
     contribution in all shards or in none.
     """
@@ -50,6 +54,8 @@ class Stream:
     stride: int = 1
     enough: int = 0
     uniform: bool = False
+    stage: int | None = None
+    wants: Literal["all", "last", "none"] = "all"
 
     def __post_init__(self) -> None:
         if self.stride < 1 or self.first < 0 or self.enough < 0:
@@ -61,6 +67,16 @@ class Stream:
             raise ValueError(
                 f"stream {self.name}: a {self.kind} has 1 to {most} shards, got {self.shards}; cut larger ones"
             )
+
+    @property
+    def terms(self) -> Terms:
+        """What its exchanges' machines are told."""
+        return Terms(self.kind, self.shards, self.deadline_s, self.min_participants, self.enough, self.uniform)
+
+    def wanted(self, close: CloseList) -> list[Item]:
+        """The items of a round that this peer fetches although it has no part in it."""
+        shards = {"all": range(self.shards), "last": range(self.shards - 1, self.shards), "none": range(0)}[self.wants]
+        return [item for item in close.items if item.index % self.shards in shards]
 
     def upto(self, number: int) -> int:
         """This stream's last round that is not after `number`; one before its first if there is none."""
@@ -89,10 +105,12 @@ class Outcome:
 
 @dataclass(slots=True)
 class Logged:
-    """One decided round: its list, the group that the list's indices mean, and whether its content is here."""
+    """One decided round: its list, the group that the list's indices mean, how many of it contribute, and whether what this
+    peer wants of its content is here."""
 
     close: CloseList
     group: tuple[PeerId, ...]
+    contributors: int
     decided: Decided
     taken: tuple[bool, ...]
     complete: bool = False
@@ -112,6 +130,7 @@ class StreamState:
     ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
+    skipped: bool = False  # the tokens are not known before the next decision
 
     @property
     def next(self) -> int:
@@ -138,10 +157,10 @@ def outcome(stream: Stream, number: int, logged: Logged, store: Store) -> Outcom
         return bare
     weights = dict(sorted((group[member], weight) for member, weight in close.members))
     contents = {item.index: store.get(item.digest) or b"" for item in close.items}
-    all_in = len(weights) == len(group) and all(logged.taken)
+    all_in = len(weights) == logged.contributors and all(logged.taken)
     done = replace(
         bare,
-        status="partial" if not all_in else "alone" if len(group) == 1 else "ok",
+        status="partial" if not all_in else "alone" if logged.contributors == 1 else "ok",
         participants=tuple(weights),
         weights=tuple(weights.values()),
         taken=logged.taken,

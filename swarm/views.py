@@ -3,7 +3,7 @@
 A view is decided by the previous view's members (swarm/decide.py) and says itself at which round it begins, so that
 every round belongs to exactly one view and no round can be decided by two of them: a member that has accepted a view
 beginning at round R takes no part in rounds from R on under the old one, and refuses a view that begins at a round it
-has already touched. Rounds of all streams of a run count on one axis.
+has already touched. Rounds of all streams of a run count on one axis, those of a stage on its own.
 
 A view may also have a *branch* (swarm/branches.py): some of its members go on as a run of their own once
 nothing can be decided any more. Who signs a branch is exactly who is in it.
@@ -20,10 +20,13 @@ from typing import Annotated
 
 import msgspec
 
+from farflock.swarm import axes
+from farflock.swarm.axes import NO_FLOOR, Floor, highest, reaches
 from farflock.swarm.decide import is_certified
 from farflock.swarm.identity import verify
 from farflock.swarm.links import Life, PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_TRAIL, MAX_VALUE_BYTES, Count, Decided, Digest, Key
+from farflock.swarm.roles import EVERY, MAX_STAGES, NOTHING
 
 VIEW_STREAM = "#views"
 KEPT_VIEWS = MAX_TRAIL  # who is away for more of them cannot verify the newest any more and has to join anew
@@ -31,20 +34,28 @@ _DOMAIN, _BRANCH_DOMAIN = b"view", b"branch"
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A peer in one of its lives: after a restart it has forgotten its promises, so it counts as another."""
+    """A peer in one of its lives: after a restart it has forgotten its promises, so it counts as another. Who serves another
+    stage (swarm/roles.py) has begun another life too."""
 
     peer: Annotated[str, msgspec.Meta(max_length=64)]
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # whatever a record may say
+    stage: Annotated[int, msgspec.Meta(ge=NOTHING, lt=MAX_STAGES)] = EVERY
 
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """A numbered member list that holds from `first_round` on; `previous` is the hash of the view before, of a branch
-    that view's `branch_mark`."""
+    """A numbered member list that holds from `first_round` on, and for the streams of stage s from `stage_rounds[s]` on
+    (swarm/axes.py); `previous` is the hash of the view before, of a branch that view's `branch_mark`."""
 
     number: Count
     previous: Digest
     first_round: Count
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    stage_rounds: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
+
+    @property
+    def begins(self) -> Floor:
+        """The rounds that it holds from, by axis."""
+        return (self.first_round, *self.stage_rounds)
 
     @functools.cached_property
     def hash(self) -> bytes:
@@ -65,6 +76,11 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The member index of a peer in this life, None if it is no member."""
         index, life = self._places.get(peer, (None, None))
         return index if life == incarnation else None
+
+    def serving(self, stage: int | None) -> tuple[int, ...]:
+        """The members, by index, who have a part in this stage; None is the whole model: everybody."""
+        wanted = {stage, EVERY}
+        return tuple(index for index, member in enumerate(self.members) if stage is None or member.stage in wanted)
 
     @functools.cached_property
     def _places(self) -> dict[PeerId, tuple[int, int]]:
@@ -105,10 +121,11 @@ def decode_view(raw: bytes) -> View:
     return view
 
 
-def lifted(raw: bytes, first_round: int) -> bytes:
-    """The same proposal, beginning at this round at the earliest."""
+def lifted(raw: bytes, floor: Floor) -> bytes:
+    """The same proposal, beginning at these rounds at the earliest."""
     view = decode_view(raw)
-    return encode(msgspec.structs.replace(view, first_round=max(view.first_round, first_round)))
+    first_round, *stage_rounds = highest(view.begins, floor)
+    return encode(msgspec.structs.replace(view, first_round=first_round, stage_rounds=tuple(stage_rounds)))
 
 
 def decode_certified(raw: bytes) -> Certified:
@@ -173,17 +190,17 @@ class Chain:
 
     run: str
     views: list[Certified]
-    barrier: int | None = None  # I accepted a next view from this round on: no part in such rounds before it is decided
+    barrier: View | None = None  # a next view that I accepted: no part in rounds from its on before it is decided
 
     @property
     def newest(self) -> View:
         """The last view that I know to be decided."""
         return self.views[-1].view
 
-    def at(self, round_number: int) -> View | None:
+    def at(self, round_number: int, stage: int | None = None) -> View | None:
         """The view that a round belongs to; None for rounds before the oldest view that I kept."""
         for certified in reversed(self.views):
-            if certified.view.first_round <= round_number:
+            if axes.at(certified.view.begins, stage) <= round_number:
                 return certified.view
         return None
 
@@ -197,9 +214,9 @@ class Chain:
         pairs = zip(reversed(self.views[:-1]), reversed(self.views[1:]), strict=True)
         return next((entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark), None)
 
-    def blocked(self, round_number: int) -> bool:
+    def blocked(self, round_number: int, stage: int | None = None) -> bool:
         """Whether taking part in this round must wait for the next view's decision."""
-        return self.barrier is not None and round_number >= self.barrier
+        return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
     def extend(self, certified: Certified) -> bool:
         """Append the next view, or a branch; False if it is known already, `BadView` if it does not follow from mine."""
@@ -222,14 +239,14 @@ class Chain:
         lacking = (entry for entry in self.views if entry.view.number > number)
         return tuple(encode(entry) for entry in itertools.islice(lacking, limit))
 
-    def floor(self, raw: bytes, touched: int) -> int:
-        """Whether I may accept this proposal for the next view: 0 if so, else the least round it could begin at."""
+    def floor(self, raw: bytes, least: Floor) -> Floor:
+        """Whether I may accept this proposal for the next view: nothing if so, else the least rounds that it could begin at."""
         try:
             view = decode_view(raw)
             self._require_successor(view)
         except BadView:
-            return touched + 1
-        return 0 if view.first_round > touched else touched + 1
+            return least or (1,)
+        return NO_FLOOR if reaches(view.begins, least) else least
 
     def _require_decided(self, certified: Certified) -> None:
         view, newest = certified.view, self.newest
@@ -242,8 +259,8 @@ class Chain:
         newest = self.newest
         if view.number != newest.number + 1 or view.previous != newest.hash:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
-        if view.first_round < newest.first_round:  # at the same round it takes the place of a view that never held
-            raise BadView(f"view {view.number} begins at round {view.first_round}, before {newest.first_round}")
+        if not reaches(view.begins, newest.begins):  # at the same round it takes the place of a view that never held
+            raise BadView(f"view {view.number} begins at rounds {view.begins}, before {newest.begins}")
 
 
 @dataclass(slots=True)

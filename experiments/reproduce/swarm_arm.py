@@ -59,17 +59,17 @@ class Measured(Simulation):
         return node
 
     def _gate(
-        self, index: int, node: Participant, train: Callable[[Callable[[], float]], Awaitable[float]]
-    ) -> Callable[[Callable[[], float]], Awaitable[float]]:
+        self, index: int, node: Participant, train: Callable[[Callable[[], float]], Awaitable[float | None]]
+    ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
         """A training step that waits for the start, takes as long as this peer needs, and comes too late where told."""
         job, chance = self.job, random.Random(f"{self.job.seed}/late/{index}")
         slowness = job.speeds[index] if job.speeds else 1.0
         period = job.options.get("period", 0)
 
-        async def step(work: Callable[[], float]) -> float:
+        async def step(work: Callable[[], float]) -> float | None:
             await self._together()
             loss = await train(work)
-            if not math.isfinite(loss):
+            if loss is not None and not math.isfinite(loss):
                 raise Diverged(f"peer {index}, step {node.loop.step}")
             await asyncio.sleep(job.step_s * (slowness - 1))
             if job.late and (node.loop.step + 1) % period == 0 and chance.random() < job.late:

@@ -72,6 +72,7 @@ class Silent:
     """A driver, seat and trainee in one, of a node whose first exchange nobody answers for `answer_s` seconds."""
 
     tokens_per_step = 1
+    weight = 1.0
 
     def __init__(self, answer_s):
         self.answer_s, self.asked, self.missed = answer_s, None, lambda: None

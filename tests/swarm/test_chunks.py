@@ -133,6 +133,16 @@ async def test_a_chunk_above_the_limit_is_not_even_asked_for(net):
 
 
 @in_virtual_time
+async def test_a_chunk_that_is_said_to_have_no_bytes_and_is_not_the_empty_one_ends_at_once(net):
+    net.peer("liar")
+    reader = net.peer("reader")
+    assert not await reader.fetch(digest_of(b"something"), 0, lambda: ["liar"], "pin", 5.0)
+    assert await reader.fetch(digest_of(b""), 0, lambda: [], "pin", 5.0)
+    assert reader.store.get(digest_of(b"")) == b""
+    assert now() == 0.0
+
+
+@in_virtual_time
 async def test_a_link_is_used_to_nine_tenths(net):
     parts = [data_of(2**18, seed) for seed in range(40)]
     net.peer("holder", *parts)

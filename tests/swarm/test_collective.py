@@ -46,9 +46,9 @@ def contribution(member, shard, *, broken=False):
 
 class World:
     """`n` machines in virtual time. Chunks are JSON that says whose contributions are in them, so that a result can
-    be checked against its mask."""
+    be checked against its mask. Of the `n` machines the last `voters` only vote."""
 
-    def __init__(self, seed, n=3, kind="mean", shards=3, *, loss=0.0, deadline_s=DEADLINE_S):
+    def __init__(self, seed, n=3, kind="mean", shards=3, *, loss=0.0, deadline_s=DEADLINE_S, voters=0):
         self.chance = random.Random(seed)
         self.n, self.shards, self.loss = n, shards, loss
         self.terms = Terms("gather" if kind == "gather" else "mean", shards, deadline_s, uniform=kind == "uniform")
@@ -65,11 +65,24 @@ class World:
         self.broken = set()
         self.finished_s = {}
         self.flapping = 0.0
-        order = list(range(n))
+        self.contributors = range(n - voters)
+        order, others = list(self.contributors), list(range(n - voters, n))
         self.chance.shuffle(order)
+        self.chance.shuffle(others)
         peers = tuple(f"peer{member}" for member in range(n))
         self.machines = [
-            Collective(KEY, VIEW, peers, me, tuple(order), self.terms, 0.0, PRIOR_TOKENS, self.holds[me].__contains__)
+            Collective(
+                KEY,
+                VIEW,
+                peers,
+                me,
+                (*order, *others),
+                self.terms,
+                0.0,
+                PRIOR_TOKENS,
+                self.holds[me].__contains__,
+                tuple(order),
+            )
             for me in range(n)
         ]
         for me in range(n):
@@ -193,16 +206,27 @@ class World:
         """What must hold at every end."""
         decided = {machine.decision.decided for machine in self.machines} - {None}
         assert len(decided) <= 1, "two close lists"
-        if is_quorum(self.live, self.n):
+        if is_quorum(self.live, self.n) and not self.orphaned:
             assert self.all_complete(), f"{[me for me in self.live if not self.machines[me].complete]} wait for ever"
         for me in range(self.n):
             machine = self.machines[me]
-            if machine.complete:
+            if machine.complete and me in self.contributors:
                 assert all(item.digest in self.holds[me] for item in machine.close.items)
                 assert machine.taken() == tuple(self.is_in(machine.close, me, shard) for shard in range(self.shards))
         if decided:
             self.check_list(self.close)
         return self
+
+    @property
+    def orphaned(self):
+        """Whether nothing is left of some of the decided content, or nobody is left to have brought any before the deadline."""
+        if len(self.contributors) == self.n:
+            return False
+        closes = [machine.close for machine in self.machines if machine.close is not None]
+        if not closes:
+            return not set(self.contributors) & set(self.live)
+        holders = [{me for me in self.live if item.digest in self.holds[me]} for item in closes[0].items]
+        return not all(holders)
 
     def is_in(self, close, member, shard):
         """Whether a member's contribution is in the content (not the mask) of a shard."""
@@ -233,7 +257,7 @@ class World:
 
 def offering_world(seed, **options):
     world = World(seed, **options)
-    for me in range(world.n):
+    for me in world.contributors:
         world.offer_at(world.chance.uniform(0, 0.5), me)
     return world
 
@@ -303,22 +327,83 @@ def test_the_same_holds_in_ten_thousand_seeds(kind):
         unlucky_world(seed, kind).run(until_s=200.0)
 
 
-def unlucky_world(seed, kind):
+def unlucky_world(seed, kind, *, staged=False):
     chance = random.Random(f"unlucky {seed}")
     world = World(
-        seed, n=chance.randint(1, 7), kind=kind, shards=chance.randint(1, 5), loss=chance.choice([0, 0.1, 0.3])
+        seed,
+        n=(n := chance.randint(1, 7)),
+        kind=kind,
+        shards=chance.randint(1, 5),
+        loss=chance.choice([0, 0.1, 0.3]),
+        voters=chance.randint(0, n - 1) if staged else 0,
     )
     world.flapping = chance.choice([0.0, 0.0, 0.02])
-    for me in range(world.n):
+    for me in world.contributors:
         when_s = chance.choice([chance.uniform(0, 1), chance.uniform(0, 15), None])
         if when_s is not None:
             state = OTHER_STATE if chance.random() < 0.1 else STATE
             world.offer_at(
-                when_s, me, state=state, weight=chance.uniform(0.5, 2), broken=world.n > 2 and chance.random() < 0.1
+                when_s,
+                me,
+                state=state,
+                weight=chance.uniform(0.5, 2),
+                broken=len(world.contributors) > 2 and chance.random() < 0.1,
             )
     for me in chance.sample(range(world.n), chance.randint(0, (world.n - 1) // 2)):
         world.at(chance.uniform(0, 12), world.crash, me)
     return world
+
+
+@KINDS
+@pytest.mark.parametrize("contributors", [1, 2, 3])
+def test_of_a_stage_its_members_alone_contribute_and_all_others_learn_what_was_decided(kind, contributors):
+    for seed in range(10):
+        world = offering_world(seed, n=6, kind=kind, voters=6 - contributors).run()
+        assert [member for member, _ in world.close.members] == list(range(contributors))
+        assert all(machine.complete for machine in world.machines)
+        assert not any(world.holds[voter] for voter in range(contributors, 6))
+        assert max(world.finished_s.values()) < 2.5
+
+
+@KINDS
+def test_a_stage_of_two_goes_on_when_one_of_them_dies_at_any_step(kind):
+    for victim in range(2):
+        for step in range(offering_world(1, n=6, kind=kind, voters=4).run().handled[victim]):
+            world = offering_world(1, n=6, kind=kind, voters=4)
+            world.crash_after[victim] = step + 1
+            world.run(until_s=40.0)
+            assert world.all_complete() or world.orphaned, (victim, step)
+            other = world.machines[1 - victim]
+            if victim in world.crashed and other.complete:
+                assert world.finished_s[1 - victim] - world.crashed[victim] < 5.0, (victim, step)
+                assert all(other.taken()) or not other.close.items, (victim, step)
+
+
+@KINDS
+def test_what_a_stage_decides_in_bad_luck_all_others_decide_too(kind):
+    outcomes = collections.Counter()
+    for seed in range(120):
+        world = unlucky_world(seed, kind, staged=True).run(until_s=200.0)
+        outcomes[bool(world.close.items) if any(m.close for m in world.machines) else None] += 1
+    assert outcomes[True] > 50, outcomes
+
+
+def test_the_round_of_a_stage_that_nobody_is_left_of_is_closed_by_the_others_as_soon_as_they_look():
+    world = World(3, n=5, voters=3)
+    for me in world.contributors:
+        world.crash(me)
+    world.run()
+    assert world.close.items == ()
+    assert max(world.finished_s.values()) < 4.0
+
+
+def test_who_does_not_know_the_tokens_before_a_round_puts_nothing_forward():
+    world = World(3, n=3, voters=2)
+    world.crash(0)
+    for machine in world.machines:
+        machine.prior_tokens = None
+    world.run(until_s=100.0)
+    assert not any(machine.close for machine in world.machines)
 
 
 def test_the_agreement_check_can_fail(monkeypatch):

@@ -28,7 +28,7 @@ class Schedule:
         self.chance.shuffle(order)
         self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
         self.members = [
-            Decision(KEY, VIEW, me, self.size, tuple(order), floor=lambda value, me=me: int(value in self.refused[me]))
+            Decision(KEY, VIEW, me, self.size, tuple(order), floor=lambda value, me=me: (1,) * (value in self.refused[me]))
             for me in range(self.size)
         ]
         self.loss = self.chance.choice([0.0, 0.1, 0.4]) if loss is None else loss
@@ -162,7 +162,7 @@ def refusing_group(size, refusers):
     """Members of which some refuse the value `old`; member 1 has accepted it of member 0, and nobody else."""
     members = [
         Decision(
-            KEY, VIEW, me, size, tuple(range(size)), floor=lambda value, me=me: int(value == b"old" and me in refusers)
+            KEY, VIEW, me, size, tuple(range(size)), floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers)
         )
         for me in range(size)
     ]
@@ -315,13 +315,13 @@ def test_answers_to_an_older_ballot_count_for_nothing():
 
 
 def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
-    members = group(3, floor=lambda value: 0 if value == b"late enough" else 12)
+    members = group(3, floor=lambda value: () if value == b"late enough" else (12,))
     sends = members[0].propose(b"too early")
     for to, message in sends:
         for _, answer in members[to].receive(0, message):
             members[0].receive(to, answer)
     assert members[0].decided is None
-    assert members[0].known_floor == 12
+    assert members[0].known_floor == (12,)
     run(members, members[0].propose(b"late enough"))
     assert {member.decided for member in members} == {b"late enough"}
 
@@ -336,16 +336,16 @@ def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepte
             me,
             4,
             (2, 0, 1, 3),
-            floor=lambda value, me=me: 0 if int(value) > begun[me] else begun[me] + 1,
+            floor=lambda value, me=me: () if int(value) > begun[me] else (begun[me] + 1,),
             in_step=False,
-            least=lambda me=me: begun[me] + 1,
-            lifted=lambda value, floor: b"%d" % max(int(value), floor),
+            least=lambda me=me: (begun[me] + 1,),
+            lifted=lambda value, floor: b"%d" % max(int(value), *floor),
         )
         for me in range(4)
     ]
     run([None, *members[1:]], members[2].propose(b"3"), 2)
     assert {member.decided for member in members[1:]} == {b"8"}
-    assert members[2].known_floor == 8
+    assert members[2].known_floor == (8,)
 
 
 def test_who_works_on_a_decided_key_is_told_the_decision():

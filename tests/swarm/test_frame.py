@@ -18,16 +18,22 @@ from farflock.swarm import frame as frames
 from farflock.swarm.frame import Frame, ProtocolViolation, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import (
+    MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
     MAX_MEMBERS,
+    MAX_PAYLOAD_CHUNKS,
+    MAX_PAYLOADS,
     MAX_SHARDS,
     MAX_TRAIL,
     MAX_VALUE_BYTES,
     Accepted,
+    Answer,
     BranchAsk,
     BranchSign,
+    Call,
     Decided,
     Forgotten,
+    Heard,
     Holds,
     Join,
     Key,
@@ -53,6 +59,7 @@ from farflock.swarm.messages import (
     Rejected,
     StateOffer,
     StateQuery,
+    Tally,
     ViewQuery,
     Views,
     Want,
@@ -63,6 +70,7 @@ HEAD_BYTES = 24
 KEY = Key("weights/0", 7, 1)
 A, B = bytes(range(32)), bytes(range(32, 64))
 OFFER = Offer(KEY, A, (A, B), (5, 0), 1.5, 640, B)
+CALL = Call(3, b"forward", (((A, MAX_CHUNK_BYTES), (B, 5)),))
 
 SPECIMENS: tuple[Message, ...] = (
     Want(A, 65536, 131072),
@@ -72,10 +80,10 @@ SPECIMENS: tuple[Message, ...] = (
     Reduced(KEY, A, 3, B, 1000, bytes([5, 0, 0, 0, 0, 0, 0, 0])),
     Holds(KEY, A, B[:16]),
     Prepare(KEY, A, (2, 1)),
-    Promise(KEY, A, (2, 1), (1, 0), b"value", 9),
+    Promise(KEY, A, (2, 1), (1, 0), b"value", (9, 4)),
     Propose(KEY, A, (2, 1), b"value"),
     Accepted(KEY, A, (2, 1), b"s" * 64),
-    Rejected(KEY, A, (2, 1), (3, 0), 9),
+    Rejected(KEY, A, (2, 1), (3, 0), (9, 4)),
     Decided(KEY, A, b"value", (2, 1), ((0, b"s" * 64), (2, b""))),
     LogQuery(KEY),
     Forgotten(KEY, 8, 15),
@@ -93,6 +101,10 @@ SPECIMENS: tuple[Message, ...] = (
     StateOffer("state", A, 6, B, A, 4096, 640),
     Ping(1.25),
     Pong(1.25, 77.5),
+    CALL,
+    Answer(7, 3, "ok", b"done", ((), ((B, 70),))),
+    Heard(3),
+    Tally(KEY, 640),
     BranchAsk(b"view"),
     BranchSign(A, b"s" * 64, 9),
     Lineage(640, 5, A[:16], (b"one",)),
@@ -104,7 +116,7 @@ def body_of(message):
     return b"piece of a chunk" if isinstance(message, Piece) else b""
 
 
-def sealed(message_bytes, body=b"", *, incarnation=1, version=1, flags=0, magic=b"FF"):
+def sealed(message_bytes, body=b"", *, incarnation=1, version=frames.VERSION, flags=0, magic=b"FF"):
     """A frame with a right checksum around any message bytes: what a hostile peer can make."""
     head = struct.pack("<2sBBQII", magic, version, flags, incarnation, len(message_bytes), len(body))
     return head + struct.pack("<I", zlib.crc32(head + message_bytes + body)) + message_bytes + body
@@ -149,6 +161,7 @@ def filled(kind, chance):
         "proofs": tuple((member, chance.randbytes(64)) for member in range(many)),
         "trail": chance.randbytes(8 * (many + 1)),
         "prefixes": chance.randbytes(8 * many),
+        "floor": 9 if kind is BranchSign else tuple(chance.choice([0, 9, 2**62]) for _ in range(many)),
         "mask": chance.randbytes(8),
         "views": tuple(chance.randbytes(50) for _ in range(many)),
         "record": chance.randbytes(200),
@@ -163,6 +176,10 @@ def filled(kind, chance):
         "shard": chance.randrange(MAX_SHARDS),
         "view": offer.view,
         "digest": chance.randbytes(32),
+        "request": chance.randbytes(chance.choice([0, 1000])),
+        "body": chance.randbytes(chance.choice([0, 1000])),
+        "verdict": chance.choice(["ok", "full", "failed", "late"]),
+        "payloads": (((chance.randbytes(32), chance.randint(1, MAX_CHUNK_BYTES)),) * many,) * chance.randint(0, 4),
     }
     numbers = {"start", "stop", "size"}
     made = {}
@@ -230,13 +247,13 @@ def test_an_altered_message_with_a_right_checksum_is_refused_or_keeps_every_limi
 def test_the_head_is_as_documented():
     packed = pack(Frame(0x0102030405060708, Piece(A, 0, 3), b"abc"))
     magic, version, flags, incarnation, message_bytes, body_bytes, checksum = struct.unpack("<2sBBQIII", packed[:24])
-    assert (magic, version, flags, incarnation) == (b"FF", 1, 0, 0x0102030405060708)
+    assert (magic, version, flags, incarnation) == (b"FF", frames.VERSION, 0, 0x0102030405060708)
     assert HEAD_BYTES + message_bytes + body_bytes == len(packed)
     assert packed[-3:] == b"abc"
     assert checksum == zlib.crc32(packed[:20] + packed[24:])
 
 
-@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 2}], ids=str)
+@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 3}], ids=str)
 def test_another_magic_flag_or_version_is_refused(wrong):
     raw = msgspec.msgpack.encode(Leave())
     assert unpack(sealed(raw)).message == Leave()
@@ -296,6 +313,14 @@ OVER_THE_LIMIT = {
     "negative weight": limited(OFFER, weight=-1.0),
     "unknown tag": msgspec.msgpack.encode(["run", "rm -rf"]),
     "a map": msgspec.msgpack.encode({"type": "leave"}),
+    "request too long": limited(CALL, request=bytes(MAX_BODY_BYTES + 1)),
+    "too many payloads": limited(CALL, payloads=((),) * (MAX_PAYLOADS + 1)),
+    "too many chunks of a payload": limited(CALL, payloads=(((A, 1),) * (MAX_PAYLOAD_CHUNKS + 1),)),
+    "an empty chunk of a payload": limited(CALL, payloads=(((A, 0),),)),
+    "a payload's chunk too large": limited(CALL, payloads=(((A, MAX_CHUNK_BYTES + 1),),)),
+    "a payload's chunk without a size": limited(CALL, payloads=(((A,),),)),
+    "answer too long": limited(Answer(7, 3, "ok"), body=bytes(MAX_BODY_BYTES + 1)),
+    "an answer of another kind": limited(Answer(7, 3, "ok"), verdict="fine"),
     "text for bytes": msgspec.msgpack.encode(["miss", "x" * 32]),
     "truth for number": msgspec.msgpack.encode(["views?", True]),
     "too few fields": msgspec.msgpack.encode(["want", A]),
@@ -363,8 +388,9 @@ def test_the_largest_close_list_and_the_longest_offer_fit_a_frame():
     offer = Offer(long_key, A, (A,) * MAX_SHARDS, (MAX_CHUNK_BYTES,) * MAX_SHARDS, 1e18, 2**62, A)
     for message in (
         Decided(long_key, A, value, (2**62, 63), proofs),
-        Promise(long_key, A, (2**62, 63), (2**62, 63), value, 2**62),
+        Promise(long_key, A, (2**62, 63), (2**62, 63), value, (2**62, 1)),
         PairPropose(offer),
+        Call(2**62, bytes(MAX_BODY_BYTES), ((((A, MAX_CHUNK_BYTES),) * MAX_PAYLOAD_CHUNKS),) * MAX_PAYLOADS),
     ):
         assert unpack(pack(Frame(2**64 - 1, message))).message == message
 

@@ -235,7 +235,7 @@ async def test_who_is_no_member_is_alone(world):
 @in_a_world()
 async def test_rounds_that_the_next_view_may_own_are_not_begun_in_pairs(world):
     a, _ = world.peers.values()
-    a.port.views.barrier = 4
+    a.port.views.barrier = msgspec.structs.replace(a.port.views.newest, first_round=4)
     assert (await a.swap(5)).status == "alone"
     assert now() == 0.0
     assert a.port.touched == -1

@@ -14,7 +14,7 @@ from farflock.swarm.decide import signed_text
 from farflock.swarm.frame import unpack
 from farflock.swarm.holdings import Item
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
-from farflock.swarm.rounds import LOG_ROUNDS
+from farflock.swarm.round_log import LOG_ROUNDS
 from farflock.swarm.sim import Faults, LinkModel
 from farflock.swarm.streams import Reduction, Stream, work_pin
 from farflock.swarm.views import Certified, View, signature_domain, view_key

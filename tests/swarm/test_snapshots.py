@@ -43,7 +43,7 @@ class Peer:
         links, self.store = world.network.links(name), Store(budget_bytes)
         self.port = Port("run", 0, 1, links, self.store, world.spawn)
         self.port.chain = Chain("run", [Certified(GENESIS)])
-        self.snapshots = Snapshots(self.port, lambda: [peer for peer in world.members if peer != name])
+        self.snapshots = Snapshots(self.port, lambda stage: [peer for peer in world.members if peer != name])
         self.built = 0
         world.spawn(self.receive(links))
 
@@ -376,7 +376,7 @@ async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_unti
 
     host.snapshots.serve(NAME, provide)
     for touched, number in ((0, 0), (KEEP_ROUNDS, 0), (KEEP_ROUNDS + 1, 1), (2 * KEEP_ROUNDS + 1, 1)):
-        host.port.touched = touched
+        host.port.floor = (touched + 1,)
         assert (await world.joiner.fetch()).round == number
     await asyncio.sleep(KEEP_S)
     assert (await world.joiner.fetch()).round == 2

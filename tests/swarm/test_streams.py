@@ -43,7 +43,7 @@ def logged(store, members, contents, *, group=GROUP, taken=(True, True), tokens=
     """A round that was decided on these contents, by item index."""
     items = tuple(Item(index, store.put(data, "test"), len(data), bytes(8)) for index, data in sorted(contents.items()))
     close = CloseList(members=tuple(members.items()), items=items, tokens=tokens, state=state)
-    return Logged(close, group, Decided(Key("weights", 4), bytes(32), b""), taken)
+    return Logged(close, group, len(group), Decided(Key("weights", 4), bytes(32), b""), taken)
 
 
 def test_a_mean_of_everybody_gives_the_reduced_shards_and_all_in_sorted_order():

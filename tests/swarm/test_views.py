@@ -113,7 +113,7 @@ def test_a_round_belongs_to_the_last_view_that_begins_at_or_before_it():
 def test_a_view_that_begins_where_the_one_before_it_does_takes_its_place():
     """Else views that change faster than rounds would run ahead of them, and leave rounds to members long gone."""
     chain = grown(first_round=5)
-    assert chain.floor(encode(successor(chain, MEMBERS[:3], 5)), touched=4) == 0
+    assert chain.floor(encode(successor(chain, MEMBERS[:3], 5)), (5,)) == ()
     assert chain.extend(certify(successor(chain, MEMBERS[:3], 5), signers(5)))
     assert [chain.at(number).number for number in (4, 5, 6)] == [0, 2, 2]
 
@@ -147,8 +147,9 @@ def test_the_hash_is_computed_once(monkeypatch):
 def test_the_barrier_blocks_rounds_from_there_on_until_the_view_is_decided():
     chain = grown()
     assert not chain.blocked(10**6)
-    chain.barrier = 7
+    chain.barrier = View(2, bytes(32), 7, MEMBERS[:4], (3,))
     assert [chain.blocked(number) for number in (6, 7, 8)] == [False, True, True]
+    assert [chain.blocked(number, 0) for number in (2, 3, 6)] == [False, True, True], "stages count for themselves"
     chain.extend(certify(successor(chain, MEMBERS[:4]), signers(3)))
     assert not chain.blocked(8)
 
@@ -156,11 +157,11 @@ def test_the_barrier_blocks_rounds_from_there_on_until_the_view_is_decided():
 def test_the_floor_accepts_only_a_successor_that_begins_after_every_round_touched():
     chain = grown()
     proposal = encode(successor(chain, MEMBERS[:4], first_round=9))
-    assert chain.floor(proposal, touched=8) == 0
-    assert chain.floor(proposal, touched=9) == 10
-    assert chain.floor(proposal, touched=20) == 21
-    assert chain.floor(b"nonsense", touched=4) == 5
-    assert chain.floor(encode(chain.newest), touched=1) == 2, "not a successor"
+    assert chain.floor(proposal, (9,)) == ()
+    assert chain.floor(proposal, (10,)) == (10,)
+    assert chain.floor(proposal, (21,)) == (21,)
+    assert chain.floor(b"nonsense", (5,)) == (5,)
+    assert chain.floor(encode(chain.newest), (2,)) == (2,), "not a successor"
 
 
 def test_the_chain_keeps_a_bounded_number_of_views_and_sends_them_in_portions():

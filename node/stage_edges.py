@@ -1,0 +1,105 @@
+"""Tensors between a trainer and its stage servers: tokens, activations and their gradients as payloads.
+
+Every microbatch of a run has one shape, so a payload's size is known before it is fetched. Token ids are integers all the way,
+with each activation: some codecs need them, and they are small beside it.
+
+Shapes: B sequences, L positions, D model width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflock.compression.activation import ActivationCodec, ActivationContext, Direction
+from farflock.compression.subspace import id_bytes, pack_tokens, unpack_tokens
+from farflock.node.stage_requests import Backward, Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What all peers of a run know of the edges between its stages; `dtype` is that of the stages' weights."""
+
+    codec: ActivationCodec
+    batch: int
+    seq: int
+    dim: int
+    vocabulary: int
+    run_seed: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def token_bytes(self) -> int:
+        """A payload of token ids, (B, L)."""
+        return self.batch * self.seq * id_bytes(self.vocabulary)
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.batch * self.seq
+
+    def max_bytes(self, direction: Direction) -> int:
+        """The most that an activation, or its gradient, takes."""
+        shape = (self.batch, self.seq, self.dim)
+        return self.codec.max_bytes(ActivationContext(shape, self.dtype, direction=direction))
+
+    def pack(self, tokens_BL: Tensor) -> bytes:
+        """Token ids as a payload."""
+        return pack_tokens(tokens_BL, self.vocabulary)
+
+    def unpack(self, payload: bytes) -> Tensor:
+        """Token ids of a payload; `CorruptPayload` for anything else."""
+        return unpack_tokens(payload, self.batch, self.seq, self.vocabulary)
+
+    def output(self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor) -> bytes:
+        """The payload of a stage's output."""
+        out = bytearray()
+        self.codec.encode(y_BLD, self._context("forward", request.stage, request, tokens_BL), out)
+        return bytes(out)
+
+    def input(self, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
+        """The stage's input, as `output` of the request's source made it."""
+        return self.codec.decode(payload, self._context("forward", request.source, request, tokens_BL))
+
+    def input_gradient(self, grad_BLD: Tensor, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor) -> bytes:
+        """The payload of the gradient of a stage's input, which arrived as `arrived_BLD`."""
+        context = self._context("backward", request.source, request, tokens_BL, arrived_BLD)
+        out = bytearray()
+        self.codec.encode_grad(grad_BLD, context, out)
+        return bytes(out)
+
+    def output_gradient(
+        self, payload: bytes, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor | None = None
+    ) -> Tensor:
+        """The gradient of a stage's output, as the stage after it made it with `input_gradient`."""
+        context = self._context("backward", request.stage, request, tokens_BL, arrived_BLD)
+        return self.codec.decode_grad(payload, context)
+
+    def arrived(self, payload: bytes, request: Backward, tokens_BL: Tensor) -> Tensor:
+        """This stage's output as the stage after it read it."""
+        return self.codec.decode(payload, self._context("forward", request.stage, request, tokens_BL))
+
+    @property
+    def masked(self) -> bool:
+        """Whether gradients can be read only with the activation that they belong to."""
+        return self.codec.name.endswith(",mask")
+
+    def _context(
+        self,
+        direction: Direction,
+        source: int,
+        request: Forward | Backward,
+        tokens_BL: Tensor,
+        arrived_BLD: Tensor | None = None,
+    ) -> ActivationContext:
+        return ActivationContext(
+            (self.batch, self.seq, self.dim),
+            self.dtype,
+            microbatch=request.number,
+            tokens=tokens_BL,
+            edge=f"out of {source}",
+            direction=direction,
+            epoch=max(request.epoch, 0),
+            run_seed=self.run_seed,
+            arrived=arrived_BLD,
+        )

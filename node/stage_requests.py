@@ -1,0 +1,126 @@
+"""What a trainer asks of a stage server, and what that answers: the bodies of calls (swarm/calls.py). Tensors go beside them
+(node/stage_edges.py).
+
+A microbatch is named by its trainer, who is the caller, and its number. `epoch` is the round of the stage's stream that the
+trainer knew to be applied when the microbatch set out: it stays the same on all of its way, so that both ends of an edge
+decode alike. `source` is the stage whose output the input is, -1 for tokens.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from farflock.swarm.roles import MAX_STAGES
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Round = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
+StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
+Source = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)]
+
+
+class BadRequest(ValueError):
+    """Bytes that are no request, or no answer."""
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True):
+    """Encoded as an array whose first item is the tag."""
+
+
+class Forward(_Body, frozen=True, tag="forward"):
+    """Payloads: tokens, and unless the stage takes tokens the activation of `source`. Brings the stage's output."""
+
+    number: Count
+    stage: StageIndex
+    source: Source
+    epoch: Round
+
+
+class Backward(_Body, frozen=True, tag="backward"):
+    """Payloads: those of `Forward`, and the gradient of the stage's output, or of the last stage the target tokens. Brings the
+    gradient of the stage's input (nothing of the first). What it asks of the weights is put aside until `Confirm`."""
+
+    number: Count
+    stage: StageIndex
+    source: Source
+    epoch: Round
+    attempt: Count
+
+
+class Confirm(_Body, frozen=True, tag="confirm"):
+    """The gradient that was put aside under this attempt is to count."""
+
+    number: Count
+    stage: StageIndex
+    attempt: Count
+
+
+class Revoke(_Body, frozen=True, tag="revoke"):
+    """It is not: somebody else does it."""
+
+    number: Count
+    stage: StageIndex
+    attempt: Count
+
+
+Request = Forward | Backward | Confirm | Revoke
+
+
+class Done(_Body, frozen=True, tag="done"):
+    """It is done, by this life of the server, under this attempt, in so many seconds of computing; of the last stage's backward
+    pass also the loss in nats, summed over tokens."""
+
+    life: Count
+    attempt: Count = 0
+    took_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    loss_sum: float | None = None
+
+
+class Busy(_Body, frozen=True, tag="busy"):
+    """There is no room for it now."""
+
+
+class Stale(_Body, frozen=True, tag="stale"):
+    """The stage is at this round, too far from the microbatch's."""
+
+    round: Round
+
+
+class Refused(_Body, frozen=True, tag="refused"):
+    """It makes no sense here, or can never be done: another stage, payloads that nobody encodes, an attempt that is over."""
+
+    why: Annotated[str, msgspec.Meta(max_length=200)]
+
+
+class Merged(_Body, frozen=True, tag="merged"):
+    """What was confirmed is in the sum."""
+
+
+class Unknown(_Body, frozen=True, tag="unknown"):
+    """What was confirmed is not here and never will be."""
+
+
+Answer = Done | Busy | Stale | Refused | Merged | Unknown
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(body: Request | Answer) -> bytes:
+    """The bytes of a request or an answer."""
+    return msgspec.msgpack.encode(body)
+
+
+def decode_request(raw: bytes) -> Request:
+    """Read a request; `BadRequest` for anything else."""
+    try:
+        return _requests.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"not a request to a stage: {error}") from None
+
+
+def decode_answer(raw: bytes) -> Answer:
+    """Read an answer; `BadRequest` for anything else."""
+    try:
+        return _answers.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"not an answer of a stage: {error}") from None

@@ -1,0 +1,126 @@
+"""What a trainer knows of the stages: who serves which, what their rounds have named, and who has left for good.
+
+All of it is read off the views and the logs of rounds, which are agreed upon; nobody is asked.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from farflock.node import notes
+from farflock.swarm import axes
+from farflock.swarm.links import PeerId
+from farflock.swarm.paths import Serving
+from farflock.swarm.peer import Peer
+from farflock.swarm.staging import Key
+from farflock.swarm.views import Member, View
+from farflock.swarm.wiring import Announced
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One life of a peer that serves a stage."""
+
+    peer: PeerId
+    life: int
+
+    @property
+    def name(self) -> str:
+        """Names the life."""
+        return f"{self.peer}/{self.life}"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamName:
+    """The stream of a stage whose notes tell which microbatches count, its first round, and the distance to the next."""
+
+    name: str
+    first: int
+    stride: int
+
+
+class Rolls:
+    """As one trainer sees them. `streams` are those of the stages, in order."""
+
+    def __init__(self, peer: Peer, streams: Mapping[int, StreamName]) -> None:
+        self._peer, self._streams = peer, dict(streams)
+        self._heard = {stage: stream.first for stage, stream in streams.items()}  # the next round to hear of
+        self._view = -1  # the number of the last view that was looked at
+        self._leaving: list[tuple[int, Server, int]] = []  # stage, who, the first round without it
+        self._serving: tuple[tuple[object, ...], Serving] | None = None
+        self._skipped: list[int] = []
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return len(self._streams)
+
+    @property
+    def epoch(self) -> int:
+        """The last round that is known to be over at every stage."""
+        return min(self._peer.rounds.newest(stream.name) for stream in self._streams.values())
+
+    def tokens(self) -> int:
+        """What the slowest stage has agreed upon."""
+        return min(self._peer.rounds.tokens(stream.name) for stream in self._streams.values())
+
+    def serving(self) -> Serving:
+        """Who serves which stage and is not known to be gone; the same object as long as nothing changes."""
+        port, view = self._peer.port, self._peer.port.views.newest
+        listed = [self._members(view, stage) for stage in range(self.stages)]
+        alive = [[member for member in members if not port.gone(view, member.peer)] for members in listed]
+        mark = (view.hash, *(tuple(member.peer for member in members) for members in alive))
+        if self._serving is None or self._serving[0] != mark:
+            stages = tuple(tuple(self._announced(member) for member in members) for members in alive)
+            self._serving = (mark, Serving(view.number, stages))
+        return self._serving[1]
+
+    def at(self, stage: int, peer: PeerId) -> Server | None:
+        """The life of this peer that serves the stage now."""
+        members = self._members(self._peer.port.views.newest, stage)
+        return next((Server(peer, member.incarnation) for member in members if member.peer == peer), None)
+
+    def server(self, name: str) -> Server | None:
+        """The server of this name, if it is still a member."""
+        members = self._peer.port.views.newest.members
+        servers = (Server(member.peer, member.incarnation) for member in members)
+        return next((server for server in servers if server.name == name), None)
+
+    def named(self) -> Iterator[tuple[int, list[Key]]]:
+        """By stage, the keys that the rounds name which were closed since the last call, in their order."""
+        rounds = self._peer.rounds
+        for stage, stream in self._streams.items():
+            while True:
+                if rounds.oldest(stream.name) > self._heard[stage]:
+                    self._heard[stage] = rounds.oldest(stream.name)
+                    self._skipped.append(stage)
+                told = rounds.told(stream.name, self._heard[stage])
+                if told is None:
+                    break
+                self._heard[stage] += stream.stride
+                yield stage, notes.joined(told)
+
+    def skipped(self) -> int | None:
+        """A stage of whose rounds some were over, and in nobody's log any more, before they were heard of."""
+        return self._skipped.pop() if self._skipped else None
+
+    def left(self) -> Iterator[tuple[int, str]]:
+        """By stage, the servers that are in no view any more, once all rounds are known that they could take part in."""
+        views = [entry.view for entry in self._peer.port.views.views if entry.view.number >= self._view]
+        for before, after in itertools.pairwise(views):
+            for stage in range(self.stages):
+                gone = set(self._members(before, stage)) - set(after.members)
+                self._leaving += [
+                    (stage, Server(member.peer, member.incarnation), axes.at(after.begins, stage))
+                    for member in sorted(gone, key=lambda member: member.peer)
+                ]
+        self._view = views[-1].number
+        over = [entry for entry in self._leaving if self._heard[entry[0]] >= entry[2]]
+        self._leaving = [entry for entry in self._leaving if entry not in over]
+        yield from ((stage, server.name) for stage, server, _ in over)
+
+    def _members(self, view: View, stage: int) -> list[Member]:
+        return [view.members[index] for index in view.serving(stage)]
+
+    def _announced(self, member: Member) -> Announced:
+        return Announced(member.peer, member.incarnation)

@@ -1,0 +1,379 @@
+"""A stage server: it computes a stage's passes for trainers, keeps their gradients aside until they are confirmed, and gives
+what counts to the ordinary loop, which syncs the stage as it would a whole model.
+
+What is asked for waits in a queue, backward passes first; who finds it full asks somebody else. One thing is computed at a
+time, so that no pass sees weights which a step is just changing.
+"""
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from farflock.compression.activation import Incompatible
+from farflock.compression.codec import CorruptPayload, UnencodableTensor
+from farflock.node import notes
+from farflock.node.stage import Accumulator, Stage, Staged
+from farflock.node.stage_edges import Edges
+from farflock.node.stage_queue import StageQueue
+from farflock.node.stage_requests import (
+    Answer,
+    Backward,
+    BadRequest,
+    Busy,
+    Confirm,
+    Done,
+    Forward,
+    Merged,
+    Refused,
+    Request,
+    Revoke,
+    Stale,
+    Unknown,
+    decode_answer,
+    decode_request,
+    encode,
+)
+from farflock.swarm.links import PeerId
+from farflock.swarm.serving import Reply
+from farflock.swarm.staging import Key, Staging
+
+Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
+BACKWARD_COST = 3.0  # forward passes: one that is done again, and twice as much for two gradients
+EXPIRE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTerms:
+    """What a server may take in: `queue` passes of each kind that wait, up to `together` forward ones computed at once,
+    `places` gradients put aside, each for `lease_s`; and how far a forward pass's round may be from its own."""
+
+    queue: int = 32
+    together: int = 4
+    places: int = 4
+    lease_s: float = 60.0
+    staleness: int = 1
+
+
+@dataclass(slots=True)
+class _Job:
+    """A pass that waits, with the payloads that came with it, and who waits for its reply."""
+
+    caller: PeerId
+    request: Forward | Backward
+    payloads: tuple[bytes, ...]
+    reply: asyncio.Future[Reply]
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a step is made of: the sum of what was merged since the one before, and the loss that is known of it (nats a token,
+    None but at the last stage)."""
+
+    staged: Staged
+    loss: float | None
+
+
+class StageServer:
+    """One life of one server of stage `index`. `life` is its incarnation; `applied` says up to which round its weights are.
+
+    Its handler's part runs on the event loop, what touches tensors through `compute`, one after the other; passes through
+    `run_pass`, which also hears how many forward passes' work that is: simulations charge time for it."""
+
+    def __init__(
+        self,
+        index: int,
+        stage: Stage,
+        edges: Edges,
+        terms: ServerTerms,
+        *,
+        life: int,
+        compute: Compute,
+        run_pass: Pass,
+        now: Callable[[], float],
+        applied: Callable[[], int],
+    ) -> None:
+        self._index, self._stage, self._edges, self._terms = index, stage, edges, terms
+        self._life, self._compute, self._pass, self._now, self._applied = life, compute, run_pass, now, applied
+        self._queue: StageQueue[_Job] = StageQueue(terms.queue, terms.together)
+        self._waiting = asyncio.Event()
+        self._staging = Staging(terms.places, terms.lease_s)
+        self._staged: dict[Key, tuple[Staged, float | None]] = {}
+        self._replies: dict[Key, asyncio.Future[Reply]] = {}  # of backward passes that run or are put aside
+        self._sum = Accumulator()
+        self._in_sum: list[Key] = []  # touched by what computes alone, as is the sum
+        self._loss_sum = 0.0
+        self._work: set[Key] = set()  # what the steps since the last round that took my contribution are made of
+        self._closed: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._unclosed = 0  # microbatches merged and not known to count
+        self.merged = asyncio.Event()  # set whenever something was; who waits clears it
+        self.served: collections.Counter[str] = collections.Counter()
+
+    # the handler of calls
+
+    def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
+        """Refuse what makes no sense here, comes at the wrong time or finds no room."""
+        try:
+            asked = decode_request(request)
+        except BadRequest as error:
+            return encode(Refused(str(error)[:200]))
+        refusal = self._refusal((caller, asked.number), asked, sizes)
+        if refusal is not None:
+            self.served[type(refusal).__name__.lower()] += 1
+        return None if refusal is None else encode(refusal)
+
+    def _refusal(self, key: Key, asked: Request, sizes: tuple[int, ...]) -> Answer | None:
+        if asked.stage != self._index:
+            return Refused(f"this peer serves stage {self._index}, not {asked.stage}")
+        if isinstance(asked, Confirm | Revoke):
+            return Refused("payloads with it") if sizes else None
+        if (asked.source < 0) != self._stage.is_first or asked.source == self._index:
+            return Refused(f"stage {self._index} takes no output of {asked.source}")
+        most = self._largest(asked)
+        if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            return Refused(f"payloads of {sizes} bytes; at most {most} belong to it")
+        if isinstance(asked, Forward) and abs(self._applied() - asked.epoch) > self._terms.staleness:
+            return Stale(self._applied())
+        known = isinstance(asked, Backward) and key in self._replies
+        return None if known or self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()
+
+    def _largest(self, asked: Forward | Backward) -> tuple[int, ...]:
+        """The most bytes of each payload that belongs to a request."""
+        edges, activation = self._edges, self._edges.max_bytes("forward")
+        most = (edges.token_bytes,) if self._stage.is_first else (edges.token_bytes, activation)
+        if isinstance(asked, Forward):
+            return most
+        if self._stage.is_last:
+            return (*most, edges.token_bytes)
+        return (*most, edges.max_bytes("backward"), *((activation,) if edges.masked else ()))
+
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+        """Do what was admitted."""
+        asked = decode_request(request)
+        key = (caller, asked.number)
+        match asked:
+            case Forward():
+                return await self._enqueue(_Job(caller, asked, payloads, _future()))
+            case Backward():
+                return await self._backward(key, _Job(caller, asked, payloads, _future()))
+            case Confirm(attempt=attempt):
+                return Reply(encode(await self._confirm(key, attempt)))
+            case Revoke(attempt=attempt):
+                self._staging.revoke(key, attempt)
+                self._drop_unwanted()
+                return Reply(encode(Unknown()))
+
+    async def _enqueue(self, job: _Job) -> Reply:
+        backward = isinstance(job.request, Backward)
+        if not self._queue.has_room(backward=backward):
+            return Reply(encode(Busy()))  # others were quicker while its payloads came
+        self._queue.put(job, backward=backward)
+        self._waiting.set()
+        return await job.reply
+
+    async def _backward(self, key: Key, job: _Job) -> Reply:
+        """Compute it once, whoever asks how often: a repeated request gets the same reply, under its own attempt."""
+        assert isinstance(job.request, Backward)
+        attempt = job.request.attempt
+        match self._staging.begin(key, attempt):
+            case "busy":
+                return Reply(encode(Busy()))
+            case "nothing" if key not in self._replies:
+                return Reply(encode(Refused("it counts already, or was given up")))
+            case "run":
+                self._replies[key] = job.reply
+                reply = await self._enqueue(job)
+                if not job.reply.done():  # no room after all
+                    self._give_up(key, attempt)
+                return reply
+            case _:
+                return _under(await asyncio.shield(self._replies[key]), attempt)
+
+    def _give_up(self, key: Key, attempt: int) -> None:
+        self._staging.revoke(key, attempt)
+        _resolve(self._replies.pop(key), Reply(encode(Busy())))
+
+    async def _confirm(self, key: Key, attempt: int) -> Answer:
+        match self._staging.confirm(key, attempt):
+            case "unknown":
+                self._drop_unwanted()
+                return Unknown()
+            case "merged":
+                return Merged()
+            case "merge":
+                staged, loss = self._staged.pop(key)
+                self._replies.pop(key, None)
+                await self._compute(lambda: self._add(key, staged, loss))
+                self._unclosed += 1
+                self.served["merged"] += 1
+                self.merged.set()
+                return Merged()
+
+    def _add(self, key: Key, staged: Staged, loss: float | None) -> None:
+        self._sum.add(staged)
+        self._in_sum.append(key)
+        self._loss_sum += loss or 0.0
+
+    def _drop_unwanted(self) -> None:
+        """Forget the gradients that no confirmation can merge any more."""
+        for key in self._staged.keys() - self._staging.kept:
+            del self._staged[key]
+            self._replies.pop(key, None)
+
+    # computing
+
+    async def run(self) -> None:
+        """Compute what waits, for ever."""
+        while True:
+            self._staging.expire(self._now())
+            self._drop_unwanted()
+            jobs = self._queue.take()
+            if jobs:
+                await self._do(jobs)
+                continue
+            self._waiting.clear()
+            try:
+                async with asyncio.timeout(EXPIRE_EVERY_S):
+                    await self._waiting.wait()
+            except TimeoutError:
+                continue
+
+    async def _do(self, jobs: list[_Job]) -> None:
+        started_s = self._now()
+        if isinstance(jobs[0].request, Backward):
+            (job,) = jobs
+            await self._do_backward(job, started_s)
+            return
+        outputs = await self._pass(lambda: self._forward_all(jobs), len(jobs))
+        took_s = (self._now() - started_s) / len(jobs)
+        for job, output in zip(jobs, outputs, strict=True):
+            answer = output if isinstance(output, Refused) else Done(self._life, 0, took_s)
+            self.served["forward"] += 1
+            _resolve(job.reply, Reply(encode(answer), () if isinstance(output, Refused) else (output,)))
+
+    def _forward_all(self, jobs: list[_Job]) -> list[bytes | Refused]:
+        """One pass for all; what cannot be read is refused by itself."""
+        read: list[tuple[Tensor, Tensor] | Refused] = [self._read(job) for job in jobs]
+        inputs = [x for entry in read if not isinstance(entry, Refused) for x in [entry[1]]]
+        outputs = iter(torch.split(self._stage.forward(torch.cat(inputs)), self._edges.batch) if inputs else ())
+        replies: list[bytes | Refused] = []
+        for job, entry in zip(jobs, read, strict=True):
+            if isinstance(entry, Refused):
+                replies.append(entry)
+                continue
+            assert isinstance(job.request, Forward)
+            try:
+                replies.append(self._edges.output(next(outputs), job.request, entry[0]))
+            except UnencodableTensor as error:
+                replies.append(Refused(str(error)[:200]))
+        return replies
+
+    def _read(self, job: _Job) -> tuple[Tensor, Tensor] | Refused:
+        """The token ids, and the stage's input."""
+        try:
+            tokens_BL = self._edges.unpack(job.payloads[0])
+            if self._stage.is_first:
+                return tokens_BL, tokens_BL
+            return tokens_BL, self._edges.input(job.payloads[1], job.request, tokens_BL)
+        except (CorruptPayload, Incompatible) as error:
+            return Refused(str(error)[:200])
+
+    async def _do_backward(self, job: _Job, started_s: float) -> None:
+        key = (job.caller, job.request.number)
+        found = await self._pass(lambda: self._backward_one(job), BACKWARD_COST)
+        took_s = self._now() - started_s
+        if isinstance(found, Refused):
+            assert isinstance(job.request, Backward)
+            self._staging.revoke(key, job.request.attempt)
+            self._replies.pop(key, None)
+            _resolve(job.reply, Reply(encode(found)))
+            return
+        staged, payloads, loss = found
+        attempt = self._staging.staged(key, self._now())
+        if attempt is None:
+            self._replies.pop(key, None)
+            _resolve(job.reply, Reply(encode(Refused("it was given up"))))
+            return
+        self._staged[key] = (staged, loss)
+        self.served["backward"] += 1
+        _resolve(job.reply, Reply(encode(Done(self._life, attempt, took_s, loss)), payloads))
+
+    def _backward_one(self, job: _Job) -> tuple[Staged, tuple[bytes, ...], float | None] | Refused:
+        request, read = job.request, self._read(job)
+        assert isinstance(request, Backward)
+        if isinstance(read, Refused):
+            return read
+        tokens_BL, x = read
+        try:
+            back = self._stage.backward(x, self._outside(job, request, tokens_BL))
+            payloads: tuple[bytes, ...] = ()
+            if back.input_gradient is not None:
+                payloads = (self._edges.input_gradient(back.input_gradient, request, tokens_BL, x),)
+        except (CorruptPayload, Incompatible, UnencodableTensor) as error:
+            return Refused(str(error)[:200])
+        return back.staged, payloads, back.loss_sum
+
+    def _outside(self, job: _Job, request: Backward, tokens_BL: Tensor) -> Tensor:
+        """The targets, or the gradient of the stage's output."""
+        at = 1 if self._stage.is_first else 2
+        if self._stage.is_last:
+            return self._edges.unpack(job.payloads[at])
+        arrived = None
+        if self._edges.masked:
+            arrived = self._edges.arrived(job.payloads[at + 1], request, tokens_BL)
+        return self._edges.output_gradient(job.payloads[at], request, tokens_BL, arrived)
+
+    # what the loop around the stage sees
+
+    @property
+    def tokens(self) -> int:
+        """What was merged here and is not known to count yet."""
+        return self._unclosed * self._edges.tokens
+
+    def take(self) -> Taken:
+        """In what computes: all that is merged, for a step. It is this server's work from now on."""
+        staged = self._sum.take()
+        keys, self._in_sum = self._in_sum, []
+        self._work |= set(keys)
+        loss, self._loss_sum = self._loss_sum / max(staged.tokens, 1), 0.0
+        return Taken(staged, loss if self._stage.is_last and keys else None)
+
+    def brought(self, number: int) -> bytes:
+        """The keys of my contribution to this round, which is being made."""
+        return notes.written(self._staging.offer(number, self._work))
+
+    def closed(self, number: int, noted: bytes) -> None:
+        """A round is over; called by whoever applied it, so that it is only put down here, until `absorb`."""
+        self._closed.append((number, noted))
+
+    def absorb(self) -> None:
+        """Take in what rounds said that are over."""
+        while self._closed:
+            number, noted = self._closed.popleft()
+            named = set(notes.joined([noted])) if noted else set()
+            self._staging.close(number, named)
+            self._unclosed -= len(self._work & named)
+            self._work -= named
+
+
+def _under(reply: Reply, attempt: int) -> Reply:
+    """The reply to an earlier request for the same pass, for this attempt."""
+    answer = decode_answer(reply.body)
+    if not isinstance(answer, Done):
+        return reply
+    return Reply(encode(msgspec.structs.replace(answer, attempt=attempt)), reply.payloads)
+
+
+def _future() -> asyncio.Future[Reply]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _resolve(future: asyncio.Future[Reply], reply: Reply) -> None:
+    if not future.done():
+        future.set_result(reply)

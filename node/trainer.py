@@ -1,0 +1,345 @@
+"""A pipeline's trainer: it draws microbatches, walks each forward and back through the stages, and sees to it that each stage's
+gradient of each counts exactly once (swarm/ledger.py).
+
+It holds no weights. What it holds of a microbatch is the input of each stage, and the gradient of each stage's output, encoded
+as they came, until every stage's rounds have named it: so whatever dies, the pass can be asked of somebody else. Who is asked
+is the path policy's affair (swarm/paths.py).
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from farflock.node.stage_edges import Edges
+from farflock.node.stage_requests import (
+    Answer,
+    Backward,
+    BadRequest,
+    Busy,
+    Confirm,
+    Done,
+    Forward,
+    Merged,
+    Refused,
+    Request,
+    Revoke,
+    Stale,
+    Unknown,
+    decode_answer,
+    encode,
+)
+from farflock.node.stage_rolls import Rolls, Server
+from farflock.swarm.calls import CallFailed
+from farflock.swarm.ledger import Ledger, Place
+from farflock.swarm.paths import Call, Microbatch, Outcome, PathPolicy
+from farflock.swarm.peer import Peer
+from farflock.swarm.wiring import BACKWARD_SIZE
+
+PAUSE_S = 0.25  # before a stage that refused, or that nobody serves, is asked again
+FORWARD_TIMEOUT_S = 30.0
+BACKWARD_TIMEOUT_S = FORWARD_TIMEOUT_S * BACKWARD_SIZE
+CONFIRM_TIMEOUT_S = 10.0
+TICK_S = 0.1
+
+Report = Callable[[str, dict[str, object]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerTerms:
+    """At most `window` microbatches are on their way, and at most `kept` are there in all, with those that wait to be named."""
+
+    window: int = 8
+    kept: int = 256
+    forward_timeout_s: float = FORWARD_TIMEOUT_S
+    backward_timeout_s: float = BACKWARD_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window <= self.kept:
+            raise ValueError(f"a window of {self.window} of {self.kept} microbatches: it needs 1 or more, and fits in")
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """One microbatch as its trainer keeps it: by stage the payload of its input, what that is the output of, and the payload of
+    the gradient of its output."""
+
+    microbatch: Microbatch
+    order: tuple[int, ...]
+    tokens: bytes
+    targets: bytes
+    epoch: int
+    inputs: dict[int, bytes] = field(default_factory=dict)
+    outside: dict[int, bytes] = field(default_factory=dict)
+    begun_s: float = 0.0
+
+    def source(self, stage: int) -> int:
+        """The stage before, -1 before the first."""
+        at = self.order.index(stage)
+        return self.order[at - 1] if at else -1
+
+    def after(self, stage: int) -> int | None:
+        """The stage after, None after the last."""
+        at = self.order.index(stage)
+        return self.order[at + 1] if at + 1 < len(self.order) else None
+
+
+class Trainer:
+    """One life of one trainer. `batch(number)` is its microbatch of that number, tokens and targets (B, L)."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        rolls: Rolls,
+        policy: PathPolicy,
+        edges: Edges,
+        batch: Callable[[int], tuple[Tensor, Tensor]],
+        terms: TrainerTerms,
+        report: Report = lambda kind, fields: None,
+        lane: int = 0,
+    ) -> None:
+        self._peer, self._rolls, self._policy, self._edges = peer, rolls, policy, edges
+        self._batch, self._terms, self._report, self._lane = batch, terms, report, lane
+        self._ledger = Ledger(rolls.stages)
+        self._parcels: dict[int, _Parcel] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._walking: set[int] = set()
+        self._asking: set[Place] = set()
+        self._next = 0
+        self._failure: BaseException | None = None  # a bug in one of our tasks
+        self.stopping = False
+        self.losses: list[tuple[int, float]] = []  # number of the microbatch, nats a token
+        self.lost = 0  # microbatches of which it is not known whether they count, for the log of rounds has moved on
+
+    # running
+
+    async def run(self, enough: Callable[[], bool]) -> None:
+        """Train until `enough`, or until told to stop; then see to what is on its way no longer."""
+        try:
+            while not (self.stopping or enough()):
+                if self._failure is not None:
+                    raise self._failure
+                self._look_around()
+                self._begin_more()
+                await asyncio.sleep(TICK_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def kept(self) -> int:
+        """Microbatches that are on their way or wait to be named."""
+        return len(self._parcels)
+
+    @property
+    def begun(self) -> int:
+        """Microbatches so far."""
+        return self._next
+
+    def _look_around(self) -> None:
+        """Hear what rounds have named and who has left; ask again for what is lost; forget what counts everywhere."""
+        for stage, keys in self._rolls.named():
+            self._ledger.committed(stage, [number for trainer, number in keys if trainer == self._peer.me])
+        for stage, server in self._rolls.left():
+            self._ledger.lost(stage, server)
+        if (doubtful := self._rolls.skipped()) is not None:
+            self._give_up(doubtful)
+        for number in self._ledger.finish():
+            parcel = self._parcels.pop(number)
+            self._report("microbatch", {"number": number, "took_s": self._now() - parcel.begun_s})
+        for place in self._ledger.open():
+            parcel = self._parcels[place[0]]
+            if place not in self._asking and place[0] not in self._walking and place[1] in parcel.outside:
+                self._spawn(self._ask_again(parcel, place))
+        for place, server, attempt in list(self._ledger.confirms()):
+            if place not in self._asking:
+                self._spawn(self._confirm(place, server, attempt))
+
+    def _begin_more(self) -> None:
+        while len(self._walking) < self._terms.window and len(self._parcels) < self._terms.kept:
+            number, self._next = self._next, self._next + 1
+            self._walking.add(number)
+            self._spawn(self._walk(number))
+
+    def _give_up(self, stage: int) -> None:
+        """Rounds of a stage have left everybody's log before I heard of them: what waits for them may count or not."""
+        waiting = [number for number in self._parcels if self._ledger.phase((number, stage)) in ("bound", "merged")]
+        self._ledger.committed(stage, waiting)
+        self.lost += len(waiting)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            self._failure = error
+
+    # one microbatch
+
+    async def _walk(self, number: int) -> None:
+        """Forward, then back; a walk that a stage finds too old is begun anew."""
+        try:
+            parcel = self._parcels[number] = self._parcel(number)
+            self._ledger.begin(number, parcel.order)
+            while not await self._forward(parcel):
+                parcel.epoch = self._rolls.epoch
+                parcel.inputs.clear()
+            for stage in reversed(parcel.order):
+                await self._backward(parcel, (number, stage))
+        finally:
+            self._walking.discard(number)
+
+    def _parcel(self, number: int) -> _Parcel:
+        microbatch = Microbatch(step=number, index=0, lane=self._lane)
+        tokens_BL, targets_BL = self._batch(number)
+        tokens, targets = self._edges.pack(tokens_BL), self._edges.pack(targets_BL)
+        order = self._policy.stage_order(microbatch)
+        parcel = _Parcel(microbatch, order, tokens, targets, self._rolls.epoch, begun_s=self._now())
+        parcel.outside[order[-1]] = targets
+        return parcel
+
+    async def _forward(self, parcel: _Parcel) -> bool:
+        """The inputs of all stages; False if some stage is too far from the round that the microbatch set out in. The last
+        stage's own pass is part of its way back."""
+        for stage in parcel.order[:-1]:
+            request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch)
+            payloads = self._with_input(parcel, stage)
+            while True:
+                answer, reply = await self._ask_somebody(parcel, stage, request, payloads, 1.0)
+                if isinstance(answer, Stale):
+                    await asyncio.sleep(PAUSE_S)
+                    return False
+                if isinstance(answer, Done) and len(reply) == 1:
+                    break
+            after = parcel.after(stage)
+            assert after is not None
+            parcel.inputs[after] = reply[0]
+        return True
+
+    async def _backward(self, parcel: _Parcel, place: Place) -> None:
+        """Ask until somebody has answered under the attempt that counts; what it put aside is then to be confirmed."""
+        stage = place[1]
+        self._asking.add(place)
+        try:
+            while self._ledger.phase(place) in ("open", "sent"):
+                reply = await self._backward_once(parcel, place)
+                if reply is not None:
+                    source = parcel.source(stage)
+                    if source >= 0:
+                        parcel.outside[source] = reply
+                    return
+        finally:
+            self._asking.discard(place)
+
+    async def _backward_once(self, parcel: _Parcel, place: Place) -> bytes | None:
+        """The gradient of the stage's input (b"" of the first), or None if this attempt brought nothing."""
+        number, stage = place
+        payloads = [*self._with_input(parcel, stage), parcel.outside[stage], *self._mask(parcel, stage)]
+        server = await self._next_hop(parcel, stage, BACKWARD_SIZE)
+        attempt = self._ledger.send(place, server.name)
+        request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt)
+        answer, reply = await self._ask(server, stage, request, payloads, BACKWARD_SIZE)
+        whole = len(reply) == (0 if parcel.source(stage) < 0 else 1)
+        if not isinstance(answer, Done) or not whole or answer.life != server.life:
+            self._ledger.silent(place, attempt)
+            return None
+        if not self._ledger.replied(place, server.name, answer.attempt):
+            self._spawn(self._revoke(server, place, answer.attempt))
+            return None
+        if answer.loss_sum is not None:
+            self.losses.append((number, answer.loss_sum / self._edges.tokens))
+            self._report("loss", {"number": number, "loss": answer.loss_sum / self._edges.tokens})
+        return reply[0] if reply else b""
+
+    async def _ask_again(self, parcel: _Parcel, place: Place) -> None:
+        """A stage's gradient that was lost with its server: the rest of the microbatch stays as it is."""
+        await self._backward(parcel, place)
+
+    async def _confirm(self, place: Place, name: str, attempt: int) -> None:
+        """Once; `_look_around` does it again until it is answered."""
+        self._asking.add(place)
+        try:
+            server = self._rolls.server(name)
+            if server is None:
+                return  # gone: its last rounds will tell
+            answer, _ = await self._ask(server, place[1], Confirm(place[0], place[1], attempt), (), 0.0)
+            match answer:
+                case Merged():
+                    self._ledger.merged(place, attempt)
+                case Unknown():
+                    self._ledger.refused(place, attempt)
+        finally:
+            self._asking.discard(place)
+
+    async def _revoke(self, server: Server, place: Place, attempt: int) -> None:
+        await self._ask(server, place[1], Revoke(place[0], place[1], attempt), (), 0.0)
+
+    def _with_input(self, parcel: _Parcel, stage: int) -> list[bytes]:
+        return [parcel.tokens, *([parcel.inputs[stage]] if stage in parcel.inputs else [])]
+
+    def _mask(self, parcel: _Parcel, stage: int) -> list[bytes]:
+        """The activation that a gradient belongs to, where the codec needs it to read that."""
+        after = parcel.after(stage)
+        return [parcel.inputs[after]] if self._edges.masked and after is not None else []
+
+    # asking
+
+    async def _ask_somebody(
+        self, parcel: _Parcel, stage: int, request: Request, payloads: Sequence[bytes], size: float
+    ) -> tuple[Answer | None, tuple[bytes, ...]]:
+        server = await self._next_hop(parcel, stage, size)
+        return await self._ask(server, stage, request, payloads, size)
+
+    async def _next_hop(self, parcel: _Parcel, stage: int, size: float) -> Server:
+        """Whom the policy names, as soon as it names somebody."""
+        while True:
+            serving = self._rolls.serving()
+            peer = self._policy.next_hop(parcel.microbatch, stage, serving, self._now(), size)
+            server = self._rolls.at(stage, peer) if peer is not None else None
+            if server is not None:
+                return server
+            await asyncio.sleep(PAUSE_S)
+
+    async def _ask(
+        self, server: Server, stage: int, request: Request, payloads: Sequence[bytes], size: float
+    ) -> tuple[Answer | None, tuple[bytes, ...]]:
+        """One call, and what the policy learns of it; None if it brought nothing. A pause follows a refusal."""
+        started_s, call = self._now(), functools.partial(Call, server.peer, stage, size or 1.0)
+        timeout_s = {0.0: CONFIRM_TIMEOUT_S, 1.0: self._terms.forward_timeout_s}.get(
+            size, self._terms.backward_timeout_s
+        )
+        try:
+            reply = await self._peer.calls.ask(
+                server.peer,
+                encode(request),
+                payloads,
+                timeout_s=timeout_s,
+                max_reply_bytes=self._edges.max_bytes("forward" if size == 1.0 else "backward"),
+            )
+            answer = decode_answer(reply.body)
+        except CallFailed as error:
+            self._learn(call(started_s), error.reason, size)
+            await asyncio.sleep(PAUSE_S)
+            return None, ()
+        except BadRequest:
+            self._learn(call(started_s), "rpc", size)
+            return None, ()
+        outcome: Outcome = "done" if isinstance(answer, Done) else "busy"
+        self._learn(call(started_s), outcome, size)
+        if isinstance(answer, Busy | Refused):
+            await asyncio.sleep(PAUSE_S)
+        return answer, reply.payloads
+
+    def _learn(self, call: Call, outcome: Outcome, size: float) -> None:
+        if size:  # confirmations say nothing of a server's speed
+            self._policy.on_result(call, outcome, self._now())
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,149 @@
+"""What a member does about rounds that were decided without it: it asks others for them, in order, and fetches their content.
+
+A member whose state depends on a round that has left everybody's log must adopt a snapshot; who only looks on goes on with the
+oldest round that there is.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from farflock.swarm.collective import BadCloseList, Collective, decode_close_list
+from farflock.swarm.holdings import Item
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery
+from farflock.swarm.port import Port
+from farflock.swarm.round_log import RoundLog
+from farflock.swarm.streams import StreamState
+from farflock.swarm.views import View
+
+FOLLOW_S = 0.5
+ASK_ANYWAY_S = 2.0  # who only looks on has no offer of its own by which it would notice that it missed a decision
+FETCH_TIMEOUT_S = 10.0
+
+
+class Following:
+    """One peer's part in keeping up. `machine` finds the machine of a round, `begin` makes one if this peer may take part,
+    `view_of` is the view that a message of a sender names, if that holds for its round."""
+
+    def __init__(
+        self,
+        port: Port,
+        log: RoundLog,
+        machine: Callable[[Key], Collective | None],
+        begin: Callable[[StreamState, Key, View], Collective | None],
+        view_of: Callable[[PeerId, bytes, Key], View | None],
+    ) -> None:
+        self._port, self._log, self._machine, self._begin, self._view_of = port, log, machine, begin, view_of
+        self._random = random.Random(f"{port.seed}/{port.me}/follow")
+
+    def follow(self, state: StreamState) -> None:
+        """Ask somebody for the next round's decision if others are further, if I only watch, or if mine is overdue."""
+        now_s = self._port.now()
+        if now_s - state.asked_s < FOLLOW_S or state.stream.group:
+            return
+        number = state.next
+        view = self._port.views.newest
+        watching = self._port.my_index(self._port.views.at(number, state.stream.stage) or view) is None
+        watching |= state.stream.wants == "last" and now_s - state.asked_s >= ASK_ANYWAY_S
+        machine = self._machine(Key(state.stream.name, number))
+        overdue = machine is not None and now_s > machine.ends_s
+        if not (watching or overdue or state.seen > number):
+            return
+        others = [peer for peer in view.peers if peer != self._port.me and self._port.life(peer) != "dead"]
+        if others:
+            state.asked_s = now_s
+            self._port.send(self._random.choice(others), LogQuery(Key(state.stream.name, number)))
+
+    def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> None:
+        entry = state.log.get(query.key.round)
+        if entry is not None:
+            self._port.send(sender, entry.decided)
+        elif query.key.round <= state.newest:
+            oldest = next(iter(state.log), state.newest)
+            self._port.send(sender, Forgotten(query.key, oldest, state.newest))
+        elif (view := self._port.views.at(query.key.round, state.stream.stage)) is not None and self._is_forsaken(
+            state, view
+        ):
+            self._begin(state, query.key, view)
+
+    def _is_forsaken(self, state: StreamState, view: View) -> bool:
+        """Whether another view has followed this one, and nobody is left of those who could bring anything to a stage's rounds
+        in it: the others close them, empty, for whoever serves the stage now."""
+        peers = (view.peers[index] for index in view.serving(state.stream.stage))
+        newest = self._port.views.newest
+        if view is newest:
+            return False
+        stay = {peer for peer, member in zip(newest.peers, newest.members, strict=True) if member in view.members}
+        return all(peer not in stay or self._port.gone(view, peer) for peer in peers)
+
+    def take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
+        """The round has left the log of somebody we asked: this peer must adopt a snapshot."""
+        if self._port.views.newest.index(sender, incarnation) is None:
+            self._port.drop("not from a member")
+            return
+        if message.key.round != state.next or message.oldest <= message.key.round:
+            return
+        if state.stream.wants != "all":  # no state of mine depends on those rounds: I go on with the oldest there is
+            self._skip_to(state, message.oldest if state.log else message.newest)
+            return
+        self._port.counters["lost rounds"] += 1
+        self._log.give_up(state, message.newest + state.stream.stride)
+        state.seen = max(state.seen, message.newest)
+
+    def _skip_to(self, state: StreamState, number: int) -> None:
+        for old in list(state.log):
+            self._log.evict(state, old)
+        state.newest = state.stream.upto(number - 1)
+        state.skipped = True
+
+    def take_decided(self, state: StreamState, sender: PeerId, incarnation: int, decided: Decided) -> None:
+        """A decision that I had no part in: log it if it is the next one, and get its content."""
+        view = self._view_of(sender, decided.view, decided.key)
+        if view is None:
+            return
+        if self._port.views.newest.index(sender, incarnation) is None:
+            self._port.drop("not from a member")
+            return
+        state.seen = max(state.seen, decided.key.round)
+        if decided.key.round != state.next or decided.key.attempt:
+            return
+        try:
+            serving = view.serving(state.stream.stage)
+            close = decode_close_list(decided.value, state.stream.terms, serving)
+        except BadCloseList:
+            self._port.drop("bad close list")
+            return
+        nothing = (False,) * state.stream.shards
+        self._log.enter(state, decided.key, close, view.peers, len(serving), decided, nothing)
+        state.asked_s = 0.0  # the next one at once, if there is one
+        self.fill_later(state, decided.key)
+
+    def fill_later(self, state: StreamState, key: Key) -> None:
+        """Get what this peer wants of a round that it had no part in."""
+        if state.stream.wanted(state.log[key.round].close):
+            self._port.spawn(self._fill(state, key))
+        else:
+            self._log.completed(state, key.round)
+
+    async def _fill(self, state: StreamState, key: Key) -> None:
+        """Fetch the content of a logged round from whoever holds it."""
+        entry = state.log[key.round]
+
+        def holders() -> list[PeerId]:
+            return [peer for peer in self._port.views.newest.peers if peer != self._port.me]
+
+        async def fill(item: Item) -> None:
+            there = False
+            while not there and state.log.get(key.round) is entry:
+                there = await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S)
+
+        wanted = state.stream.wanted(entry.close)
+        if any(item.size > state.stream.max_shard_bytes for item in wanted):
+            self._port.drop("item too large")
+            return
+        await asyncio.gather(*(fill(item) for item in wanted))
+        if state.log.get(key.round) is entry:
+            self._log.completed(state, key.round)
+        else:  # it has left the log meanwhile: nobody else would release what has come since
+            self._port.store.release(key)
