@@ -1,0 +1,1 @@
+"""Questions about pipelines: published schedules simulated again, and what they are worth on other networks."""

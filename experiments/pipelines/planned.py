@@ -1,0 +1,94 @@
+"""Our planner on the instance that SkipPipe released, and its plan beside theirs in their own simulation.
+
+Both programs are asked the same: 20 nodes in six stages, paths of four, thirty microbatches, room for three. Their simulation
+may forget a microbatch (experiments/pipelines/skippipe.py), which makes a plan look short; here such a plan counts as endless.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from farflock.experiments.pipelines import released
+from farflock.experiments.pipelines.released import Start
+from farflock.experiments.pipelines.skippipe import simulate
+from farflock.swarm import skip_planner
+from farflock.swarm.skip_draft import Instance
+from farflock.swarm.skip_timetable import Transfer
+from farflock.swarm.skipping import Kind, Plan, Stop, Terms
+
+VISITED = 4  # of six stages: a third is skipped
+TURNS = 6  # microbatches of each data node
+NAMES = tuple(f"node {number:02d}" for number in range(released.NODES))
+# the data nodes have the head as well, so that all stages take and give the same
+TERMS = Terms((Kind("hidden", "hidden"),) * len(released.PARTITION), VISITED)
+
+Delays = Sequence[Sequence[float]]
+
+
+def instance(delays_s: Delays, forward_s: float = released.FORWARD_S) -> Instance:
+    """The released instance with these links."""
+    return Instance(
+        serving=tuple(tuple(NAMES[node] for node in nodes) for nodes in released.PARTITION),
+        terms=TERMS,
+        forward_s=dict.fromkeys(NAMES, forward_s),
+        transfer_s=transfer_s(delays_s),
+        memory=released.MEMORY,
+        turns=TURNS,
+        per_step=TURNS,
+    )
+
+
+def transfer_s(delays_s: Delays) -> Transfer:
+    """A matrix with names."""
+    return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(NAMES, delays_s, strict=True)}
+
+
+def as_plan(lanes: Iterable[Sequence[released.Path]], turns: int = TURNS) -> Plan:
+    """Each lane's paths in turn, so many times."""
+    return Plan(tuple(tuple(_stops(paths[turn % len(paths)]) for turn in range(turns)) for paths in lanes), turns)
+
+
+def _stops(path: released.Path) -> tuple[Stop, ...]:
+    return tuple(Stop(released.STAGE_OF[node], NAMES[node]) for node in path)
+
+
+def starts(plan: Plan) -> list[Start]:
+    """A plan as microbatches of the released simulation, which start when those of its collision-aware plan do."""
+    lanes = [tuple(tuple(NAMES.index(stop.peer) for stop in path) for path in paths) for paths in plan.lanes]
+    return list(released.planned_starts({paths[0][0]: paths for paths in lanes}))
+
+
+def simulated_s(plan: Plan, delays_s: Delays, forward_s: float = released.FORWARD_S) -> float:
+    """A plan's makespan in the released simulation; infinite if that forgets a microbatch."""
+    outcome = simulate(starts(plan), delays_s, forward_s)
+    return math.inf if outcome.forgotten else outcome.makespan_s
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Seconds of the released collision-aware plan, of ours made with our own timetable, and of ours made with the released
+    simulation as judge; each in the released simulation and by our timetable."""
+
+    theirs_simulated: float
+    ours_simulated: float
+    ours_judged_simulated: float
+    theirs_timed: float
+    ours_timed: float
+    ours_judged_timed: float
+
+
+def beside(
+    seed: int = 0, work: int = skip_planner.WORK, forward_s: float = released.FORWARD_S, mistaken: bool = True
+) -> Beside:
+    """Plan twice, and compare."""
+    delays_s = released.delays_s(mistaken)
+    wanted = instance(delays_s, forward_s)
+
+    def judge(plan: Plan) -> float:
+        return simulated_s(plan, delays_s, forward_s)
+
+    theirs = as_plan(released.COLLISION_AWARE.values())
+    ours = skip_planner.plan_paths(wanted, seed, work)
+    judged = skip_planner.plan_paths(wanted, seed, work, judge)
+    plans = (theirs, ours, judged)
+    return Beside(*map(judge, plans), *(wanted.timetable(plan).makespan_s for plan in plans))

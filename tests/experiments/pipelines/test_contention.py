@@ -1,0 +1,105 @@
+"""Links that queue, and SkipPipe's three effects on them, one at a time."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflock.experiments.pipelines import contention, planned, released
+from farflock.experiments.pipelines.contention import Effects, Setting, Wires
+from farflock.node.layout import Links
+
+SIZE = 100.0
+LINKS = Links.of([[0, 0.5, 0.25], [0.5, 0, 1], [0.25, 1, 0]], [[1, 50, 100], [50, 1, 25], [100, 25, 1]])
+
+
+def wires(shared=True, overhead=0.125):
+    return Wires("abc", LINKS, SIZE, overhead, shared)
+
+
+def test_on_an_idle_link_a_message_takes_its_size_the_latency_and_the_overhead():
+    assert wires().send("a", "b", 3.0) == 3 + 100 / 50 + 0.5 + 0.125
+
+
+def test_messages_one_after_the_other_wait_for_the_wire_and_not_for_the_latency():
+    line = wires()
+    assert [line.send("a", "b", 0.0) for _ in range(3)] == [2.625, 4.625, 6.625]
+    assert line.send("a", "b", 100.0) == 102.625
+
+
+def test_a_line_out_and_a_line_in_are_shared_by_their_wires_if_so_said():
+    for shared, out_s, in_s in ((True, 3.0, 6.0), (False, 1.0, 4.0)):
+        line = wires(shared, overhead=0.0)
+        line.send("a", "b", 0.0)
+        assert line.send("a", "c", 0.0) == out_s + 0.25
+        assert line.send("c", "b", 0.0) == in_s + 1.0  # after a's message, of two seconds
+
+
+def test_both_directions_are_free_of_each_other():
+    line = wires(overhead=0.0)
+    assert line.send("a", "b", 0.0) == line.send("b", "a", 0.0) == 2.5
+
+
+hops = st.tuples(st.sampled_from("abc"), st.sampled_from("abc"), st.floats(0, 1)).filter(lambda hop: hop[0] != hop[1])
+
+
+@given(st.lists(hops, max_size=20))
+@settings(deadline=None)
+def test_no_wire_and_no_line_carries_two_messages_at_a_time(sent):
+    """Each message is on its lines from its arrival, less latency and transfer, for as long as the transfer takes."""
+    line, now_s, busy = wires(overhead=0.0), 0.0, {}
+    for sender, receiver, wait_s in sent:
+        now_s += wait_s
+        i, j = "abc".index(sender), "abc".index(receiver)
+        takes_s = SIZE / LINKS.bandwidth[i, j]
+        begins_s = line.send(sender, receiver, now_s) - LINKS.latency_s[i, j] - takes_s
+        assert begins_s >= now_s - 1e-9
+        for place in (("out", sender), ("in", receiver)):
+            assert begins_s >= busy.get(place, 0.0) - 1e-9
+            busy[place] = begins_s + takes_s
+
+
+def test_without_queues_it_would_be_the_plain_timetable():
+    plan = planned.as_plan(released.COLLISION_AWARE.values())
+    plain = planned.instance(released.delays_s(mistaken=False)).timetable(plan).makespan_s
+    queued, own = (Setting(shared_lines=shared).makespan_s(plan) for shared in (True, False))
+    assert plain <= own <= queued < 1.1 * plain
+
+
+@pytest.fixture(scope="module")
+def effects():
+    return contention.effects(Setting(), seed=0, work=30)
+
+
+def test_each_effect_is_there_and_all_are_apart(effects):
+    assert min(effects.fewer_hops) > 1.1
+    assert min(effects.more_origins) > 1.1
+    assert min(effects.path_choice) > 1.5
+    assert effects.collision_awareness > 1.1
+
+
+def test_hops_and_origins_together_are_both_one_after_the_other_either_way(effects):
+    together = effects.full_three / effects.skipping_five
+    assert effects.fewer_hops[0] * effects.more_origins[1] == pytest.approx(together)
+    assert effects.more_origins[0] * effects.fewer_hops[1] == pytest.approx(together)
+
+
+def test_the_published_order_is_kept_where_links_queue(effects):
+    assert effects.full_three > effects.random > effects.not_collision_aware > effects.collision_aware
+    assert effects.ours <= effects.collision_aware + 1e-9
+
+
+def test_effects_are_ratios_of_what_was_simulated():
+    made = Effects(80, 60, 40, 20, 30, 20, 10, 5)
+    assert made.fewer_hops == (2, 3)
+    assert made.more_origins == (80 / 60, 2)
+    assert made.path_choice == (3, 6)
+    assert made.collision_awareness == 2
+
+
+def test_every_arm_moves_as_many_microbatches_over_all_its_chains_alike():
+    full = contention._in_turn(contention._chains(released.FULL), 3)
+    skipping = contention._in_turn(contention._chains(released.RANDOM), 5)
+    assert len(full.paths) == len(skipping.paths) == contention.MICROBATCHES
+    for plan, chains in ((full, 3), (skipping, 5)):
+        uses = [sum(path[1:] == chain for path in plan.paths) for chain in {path[1:] for path in plan.paths}]
+        assert uses == [contention.MICROBATCHES // chains] * chains
