@@ -1,0 +1,136 @@
+"""Versions of a stage's weights by epoch, so that a backward pass differentiates at the weights that its forward pass used.
+
+A stage that does not wait has moved on when a microbatch comes back. Its gradient is that of no function at all if the two
+passes saw different weights; with the old version at hand it is right, and merely late (optimizers/corrections.py).
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Weights = Mapping[str, Tensor]
+
+MAX_VERSIONS = 64  # each is a whole copy of the stage
+
+
+class Stale(LookupError):
+    """The version that a request names is gone, or was never here; the message says which there are."""
+
+
+class Ahead(LookupError):
+    """The epoch that a request names has not begun here."""
+
+
+class Stash:
+    """The last `keep` versions that forward passes used; the newest is the module's own weights, or what `serve` put in their
+    place, so that `keep` - 1 copies are held, one for each epoch that ended.
+
+    Law: between two calls the module's parameters are the newest weights. One thread at a time.
+    """
+
+    def __init__(self, module: nn.Module, keep: int = 2, epoch: int = 0) -> None:
+        if not 1 <= keep <= MAX_VERSIONS:
+            raise ValueError(f"a stash of {keep} versions; choose 1 (none but the newest) to {MAX_VERSIONS}, usually 2")
+        self.epoch = epoch
+        self._module, self._keep = module, keep
+        self._old: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
+        self._served: dict[str, Tensor] | None = None
+        self._lent = False
+
+    @property
+    def epochs(self) -> range:
+        """Of the versions that are here, oldest first."""
+        return range(self.epoch - len(self._old), self.epoch + 1)
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held beside the module's own weights."""
+        versions = [*self._old.values(), *([self._served] if self._served is not None else [])]
+        return sum(x.numel() * x.element_size() for version in versions for x in version.values())
+
+    def delay(self, epoch: int) -> int:
+        """How many epochs old that version is; `Stale` or `Ahead` if it is not here."""
+        if epoch > self.epoch:
+            raise Ahead(f"epoch {epoch} has not begun here, it is {self.epoch}; ask a peer that is there, or later")
+        if epoch < self.epochs.start:
+            raise Stale(f"the weights of epoch {epoch} are gone, here are {self.epochs.start} to {self.epoch}; drop it")
+        return self.epoch - epoch
+
+    @contextmanager
+    def version(self, epoch: int) -> Iterator[int]:
+        """Inside the block the module computes, and is differentiated, with that epoch's weights; gives their age in epochs.
+        `Stale` or `Ahead` if they are not here. Nothing is copied; the module must not be changed inside."""
+        age = self.delay(epoch)
+        weights = self._old[epoch] if age else self._served
+        assert not self._lent, f"version {epoch} is asked for inside the block of another one"
+        self._lent = True
+        try:
+            with swapped(self._module, weights or {}):
+                yield age
+        finally:
+            self._lent = False
+
+    def serve(self, weights: Weights) -> None:
+        """This epoch's passes use these, predicted ones, instead of the module's own; to be called before the first of them.
+        All parameters, in memory that is the stash's from now on: it may write there."""
+        missing = [name for name, _ in self._module.named_parameters() if name not in weights]
+        if missing:
+            raise ValueError(
+                f"weights without {missing[0]} are no version of this module; predict all of its parameters"
+            )
+        _require_fit(self._module, weights)
+        self._served = dict(weights)
+
+    def leave(self) -> None:
+        """The epoch ends: to be called before the weights change. Copies what its forward passes used, once, into the room of
+        the version that goes."""
+        assert not self._lent, "an epoch ended inside the block of a version"
+        if self._keep > 1:
+            room = self._old.popitem(last=False)[1] if len(self._old) == self._keep - 1 else None
+            self._old[self.epoch] = self._served if self._served is not None else _copied(self._module, room)
+        self._served = None
+        self.epoch += 1
+
+    def begin_anew(self, epoch: int) -> None:
+        """Forget all versions: the module has adopted weights of that epoch from elsewhere."""
+        assert not self._lent, "weights were adopted inside the block of a version"
+        self._old.clear()
+        self._served, self.epoch = None, epoch
+
+
+@contextmanager
+def swapped(module: nn.Module, weights: Weights) -> Iterator[None]:
+    """Inside the block the module's parameters of these names hold these tensors, without a copy; its own afterwards."""
+    _require_fit(module, weights)
+    places = {name: parameter for name, parameter in module.named_parameters() if name in weights}
+    own = {name: parameter.data for name, parameter in places.items()}
+    try:
+        for name, parameter in places.items():
+            parameter.data = weights[name]
+        yield
+    finally:
+        for name, parameter in places.items():
+            parameter.data = own[name]
+
+
+@torch.no_grad()
+def _copied(module: nn.Module, room: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    if room is None:
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        room[name].copy_(parameter)
+    return room
+
+
+def _require_fit(module: nn.Module, weights: Weights) -> None:
+    places = dict(module.named_parameters())
+    for name, new in weights.items():
+        if name not in places:
+            raise ValueError(f"the module has no parameter {name} to put weights in")
+        if (new.shape, new.dtype) != (places[name].shape, places[name].dtype):
+            raise ValueError(
+                f"{name} is {places[name].dtype} of shape {tuple(places[name].shape)}, got {new.dtype} {tuple(new.shape)}"
+            )
