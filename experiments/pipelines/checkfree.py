@@ -1,0 +1,319 @@
+"""What does a lost stage cost? The product's stages in one process, trained on the shipped plays, lose stages by a seeded
+trace and get them back in several ways, at equal numbers of steps.
+
+Recovery itself is the product's: `recovery_policy.source` chooses and `recovery` makes the tensors; swapped microbatches go
+where `Swapped` sends them. As in the paper's experiments failures come between steps, never to the first and last stage (which
+embed and predict), and never to two neighbours at once; a replacement is there at once, whichever way. Restoring a
+checkpoint sends all stages and the data back, so those steps are spent again.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated
+
+import msgspec
+from torch import Tensor
+
+from farflock.experiments.pipelines.table import Parameters, Progress, Table, sampled
+from farflock.node.corpus import load_corpus
+from farflock.node.data import Batches, evaluation
+from farflock.node.model import ModelConfig, build
+from farflock.node.recovery import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
+from farflock.node.recovery_policy import Situation, source
+from farflock.node.replica import PlainReplica
+from farflock.node.stage import Accumulator, Stage, Staged, split
+from farflock.node.tokenizer import ByteTokenizer, Tokens
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.method import Tensors
+from farflock.optimizers.schedule import Schedule
+from farflock.swarm.paths import Microbatch, PathPolicy, fixed
+from farflock.swarm.swapping import Swapped
+
+ARMS = ("no failure", "swap, no failure", "checkfree", "checkfree+", "re-initialised", "checkpoint")
+SWAPPED = ("swap, no failure", "checkfree+")
+UNBROKEN = ("no failure", "swap, no failure")
+SAVED = ("param", "exp_avg", "exp_avg_sq", "step")
+SMALL = ModelConfig(dim=64, layers=6, heads=4, kv_heads=4, ffn_dim=176, context=64, tied=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The sizes of an experiment. `probability` is that of a stage's failure in a step, for each stage between the ends;
+    `checkpoint_every` and `points` are in steps; a step has `microbatches` of `batch` sequences."""
+
+    config: ModelConfig = SMALL
+    sizes: tuple[int, ...] = (1,) * 6
+    steps: int = 600
+    microbatches: int = 2
+    batch: int = 4
+    seq: int = 64
+    rate: float = 3e-3
+    warmup_steps: int = 40
+    probability: float = 0.004
+    checkpoint_every: int = 50
+    points: tuple[int, ...] = (100, 200, 300, 400, 500, 600)
+    held_out_sequences: int = 64
+    seed: int = 0
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens in all microbatches of a step."""
+        return self.microbatches * self.batch * self.seq
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A stage is lost after so many steps have been spent."""
+
+    step: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A failure, what the stage was made from, and the held-out loss before and directly after."""
+
+    failure: Failure
+    source: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm's held-out losses in nats a token, at the trial's points, and its recoveries; `progress` is how many of the spent
+    steps are in its weights."""
+
+    name: str
+    losses: tuple[float, ...]
+    recoveries: tuple[Recovered, ...]
+    progress: int
+
+    @property
+    def bump(self) -> float:
+        """How much a recovery adds to the loss at once, on average; 0 without any."""
+        return fmean([one.after - one.before for one in self.recoveries] or [0.0])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All arms of one trial, and the trace that they met."""
+
+    trial: Trial
+    failures: tuple[Failure, ...]
+    arms: tuple[Arm, ...]
+
+
+def trace(trial: Trial) -> tuple[Failure, ...]:
+    """When which stage fails, from the trial's seed: after each step each stage between the ends with the trial's probability,
+    but not one beside another that fails at that moment."""
+    chance = random.Random(f"checkfree {trial.seed}")
+    failures: list[Failure] = []
+    for step in range(1, trial.steps):
+        drawn = [stage for stage in range(1, len(trial.sizes) - 1) if chance.random() < trial.probability]
+        for stage in drawn:
+            if Failure(step, stage - 1) not in failures:
+                failures.append(Failure(step, stage))
+    return tuple(failures)
+
+
+def experiment(trial: Trial, arms: Sequence[str] = ARMS) -> Outcome:
+    """All arms from the same weights, over the same batches, with the same trace."""
+    corpus = load_corpus("shakespeare")
+    train, held_out = (ByteTokenizer().encode(text) for text in (corpus.train, corpus.held_out))
+    failures = trace(trial)
+    return Outcome(trial, failures, tuple(run(trial, name, failures, Text.of(trial, train, held_out)) for name in arms))
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What an arm trains on and is measured on."""
+
+    batches: Batches
+    held_out: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def of(trial: Trial, train: Tokens, held_out: Tokens) -> "Text":
+        """With the trial's sizes."""
+        batches = Batches(train, trial.seed, "checkfree", trial.batch, trial.seq)
+        return Text(batches, evaluation(held_out, trial.seq, trial.held_out_sequences))
+
+
+class Size(Parameters, frozen=True, kw_only=True):
+    """Of a trial, what a tier chooses; losses are taken at each sixth of the steps."""
+
+    steps: Annotated[int, msgspec.Meta(ge=60, le=100_000)] = 600
+    probability: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.004
+    checkpoint_every: Annotated[int, msgspec.Meta(ge=1)] = 50
+    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)] = msgspec.field(default_factory=lambda: [0])
+
+
+def compute(size: Size, progress: Progress) -> Table:
+    """Of each arm the held-out losses in nats a token at the points, how much a recovery adds to them at once on average, and
+    the steps that are in its weights at the end."""
+    points = tuple(size.steps * part // 6 for part in range(1, 7))
+    outcomes = []
+    for number, seed in enumerate(size.seeds, 1):
+        trial = Trial(
+            steps=size.steps,
+            probability=size.probability,
+            checkpoint_every=size.checkpoint_every,
+            points=points,
+            seed=seed,
+        )
+        outcomes.append(experiment(trial))
+        progress(number / len(size.seeds))
+    rows = []
+    for place, name in enumerate(ARMS):
+        arms = [outcome.arms[place] for outcome in outcomes]
+        rows += [sampled(f"{name}, step {at}", [arm.losses[of] for arm in arms]) for of, at in enumerate(points)]
+        rows.append(sampled(f"{name}, added by a recovery", [arm.bump for arm in arms]))
+        rows.append(sampled(f"{name}, steps in the weights", [arm.progress for arm in arms]))
+    lost = sum(len(outcome.failures) for outcome in outcomes)
+    return Table(rows, f"{len(outcomes)} seeds of {size.steps} steps, {lost} stages lost")
+
+
+def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm:
+    """One arm: so many steps, a failure between some of them."""
+    pipeline = Pipeline(trial, text, name in SWAPPED)
+    recover = Recovery(pipeline, name)
+    met = [] if name in UNBROKEN else failures
+    losses, recoveries = [], []
+    for spent in range(1, trial.steps + 1):
+        pipeline.train()
+        if name == "checkpoint" and pipeline.step % trial.checkpoint_every == 0:
+            pipeline.save()
+        for failure in met:
+            if failure.step == spent:
+                before = pipeline.loss()
+                how = recover(failure.stage)
+                recoveries.append(Recovered(failure, how, before, pipeline.loss()))
+        if spent in trial.points:
+            losses.append(pipeline.loss())
+    return Arm(name, tuple(losses), tuple(recoveries), pipeline.step)
+
+
+class Served:
+    """A stage with its optimizer and the scale of its gradients; `since` counts its steps since it was made from neighbours,
+    None if it never was."""
+
+    def __init__(self, trial: Trial, span: range, tensors: Tensors | None = None, seed: int | None = None) -> None:
+        model = build(trial.config, trial.seed if seed is None else seed, span)
+        if tensors is not None:
+            model.load_state_dict(dict(tensors))
+        share = sum(x.numel() for x in model.parameters()) / trial.config.parameters()
+        self.span, self.stage = span, Stage(model)
+        self.replica = PlainReplica(model, InnerConfig(lr=trial.rate).build(model), clip_norm=share**0.5)
+        self.scale = GradientScale()
+        self.since: int | None = None
+
+    def update(self, asked: Staged, rate: float) -> None:
+        """A step with the mean gradient of the microbatches."""
+        gradients = {name: total / asked.tokens for name, total in asked.gradients.items()}
+        self.scale = self.scale.after(gradients)
+        self.replica.write(gradients, "grad")
+        self.replica.inner_step(rate if self.since is None else bumped_rate(rate, self.since))
+        self.since = None if self.since is None else self.since + 1
+
+    def neighbour(self) -> Neighbour:
+        """What it gives to whoever makes the stage beside it."""
+        return Neighbour(self.span, self.replica.read(self.replica.names, "param"), self.scale.omega())
+
+
+class Pipeline:
+    """All stages in one process, and how far they are; `step` is the batch pointer."""
+
+    def __init__(self, trial: Trial, text: Text, swapping: bool) -> None:
+        self.trial, self.text, self.swapping = trial, text, swapping
+        self.spans = split(trial.config, trial.sizes)
+        self.stages = [Served(trial, span) for span in self.spans]
+        usual = fixed(len(trial.sizes))
+        self.policy: PathPolicy = Swapped(usual, trial.sizes) if swapping else usual
+        self.step = 0
+        total = trial.steps * trial.tokens_a_step
+        self._schedule = Schedule(trial.rate, total, trial.warmup_steps * trial.tokens_a_step)
+        self._saved: tuple[int, list[dict[str, Tensors]]]
+        self.save()
+
+    def train(self) -> None:
+        """One step of every stage, with all its microbatches."""
+        sums = [Accumulator() for _ in self.stages]
+        for index in range(self.trial.microbatches):
+            order = self.policy.stage_order(Microbatch(self.step, index, 0))
+            inputs, targets = self.text.batches.batch(self.step * self.trial.microbatches + index)
+            self._walk(order, inputs, targets, sums)
+        rate = self._schedule.rate(self.step * self.trial.tokens_a_step, self.step)
+        for served, accumulator in zip(self.stages, sums, strict=True):
+            served.update(accumulator.take(), rate)
+        self.step += 1
+
+    def _walk(self, order: Sequence[int], x: Tensor, targets: Tensor, sums: Sequence[Accumulator]) -> None:
+        inputs = []
+        for stage in order:
+            inputs.append(x)
+            x = x if stage == order[-1] else self.stages[stage].stage.forward(x)
+        gradient: Tensor | None = targets
+        for stage, inside in zip(reversed(order), reversed(inputs), strict=True):
+            assert gradient is not None, "only the first stage has no gradient of its input"
+            done = self.stages[stage].stage.backward(inside, gradient)
+            sums[stage].add(done.staged)
+            gradient = done.input_gradient
+
+    def loss(self) -> float:
+        """Held out, in order, in nats a token."""
+        x, targets = self.text.held_out
+        for served in self.stages[:-1]:
+            x = served.stage.forward(x)
+        return self.stages[-1].stage.loss_sum(x, targets) / targets.numel()
+
+    def save(self) -> None:
+        """A checkpoint of all stages, at this step."""
+        state: list[dict[str, Tensors]] = [
+            {what: one.replica.read(one.replica.names, what) for what in SAVED} for one in self.stages
+        ]
+        self._saved = self.step, state
+
+    def go_back(self) -> None:
+        """All stages and the batch pointer to the last checkpoint."""
+        self.step, state = self._saved
+        for served, tensors in zip(self.stages, state, strict=True):
+            for what in SAVED:
+                served.replica.write(tensors[what], what)
+
+    def replace(self, stage: int, tensors: Tensors | None, seed: int | None = None) -> Served:
+        """A new replica of one stage, with zero moments; the others stay as they are."""
+        self.stages[stage] = Served(self.trial, self.spans[stage], tensors, seed)
+        return self.stages[stage]
+
+
+class Recovery:
+    """What an arm does about a lost stage; says what the stage was made from."""
+
+    def __init__(self, pipeline: Pipeline, arm: str) -> None:
+        ways: dict[str, Callable[[int], str]] = {"re-initialised": self._by_chance, "checkpoint": self._from_checkpoint}
+        self._pipeline, self._way = pipeline, ways.get(arm, self._from_neighbours)
+
+    def __call__(self, stage: int) -> str:
+        return self._way(stage)
+
+    def _from_neighbours(self, stage: int) -> str:
+        pipeline = self._pipeline
+        count = len(pipeline.stages)
+        living = tuple(int(here != stage) for here in range(count))
+        now = Situation(pipeline.step, pipeline.trial.sizes, living, (None,) * count, swapping=pipeline.swapping)
+        chosen = source(now, stage)
+        beside = [pipeline.stages[other].neighbour() for other in chosen.stages]
+        config, span = pipeline.trial.config, pipeline.spans[stage]
+        made = neighbour_mean(config, span, *beside) if len(beside) == 2 else partner_copy(config, span, beside[0])
+        pipeline.replace(stage, made).since = 0
+        return f"{chosen.kind} of {' and '.join(map(str, chosen.stages))}"
+
+    def _by_chance(self, stage: int) -> str:
+        self._pipeline.replace(stage, None, seed=self._pipeline.trial.seed + 1_000_003 * (self._pipeline.step + 1))
+        return "initial weights"
+
+    def _from_checkpoint(self, stage: int) -> str:
+        self._pipeline.go_back()
+        return f"all from step {self._pipeline.step}"
