@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ from farflock.node.errors import Failure, FarflockError, Usage
 from farflock.node.output import Output, one_line
 
 if TYPE_CHECKING:
+    from farflock.experiments.reproduce.recipe import Recipe
     from farflock.experiments.reproduce.shelf import Shelf
 
-TIERS = ("ci", "cpu", "gpu")  # as in recipe.py, which is heavy to import
+TIERS = ("ci", "cpu", "gpu")  # as in claim.py, which is heavy to import
 LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
 
 
@@ -111,10 +113,11 @@ def _verdicts(by_tier: dict[str, Any]) -> str:
 
 
 def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Recipe, whose module is heavy
+    from farflock.experiments.reproduce.computation import Computation
     from farflock.experiments.reproduce.recipe import explanation
     from farflock.experiments.reproduce.study import Study
 
-    described = Study(one, tier).described()
+    described = one.described(tier) if isinstance(one, Computation) else Study(one, tier).described()
     digest = hashlib.sha256(one_line(described).encode()).hexdigest()
     out.result({**described, "hash": digest}, f"{explanation(one.name)}\n{one_line(described)}\nhash {digest}")
 
@@ -124,7 +127,7 @@ def _require_device(tier: str, loaded: list[Any]) -> None:
     import torch
 
     for one in loaded:
-        if one.sizes(tier).device == "cuda" and not torch.cuda.is_available():
+        if one.needs_gpu(tier) and not torch.cuda.is_available():
             remedy = "run it on a machine with a CUDA GPU, or take --tier cpu"
             raise Usage(f"{one.name}, tier {tier}", "it needs a CUDA device, and torch sees none here", remedy)
 
@@ -134,26 +137,43 @@ def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -
     import torch
 
     from farflock.experiments.reproduce import report
-    from farflock.experiments.reproduce.plot import draw
+    from farflock.experiments.reproduce.computation import Computation
     from farflock.experiments.reproduce.shelf import write
-    from farflock.experiments.reproduce.study import Study
 
     torch.set_num_threads(1)
-    study = Study(one, tier)
     with out.progress(f"{one.name} ({tier})") as progress:
-        results = study.run(shelf, workers, progress)
-    told = report.facts(study, results, study.judged(results))
+        if isinstance(one, Computation):
+            found = one.table(tier, shelf, progress)
+            told = report.computed(one, tier, found, one.judged(found))
+        else:
+            told = _trained(shelf, one, tier, workers, progress)
     place = shelf.place(one.name, tier)
-    draw(results, f"{one.name} ({tier}): {told['verdict'] or 'no verdict'}", place / "loss.png")
-    told["plot"] = str(place / "loss.png")
     write(place / "table.md", report.markdown(told).encode())
     write(place / "result.json", one_line(told).encode())
     out.line(f"\n{one.name} ({tier}): {one.question}")
     out.table(*report.arm_rows(told))
     out.table(report.RULES, report.rule_rows(told))
     short = {name: value for name, value in told.items() if name != "arms"}
-    short["arms"] = [{name: value for name, value in arm.items() if name != "curves"} for arm in told["arms"]]
-    out.result(short, f"{told['verdict'] or told['reason']}; plot and JSON in {place}")
+    if "arms" in told:
+        short["arms"] = [{name: value for name, value in arm.items() if name != "curves"} for arm in told["arms"]]
+    kept = "plot and JSON" if "plot" in told else "JSON"
+    out.result(short, f"{told['verdict'] or told['reason']}; {kept} in {place}")
+
+
+def _trained(
+    shelf: "Shelf", one: "Recipe", tier: str, workers: int, progress: Callable[[float], None]
+) -> dict[str, Any]:
+    """Run the arms of a recipe that trains and draw them."""
+    from farflock.experiments.reproduce import report
+    from farflock.experiments.reproduce.plot import draw
+    from farflock.experiments.reproduce.study import Study
+
+    study = Study(one, tier)
+    results = study.run(shelf, workers, progress)
+    told = report.facts(study, results, study.judged(results))
+    plot = shelf.place(one.name, tier) / "loss.png"
+    draw(results, f"{one.name} ({tier}): {told['verdict'] or 'no verdict'}", plot)
+    return {**told, "plot": str(plot)}
 
 
 def _record(page: Path, shelf: "Shelf") -> None:

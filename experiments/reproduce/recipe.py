@@ -1,82 +1,60 @@
-"""A recipe: a paper's claim as data. Arms that train alike, sizes for three tiers, and rules that turn losses into a verdict.
+"""A recipe that trains: arms that train alike, sizes for three tiers, and rules that turn losses into a verdict.
 
 Recipes are TOML files, checked to the last word before anything runs: a misspelt option that is silently ignored would give
 a verdict about another experiment.
 """
 
-import math
 from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from farflock.experiments.reproduce.claim import Claim, Entry, Rule, section, sections
+from farflock.experiments.reproduce.computation import Computation
+from farflock.experiments.reproduce.computation import read as read_computation
 from farflock.node.errors import Usage
-from farflock.node.manifest import Exchange, Method, constructor_options, convert, override, require_method, tables
+from farflock.node.manifest import Exchange, Method, constructor_options, override, require_method, tables
 from farflock.node.model import PRESETS, ModelConfig
 from farflock.node.nearest import nearest
 from farflock.optimizers.catalog import METHODS, method, unfolded
 
-TIERS = ("ci", "cpu", "gpu")
 LINES = ("ddp", "none")  # are in every recipe that trains, and not written into it
-RISING = ("ordering", "optimum")
 METRICS = ("loss", "perplexity", "bytes", "tokens", "spread", "spread_lr", "missed", "growth", "virtual_s")
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,31}$")]
 Some = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=100)]
+Slowness = Annotated[float, msgspec.Meta(ge=1, le=100)]
 Rates = Annotated[list[Rate], msgspec.Meta(min_length=1, max_length=16)]
-Section = TypeVar("Section", bound=msgspec.Struct)
 
 
-class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of a recipe."""
-
-
-class Sweep(_Table, frozen=True, kw_only=True):
+class Sweep(Entry, frozen=True, kw_only=True):
     """An arm for each value of one option (`outer.lr` names one inside a table)."""
 
     option: str
     values: Annotated[list[float], msgspec.Meta(min_length=2, max_length=16)]
 
 
-class Arm(_Table, frozen=True, kw_only=True):
+class Arm(Entry, frozen=True, kw_only=True):
     """One line of the experiment. Without `peers`, `lr` and `clip` it has those of all; `late` is the share of its
     rounds for which a peer comes too late, and `speeds` how many times longer a step takes each peer."""
 
     label: str
     method: str
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
     peers: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     lr: Rates | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
     clip: Annotated[float, msgspec.Meta(ge=0)] | None = None
     late: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    speeds: Annotated[list[Annotated[float, msgspec.Meta(ge=1, le=100)]], msgspec.Meta(max_length=64)] = []
+    speeds: Annotated[list[Slowness], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=list)
     sweep: Sweep | None = None
 
 
-class Rule(_Table, frozen=True, kw_only=True):
-    """One comparison that the claim comes down to.
-
-    `ordering`: the metric rises from arm to arm. `within`: low <= first - second <= high. `ratio`: the same of first / second.
-    `bound`: the same of one arm's value. `optimum`: the best value of the arms' sweeps rises from arm to arm. Each must hold
-    by `tolerance` standard errors over seeds, of the differences between runs of the same seed.
-    """
-
-    kind: Literal["ordering", "within", "ratio", "bound", "optimum"]
-    arms: Annotated[list[str], msgspec.Meta(min_length=1)]
-    says: str
-    paper: str
-    metric: str = "loss"
-    low: float | None = None
-    high: float | None = None
-    tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 3.0
-
-
-class Sizes(_Table, frozen=True, kw_only=True):
+class Sizes(Entry, frozen=True, kw_only=True):
     """What all arms share in one tier. A step of the run takes `batch` sequences of `seq` tokens, shared evenly by the peers.
     `lr` and `warmup` (a share of the steps) are grids, searched for each arm on the first seed; `options` replaces those of
     arms that have such an option; `step_s` is the time that a step is modelled to take."""
@@ -99,7 +77,7 @@ class Sizes(_Table, frozen=True, kw_only=True):
     held_out: Annotated[int, msgspec.Meta(ge=2, le=100_000)] = 128
     step_s: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 0.5
     device: Literal["cpu", "cuda"] = "cpu"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def shape(self) -> ModelConfig:
@@ -108,30 +86,24 @@ class Sizes(_Table, frozen=True, kw_only=True):
         return named if isinstance(named, ModelConfig) else msgspec.convert(named, ModelConfig)
 
 
-class Recipe(_Table, frozen=True, kw_only=True):
+class Recipe(Claim, frozen=True, kw_only=True):
     """A claim, where it is made, and how it is put to the test. `experiment` is `training`, or `noise` for consensus without
     any gradient (experiments/reproduce/noise.py)."""
 
-    question: str
-    claim: str
-    source: str
-    reproduced_if: str
-    method: str
     experiment: Literal["training", "noise"] = "training"
-    common: dict[str, Any] = {}
-    tiers: dict[Literal["ci", "cpu", "gpu"], dict[str, Any]]
     arms: dict[Name, Arm]
     verdict: Annotated[list[Rule], msgspec.Meta(min_length=1)]
-    name: str = ""
 
     def sizes(self, tier: str) -> Sizes:
         """What all arms share in a tier; `Usage` if the recipe has no such tier or its numbers do not fit each other."""
-        if tier not in self.tiers:
-            raise Usage(f"{self.name} has no tier {tier!r}", "", nearest(tier, list(self.tiers)))
-        sizes = _section({**self.common, **self.tiers[tier]}, Sizes, f"{self.name}.toml, tiers.{tier}")
+        sizes = self.section(tier, Sizes)
         if self.experiment == "training":
             _require_fit(self, sizes, f"{self.name}.toml, tiers.{tier}")
         return sizes
+
+    def needs_gpu(self, tier: str) -> bool:
+        """Whether this tier needs a GPU; `Usage` as `sizes`."""
+        return self.sizes(tier).device == "cuda"
 
     def expanded(self) -> dict[str, Arm]:
         """The arms that run: for a sweep one for each of its values, named NAME@VALUE."""
@@ -156,25 +128,23 @@ def names() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
 
 
-def load(name: str) -> Recipe:
+def load(name: str) -> Recipe | Computation:
     """A recipe by name; `Usage` if there is none, or if there is anything wrong with it."""
     if name not in names():
         raise Usage(f"recipe {name[:64]!r}", "there is none of this name", nearest(name, names()))
-    return read(name, (_folder() / f"{name}.toml").read_text())
+    text, origin = (_folder() / f"{name}.toml").read_text(), f"{name}.toml"
+    return read_computation(name, text) if "computation" in tables(text, origin) else read(name, text)
 
 
 def read(name: str, text: str) -> Recipe:
-    """A recipe from its text, checked."""
+    """A recipe that trains from its text, checked."""
     table, origin = tables(text, f"{name}.toml"), f"{name}.toml"
     arms = table.get("arms", {})
     if not isinstance(arms, dict) or not all(isinstance(arm, dict) for arm in arms.values()):
         raise Usage(f"{origin}, arms", "each arm is a table", "write it as [arms.NAME]")
-    checked = {key: _spelt_out(_section(arm, Arm, f"{origin}, arms.{key}")) for key, arm in arms.items()}
-    rules = table.get("verdict", [])
-    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise Usage(f"{origin}, verdict", "each rule is a table", "write it as [[verdict]]")
-    judged = [_section(rule, Rule, f"{origin}, verdict {number}") for number, rule in enumerate(rules, 1)]
-    recipe = _section({**table, "arms": {}}, Recipe, origin)
+    checked = {key: _spelt_out(section(arm, Arm, f"{origin}, arms.{key}")) for key, arm in arms.items()}
+    judged = sections(table, "verdict", Rule, origin)
+    recipe = section({**table, "arms": {}}, Recipe, origin)
     recipe = msgspec.structs.replace(recipe, arms=checked, verdict=judged, name=name)
     _require_arms(recipe, origin)
     for number, rule in enumerate(recipe.verdict, 1):
@@ -188,11 +158,11 @@ def _spelt_out(arm: Arm) -> Arm:
     return msgspec.structs.replace(arm, method=base, options=preset | arm.options)
 
 
-def missing(recipe: Recipe) -> list[str]:
+def missing(recipe: Recipe | Computation) -> list[str]:
     """Methods that its arms name and this version does not have."""
-    return (
-        sorted({arm.method for arm in recipe.arms.values()} - set(METHODS)) if recipe.experiment == "training" else []
-    )
+    if isinstance(recipe, Computation) or recipe.experiment != "training":
+        return []
+    return sorted({arm.method for arm in recipe.arms.values()} - set(METHODS))
 
 
 def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -214,13 +184,6 @@ def options_of(arm: Arm, sizes: Sizes) -> dict[str, Any]:
 
 def _folder() -> Traversable:
     return files("farflock.experiments") / "recipes"
-
-
-def _section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
-    try:
-        return convert(table, kind)
-    except Usage as error:
-        raise Usage(f"{place}: {error.what}", error.why, error.remedy) from None
 
 
 def _require_arms(recipe: Recipe, origin: str) -> None:
@@ -247,16 +210,7 @@ def _require_rule(recipe: Recipe, rule: Rule, place: str) -> None:
             raise Usage(place, f"arm {name} has no sweep to have an optimum in", "give it one, or use another kind")
     if rule.metric not in METRICS:
         raise Usage(f"{place}, metric", f"{rule.metric[:64]!r} is not known", nearest(rule.metric, METRICS))
-    wanted = {"within": 2, "ratio": 2, "bound": 1}.get(rule.kind)
-    if wanted is not None and len(rule.arms) != wanted:
-        raise Usage(place, f"{rule.kind} compares {wanted} arms, not {len(rule.arms)}", "correct `arms`")
-    if rule.kind in RISING:
-        if len(rule.arms) < 2 or rule.low is not None or rule.high is not None:
-            raise Usage(place, f"{rule.kind} takes two arms or more and no limits", "correct `arms`, `low`, `high`")
-    elif rule.low is None and rule.high is None:
-        raise Usage(place, f"{rule.kind} without limits says nothing", "give it `low`, `high` or both")
-    elif (rule.low if rule.low is not None else -math.inf) > (rule.high if rule.high is not None else math.inf):
-        raise Usage(place, f"low {rule.low} lies above high {rule.high}", "swap them")
+    rule.require_sound(place)
 
 
 def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:

@@ -1,4 +1,4 @@
-"""What a study says: a table of its arms, its rules with the paper's number beside ours, and all of it as JSON.
+"""What a recipe says: a table of its arms or rows, its rules with the paper's number beside ours, and all of it as JSON.
 
 Simulated time is the time without transfers plus the transfers' at a given rate; where exchanges run beside the training
 (`overlaps`), it is the longer of the two. So it is neither a measurement nor kinder to a method than a line of that rate.
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from farflock import __version__
+from farflock.experiments.pipelines.table import Row, Table
+from farflock.experiments.reproduce.claim import Claim, Rule
+from farflock.experiments.reproduce.computation import Computation
 from farflock.experiments.reproduce.job import Point
 from farflock.experiments.reproduce.pages import table
 from farflock.experiments.reproduce.study import Result, Study, verdict
@@ -32,11 +35,28 @@ def time_s(point: Point, overlaps: bool, mbit: float) -> float:
 
 def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) -> dict[str, Any]:
     """Everything, as JSON has it: numbers of each seed, too."""
-    recipe = study.recipe
-    said = verdict(study.tier, findings)
+    return {
+        **_said(study.recipe, study.tier, study.recipe.verdict, findings),
+        "arms": [_arm(study, result, results) for result in results],
+        "scale": _scale(study, results),
+    }
+
+
+def computed(recipe: Computation, tier: str, found: Table, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The same of what was computed."""
+    return {
+        **_said(recipe, tier, recipe.rules, findings),
+        "quantity": recipe.quantity,
+        "rows": [_row(row) for row in found.rows],
+        "scale": found.scale,
+    }
+
+
+def _said(recipe: Claim, tier: str, rules: Sequence[Rule], findings: Sequence[Finding]) -> dict[str, Any]:
+    said = verdict(tier, findings)
     return {
         "recipe": recipe.name,
-        "tier": study.tier,
+        "tier": tier,
         "method": recipe.method,
         "question": recipe.question,
         "claim": recipe.claim,
@@ -44,9 +64,7 @@ def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) 
         "reproduced_if": recipe.reproduced_if,
         "verdict": said,
         "reason": CI if said is None else "; ".join(finding.reason for finding in findings),
-        "rules": [_rule(study, number, finding) for number, finding in enumerate(findings)],
-        "arms": [_arm(study, result, results) for result in results],
-        "scale": _scale(study, results),
+        "rules": [_rule(tier, rule, finding) for rule, finding in zip(rules, findings, strict=True)],
         "version": __version__,
         "torch": str(torch.__version__),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -54,7 +72,11 @@ def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) 
 
 
 def arm_rows(told: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Columns and rows of the arms' table, from `facts`."""
+    """Columns and rows of the table of arms, or of what was computed, from `facts` or `computed`."""
+    if "rows" in told:
+        return ("row", told["quantity"], "± SE", "seeds"), [
+            (row["name"], f"{row['mean']:.4g}", _shown(row["error"]), row["seeds"]) for row in told["rows"]
+        ]
     if "loss" not in {name for arm in told["arms"] for name in arm["mean"]}:
         return NOISE, [
             (arm["label"], _shown(arm["mean"].get("growth")), _shown(arm["error"].get("growth")), arm["seeds"])
@@ -93,8 +115,7 @@ def markdown(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rule(study: Study, number: int, finding: Finding) -> dict[str, Any]:
-    rule = study.recipe.verdict[number]
+def _rule(tier: str, rule: Rule, finding: Finding) -> dict[str, Any]:
     return {
         "says": rule.says,
         "kind": rule.kind,
@@ -102,8 +123,19 @@ def _rule(study: Study, number: int, finding: Finding) -> dict[str, Any]:
         "metric": rule.metric,
         "paper": rule.paper,
         "ours": finding.ours,
-        "verdict": None if study.tier == "ci" else finding.word,
-        "reason": CI if study.tier == "ci" else finding.reason,
+        "verdict": None if tier == "ci" else finding.word,
+        "reason": CI if tier == "ci" else finding.reason,
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    found = estimate(row.values, row.exact)
+    return {
+        "name": row.name,
+        "mean": found.mean,
+        "error": found.error if 0 < found.error < math.inf else None,
+        "seeds": "exact" if row.exact else len(row.values),
+        "values": row.values,
     }
 
 

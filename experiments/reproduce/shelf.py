@@ -1,6 +1,7 @@
 """Where finished runs and verdicts are kept, in the user's data folder: a run is never made twice, also after Ctrl-C.
 
-`arms/KEY/` holds one run (its job and its outcome), `NAME/TIER/` what was last said of a recipe. Files appear whole.
+`arms/KEY/` holds one run (its job and its outcome), `tables/KEY/` what was computed, `NAME/TIER/` what was last said of a
+recipe. Files appear whole.
 """
 
 import os
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from farflock.experiments.pipelines.table import Table
 from farflock.experiments.reproduce.job import AnyJob, Outcome, key
 
 
@@ -36,6 +38,20 @@ class Shelf:
     def kept_at(self, job: AnyJob) -> float:
         """When a job that is here was kept, in seconds since 1970."""
         return (self._arm(job) / "outcome.json").stat().st_mtime
+
+    def find_table(self, key: str) -> Table | None:
+        """What was computed under this key before; a file that cannot be read counts as none."""
+        try:
+            return msgspec.json.decode((self.folder / "tables" / key / "table.json").read_bytes(), type=Table)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def keep_table(self, key: str, described: dict[str, Any], table: Table) -> None:
+        """Remember it, with the configuration beside it for whoever looks."""
+        folder = self.folder / "tables" / key
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / "computation.json", msgspec.json.format(msgspec.json.encode(described), indent=1))
+        write(folder / "table.json", msgspec.json.encode(table))
 
     def place(self, recipe: str, tier: str) -> Path:
         """The folder of a recipe's table, plot and verdict, made."""

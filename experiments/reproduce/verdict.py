@@ -2,6 +2,7 @@
 everything in between cannot be told at this scale.
 
 Differences are taken between runs of the same seed, which have the same data and initial weights, so most noise cancels.
+A number that no chance has part in, computed once, has no error.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from farflock.experiments.reproduce.recipe import Rule
+from farflock.experiments.reproduce.claim import Rule
 
 Word = Literal["reproduced", "not reproduced", "cannot tell at this scale"]
 YES: Word = "reproduced"
@@ -28,7 +29,9 @@ class Estimate:
 
     @property
     def text(self) -> str:
-        """Mean ± standard error."""
+        """Mean ± standard error, which an exact number has none of."""
+        if not self.error:
+            return f"{self.mean:.4g}"
         return f"{self.mean:.4g} ± {self.error:.2g}" if math.isfinite(self.error) else f"{self.mean:.4g} (one seed)"
 
 
@@ -41,8 +44,11 @@ class Finding:
     reason: str
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and standard error over seeds."""
+def estimate(values: Sequence[float], exact: bool = False) -> Estimate:
+    """Mean and standard error over seeds; the only value of what is exact."""
+    if exact:
+        (value,) = values
+        return Estimate(value, 0.0)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return Estimate(statistics.fmean(values), error)
 
@@ -67,7 +73,7 @@ def rises(found: Estimate, tolerance: float) -> Word:
     return YES if found.mean - margin > 0 else NO if found.mean + margin < 0 else UNKNOWN
 
 
-def judge(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:
+def judge(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]], exact: bool = False) -> Finding:
     """Put one rule to its numbers. `values` are the metric's; `sweeps` name the arm of each value of a swept arm."""
     if rule.kind == "optimum":
         return _optimum(rule, values, sweeps)
@@ -75,17 +81,17 @@ def judge(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]])
     if lacking:
         return Finding(UNKNOWN, "-", f"{', '.join(lacking)} diverged or has no {rule.metric}")
     if rule.kind == "ordering":
-        return _ordering(rule, values)
+        return _ordering(rule, values, exact)
     if rule.kind == "bound":
-        return _limited(rule, estimate(values[rule.arms[0]]), rule.metric)
+        return _limited(rule, estimate(values[rule.arms[0]], exact), rule.metric)
     first, second = (values[name] for name in rule.arms)
     if rule.kind == "within":
         differences = [one - other for one, other in zip(first, second, strict=True)]
-        return _limited(rule, estimate(differences), f"difference of {rule.metric}")
+        return _limited(rule, estimate(differences, exact), f"difference of {rule.metric}")
     if not all(second):
         return Finding(UNKNOWN, "-", f"{rule.arms[1]} has a {rule.metric} of nothing")
     ratios = [one / other for one, other in zip(first, second, strict=True)]
-    return _limited(rule, estimate(ratios), f"ratio of {rule.metric}")
+    return _limited(rule, estimate(ratios, exact), f"ratio of {rule.metric}")
 
 
 def together(findings: Sequence[Finding]) -> Word:
@@ -96,7 +102,11 @@ def together(findings: Sequence[Finding]) -> Word:
 
 def _limited(rule: Rule, found: Estimate, what: str) -> Finding:
     word = between(found, rule.low, rule.high, rule.tolerance)
-    return Finding(word, found.text, f"the {what} is {found.text}, wanted {_limits(rule)} by {rule.tolerance:g} errors")
+    return Finding(word, found.text, f"the {what} is {found.text}, wanted {_limits(rule)}{_by(rule, [found])}")
+
+
+def _by(rule: Rule, found: Sequence[Estimate]) -> str:
+    return f" by {rule.tolerance:g} errors" if any(one.error for one in found) else ""
 
 
 def _limits(rule: Rule) -> str:
@@ -105,18 +115,17 @@ def _limits(rule: Rule) -> str:
     return f"at least {rule.low:g}" if rule.high is None else f"{rule.low:g} to {rule.high:g}"
 
 
-def _ordering(rule: Rule, values: Values) -> Finding:
+def _ordering(rule: Rule, values: Values, exact: bool) -> Finding:
     """It rises from each arm to the next."""
-    steps, words = [], []
+    steps, rose = [], []
     for before, after in zip(rule.arms, rule.arms[1:], strict=False):
-        each = estimate([late - early for early, late in zip(values[before], values[after], strict=True)])
+        each = estimate([late - early for early, late in zip(values[before], values[after], strict=True)], exact)
         steps.append(f"{before} to {after} {each.text}")
-        words.append(rises(each, rule.tolerance))
-    ours = ", ".join(f"{name} {estimate(values[name]).text}" for name in rule.arms)
+        rose.append(each)
+    words = [rises(each, rule.tolerance) for each in rose]
+    ours = ", ".join(f"{name} {estimate(values[name], exact).text}" for name in rule.arms)
     word = NO if NO in words else UNKNOWN if UNKNOWN in words else YES
-    return Finding(
-        word, ours, f"{rule.metric} rises from {'; '.join(steps)}; wanted above 0 by {rule.tolerance:g} errors"
-    )
+    return Finding(word, ours, f"{rule.metric} rises from {'; '.join(steps)}; wanted above 0{_by(rule, rose)}")
 
 
 def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:

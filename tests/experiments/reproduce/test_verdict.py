@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.experiments.reproduce.recipe import Rule
+from farflock.experiments.reproduce.claim import Rule
 from farflock.experiments.reproduce.verdict import (
     NO,
     UNKNOWN,
@@ -110,6 +110,22 @@ def test_a_bound_is_of_one_arm():
 def test_one_seed_says_nothing():
     assert word("bound", {"a": [0.5]}, high=1) == UNKNOWN
     assert word("ordering", {"a": [0.5], "b": [9.0]}) == UNKNOWN
+
+
+def test_an_exact_number_has_no_error_and_is_judged_alone():
+    assert estimate([2.5], exact=True) == Estimate(2.5, 0.0)
+    assert Estimate(2.5, 0.0).text == "2.5"
+    finding = judge(rule("bound", ["a"], high=1), {"a": [0.5]}, {}, exact=True)
+    assert (finding.word, finding.ours) == (YES, "0.5")
+    assert finding.reason.endswith("wanted at most 1"), "no errors are spoken of"
+    assert judge(rule("bound", ["a"], high=1), {"a": [1.5]}, {}, exact=True).word == NO
+    assert judge(rule("ordering", ["a", "b"]), {"a": [1.0], "b": [2.0]}, {}, exact=True).word == YES
+    assert judge(rule("ratio", ["a", "b"], low=3), {"a": [1.0], "b": [2.0]}, {}, exact=True).word == NO
+
+
+def test_an_exact_number_is_one():
+    with pytest.raises(ValueError, match="unpack"):
+        estimate([1.0, 2.0], exact=True)
 
 
 def test_an_arm_that_diverged_says_nothing_and_is_named():

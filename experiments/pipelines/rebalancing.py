@@ -1,0 +1,166 @@
+"""How fast a swarm stays under churn if, once a period, one server moves to where it is needed most (SWARM, arXiv:2301.11913,
+section 4.4 and table 4): the product's own rule on traces of joins and departures.
+
+A swarm is as fast as its slowest stage, and as fast as it could be if its servers were spread evenly. The rule sees queues,
+so those are needed too: they are the mean ones of a closed network of queues with a fixed number of microbatches going round
+(mean value analysis, Reiser and Lavenberg, 1980).
+
+Deviation: the paper replays a log of preemptible machines that was not published. Here joins are Poisson, lifetimes
+exponential, and the expected number of servers stays what it is at the start.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, sampled
+from farflock.swarm.links import PeerId
+from farflock.swarm.rebalance import MIN_RESIDENCE_S, Rule, Server, Snapshot, next_move, snapshot_number
+
+HOUR_S = 3600.0
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Event = tuple[float, Literal["join", "leave"], PeerId, int]  # when, what, who, at which stage
+
+
+class Size(Parameters, frozen=True, kw_only=True):
+    """A swarm and its churn; the rule is tried as the product has it and as published, at each of the periods."""
+
+    stages: Count = 32
+    servers: Count = 400
+    lifetime_h: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 16.0
+    hours: Annotated[float, msgspec.Meta(ge=2, le=1000)] = 32.0
+    in_flight: Count = 128  # microbatches that go round
+    periods_s: list[Annotated[float, msgspec.Meta(ge=1, le=86_400)]]
+    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=100)]
+
+
+def compute(size: Size, progress: Progress) -> Table:
+    """Percent of the best throughput: overall, of the first and of the last hour, by policy."""
+    policies: dict[str, tuple[float, Rule] | None] = {"none": None}
+    for period_s in size.periods_s:
+        policies[f"{period_s:g} s"] = period_s, Rule()
+        policies[f"{period_s:g} s, as published"] = period_s, Rule("queue", hysteresis=0.0, min_residence_s=0.0)
+    spans = {"overall": (0.0, size.hours), "first hour": (0.0, 1.0), "last hour": (size.hours - 1, size.hours)}
+    found: dict[str, list[float]] = {f"{name}, {span}": [] for name in policies for span in spans}
+    for number, seed in enumerate(size.seeds):
+        events = list(trace(size, random.Random(seed)))
+        for at, (name, policy) in enumerate(policies.items()):
+            speeds = played(size, events, policy)
+            for span, (begin_h, end_h) in spans.items():
+                found[f"{name}, {span}"].append(100 * share(speeds, begin_h * HOUR_S, end_h * HOUR_S))
+            progress((number + (at + 1) / len(policies)) / len(size.seeds))
+    rows: list[Row] = [sampled(name, values) for name, values in found.items()]
+    return Table(rows, f"{size.servers} servers in {size.stages} stages, {len(size.seeds)} traces of {size.hours:g} h")
+
+
+def trace(size: Size, chance: random.Random) -> Iterator[Event]:
+    """What happens to a swarm that begins evenly spread, in order; a newcomer serves a stage that chance gives it."""
+    lifetime_s, end_s = size.lifetime_h * HOUR_S, size.hours * HOUR_S
+    leaving = [
+        (chance.expovariate(1 / lifetime_s), PeerId(f"{number:06}"), number % size.stages)
+        for number in range(size.servers)
+    ]
+    for _, peer, stage in list(leaving):
+        yield 0.0, "join", peer, stage
+    heapq.heapify(leaving)
+    number, joins_s = size.servers, chance.expovariate(size.servers / lifetime_s)
+    while min(joins_s, leaving[0][0] if leaving else math.inf) < end_s:
+        if leaving and leaving[0][0] < joins_s:
+            leaves_s, peer, stage = heapq.heappop(leaving)
+            yield leaves_s, "leave", peer, stage
+            continue
+        peer, stage = PeerId(f"{number:06}"), chance.randrange(size.stages)
+        yield joins_s, "join", peer, stage
+        heapq.heappush(leaving, (joins_s + chance.expovariate(1 / lifetime_s), peer, stage))
+        number, joins_s = number + 1, joins_s + chance.expovariate(size.servers / lifetime_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """From when on how many servers the smallest stage has, and would have if they were spread evenly."""
+
+    since_s: float
+    least: int
+    best: int
+
+
+class _Swarm:
+    """Who serves which stage, since when."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages: list[dict[PeerId, float]] = [{} for _ in range(stages)]
+        self.where: dict[PeerId, int] = {}
+
+    def join(self, peer: PeerId, stage: int, now_s: float) -> None:
+        self.stages[stage][peer] = now_s
+        self.where[peer] = stage
+
+    def leave(self, peer: PeerId) -> None:
+        del self.stages[self.where.pop(peer)][peer]
+
+    def speed(self, now_s: float) -> Speed:
+        return Speed(now_s, min(map(len, self.stages)), len(self.where) // len(self.stages))
+
+    def rebalance(self, number: int, rule: Rule, in_flight: int, now_s: float) -> None:
+        """What every server computes from the same snapshot."""
+        counts = [len(stage) for stage in self.stages]
+        if max(counts) - min(counts) < 2:
+            return  # even: no move can raise the lesser of two speeds, and looking at queues is slow
+        waiting = queues(counts, in_flight)
+        stages = tuple(
+            tuple(Server(peer, waiting[at] / len(stage), 1.0, 1, now_s - since_s) for peer, since_s in stage.items())
+            for at, stage in enumerate(self.stages)
+        )
+        move = next_move(Snapshot(number, stages, (1,) * len(stages)), rule)
+        if move is not None:
+            self.leave(move.peer)
+            self.join(move.peer, move.target, now_s)
+
+
+def played(size: Size, events: Sequence[Event], policy: tuple[float, Rule] | None) -> list[Speed]:
+    """The speeds of a swarm that lives through the trace under a policy; all at the start is there long enough to move."""
+    swarm, speeds = _Swarm(size.stages), []
+    period_s, rule = policy or (math.inf, Rule())
+    next_s = period_s
+    for when_s, what, peer, stage in [*events, (size.hours * HOUR_S, "leave", PeerId(""), 0)]:
+        while next_s <= when_s:
+            swarm.rebalance(snapshot_number(next_s, period_s), rule, size.in_flight, next_s)
+            speeds.append(swarm.speed(next_s))
+            next_s += period_s
+        if not peer:
+            break
+        if what == "join":
+            swarm.join(peer, stage, when_s - (MIN_RESIDENCE_S if when_s == 0 else 0))
+        else:
+            swarm.leave(peer)
+        speeds.append(swarm.speed(when_s))
+    return speeds
+
+
+def share(speeds: Sequence[Speed], begin_s: float, end_s: float) -> float:
+    """The work done between two moments over what an even spread would have done."""
+    done = possible = 0.0
+    for at, speed in enumerate(speeds):
+        until_s = speeds[at + 1].since_s if at + 1 < len(speeds) else end_s
+        lasts_s = max(0.0, min(until_s, end_s) - max(speed.since_s, begin_s))
+        done, possible = done + lasts_s * speed.least, possible + lasts_s * speed.best
+    return done / possible if possible else 0.0
+
+
+def queues(servers: Sequence[int], in_flight: int) -> list[float]:
+    """Mean microbatches at each stage, when so many go round stages of so many servers of one speed; all of them at a stage
+    that nobody serves. A stage counts as one server of their summed speed."""
+    if not all(servers):
+        return [in_flight / servers.count(0) if not count else 0.0 for count in servers]
+    service_s, waiting = 1 / np.asarray(servers, np.float64), np.zeros(len(servers))
+    for count in range(1, in_flight + 1):
+        stays_s = service_s * (1 + waiting)
+        waiting = count / stays_s.sum() * stays_s
+    return [float(one) for one in waiting]

@@ -1,0 +1,61 @@
+"""The share of its time that a stage computes, by the width of its layers and the round trip to its trainer (SWARM,
+arXiv:2301.11913, section 4.1).
+
+SWARM's table by the formula that its numbers follow, T / (A + RTT), and by a simulated stage with one microbatch at a time;
+then by the same stage with as many in flight as it takes to hide the round trip, which the paper does not have.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from farflock.experiments.pipelines.steps import step_s
+from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
+from farflock.swarm.depth import HopTime, Pipeline, StageTime
+
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class Layers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of layers: how long a stage computes on a microbatch, and how long it takes in all without any latency."""
+
+    computes_ms: Milliseconds
+    all_ms: Milliseconds
+
+
+class Size(Parameters, frozen=True, kw_only=True):
+    """Kinds of layers, round trips, and how many microbatches a simulated stage gets."""
+
+    layers: dict[str, Layers]
+    round_trips_ms: list[Milliseconds]
+    microbatches: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
+
+
+def compute(size: Size, progress: Progress) -> Table:
+    """Percent of the time, for each kind and round trip."""
+    rows: list[Row] = []
+    for number, (kind, layers) in enumerate(size.layers.items(), 1):
+        for round_trip_ms in size.round_trips_ms:
+            name = f"{kind}, {round_trip_ms:g} ms"
+            hidden = stage(layers, round_trip_ms)
+            formula = layers.computes_ms / (layers.all_ms + round_trip_ms)
+            rows += [
+                exact(name, 100 * formula),
+                exact(f"{name}, simulated", 100 * busy(hidden, size.microbatches, 1)),
+                exact(f"{name}, deeper", 100 * busy(hidden, size.microbatches, hidden.wanted_depth())),
+            ]
+        progress(number / len(size.layers))
+    return Table(rows, f"{size.microbatches} microbatches a simulated stage")
+
+
+def stage(layers: Layers, round_trip_ms: float) -> Pipeline:
+    """A trainer that computes nothing, and a stage; what the stage does not compute is transfer, half of it each way."""
+    wire_s = (layers.all_ms - layers.computes_ms) / 2e3
+    times = StageTime(0.0, 0.0), StageTime(layers.computes_ms / 1e3, 0.0)
+    return Pipeline(times, (HopTime(wire_s, round_trip_ms / 2e3),))
+
+
+def busy(pipeline: Pipeline, microbatches: int, in_flight: int) -> float:
+    """The share of a step that the stage computes."""
+    taken_s = step_s(pipeline, microbatches, [in_flight, in_flight], "backward_first")
+    return microbatches * pipeline.stages[1].total_s / taken_s

@@ -1,0 +1,87 @@
+"""What all recipes have in common: a claim with its source, sizes for three tiers, and rules that compare numbers.
+
+One kind of recipe trains (recipe.py), the other computes or simulates (computation.py); a reader meets one form of both.
+"""
+
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from farflock.node.errors import Usage
+from farflock.node.manifest import convert
+from farflock.node.nearest import nearest
+
+TIERS = ("ci", "cpu", "gpu")
+
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of a recipe's TOML."""
+
+
+class Claim(Entry, frozen=True, kw_only=True):
+    """What is claimed, where, of which method, and what would count. `tiers` replace entries of `common`."""
+
+    question: str
+    claim: str
+    source: str
+    reproduced_if: str
+    method: str
+    common: dict[str, Any] = {}
+    tiers: dict[Literal["ci", "cpu", "gpu"], dict[str, Any]]
+    name: str = ""
+
+    def section(self, tier: str, kind: type[Section]) -> Section:
+        """What holds in a tier; `Usage` if the recipe has no such tier, or for what is wrong there."""
+        if tier not in self.tiers:
+            raise Usage(f"{self.name} has no tier {tier!r}", "", nearest(tier, list(self.tiers)))
+        return section({**self.common, **self.tiers[tier]}, kind, f"{self.name}.toml, tiers.{tier}")
+
+
+class Rule(Entry, frozen=True, kw_only=True):
+    """One comparison that the claim comes down to.
+
+    `ordering`: the metric rises from arm to arm. `within`: low <= first - second <= high. `ratio`: the same of first / second.
+    `bound`: the same of one arm's value. `optimum`: the best value of the arms' sweeps rises from arm to arm. Each must hold
+    by `tolerance` standard errors over seeds, of the differences between runs of the same seed.
+    """
+
+    kind: Literal["ordering", "within", "ratio", "bound", "optimum"]
+    arms: Annotated[list[str], msgspec.Meta(min_length=1)]
+    says: str
+    paper: str
+    metric: str = "loss"
+    low: float | None = None
+    high: float | None = None
+    tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 3.0
+
+    def require_sound(self, place: str) -> None:
+        """`Usage` unless it has as many arms, and such limits, as its kind takes."""
+        wanted = {"within": 2, "ratio": 2, "bound": 1}.get(self.kind)
+        if wanted is not None and len(self.arms) != wanted:
+            raise Usage(place, f"{self.kind} compares {wanted} arms, not {len(self.arms)}", "correct `arms`")
+        if wanted is None:
+            if len(self.arms) < 2 or self.low is not None or self.high is not None:
+                raise Usage(place, f"{self.kind} takes two arms or more and no limits", "correct `arms`, `low`, `high`")
+        elif self.low is None and self.high is None:
+            raise Usage(place, f"{self.kind} without limits says nothing", "give it `low`, `high` or both")
+        elif (self.low if self.low is not None else -math.inf) > (self.high if self.high is not None else math.inf):
+            raise Usage(place, f"low {self.low} lies above high {self.high}", "swap them")
+
+
+def section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
+    """A table checked to the last word; `Usage` with its place."""
+    try:
+        return convert(table, kind)
+    except Usage as error:
+        raise Usage(f"{place}: {error.what}", error.why, error.remedy) from None
+
+
+def sections(table: dict[str, Any], name: str, kind: type[Section], origin: str) -> list[Section]:
+    """The tables of an array of them, `[[name]]`, each checked; none if there is no such array."""
+    found = table.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise Usage(f"{origin}, {name}", "each rule is a table", f"write it as [[{name}]]")
+    return [section(one, kind, f"{origin}, {name} {number}") for number, one in enumerate(found, 1)]

@@ -1,0 +1,145 @@
+"""A recipe that trains nothing: its numbers are computed or simulated (experiments/pipelines), each set beside the paper's.
+
+It reads like a recipe that trains, and its rules become the same rules; only, a number that no chance has part in needs no
+second seed. A table is kept under the hash of its parameters and of the code that computes it, like an arm.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+
+from farflock.experiments.pipelines.catalog import COMPUTATIONS
+from farflock.experiments.pipelines.table import Progress, Row, Table
+from farflock.experiments.reproduce.claim import Claim, Entry, Rule, section, sections
+from farflock.experiments.reproduce.shelf import Shelf
+from farflock.experiments.reproduce.verdict import Finding, judge
+from farflock.experiments.reproduce.version import sources_hash
+from farflock.node.errors import Failure, Usage
+from farflock.node.manifest import tables
+from farflock.node.nearest import nearest
+
+
+class Comparison(Entry, frozen=True, kw_only=True):
+    """Rows of the table against what the paper says. `near`: each row lies within `within` of its number in `paper`. The
+    other kinds are those of `Rule`, for which `paper` is words."""
+
+    kind: Literal["near", "ordering", "bound", "within", "ratio"]
+    rows: Annotated[list[str], msgspec.Meta(min_length=1)]
+    says: str
+    paper: str | list[float]
+    within: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    low: float | None = None
+    high: float | None = None
+    tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 3.0
+
+    def rules(self, place: str) -> list[Rule]:
+        """What is judged, a rule for each row of `near`; `Usage` for what does not go together."""
+        if (self.kind == "near") != isinstance(self.paper, list) or (self.kind == "near") != (self.within is not None):
+            raise Usage(
+                place, "near takes a list of the paper's numbers and `within`, all else words", "correct `paper`"
+            )
+        if isinstance(self.paper, str):
+            made = [self._rule(self.kind, self.rows, self.says, self.paper, self.low, self.high)]
+        else:
+            made = self._near(place, self.paper)
+        for rule in made:
+            rule.require_sound(place)
+        return made
+
+    def _near(self, place: str, paper: list[float]) -> list[Rule]:
+        if len(paper) != len(self.rows) or self.low is not None or self.high is not None:
+            why = f"{len(self.rows)} rows stand beside {len(paper)} numbers of the paper, and `within` alone is a limit"
+            raise Usage(place, why, "give each row its number, and no `low` or `high`")
+        within = self.within or 0.0
+        return [
+            self._rule("bound", [row], f"{self.says}: {row}", f"{theirs:g}", theirs - within, theirs + within)
+            for row, theirs in zip(self.rows, paper, strict=True)
+        ]
+
+    def _rule(self, kind: str, rows: list[str], says: str, paper: str, low: float | None, high: float | None) -> Rule:
+        table = {"kind": kind, "arms": rows, "says": says, "paper": paper, "metric": "value", "low": low, "high": high}
+        return msgspec.convert({**table, "tolerance": self.tolerance}, Rule)
+
+
+class Computation(Claim, frozen=True, kw_only=True):
+    """A claim about what can be computed. `computation` names it in the catalogue, `quantity` what its rows are, with the
+    unit."""
+
+    computation: str
+    quantity: str
+    verdict: Annotated[list[Comparison], msgspec.Meta(min_length=1)]
+
+    def parameters(self, tier: str) -> msgspec.Struct:
+        """What is computed in a tier; `Usage` for what the computation does not know."""
+        return self.section(tier, COMPUTATIONS[self.computation].parameters)
+
+    def needs_gpu(self, tier: str) -> bool:
+        """Never; `Usage` as `parameters`."""
+        self.parameters(tier)
+        return False
+
+    @property
+    def rules(self) -> list[Rule]:
+        """All that is judged, in order."""
+        return [
+            rule
+            for number, one in enumerate(self.verdict, 1)
+            for rule in one.rules(f"{self.name}.toml, verdict {number}")
+        ]
+
+    def described(self, tier: str) -> dict[str, Any]:
+        """The resolved configuration, for `--dry-run`."""
+        return {
+            "recipe": self.name,
+            "tier": tier,
+            "computation": self.computation,
+            "parameters": msgspec.to_builtins(self.parameters(tier)),
+            "verdict": msgspec.to_builtins(self.rules),
+        }
+
+    def key(self, tier: str) -> str:
+        """64 hex digits: equal exactly if the same code computes from the same parameters, whatever they are compared to."""
+        code = sources_hash((COMPUTATIONS[self.computation].compute.__module__,))
+        facts = [self.computation, self.parameters(tier), code, torch.__version__.partition("+")[0]]
+        return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
+
+    def table(self, tier: str, shelf: Shelf, progress: Progress) -> Table:
+        """Its table, computed if it is not on the shelf yet."""
+        key = self.key(tier)
+        found = shelf.find_table(key)
+        if found is None:
+            found = COMPUTATIONS[self.computation].compute(self.parameters(tier), progress)
+            shelf.keep_table(key, self.described(tier), found)
+        return found
+
+    def judged(self, table: Table) -> list[Finding]:
+        """What each rule comes to."""
+        rows = {row.name: row for row in table.rows}
+        return [self._judged(rule, [self._named(name, rows) for name in rule.arms]) for rule in self.rules]
+
+    def _named(self, name: str, rows: dict[str, Row]) -> Row:
+        if name not in rows:
+            raise Failure(f"{self.name}: its table has no row {name!r}", "", nearest(name, list(rows)))
+        return rows[name]
+
+    def _judged(self, rule: Rule, rows: Sequence[Row]) -> Finding:
+        if len({(row.exact, len(row.values)) for row in rows}) > 1:
+            raise Failure(f"{self.name}: {rule.says}", "exact rows and seeds cannot be compared", "correct `rows`")
+        return judge(rule, {row.name: row.values for row in rows}, {}, exact=rows[0].exact)
+
+
+def read(name: str, text: str) -> Computation:
+    """A recipe from its text, checked."""
+    origin = f"{name}.toml"
+    table = tables(text, origin)
+    compared = sections(table, "verdict", Comparison, origin)
+    recipe = section(table, Computation, origin)
+    if recipe.computation not in COMPUTATIONS:
+        why = f"there is no computation {recipe.computation[:64]!r}"
+        raise Usage(origin, why, nearest(recipe.computation, list(COMPUTATIONS)))
+    recipe = msgspec.structs.replace(recipe, verdict=compared, name=name)
+    assert recipe.rules, "each comparison has a rule, and there is one at least"
+    return recipe
