@@ -86,8 +86,8 @@ class Demo:
         """Start everybody, do what a demo does, and return when all who live are done."""
         founder = self._start("founder", ["run", str(self.manifest)])
         invite = self._invite_of(founder)
-        for number in range(1, self.peers):
-            self._start(f"peer {number}", ["join", invite])
+        for name, arguments in self._others():
+            self._start(name, ["join", invite, *arguments])
         progressed_s, best = time.monotonic(), -1.0
         while any(child.running for child in self.survivors()):
             share = self._share()
@@ -117,13 +117,19 @@ class Demo:
         """How many newcomers came in; in a short run they may come too late."""
         return sum(child.status() is not None for child in self.newcomers())
 
+    def _others(self) -> list[tuple[str, list[str]]]:
+        """Who joins the founder at the start: names, and options of `farflock join`."""
+        return [(f"peer {number}", []) for number in range(1, self.peers)]
+
+    def _kill(self, victim: Child) -> None:
+        victim.process.send_signal(signal.SIGKILL)
+        victim.killed, self.killed = True, self.killed + 1
+        self.news.append(f"{victim.name} was killed (SIGKILL)")
+
     def _happen(self, share: float, invite: str) -> None:
         """Kill, join, stop, each once, when their time has come."""
         if self.peers > 1 and share >= KILL_AT and not self.killed:
-            victim = self.children[1]
-            victim.process.send_signal(signal.SIGKILL)
-            victim.killed, self.killed = True, 1
-            self.news.append(f"{victim.name} was killed (SIGKILL)")
+            self._kill(self.children[1])
         if share >= JOIN_AT and not self.newcomers():
             self._start("newcomer", ["join", invite])
             self.news.append("a newcomer joins by invite")

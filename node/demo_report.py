@@ -45,16 +45,16 @@ def report(
     ddp = train_arm(lines, train, streams, peers, steps, lambda share: progress("DDP", share))
     none = train_arm(lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share))
     compared = compare(losses(swarm, x, y), losses(ddp, x, y), losses(none, x, y))
-    saved = _save(plan, folder, swarm, compared)
+    saved = save(plan, folder, swarm, compared)
     return {
-        **_numbers(compared),
+        **numbers(compared),
         "untrained_loss": untrained,
         "unigram_loss": unigram_loss(train, held_out, tokenizer.vocab_size),
-        "bytes_per_peer": _bytes_per_peer(children),
+        "bytes_per_peer": bytes_per_peer(children),
         "ddp_bytes_per_peer": ddp_bytes(swarm, peers, steps),
         "tokens": plan.schedule.total_tokens,
         "checkpoint": str(saved),
-        "plot": str(_plot(folder, children, compared)),
+        "plot": str(plot(folder, children, compared)),
         "sample": generate(swarm, tokenizer, "ROMEO", SAMPLE_TOKENS, seed=plan.run_seed),
     }
 
@@ -65,7 +65,7 @@ def ddp_bytes(model: Llama, peers: int, steps: int) -> int:
     return int(2 * (peers - 1) / peers * parameters * 2 * steps)
 
 
-def _numbers(compared: Comparison) -> dict[str, float | None]:
+def numbers(compared: Comparison) -> dict[str, float | None]:
     return {
         "held_out_loss": compared.swarm,
         "held_out_error": compared.swarm_error,
@@ -95,12 +95,12 @@ def _checkpoints(children: Sequence[Child]) -> list[Path]:
     return [entry.folder for entry in found if entry is not None]
 
 
-def _bytes_per_peer(children: Sequence[Child]) -> int:
+def bytes_per_peer(children: Sequence[Child]) -> int:
     sent = [status.sent_bytes for child in children if (status := child.status()) is not None and not child.killed]
     return int(sum(sent) / max(len(sent), 1))
 
 
-def _save(plan: Plan, folder: Path, model: Llama, compared: Comparison) -> Path:
+def save(plan: Plan, folder: Path, model: Llama, compared: Comparison) -> Path:
     import msgspec
 
     weights: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
@@ -110,7 +110,7 @@ def _save(plan: Plan, folder: Path, model: Llama, compared: Comparison) -> Path:
     return checkpoint.save(folder / "checkpoints", steps, {"model": weights}, meta, files)
 
 
-def _plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path:
+def plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path:
     """Training loss of each peer over its steps, with the held-out losses of the three lines."""
     import matplotlib
 

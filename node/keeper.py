@@ -28,6 +28,7 @@ class Keeper:
     run: str
     manifest: str  # its canonical text
     every_s: float
+    role: str = "replica"  # a stage's are kept apart: they are of other tensors
     _written_s: float = field(default_factory=time.monotonic)
 
     async def pause(self) -> None:
@@ -45,28 +46,36 @@ class Keeper:
         step = self.node.loop.step
         parts, cursors = memory_of(self.node)
         self._written_s = time.monotonic()
-        if newest := [path for at, path in checkpoint.steps(self.folder.checkpoints) if at == step]:
+        folder = folder_of(self.folder, self.role)
+        if newest := [path for at, path in checkpoint.steps(folder) if at == step]:
             return newest[0]
         tokens = self.node.seat.progress(step).tokens
         meta = {"run": self.run, "step": step, "tokens": tokens, "manifest": self.manifest, "node": cursors}
+        meta["role"] = self.role
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
-        written = await asyncio.to_thread(checkpoint.save, self.folder.checkpoints, step, parts, meta, config)
-        await asyncio.to_thread(checkpoint.prune, self.folder.checkpoints, KEPT)
+        written = await asyncio.to_thread(checkpoint.save, folder, step, parts, meta, config)
+        await asyncio.to_thread(checkpoint.prune, folder, KEPT)
         return written
 
 
-def last_of(folder: RunFolder, run: str) -> Checkpoint | None:
-    """The newest whole checkpoint of this run in a node's folder; None if there is none at all.
+def folder_of(folder: RunFolder, role: str) -> Path:
+    """Where the checkpoints of a role are."""
+    return folder.checkpoints if role == "replica" else folder.checkpoints / role.replace(":", "-")
+
+
+def last_of(folder: RunFolder, run: str, role: str = "replica") -> Checkpoint | None:
+    """The newest whole checkpoint of this run, of a replica or a stage, in a node's folder; None if there is none at all.
 
     Raise `CheckpointError` where there are only others: to go on would write among them, and in time over them."""
-    newest = checkpoint.latest(folder.checkpoints)
+    checkpoints = folder_of(folder, role)
+    newest = checkpoint.latest(checkpoints)
     if newest is not None and newest.meta.get("run") != run:
         raise CheckpointError(
             f"{newest.folder} is of another run ({str(newest.meta.get('run'))[:8]}, not {run[:8]});"
             " choose another --folder, or move the checkpoints away"
         )
-    if newest is None and checkpoint.steps(folder.checkpoints):
+    if newest is None and checkpoint.steps(checkpoints):
         raise CheckpointCorrupt(
-            f"no checkpoint in {folder.checkpoints} is whole; restore one, or move them away to begin anew"
+            f"no checkpoint in {checkpoints} is whole; restore one, or move them away to begin anew"
         )
     return newest

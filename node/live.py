@@ -133,6 +133,7 @@ def _numbers(status: Status) -> dict[str, str]:
     applied = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
     return {
         "step": f"step {status.step:,}",
+        "work": ", ".join(f"{count:,} {name}" for name, count in status.work.items()),
         "loss": "" if status.loss is None else f"loss {status.loss:.3f}",
         "pace": "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s",
         "rounds": "" if status.last_round is None else f"round {status.last_round} ({applied})",

@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -23,6 +24,9 @@ from farflock.node.fit import nearest_divisor, require_inner, require_layers, re
 from farflock.node.model import PRESETS, ModelConfig
 from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
+from farflock.node.pipeline import PipelinePlan
+from farflock.node.pipeline_terms import METHOD as PIPELINE_METHOD
+from farflock.node.pipeline_terms import Pipeline, fill_pipeline, plan_of, require_pipeline
 from farflock.node.tokenizer import TOKENIZERS
 from farflock.node.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of, unfolded
@@ -137,6 +141,7 @@ class Manifest(_Section, frozen=True, kw_only=True):
     method: Method = Method()
     exchange: Exchange = Exchange()
     trust: Trust = Trust()
+    pipeline: Pipeline | None = None  # whole models
 
     def canonical(self) -> bytes:
         """The TOML that is hashed, signed and sent; `parse` gives the same manifest again."""
@@ -176,6 +181,10 @@ class Manifest(_Section, frozen=True, kw_only=True):
             autocast=train.autocast,
         )
 
+    def pipeline_plan(self) -> PipelinePlan | None:
+        """How the model is cut and what is agreed upon between its stages; None for a run of whole models."""
+        return None if self.pipeline is None else plan_of(self.pipeline, self.plan())
+
     def check(self) -> "Manifest":
         """Refuse what cannot run, before anything starts; returns itself."""
         require_method(self.method)
@@ -198,6 +207,8 @@ class Manifest(_Section, frozen=True, kw_only=True):
         require_inner(plan.method, made, plan.inner, plan.clip_norm)
         require_layers(made, self.model.layers)
         require_members(made, self.exchange.start_peers, "exchange.start_peers")
+        if self.pipeline is not None:
+            require_pipeline(self.pipeline, plan, made)
         return self
 
 
@@ -223,8 +234,12 @@ def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
     require_protocol(table)
     _require_tables(table)
     _fill_model(table)
+    if "pipeline" in table:
+        table.setdefault("method", {}).setdefault("name", PIPELINE_METHOD)
     fill_method(table)
     _fill_train(table)
+    if "pipeline" in table:
+        fill_pipeline(table)
     data = table.setdefault("data", {})
     if "sha256" not in data:
         data["sha256"] = _corpus_hash(str(data.get("corpus", SHIPPED)))
@@ -475,7 +490,7 @@ def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) 
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
         fields = getattr(kind, "__struct_fields__", ())
-        kind = get_type_hints(kind)[name] if name in fields else None
+        kind = _section_of(get_type_hints(kind)[name]) if name in fields else None
     shown = "" if value is None or isinstance(value, Mapping) else f"{value!r:.80} is not possible: "
     if get_origin(kind) is Literal:
         return Usage(place, f"{value!r:.80} is not known", nearest(str(value), get_args(kind)))
@@ -484,12 +499,17 @@ def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) 
 
 def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: str) -> None:
     """Refuse keys that this version does not know, and name the nearest one that it does."""
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    fields = {field.name: _section_of(field.type) for field in msgspec.structs.fields(kind)}
     for name, value in table.items():
         if name not in fields:
             raise Usage(f"{path}{name}"[:128], "there is no such key", nearest(name, fields))
         if isinstance(value, dict) and isinstance(fields[name], type) and issubclass(fields[name], msgspec.Struct):
             _require_known(value, fields[name], f"{path}{name}.")
+
+
+def _section_of(kind: Any) -> Any:  # noqa: ANN401 - types have no common one
+    """The kind of what may be left out."""
+    return next(part for part in get_args(kind) if part is not NoneType) if isinstance(kind, UnionType) else kind
 
 
 def _require_plain(value: object, path: str) -> None:

@@ -5,7 +5,7 @@ Processes and simulations assemble their nodes here, alike; what differs (links,
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,12 +16,13 @@ from farflock.node.loop import Loop
 from farflock.node.model import Llama, ModelConfig, build
 from farflock.node.replica import PlainReplica
 from farflock.node.seat import Seat
+from farflock.node.stage_trainee import StageTrainee
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainee import LanguageModel
 from farflock.optimizers.catalog import method
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
-from farflock.swarm.peer import Peer
+from farflock.swarm.peer import Peer, Wait
 from farflock.swarm.snapshots import Progress as Downloaded
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -46,6 +47,68 @@ class Plan:
     dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
 
 
+class TakingPart(Protocol):
+    """A node's part in a run, whatever it is (a replica here, a stage or a trainer in node/pipeline.py), as its process, the
+    status and the live view see it."""
+
+    @property
+    def peer(self) -> Peer: ...
+    @property
+    def role(self) -> str:
+        """What it does, as its record says."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Its own steps, or microbatches."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Where the run is."""
+        ...
+
+    @property
+    def trained_tokens(self) -> int:
+        """What it has trained itself."""
+        ...
+
+    @property
+    def last_loss(self) -> float | None:
+        """In nats a token, where it knows one."""
+        ...
+
+    @property
+    def work(self) -> dict[str, int]:
+        """What else can be counted, by name."""
+        ...
+
+    def waits(self) -> list[Wait]:
+        """What it waits for."""
+        ...
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it is to end."""
+        ...
+
+    def stop(self) -> None:
+        """End soon, in good order."""
+        ...
+
+    def found(self) -> None:
+        """Found the run."""
+        ...
+
+    async def join(self, records: list[bytes], timeout_s: float, downloaded: Downloaded) -> None:
+        """Join through these members: download the state, and ask to be admitted. `TimeoutError` if that takes too long."""
+        ...
+
+    async def run(self, total_tokens: int) -> None:
+        """Take part until the run has its tokens, or until `stop`."""
+        ...
+
+
 @dataclass(slots=True)
 class Participant:
     """A node that is ready to found a run or to join one."""
@@ -54,7 +117,50 @@ class Participant:
     model: Llama
     seat: Seat
     loop: Loop
-    trainee: LanguageModel
+    trainee: LanguageModel | StageTrainee
+    role: str = "replica"
+
+    @property
+    def step(self) -> int:
+        """Its own."""
+        return self.loop.step
+
+    @property
+    def tokens(self) -> int:
+        """The agreed ones, and what everybody has presumably trained since."""
+        return self.seat.progress(self.step).tokens
+
+    @property
+    def trained_tokens(self) -> int:
+        """As many in each step."""
+        return self.step * self.trainee.tokens_per_step
+
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last step."""
+        return self.loop.last_loss
+
+    @property
+    def work(self) -> dict[str, int]:
+        """Nothing but steps."""
+        return {}
+
+    def waits(self) -> list[Wait]:
+        """Its open rounds."""
+        return self.peer.waits()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop is to end."""
+        return self.loop.stopping
+
+    def stop(self) -> None:
+        """End after the step that is running."""
+        self.loop.stop()
+
+    async def run(self, total_tokens: int) -> None:
+        """Train."""
+        await self.loop.run(total_tokens)
 
     def found(self) -> None:
         """Found the run: my initial weights are everybody's."""

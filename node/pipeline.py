@@ -7,37 +7,45 @@ simulations assemble their nodes here, alike.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from farflock.compression.activation_catalog import activation_codec
+from farflock.node.checkpoint import Checkpoint
 from farflock.node.courier import Courier
 from farflock.node.data import Batches
 from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.model import Llama, build
-from farflock.node.participant import Plan
+from farflock.node.participant import Participant, Plan
+from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
+from farflock.node.resume import take_up_state
 from farflock.node.seat import Seat
 from farflock.node.stage import Stage
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_rolls import Rolls, StreamName
 from farflock.node.stage_server import Pass, ServerTerms, StageServer
+from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of, scale_snapshot
 from farflock.node.stage_tensors import shapes_of
 from farflock.node.stage_trainee import Batch, StageTrainee, gated
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainer import Trainer, TrainerTerms
 from farflock.optimizers.catalog import SUMMING, method
-from farflock.optimizers.method import Exchange, Tensors, What
+from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors, What
 from farflock.swarm.paths import PathPolicy, Wired, fixed, mixed
-from farflock.swarm.peer import Peer
-from farflock.swarm.roles import NOTHING
+from farflock.swarm.peer import Peer, Wait
+from farflock.swarm.roles import NOTHING, role_of
+from farflock.swarm.snapshots import Progress as Downloaded
+from farflock.swarm.snapshots import Snapshot
+from farflock.swarm.swapping import Swapped
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 Report = Callable[[str, dict[str, object]], None]
+ENDLESS = 2**62  # tokens
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
 
 
@@ -58,10 +66,20 @@ class PipelinePlan:
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
 
 
-POLICIES: Mapping[str, Callable[[int, int, str], PathPolicy]] = {
-    "swarm": lambda stages, seed, me: Wired(stages, random.Random(f"{seed}/{me}/wiring")),
-    "fixed": lambda stages, seed, me: fixed(stages),
-    "noloco": lambda stages, seed, me: mixed(stages, seed),
+Policy = Callable[
+    [Sequence[int], int, str], PathPolicy
+]  # of the stages' numbers of layers, the run's seed, and who asks
+
+
+def _wired(layers: Sequence[int], seed: int, me: str) -> PathPolicy:
+    return Wired(len(layers), random.Random(f"{seed}/{me}/wiring"))
+
+
+POLICIES: Mapping[str, Policy] = {
+    "swarm": _wired,
+    "fixed": lambda layers, seed, me: fixed(len(layers)),
+    "noloco": lambda layers, seed, me: mixed(len(layers), seed),
+    "swap": lambda layers, seed, me: Swapped(_wired(layers, seed, me), layers),
 }
 
 
@@ -76,23 +94,28 @@ class Means:
 
 
 @dataclass(slots=True)
-class Serving:
-    """The part of a node that serves a stage."""
+class Serving(Participant):
+    """The part of a node that serves stage `index`: like a replica, of one stage."""
 
-    index: int
-    stage: Stage
-    server: StageServer
-    seat: Seat
-    loop: Loop
+    index: int = 0
+    server: StageServer = field(kw_only=True)
 
 
 class PipelineNode:
-    """One life of one node. `stage` is the one that it serves, `NOTHING` for none; with `tokens`, the run's text, it trains."""
+    """One life of one node. `stage` is the one that it serves, `NOTHING` for none; with `tokens`, the run's text, it trains;
+    `saved` is its last checkpoint of that stage."""
 
     def __init__(
-        self, plan: Plan, pipeline: PipelinePlan, peer: Peer, means: Means, stage: int, tokens: Tokens | None = None
+        self,
+        plan: Plan,
+        pipeline: PipelinePlan,
+        peer: Peer,
+        means: Means,
+        stage: int,
+        tokens: Tokens | None = None,
+        saved: Checkpoint | None = None,
     ) -> None:
-        self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
+        self.peer, self.plan, self.pipeline, self._means, self._saved = peer, plan, pipeline, means, saved
         self._edges = edges_of(plan, pipeline)
         self._streams: dict[int, StreamName] = {}
         self.serving = self._serve(stage) if stage != NOTHING else None
@@ -107,51 +130,133 @@ class PipelineNode:
         self.peer.found()
         self._look_on()
         if self.serving is not None:
-            self._begin_stage({}, 0)
+            self._begin_from_disk(self.serving, -1, 0)
 
-    async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
+    async def join(
+        self, records: Sequence[bytes], timeout_s: float, downloaded: Downloaded = lambda here, total: None
+    ) -> None:
         """Join through these members: the stage's state is downloaded from whoever has it, or begun anew."""
         await self.peer.meet(list(records), timeout_s)
         self._look_on()
         if self.serving is not None:
-            await self._find_state(timeout_s)
+            await self._find_state(self.serving, timeout_s, downloaded)
         self.peer.ask_in()
 
-    async def _find_state(self, timeout_s: float) -> None:
-        assert self.serving is not None
-        view, port = self.peer.port.views.newest, self.peer.port
-        mates = [view.peers[index] for index in view.serving(self.serving.index)]
-        if any(not port.gone(view, mate) for mate in mates if mate != port.me):
-            await self.serving.seat.adopt(timeout_s)
+    async def _find_state(self, serving: Serving, timeout_s: float, downloaded: Downloaded) -> None:
+        if living(self.peer, len(self.pipeline.stages))[serving.index]:
+            await serving.seat.adopt(timeout_s, downloaded)
+            self._serve_scale(serving)
             return
-        name = self._streams[self.serving.index].name
-        courier = self._courier(self.serving.index)
-        for number, specimen in enumerate(self._specimens(self.serving.index)):
-            courier.look_on(specimen, noted=not number)
-        await self._caught_up(name)
-        after, tokens = self.peer.rounds.newest(name), self.peer.rounds.tokens(name)
-        rounds = {specimen.key.stream: after for specimen in self._specimens(self.serving.index)}
-        for specimen in self._specimens(self.serving.index):
-            self.peer.rounds.close(f"{specimen.key.stream}/{self.serving.index}")
-        self._begin_stage(rounds, tokens)
+        after, tokens = await self._where(serving.index)
+        begun = await begin_anew(self.peer, self.plan, self.pipeline.stages, serving.index, after, self._saved)
+        self._means.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
+        if begun.tensors is not None:
+            fill(serving.model, begun.tensors)
+            serving.seat.marks["bumped"] = after
+        if begun.kind == "snapshot":
+            self._begin_from_disk(serving, after, tokens)
+        else:
+            self._begin_stage({entry.key.stream: after for entry in self._specimens(serving.index)}, tokens)
 
-    async def _caught_up(self, name: str) -> None:
-        """Until nothing has been heard of a stream's rounds for a while."""
+    def _begin_from_disk(self, serving: Serving, after: int, tokens: int) -> None:
+        """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its round."""
+        taken = round_of(self._saved)
+        if self._saved is not None and taken is not None:
+            take_up_state(serving, self._saved)
+            if after < 0:
+                after, tokens = taken, int(self._saved.meta["node"]["place"]["agreed_tokens"])
+        self._begin_stage({entry.key.stream: after for entry in self._specimens(serving.index)}, tokens)
+
+    async def _where(self, index: int) -> tuple[int, int]:
+        """The last round of a stage that nobody has the state of, and the tokens agreed upon by then; -1 and 0 at the start."""
+        self._open_as_onlooker(index, self._specimens(index))
+        name = self._streams[index].name
         before = None
         while before != (before := self.peer.rounds.newest(name)):  # noqa: ASYNC110 - that nothing happens has no event
             await asyncio.sleep(SETTLE_S)
+        after, tokens = self.peer.rounds.newest(name), self.peer.rounds.tokens(name)
+        for specimen in self._specimens(index):
+            self.peer.rounds.close(f"{specimen.key.stream}/{index}")
+        return after, tokens
 
     def _begin_stage(self, rounds: Mapping[str, int], tokens: int) -> None:
         assert self.serving is not None
         driver = self.serving.loop.driver
         driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
+        for entry in self._specimens(self.serving.index):
+            after = rounds.get(entry.key.stream, -1)
+            if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
+                missed = Result("failed", after + entry.stride, tokens=tokens)
+                driver.replay(Key(entry.key.stream, after), missed, Progress(0, tokens))
         self.serving.seat.open(rounds, tokens)
+        self._serve_scale(self.serving)
+
+    def _serve_scale(self, serving: Serving) -> None:
+        """Tell who has to make a stage from this one what its gradients weigh."""
+
+        async def scale() -> Snapshot:
+            assert isinstance(serving.trainee, StageTrainee)
+            return scale_snapshot(serving.seat.applied_round, serving.trainee.scale)
+
+        self.peer.snapshots.serve(f"{SCALE}/{serving.index}", scale)
 
     def _look_on(self) -> None:
         for index, specimens in self._onlookers.items():
-            courier = self._courier(index)
-            for number, specimen in enumerate(specimens):
-                courier.look_on(specimen, noted=not number)
+            self._open_as_onlooker(index, specimens)
+
+    def _open_as_onlooker(self, index: int, specimens: Sequence[Exchange]) -> None:
+        courier = self._courier(index)
+        for number, specimen in enumerate(specimens):
+            courier.look_on(specimen, noted=not number)
+
+    # as its process sees it
+
+    @property
+    def role(self) -> str:
+        """As its record says it."""
+        return role_of(self.serving.index if self.serving is not None else NOTHING)
+
+    @property
+    def step(self) -> int:
+        """Its stage's steps; of a trainer, microbatches."""
+        return self.serving.loop.step if self.serving is not None else self.trainer.begun if self.trainer else 0
+
+    @property
+    def tokens(self) -> int:
+        """What the slowest stage has agreed upon."""
+        return self.rolls.tokens()
+
+    @property
+    def trained_tokens(self) -> int:
+        """What has counted here, or was trained from here."""
+        passes = self.serving.server.served["merged"] if self.serving is not None else 0
+        return self._edges.tokens * max(passes, self.trainer.finished if self.trainer is not None else 0)
+
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last microbatches of a trainer, or of the last stage's last step."""
+        if self.trainer is not None:
+            return self.trainer.recent_loss
+        return self.serving.loop.last_loss if self.serving is not None else None
+
+    @property
+    def work(self) -> dict[str, int]:
+        """What a server has done, and what a trainer has on its way."""
+        counts: dict[str, int] = {}
+        if self.serving is not None:
+            counts |= {name: self.serving.server.served[name] for name in ("forward", "backward", "merged", "busy")}
+        if self.trainer is not None:
+            counts |= {
+                "microbatches": self.trainer.finished,
+                "under way": self.trainer.kept,
+                "in doubt": self.trainer.lost,
+                "doubled": self.trainer.doubled,
+            }
+        return counts
+
+    def waits(self) -> list[Wait]:
+        """Open rounds, and what its trainer has asked for."""
+        return self.peer.waits() + (self.trainer.waits() if self.trainer is not None else [])
 
     # running
 
@@ -160,19 +265,29 @@ class PipelineNode:
         parts = []
         if self.serving is not None:
             self.peer.calls.handler = self.serving.server
-            parts += [self.serving.server.run(), self.serving.loop.run(total_tokens, drain_s)]
+            parts += [self.serving.server.run(), self.serving.loop.run(ENDLESS, drain_s), self._end(total_tokens)]
         if self.trainer is not None:
             parts.append(self.trainer.run(lambda: self.rolls.tokens() >= total_tokens))
         tasks = [asyncio.ensure_future(part) for part in parts]
-        ends = tasks[1:] if self.serving is not None else tasks  # the server itself serves until all else is over
+        rest = tasks[1:] if self.serving is not None else tasks  # the server itself serves until all else is over
         try:
-            await asyncio.gather(*ends)
-            while self.rolls.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
-                await asyncio.sleep(SETTLE_S / 10)  # other stages still need this one
+            running = set(tasks)
+            while running.intersection(rest):
+                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()  # a server that failed serves nobody: this life is over
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _end(self, total_tokens: int) -> None:
+        """Stop the loop once every stage has agreed upon the run's tokens: it goes by estimates of its own stage's itself, and
+        would end before the round that the others wait for."""
+        assert self.serving is not None
+        while self.rolls.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
+            await asyncio.sleep(SETTLE_S / 10)
+        self.serving.loop.stop()
 
     @property
     def stopping(self) -> bool:
@@ -219,8 +334,9 @@ class PipelineNode:
             self.pipeline.batch_tokens,
             stopping=lambda: loop.stopping,
         )
+        trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
         loop = Loop(driver, seat, trainee, means.compute, gated(batch, means.train), means.report, adopt=self._over)
-        return Serving(index, stage, server, seat, loop)
+        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server)
 
     async def _over(self, reason: str) -> None:
         raise LifeOver(reason)
@@ -228,8 +344,15 @@ class PipelineNode:
     def _trainer(self, tokens: Tokens) -> Trainer:
         plan, pipeline, me = self.plan, self.pipeline, self.peer.me
         batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq)
-        policy = POLICIES[pipeline.policy](len(pipeline.stages), plan.run_seed, me)
-        return Trainer(self.peer, self.rolls, policy, self._edges, batches.batch, pipeline.trainer, self._means.report)
+        policy = POLICIES[pipeline.policy]([len(span) for span in pipeline.stages], plan.run_seed, me)
+        return Trainer(self.peer, self.rolls, policy, self._edges, batches.batch, self._terms(), self._means.report)
+
+    def _terms(self) -> TrainerTerms:
+        """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the
+        first, and find what comes then too old."""
+        terms, rounds = self.pipeline.trainer, max(self.pipeline.server.staleness, 1)
+        most = max(rounds * self.pipeline.batch_tokens // self._edges.tokens, 1)
+        return replace(terms, window=min(terms.window, most))
 
     def _courier(self, index: int) -> Courier:
         return Courier(self.peer, self.plan.run_seed, self._means.compute, index)

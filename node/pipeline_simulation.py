@@ -103,6 +103,10 @@ class PipelineSimulation:
         self.tale.sent_bytes = sum(self.network.line(node.peer.me).sent_bytes for node in self.nodes.values())
         return self.tale
 
+    def end(self) -> None:
+        """Wait for nobody any more: the run is over soon."""
+        self.done |= set(range(len(self._world.parts)))
+
     async def _until_done(self) -> None:
         """Until all trainers are: the servers are needed as long."""
         trainers = {number for number, part in enumerate(self._world.parts) if part.trains}
@@ -196,8 +200,10 @@ class PipelineSimulation:
         return len(members) == len(self._world.parts) and all(members)
 
     def kill(self, number: int, away_s: float | None) -> None:
-        """End a life without a word; after `away_s` (None: never) the next one begins."""
+        """End a life without a word; after `away_s` the next one begins, with None never: nobody waits for it any more."""
         self.tale.kills += 1
+        if away_s is None:
+            self.done.add(number)
         self.network.kill(self._identities[number].peer)
         self.nodes.pop(number, None)
         self._lives[number].cancel()

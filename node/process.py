@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,16 @@ import torch
 
 from farflock.node.checkpoint import Checkpoint
 from farflock.node.corpus import load_corpus
-from farflock.node.errors import Failure, Refused
+from farflock.node.errors import Failure, FarflockError, Refused
 from farflock.node.history import History
 from farflock.node.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.journal import Journal
 from farflock.node.keeper import Keeper, last_of
 from farflock.node.manifest import Head, Manifest, seal_head
 from farflock.node.network import LEARN_TIMEOUT_S, Doors, Machine, identity_of, keep_published, learn_run, network
-from farflock.node.participant import Participant, participant
+from farflock.node.participant import Participant, TakingPart, participant
+from farflock.node.pipeline import LifeOver
+from farflock.node.pipeline_part import founders, joiners, part_of
 from farflock.node.resume import take_up, take_up_moments
 from farflock.node.room import require_room
 from farflock.node.status import Status, StatusWriter
@@ -35,6 +37,7 @@ from farflock.swarm.dht_greeting import DirectoryUnreachable
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
+from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.zmq_links import ZmqLinks
 
@@ -56,18 +59,18 @@ class Node:
     manifest: Manifest
     run: str
     founder: str
-    participant: Participant
+    participant: TakingPart
     directory: DhtDirectory
     links: ZmqLinks
     history: History
     journal: Journal
-    keeper: Keeper
+    keeper: Keeper | None  # none where nothing is held that could be kept
     doors: tuple[str, ...] = ()  # by which I came in
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
     def awaited(self) -> int:
         """How many members there must be before the founder trains; 0 where nobody is waited for any more."""
-        first = self.links.me == self.founder and not self.participant.loop.step
+        first = self.links.me == self.founder and not self.participant.step
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
@@ -96,26 +99,45 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
     """Found a run, or take it up again, and train it to its end; returns the final checkpoint's folder.
 
     Taking up means going back into the swarm if its members can still be reached, else going on from the checkpoint."""
-    require_room(manifest, Failure)
+    _require_room(manifest, Failure)
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
-    saved = last_of(machine.folder, run)
+    saved = last_of(machine.folder, run, "replica" if manifest.pipeline is None else role_of(0))
     known = Doors(machine.folder).read(run)
     if saved is not None and known is not None and not _ended(saved, manifest):
         try:
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
         except (Refused, DirectoryUnreachable) as reason:
             log.info("nobody of the run can be reached, so it goes on from step %d: %s", saved.step, reason)
+    try:
+        return await _found(machine, manifest, run, identity, saved, on_start)
+    except LifeOver as reason:
+        return await join(machine, _known_again(machine, run, reason), on_start)
+
+
+async def _found(
+    machine: Machine,
+    manifest: Manifest,
+    run: str,
+    identity: Identity,
+    saved: Checkpoint | None,
+    on_start: Callable[[Node], None],
+) -> Path:
     async with network(machine, identity, run, ()) as (directory, links):
-        node = _node(machine, manifest, run, identity.peer, identity, directory, links)
+        pipeline = manifest.pipeline_plan()
+        stage, trains = (EVERY, True) if pipeline is None else founders(machine.role, pipeline)
+        peer = _peer(manifest, run, identity, directory, links, stage)
+        node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
         text = manifest.canonical()
         head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
-        async with node.participant.peer.running():
-            if saved is None:
-                node.participant.found()
+        part = node.participant
+        async with peer.running():
+            if saved is not None and isinstance(part, Participant):
+                part.peer.found()
+                take_up(part, saved)
             else:
-                node.participant.peer.found()
-                take_up(node.participant, saved)
+                part.found()  # a stage takes its checkpoint up by itself
+            if saved is not None:
                 node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
             return await _train(node, head, on_start)
 
@@ -129,28 +151,73 @@ async def join(
 ) -> Path:
     """Join the run of an invite and train it to its end; returns the final checkpoint's folder.
 
-    Who has been in this run before keeps its place in its data and its inner moments; the state is the swarm's."""
+    Who has been in this run before keeps its place in its data and its inner moments; the state is the swarm's. A stage's
+    server that the others have left behind begins another life."""
+    while True:
+        try:
+            return await _join(machine, invite, on_start, learn_timeout_s, downloaded)
+        except LifeOver as reason:
+            invite = _known_again(machine, invite.run, reason)
+
+
+def _known_again(machine: Machine, run: str, reason: LifeOver) -> Invite:
+    """By which addresses to come in again; `Failure` where none was heard of."""
+    log.info("begins another life in the run: %s", reason)
+    known = Doors(machine.folder).read(run)
+    if known is None:
+        raise Failure("the run has gone on without this node", str(reason), "join again by an invite of another member")
+    return known
+
+
+async def _join(
+    machine: Machine,
+    invite: Invite,
+    on_start: Callable[[Node], None],
+    learn_timeout_s: float,
+    downloaded: Downloaded,
+) -> Path:
     identity = identity_of(machine.folder)
     known, saved = Doors(machine.folder).read(invite.run), last_of(machine.folder, invite.run)
     doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[:MAX_ADDRESSES]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
-        require_room(manifest, Refused)
-        node = _node(machine, manifest, invite.run, invite.founder, identity, directory, links)
-        node.doors = doors
-        async with node.participant.peer.running():
-            if saved is not None:
-                take_up_moments(node.participant, saved)
-            await _come_in(node.participant, records, downloaded)
-            node.history.event("joined", round=node.participant.seat.applied_round, run=invite.run)
+        _require_room(manifest, Refused)
+        pipeline = manifest.pipeline_plan()
+        stage, trains = EVERY if pipeline is None else NOTHING, True
+        peer = _peer(manifest, invite.run, identity, directory, links, stage)
+        async with peer.running():
+            if pipeline is not None:
+                with _answered(peer):
+                    stage, trains = await joiners(machine.role, pipeline, peer, records, JOIN_TIMEOUT_S)
+                links.record(role=role_of(stage))
+            node = _node(machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains)
+            node.doors = doors
+            part = node.participant
+            if saved is not None and isinstance(part, Participant):
+                take_up_moments(part, saved)
+            await _come_in(part, records, downloaded)
+            node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
 
 
-async def _come_in(part: Participant, records: list[bytes], downloaded: Downloaded) -> None:
-    try:
+def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
+    """Of a model that is cut into stages a node holds one, which it looks at when it knows which."""
+    if manifest.pipeline is None:
+        require_room(manifest, error)
+
+
+async def _come_in(part: TakingPart, records: list[bytes], downloaded: Downloaded) -> None:
+    with _answered(part.peer):
         await part.join(records, JOIN_TIMEOUT_S, downloaded)
+
+
+@contextlib.contextmanager
+def _answered(peer: Peer) -> Iterator[None]:
+    """Say who did not answer in time."""
+    try:
+        yield
     except TimeoutError:
-        if part.peer.membership.known.is_set():
+        if peer.membership.known.is_set():
             why = f"no member sent a whole one within {JOIN_TIMEOUT_S:.0f} s"
             raise Failure("the run's state could not be downloaded", why, "check the link, and try again") from None
         why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
@@ -164,7 +231,8 @@ def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
 
 async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> Path:
     """The common part: publish, train, keep the status file, save, say goodbye."""
-    peer, loop = node.participant.peer, node.participant.loop
+    part = node.participant
+    peer = part.peer
     peer.port.store.put(node.manifest.canonical(), "manifest")
     status = StatusWriter(node)
     helpers = [
@@ -175,12 +243,12 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
     try:
         on_start(node)
         await _until(node, lambda: len(peer.port.views.newest.members) >= node.awaited())
-        await loop.run(node.manifest.run.total_tokens)
+        await part.run(node.manifest.run.total_tokens)
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
-        saved = await node.keeper.save()
+        saved = await node.keeper.save() if node.keeper is not None else node.machine.folder.path
         peer.leave()
-        node.history.event("stopped" if loop.stopping else "done", checkpoint=str(saved), step=loop.step)
+        node.history.event("stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step)
         await asyncio.sleep(0.2)  # the goodbye is on its way
         return saved
     finally:
@@ -195,8 +263,19 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
 
 async def _until(node: Node, there: Callable[[], bool]) -> None:
     """Return once a condition holds, or the node is to stop."""
-    while not (there() or node.participant.loop.stopping):  # noqa: ASYNC110 - two parts' conditions
+    while not (there() or node.participant.stopping):  # noqa: ASYNC110 - two parts' conditions
         await asyncio.sleep(POLL_S)
+
+
+def _peer(
+    manifest: Manifest, run: str, identity: Identity, directory: DhtDirectory, links: ZmqLinks, stage: int
+) -> Peer:
+    """The peer, with the record of who serves this stage."""
+    terms = RunTerms(run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s)
+    incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
+    return Peer(
+        terms, identity, links, directory, incarnation=incarnation, record=links.record, compute=Worker("codec")
+    )
 
 
 def _node(
@@ -204,21 +283,26 @@ def _node(
     manifest: Manifest,
     run: str,
     founder: str,
-    identity: Identity,
+    peer: Peer,
     directory: DhtDirectory,
     links: ZmqLinks,
+    stage: int,
+    trains: bool,
 ) -> Node:
     """Put the node together; its workers end with the process."""
     torch.set_num_threads(machine.threads)
     corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
-    terms = RunTerms(run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s)
-    codecs, steps = Worker("codec"), Worker("train")
-    incarnation = unseal(links.record(), run).incarnation
-    peer = Peer(terms, identity, links, directory, incarnation=incarnation, record=links.record, compute=codecs)
     journal = Journal(history, links.total_bytes)
-    part = participant(manifest.plan(), peer, tokens, compute=codecs, train=steps, report=journal.report)
-    keeper = Keeper(part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
-    part.loop.pause = keeper.pause
+    part: TakingPart
+    keeper: Keeper | None
+    if manifest.pipeline is not None:
+        part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
+    else:
+        part = replica = participant(
+            manifest.plan(), peer, tokens, compute=peer.port.compute, train=Worker("train"), report=journal.report
+        )
+        keeper = Keeper(replica, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
+        replica.loop.pause = keeper.pause
     return Node(machine, manifest, run, founder, part, directory, links, history, journal, keeper)

@@ -105,6 +105,17 @@ def take_up_moments(node: Participant, saved: Checkpoint) -> None:
     node.loop.step = cursors_of(saved).step
 
 
+def take_up_state(node: Participant, saved: Checkpoint) -> None:
+    """For a stage that nobody else has: the checkpoint's state and inner moments, as who adopts them from another peer; what
+    was on its way then belongs to rounds that are over. `CheckpointCorrupt` if it is another stage's."""
+    driver = node.loop.driver
+    try:
+        driver.method.restore(driver.replica, dict(saved.parts["method"]), "adopt")
+        _write_moments(driver.replica, saved.parts["inner"])
+    except (KeyError, WrongState, ValueError) as error:
+        raise _misfit(saved, error) from error
+
+
 def cursors_of(saved: Checkpoint) -> Cursors:
     """The numbers in a checkpoint; `CheckpointCorrupt` if there are none."""
     try:

@@ -4,6 +4,7 @@ import psutil
 
 from farflock.node.errors import FarflockError
 from farflock.node.manifest import Manifest
+from farflock.node.model import ModelConfig
 
 VALUE_BYTES = 4  # everything is kept in fp32
 VALUES_ALONE, VALUES = 21, 31
@@ -19,9 +20,13 @@ def needed_bytes(manifest: Manifest) -> int:
     and the logits)."""
     model, train = manifest.model, manifest.train
     a_weight = VALUES_ALONE if manifest.method.name == "local" else VALUES
-    a_layer = 10 * model.dim + 4 * model.ffn_dim + model.heads * train.seq
-    a_token = model.layers * a_layer + 3 * model.vocab_size
+    a_token = model.layers * layer_values(model, train.seq) + 3 * model.vocab_size
     return VALUE_BYTES * (model.parameters() * a_weight + train.batch * train.seq * a_token)
+
+
+def layer_values(model: ModelConfig, seq: int) -> int:
+    """Numbers of one token that a layer's backward pass reads again."""
+    return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
 def require_room(manifest: Manifest, error: type[FarflockError]) -> None:

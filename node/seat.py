@@ -21,6 +21,7 @@ from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
 
 STATE = "state"  # the name under which a method's whole state is served
+MARK = "mark."  # in a snapshot, before a name of `Seat.marks`
 NEXT = "next."  # in a snapshot, before a stream's name: its first round that is not in the state
 CHUNK_BYTES = 1024 * 1024
 
@@ -76,6 +77,7 @@ class Seat:
         self._own_tokens = 0  # mine since those
         self._offered: dict[Key, int] = {}
         self.members = 1
+        self.marks: dict[str, int] = {}  # numbers that go with the state: who adopts it has them too
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Begin all streams of the method, after these rounds of them, and serve its state to joiners."""
@@ -189,6 +191,7 @@ class Seat:
         found = {entry.key.stream: counter(NEXT + entry.key.stream, state) - entry.stride for entry in self._streams}
         for name in found:
             del state[NEXT + name]
+        self.marks = {name[len(MARK) :]: int(state.pop(name)) for name in list(state) if name.startswith(MARK)}
         return found
 
     async def _snapshot(self) -> Snapshot:
@@ -200,6 +203,7 @@ class Seat:
         state = driver.method.snapshot(driver.replica)
         for entry in self._streams:
             state[NEXT + entry.key.stream] = torch.tensor(self._applied[entry.key.stream] + entry.stride)
+        state |= {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
         encoded = safetensors.torch.save(state)
         chunks = tuple(encoded[at : at + CHUNK_BYTES] for at in range(0, len(encoded), CHUNK_BYTES))
         oldest = min(self._applied.values(), default=-1)

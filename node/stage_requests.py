@@ -66,13 +66,14 @@ Request = Forward | Backward | Confirm | Revoke
 
 
 class Done(_Body, frozen=True, tag="done"):
-    """It is done, by this life of the server, under this attempt, in so many seconds of computing; of the last stage's backward
-    pass also the loss in nats, summed over tokens."""
+    """It is done, by this life of the server, under this attempt, in so many seconds of computing, after so many of waiting for
+    others; of the last stage's backward pass also the loss in nats, summed over tokens."""
 
     life: Count
     attempt: Count = 0
     took_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     loss_sum: float | None = None
+    waited_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
 
 
 class Busy(_Body, frozen=True, tag="busy"):

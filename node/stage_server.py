@@ -52,7 +52,7 @@ EXPIRE_EVERY_S = 1.0
 @dataclass(frozen=True, slots=True)
 class ServerTerms:
     """What a server may take in: `queue` passes of each kind that wait, up to `together` forward ones computed at once,
-    `places` gradients put aside, each for `lease_s`; and how far a forward pass's round may be from its own."""
+    `places` gradients put aside, each for `lease_s`; and how many rounds older than the stage a microbatch may be when it comes."""
 
     queue: int = 32
     together: int = 4
@@ -69,6 +69,7 @@ class _Job:
     request: Forward | Backward
     payloads: tuple[bytes, ...]
     reply: asyncio.Future[Reply]
+    came_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ class StageServer:
         most = self._largest(asked)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             return Refused(f"payloads of {sizes} bytes; at most {most} belong to it")
-        if isinstance(asked, Forward) and abs(self._applied() - asked.epoch) > self._terms.staleness:
+        if isinstance(asked, Forward) and self._applied() - asked.epoch > self._terms.staleness:
             return Stale(self._applied())
         known = isinstance(asked, Backward) and key in self._replies
         return None if known or self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()
@@ -173,6 +174,7 @@ class StageServer:
         backward = isinstance(job.request, Backward)
         if not self._queue.has_room(backward=backward):
             return Reply(encode(Busy()))  # others were quicker while its payloads came
+        job.came_s = self._now()
         self._queue.put(job, backward=backward)
         self._waiting.set()
         return await job.reply
@@ -253,7 +255,8 @@ class StageServer:
         outputs = await self._pass(lambda: self._forward_all(jobs), len(jobs))
         took_s = (self._now() - started_s) / len(jobs)
         for job, output in zip(jobs, outputs, strict=True):
-            answer = output if isinstance(output, Refused) else Done(self._life, 0, took_s)
+            waited_s = started_s - job.came_s
+            answer = output if isinstance(output, Refused) else Done(self._life, 0, took_s, waited_s=waited_s)
             self.served["forward"] += 1
             _resolve(job.reply, Reply(encode(answer), () if isinstance(output, Refused) else (output,)))
 
@@ -302,7 +305,7 @@ class StageServer:
             return
         self._staged[key] = (staged, loss)
         self.served["backward"] += 1
-        _resolve(job.reply, Reply(encode(Done(self._life, attempt, took_s, loss)), payloads))
+        _resolve(job.reply, Reply(encode(Done(self._life, attempt, took_s, loss, started_s - job.came_s)), payloads))
 
     def _backward_one(self, job: _Job) -> tuple[Staged, tuple[bytes, ...], float | None] | Refused:
         request, read = job.request, self._read(job)
@@ -317,6 +320,8 @@ class StageServer:
                 payloads = (self._edges.input_gradient(back.input_gradient, request, tokens_BL, x),)
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return Refused(str(error)[:200])
+        if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):
+            return Refused("its gradient is not finite")  # in the sum it would spoil everybody's
         return back.staged, payloads, back.loss_sum
 
     def _outside(self, job: _Job, request: Backward, tokens_BL: Tensor) -> Tensor:

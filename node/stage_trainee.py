@@ -8,10 +8,11 @@ in between gets the mean of what this server took in.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from farflock.node.recovery import GradientScale
 from farflock.node.replica import PlainReplica
 from farflock.node.stage import Stage
 from farflock.node.stage_server import StageServer
@@ -34,13 +35,15 @@ class StageTrainee:
     tokens: int
     summing: bool
     joined_at: int = 0
+    rate_factor: Callable[[], float] = lambda: 1.0  # a stage that was made from its neighbours learns faster
+    scale: GradientScale = field(default_factory=GradientScale)
     tokens_per_step: int = 0  # of the last step
     weight: float = 1.0
     last_loss: float = math.nan
 
     def forward_backward(self, step: int, progress: Progress) -> float:
         """Add what was merged to the stage's gradients; the loss in nats a token, as far as this stage knows one."""
-        self.replica.lr = self.schedule.rate(progress.tokens, step - self.joined_at)
+        self.replica.lr = self.rate_factor() * self.schedule.rate(progress.tokens, step - self.joined_at)
         taken = self.server.take()
         self.tokens_per_step = taken.staged.tokens
         self.weight = taken.staged.tokens / self.tokens if self.summing else 1.0
@@ -50,12 +53,15 @@ class StageTrainee:
                 parameter.grad = torch.zeros_like(parameter)
             if name in taken.staged.gradients:
                 parameter.grad += taken.staged.gradients[name] / divisor
+        if taken.staged.tokens:
+            tokens = taken.staged.tokens
+            self.scale = self.scale.after({name: x / tokens for name, x in taken.staged.gradients.items()})
         self.last_loss = taken.loss if taken.loss is not None else self.last_loss
         return self.last_loss
 
     def set_rate(self, tokens: int) -> None:
         """The schedule's rate at the run's `tokens`; everybody takes this step."""
-        self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
+        self.replica.lr = self.rate_factor() * replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -47,7 +48,8 @@ class Waiting(msgspec.Struct, frozen=True):
 
 class Status(msgspec.Struct, frozen=True):
     """One node at one moment. Bytes are those of the links, both ways, since the start; `rounds` are those applied here
-    since then, by status; `tokens_per_s` is this node's own pace; `branch` is name and first round of the one it is on."""
+    since then, by status; `tokens_per_s` is this node's own pace; `branch` is name and first round of the one it is on;
+    `work` counts what a pipeline's node has done."""
 
     pid: int
     run: str
@@ -71,6 +73,8 @@ class Status(msgspec.Struct, frozen=True):
     last_round: int | None = None
     tokens_per_s: float | None = None
     branch: tuple[str, int] | None = None
+    role: str = "replica"
+    work: dict[str, int] = {}
 
 
 class StatusWriter:
@@ -79,13 +83,15 @@ class StatusWriter:
     def __init__(self, node: "Node") -> None:
         self._node = node
         self._path = node.machine.folder.path / "status.json"
-        self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_SAMPLES)  # when, which step
+        self._pace: collections.deque[tuple[float, int]] = collections.deque(
+            maxlen=PACE_SAMPLES
+        )  # when, how many tokens
         self._fails = False
 
     async def run(self, show: Callable[[Status], None]) -> None:
         """Until cancelled."""
         while True:
-            self._pace.append((asyncio.get_running_loop().time(), self._node.participant.loop.step))
+            self._pace.append((asyncio.get_running_loop().time(), self._node.participant.trained_tokens))
             show(self.write())
             await asyncio.sleep(EVERY_S)
 
@@ -105,13 +111,13 @@ class StatusWriter:
         if len(self._pace) < 2:
             return None
         (began_s, first), (ended_s, last) = self._pace[0], self._pace[-1]
-        return (last - first) * self._node.participant.trainee.tokens_per_step / (ended_s - began_s)
+        return (last - first) / (ended_s - began_s)
 
 
 def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None = None) -> Status:
     """What there is to say about a node now; `doing` where the caller knows better."""
     part, links = node.participant, node.links
-    peer, loop = part.peer, part.loop
+    peer = part.peer
     view = peer.port.views.newest
     sent_bytes, received_bytes = links.total_bytes()
     return Status(
@@ -119,15 +125,15 @@ def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None
         run=node.run,
         peer=peer.me,
         invite=node.invite(),
-        step=loop.step,
-        tokens=part.seat.progress(loop.step).tokens,
+        step=part.step,
+        tokens=part.tokens,
         total_tokens=node.manifest.run.total_tokens,
-        loss=loop.last_loss,
+        loss=None if part.last_loss is None or math.isnan(part.last_loss) else part.last_loss,
         view=view.number,
         members=view.peers,
         is_member=peer.membership.is_member,
         partners=tuple(_partner(links, other) for other in view.peers if other != peer.me),
-        waits=tuple(Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s) for wait in peer.waits()),
+        waits=tuple(Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s) for wait in part.waits()),
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
         unsure_rounds=peer.pairing.unsure_rounds,
@@ -137,16 +143,19 @@ def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None
         last_round=node.journal.last_round,
         tokens_per_s=tokens_per_s,
         branch=peer.membership.branch,
+        role=part.role,
+        work=part.work,
     )
 
 
 def _doing(node: "Node") -> str:
     part, here, wanted = node.participant, len(node.participant.peer.port.views.newest.peers), node.awaited()
-    if part.loop.stopping:
+    if part.stopping:
         return "is leaving"
     if here < wanted:
         return f"waits for members: {here} of {wanted} are here"
-    return "trains" if part.peer.membership.is_member else "trains, and waits to be admitted"
+    does = "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
+    return does if part.peer.membership.is_member else f"{does}, and waits to be admitted"
 
 
 def read_status(path: "os.PathLike[str]") -> Status:

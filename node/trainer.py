@@ -7,7 +7,9 @@ is the path policy's affair (swarm/paths.py).
 """
 
 import asyncio
+import collections
 import functools
+import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +36,12 @@ from farflock.node.stage_requests import (
 )
 from farflock.node.stage_rolls import Rolls, Server
 from farflock.swarm.calls import CallFailed
+from farflock.swarm.depth import Depth
 from farflock.swarm.ledger import Ledger, Place
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Key
 from farflock.swarm.paths import Call, Microbatch, Outcome, PathPolicy
-from farflock.swarm.peer import Peer
+from farflock.swarm.peer import Peer, Wait
 from farflock.swarm.wiring import BACKWARD_SIZE
 
 PAUSE_S = 0.25  # before a stage that refused, or that nobody serves, is asked again
@@ -44,15 +49,18 @@ FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = FORWARD_TIMEOUT_S * BACKWARD_SIZE
 CONFIRM_TIMEOUT_S = 10.0
 TICK_S = 0.1
+RECENT = 32  # microbatches whose mean loss is shown
+REMEMBERED = 4096  # numbers named, of each stage
 
 Report = Callable[[str, dict[str, object]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerTerms:
-    """At most `window` microbatches are on their way, and at most `kept` are there in all, with those that wait to be named."""
+    """At most `window` microbatches are on their way, fewer where that keeps all servers busy (swarm/depth.py), and at most
+    `kept` are there in all, with those that wait to be named."""
 
-    window: int = 8
+    window: int = 64
     kept: int = 256
     forward_timeout_s: float = FORWARD_TIMEOUT_S
     backward_timeout_s: float = BACKWARD_TIMEOUT_S
@@ -75,6 +83,7 @@ class _Parcel:
     inputs: dict[int, bytes] = field(default_factory=dict)
     outside: dict[int, bytes] = field(default_factory=dict)
     begun_s: float = 0.0
+    trip_s: float = 0.0  # of its passes that brought something, without waiting at servers
 
     def source(self, stage: int) -> int:
         """The stage before, -1 before the first."""
@@ -104,14 +113,21 @@ class Trainer:
         self._peer, self._rolls, self._policy, self._edges = peer, rolls, policy, edges
         self._batch, self._terms, self._report, self._lane = batch, terms, report, lane
         self._ledger = Ledger(rolls.stages)
+        self._depth = Depth(min(rolls.stages, terms.window), terms.window)
         self._parcels: dict[int, _Parcel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._walking: set[int] = set()
         self._asking: set[Place] = set()
         self._next = 0
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[Key, PeerId, float]] = {}  # what, of whom, until when on the local clock
+        self._lacking: dict[int, float] = {}  # stages that nobody can be asked for, and since when
         self._failure: BaseException | None = None  # a bug in one of our tasks
         self.stopping = False
-        self.losses: list[tuple[int, float]] = []  # number of the microbatch, nats a token
+        self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
+        self._named: dict[int, set[int]] = {stage: set() for stage in range(rolls.stages)}  # mine, since `finished`
+        self.finished = 0  # microbatches that count at every stage
+        self.doubled = 0  # named twice at one stage, which must not be
         self.lost = 0  # microbatches of which it is not known whether they count, for the log of rounds has moved on
 
     # running
@@ -136,6 +152,16 @@ class Trainer:
         return len(self._parcels)
 
     @property
+    def depth(self) -> int:
+        """Microbatches that are to be on their way now."""
+        return self._depth.wanted
+
+    @property
+    def recent_loss(self) -> float | None:
+        """Mean of the last microbatches' losses, in nats a token."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    @property
     def begun(self) -> int:
         """Microbatches so far."""
         return self._next
@@ -143,12 +169,18 @@ class Trainer:
     def _look_around(self) -> None:
         """Hear what rounds have named and who has left; ask again for what is lost; forget what counts everywhere."""
         for stage, keys in self._rolls.named():
-            self._ledger.committed(stage, [number for trainer, number in keys if trainer == self._peer.me])
+            mine = [number for trainer, number in keys if trainer == self._peer.me]
+            self.doubled += len(self._named[stage].intersection(mine))
+            self._named[stage].update(mine)
+            if len(self._named[stage]) > 2 * REMEMBERED:
+                self._named[stage] = set(sorted(self._named[stage])[-REMEMBERED:])
+            self._ledger.committed(stage, mine)
         for stage, server in self._rolls.left():
             self._ledger.lost(stage, server)
         if (doubtful := self._rolls.skipped()) is not None:
             self._give_up(doubtful)
         for number in self._ledger.finish():
+            self.finished += 1
             parcel = self._parcels.pop(number)
             self._report("microbatch", {"number": number, "took_s": self._now() - parcel.begun_s})
         for place in self._ledger.open():
@@ -160,10 +192,12 @@ class Trainer:
                 self._spawn(self._confirm(place, server, attempt))
 
     def _begin_more(self) -> None:
-        while len(self._walking) < self._terms.window and len(self._parcels) < self._terms.kept:
+        while len(self._walking) < self._depth.wanted and len(self._parcels) < self._terms.kept:
             number, self._next = self._next, self._next + 1
+            parcel = self._parcels[number] = self._parcel(number)
+            self._ledger.begin(number, parcel.order)
             self._walking.add(number)
-            self._spawn(self._walk(number))
+            self._spawn(self._walk(number, parcel))
 
     def _give_up(self, stage: int) -> None:
         """Rounds of a stage have left everybody's log before I heard of them: what waits for them may count or not."""
@@ -183,16 +217,16 @@ class Trainer:
 
     # one microbatch
 
-    async def _walk(self, number: int) -> None:
+    async def _walk(self, number: int, parcel: _Parcel) -> None:
         """Forward, then back; a walk that a stage finds too old is begun anew."""
         try:
-            parcel = self._parcels[number] = self._parcel(number)
-            self._ledger.begin(number, parcel.order)
             while not await self._forward(parcel):
                 parcel.epoch = self._rolls.epoch
                 parcel.inputs.clear()
+                parcel.trip_s = 0.0
             for stage in reversed(parcel.order):
                 await self._backward(parcel, (number, stage))
+            self._depth.came_back(self._now(), parcel.trip_s)
         finally:
             self._walking.discard(number)
 
@@ -253,8 +287,9 @@ class Trainer:
         if not self._ledger.replied(place, server.name, answer.attempt):
             self._spawn(self._revoke(server, place, answer.attempt))
             return None
+        self._spawn(self._confirm(place, server.name, attempt))
         if answer.loss_sum is not None:
-            self.losses.append((number, answer.loss_sum / self._edges.tokens))
+            self._losses.append(answer.loss_sum / self._edges.tokens)
             self._report("loss", {"number": number, "loss": answer.loss_sum / self._edges.tokens})
         return reply[0] if reply else b""
 
@@ -297,6 +332,14 @@ class Trainer:
         server = await self._next_hop(parcel, stage, size)
         return await self._ask(server, stage, request, payloads, size)
 
+    def waits(self) -> list[Wait]:
+        """What is asked of whom now, and which stages nobody can be asked for."""
+        now_s = self._now()
+        asked = [Wait(what, (peer,), ends_s - now_s) for what, peer, ends_s in self._asked.values()]
+        return asked + [
+            Wait(Key(f"server of stage {stage}", 0), (), since_s - now_s) for stage, since_s in self._lacking.items()
+        ]
+
     async def _next_hop(self, parcel: _Parcel, stage: int, size: float) -> Server:
         """Whom the policy names, as soon as it names somebody."""
         while True:
@@ -304,7 +347,9 @@ class Trainer:
             peer = self._policy.next_hop(parcel.microbatch, stage, serving, self._now(), size)
             server = self._rolls.at(stage, peer) if peer is not None else None
             if server is not None:
+                self._lacking.pop(stage, None)
                 return server
+            self._lacking.setdefault(stage, self._now())
             await asyncio.sleep(PAUSE_S)
 
     async def _ask(
@@ -315,6 +360,9 @@ class Trainer:
         timeout_s = {0.0: CONFIRM_TIMEOUT_S, 1.0: self._terms.forward_timeout_s}.get(
             size, self._terms.backward_timeout_s
         )
+        number = next(self._numbers)
+        what = Key(f"{type(request).__name__.lower()} at stage {stage}", request.number)
+        self._asked[number] = (what, server.peer, started_s + timeout_s)
         try:
             reply = await self._peer.calls.ask(
                 server.peer,
@@ -331,8 +379,14 @@ class Trainer:
         except BadRequest:
             self._learn(call(started_s), "rpc", size)
             return None, ()
-        outcome: Outcome = "done" if isinstance(answer, Done) else "busy"
-        self._learn(call(started_s), outcome, size)
+        finally:
+            del self._asked[number]
+        if isinstance(answer, Done) and (parcel := self._parcels.get(request.number)) is not None:
+            parcel.trip_s += max(0.0, self._now() - started_s - answer.waited_s)
+        if isinstance(answer, Done):
+            self._learn(call(started_s, answer.took_s), "done", size)
+        else:
+            self._learn(call(started_s), "busy", size)
         if isinstance(answer, Busy | Refused):
             await asyncio.sleep(PAUSE_S)
         return answer, reply.payloads

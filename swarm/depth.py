@@ -7,10 +7,14 @@ Formulas of synchronous pipelines (GPipe, arXiv:1811.06965; PipeDream-Flush, arX
 latency for each hop. Links are full duplex; a wire is busy while it sends, latency only delays.
 """
 
+import collections
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _ROUNDING = 1e-9  # a ratio this near to an integer is one
+SLACK = 3.0  # who is asked is chosen without a look at queues: two thirds of what is in flight may wait, so that none is idle
+ALPHA = 0.1  # of a measured round trip in their mean
+LEAST_ENDS = 8  # microbatches that a rate is taken of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,39 @@ class Pipeline:
             trip_s - self.round_trip_s(stage) + microbatches * times.total_s for stage, times in enumerate(self.stages)
         ]
         return max(waits)
+
+
+@dataclass(slots=True)
+class Depth:
+    """K* as one trainer finds it while it trains, from `least` to `most` microbatches in flight.
+
+    The bottleneck is the time between two of its microbatches, as they come back; the round trip is what one spends in passes
+    and on the way, without what it waits in queues, for that is of our own making. What comes back grows with what is in
+    flight until the slowest stage is busy, and so does what is wanted here: twice as much each round trip, and then no more.
+    `SLACK` times K* is our own; without it one in flight would stay one.
+    """
+
+    least: int
+    most: int
+    wanted: int = 0
+    _trip_s: float | None = None
+    _ends_s: collections.deque[float] = field(default_factory=collections.deque)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"at least {self.least} and at most {self.most} microbatches in flight: that is no range")
+        self.wanted = self.least
+
+    def came_back(self, now_s: float, trip_s: float) -> None:
+        """One more microbatch, whose round trip took so long without waiting."""
+        self._trip_s = trip_s if self._trip_s is None else self._trip_s + ALPHA * (trip_s - self._trip_s)
+        self._ends_s.append(now_s)
+        while len(self._ends_s) > max(LEAST_ENDS, self.wanted) + 1:
+            self._ends_s.popleft()
+        taken_s = now_s - self._ends_s[0]
+        if len(self._ends_s) > LEAST_ENDS and taken_s > 0:
+            wanted = math.ceil(SLACK * self._trip_s * (len(self._ends_s) - 1) / taken_s - _ROUNDING)
+            self.wanted = min(max(wanted, self.least), self.most)
 
 
 def gpipe_s(stages: int, microbatches: int, hop: HopTime, times: StageTime) -> float:

@@ -40,6 +40,7 @@ JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
 RESEND_S = 0.5
 PING_EVERY_S = 5.0
+HELD_S = 3.0  # who is held back from rounds of stages for so long has the next view decided itself
 ROUNDS_AHEAD = 2  # a view begins so many rounds of whole models after the last one begun: few have to wait for it then
 MAX_KNOWN = 1024
 
@@ -61,7 +62,7 @@ class Membership:
         self._decision: Decision | None = None
         self._changed_s = port.now()
         self._wanted_s: float | None = None  # since when a change is due
-        self._proposed_s = self._sent_s = self._joined_s = self._pinged_s = -1e9
+        self._proposed_s = self._sent_s = self._joined_s = self._pinged_s = self._held_s = -1e9
         self._asked: set[PeerId] = set()  # whom I asked for the views: the first ones are believed of nobody else
         self._told: dict[PeerId, tuple[int, int, float]] = {}  # whom I sent which views last, and when
         self.wants_in = False
@@ -289,8 +290,10 @@ class Membership:
             self._propose(members or self._port.views.newest.members)
 
     def _overdue(self, now_s: float) -> bool:
-        """A view that I have accepted has to be decided, by me if nobody else does it."""
-        return self._port.views.barrier is not None and now_s - self._proposed_s >= TAKEOVER_S
+        """A view that I have accepted, or am held back for, has to be decided, by me if nobody else does it."""
+        chain = self._port.views
+        held = chain.held is not None and now_s - self._held_s >= HELD_S
+        return (chain.barrier is not None or held) and now_s - self._proposed_s >= TAKEOVER_S
 
     def _next_members(self, now_s: float) -> tuple[Member, ...] | None:
         newest = self._port.views.newest
@@ -368,6 +371,8 @@ class Membership:
             return
         if decision.decided is None:
             chain.barrier = views.decode_view(decision.accepted[1]) if decision.accepted else None
+            if chain.held is None and decision.promised[0] and chain.newest.staged:
+                chain.held, self._held_s = self._port.floor, self._port.now()
             return
         ballot, proofs = decision.certificate
         chain.extend(Certified(views.decode_view(decision.decided), ballot, proofs))

@@ -42,12 +42,13 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that was made: `size` in samples, backward times `wiring.BACKWARD_SIZE`."""
+    """A call that was made: `size` in samples, backward times `wiring.BACKWARD_SIZE`; and what the server says that it took."""
 
     peer: PeerId
     stage: int
     size: float
     started_s: float
+    took_s: float | None = None
 
 
 class PathPolicy(Protocol):
@@ -121,7 +122,7 @@ class Wired:
         balancer = self._balancers[call.stage]
         match outcome:
             case "done":
-                balancer.finished(call.peer, call.size, call.started_s, now_s)
+                balancer.finished(call.peer, call.size, call.started_s, now_s, call.took_s)
             case "busy":
                 balancer.busy(call.peer)
             case _:

@@ -72,6 +72,11 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Peer ids by member index."""
         return tuple(member.peer for member in self.members)
 
+    @property
+    def staged(self) -> bool:
+        """Whether the model is cut into stages."""
+        return any(member.stage != EVERY for member in self.members)
+
     def index(self, peer: PeerId, incarnation: int) -> int | None:
         """The member index of a peer in this life, None if it is no member."""
         index, life = self._places.get(peer, (None, None))
@@ -191,6 +196,7 @@ class Chain:
     run: str
     views: list[Certified]
     barrier: View | None = None  # a next view that I accepted: no part in rounds from its on before it is decided
+    held: Floor | None = None  # told to who wants a next view decided: till then no vote in a stage's rounds from there on
 
     @property
     def newest(self) -> View:
@@ -216,6 +222,8 @@ class Chain:
 
     def blocked(self, round_number: int, stage: int | None = None) -> bool:
         """Whether taking part in this round must wait for the next view's decision."""
+        if stage is not None and self.held is not None and round_number >= axes.at(self.held, stage):
+            return True  # a view that others accept would be one that I refuse, and neither it nor the round could be decided
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
     def extend(self, certified: Certified) -> bool:
@@ -228,7 +236,7 @@ class Chain:
         else:
             self._require_decided(certified)
         self.views.append(certified)
-        self.barrier = None
+        self.barrier = self.held = None
         del self.views[:-KEPT_VIEWS]
         return True
 

@@ -20,7 +20,7 @@ from farflock.swarm.links import PeerId
 ALPHA = 0.1
 BACKWARD_SIZE = 2.5  # a backward call counts as so many forward calls of the same samples
 INITIAL_RATE = 1.0  # samples per second, where nobody told or measured anything
-TRUST = 4.0  # an announced rate counts within this factor of the typical one, until it is measured
+TRUST = 4.0  # an announced rate counts within this factor of the typical one, until it is measured; so does what a server says
 MIN_SECONDS = 1e-9  # a sample; calls that end at one moment would otherwise be infinitely fast
 MAX_RATE = 1e12  # samples per second, as in a record
 DIAL_BAN_S = 60.0
@@ -49,7 +49,9 @@ class Ema:
     """Exponential mean of the seconds that a sample takes, bias corrected: one sample gives exactly that sample.
 
     Calls may overlap. Time counts from the last update on if that is later than the call's start, so that this measures
-    throughput, not latency (`performance_ema.py` of the released code).
+    throughput, not latency (`performance_ema.py` of the released code). That is the way to it and back where a server has
+    nothing to do: it seems slow, and never gets the work that would show how fast it is. So what it says that it took counts
+    (deviation), down to a share of what was measured: who says too little gets more than it can do, but not everything.
     """
 
     alpha: float = ALPHA
@@ -57,9 +59,11 @@ class Ema:
     _weight: float = 0.0
     _updated_s: float = -math.inf
 
-    def update(self, samples: float, started_s: float, now_s: float) -> None:
-        """Take in a call of `samples` that ran from `started_s` until now."""
+    def update(self, samples: float, started_s: float, now_s: float, took_s: float | None = None) -> None:
+        """Take in a call of `samples` that ran from `started_s` until now, and of which the server says that it `took_s`."""
         taken_s = max(0.0, now_s - max(started_s, self._updated_s))
+        if took_s is not None:
+            taken_s = max(min(took_s, now_s - started_s), taken_s / TRUST)
         self._weight += self.alpha * (1.0 - self._weight)
         self._mean += (taken_s / samples - self._mean) * (self.alpha / self._weight)
         self._updated_s = max(self._updated_s, now_s)
@@ -133,10 +137,13 @@ class Balancer:
             self._charge(chosen, task_size)
         return chosen
 
-    def finished(self, peer: PeerId, task_size: float, started_s: float, now_s: float) -> None:
-        """A call came back well. A peer that left meanwhile is not remembered for it."""
+    def finished(
+        self, peer: PeerId, task_size: float, started_s: float, now_s: float, took_s: float | None = None
+    ) -> None:
+        """A call came back well, and took the server `took_s`, if it says. A peer that left meanwhile is not remembered for
+        it."""
         if (server := self._servers.get(peer)) is not None:
-            server.ema.update(task_size, started_s, now_s)
+            server.ema.update(task_size, started_s, now_s, took_s)
             server.deadlines = 0
 
     def failed(self, peer: PeerId, reason: Failure, now_s: float) -> None:

@@ -29,6 +29,13 @@ def machine_options(command: Command) -> Command:
             show_default=True,
             help="Seconds from one checkpoint to the next; the last three are kept.",
         ),
+        click.option(
+            "--role",
+            default="auto",
+            show_default=True,
+            metavar="ROLE",
+            help="In a run of stages: trainer, stage (the one that has the fewest), stage:N, or auto.",
+        ),
         click.option("--no-listen", is_flag=True, help="Only dial out: for machines that nobody can reach."),
     ):
         command = option(command)
@@ -48,4 +55,5 @@ def machine_of(options: Mapping[str, Any]) -> "Machine":
         threads=options["threads"],
         client_mode=options["no_listen"],
         checkpoint_s=options["checkpoint_every"],
+        role=options["role"],
     )

@@ -26,7 +26,7 @@ def train(out: Output, title: str, work: Work, greet: Callable[["Node"], None]) 
 
         def watched(node: "Node") -> None:
             greet(node)
-            ending.gently = node.participant.loop.stop
+            ending.gently = node.participant.stop
             node.show = show
 
         saved = run_until_asked(ending, lambda: work(watched))

@@ -1,5 +1,7 @@
 """A manifest resolves to one text, says where it is wrong, and cannot be made to take memory or read files."""
 
+import hashlib
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -133,6 +135,74 @@ def test_any_values_survive_the_round_trip(seed, lr, name, period):
         }
     )
     assert parse(manifest.canonical()) == manifest
+
+
+WHOLE_MODELS = f"""\
+[run]
+name = "plays"
+seed = 0
+total_tokens = 2000000
+protocol = {PROTOCOL}
+
+[model]
+vocab_size = 256
+dim = 24
+layers = 3
+heads = 2
+kv_heads = 1
+ffn_dim = 48
+context = 64
+tied = true
+rope_theta = 10000.0
+norm_eps = 1e-05
+
+[data]
+corpus = "shakespeare"
+tokenizer = "bytes"
+sha256 = "0e5986fe2f1b4844712915af1b1ca51c24f1aceeb8ad843bb8b03d9a91fcd9e8"
+
+[train]
+batch = 8
+seq = 32
+accumulate = 1
+optimizer = "adamw"
+lr = 0.003
+warmup_tokens = 100000
+min_lr_ratio = 0.1
+weight_decay = 0.1
+betas = [0.9, 0.95]
+nesterov = false
+clip = 1.0
+autocast = false
+joiner_steps = 20
+
+[method]
+name = "diloco"
+
+[method.options]
+period = 20
+weights = "uniform"
+
+[method.options.outer]
+name = "heavyball"
+lr = 0.5
+
+[exchange]
+codec = "int8"
+return_codec = "bf16"
+deadline_s = 30.0
+view_s = 30.0
+branch_after_s = 600.0
+start_peers = 1
+
+[trust]
+level = "trusted"
+"""
+
+
+def test_a_run_of_whole_models_has_the_text_that_it_had_before_there_were_pipelines(written):
+    assert load(written).canonical().decode() == WHOLE_MODELS
+    assert parse(WHOLE_MODELS).hash() == hashlib.sha256(WHOLE_MODELS.encode()).hexdigest()
 
 
 # The run's id and the plan

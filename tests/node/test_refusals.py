@@ -19,6 +19,8 @@ from farflock.optimizers.inner import InnerConfig
 
 UNBIASED_ONLY = sorted(set(METHODS) - {"local", "sparseloco", "demo", "flexdemo", "lean"})
 
+PIPELINE = ["pipeline.stages=2", "model.tied=false", "method.name=ddp"]
+
 # assignments to `farflock sim`'s manifest, what the refusal says, what it offers instead
 IMPOSSIBLE = [
     (["method.name=dilocko"], "method.name: 'dilocko' is not known", "'diloco'"),
@@ -58,6 +60,12 @@ IMPOSSIBLE = [
     (["method.name=delayed", "method.options.delay=2"], "delay: 2 is not known", "choose from 0, 1"),
     (["method.name=sparta", "method.options.selector=rnadom"], "'rnadom' is not known", "'random'"),
     (["method.name=local", "exchange.codec=int8"], "exchange.codec: local has no such thing", "leave it out"),
+    (["pipeline.stages=2"], "'tied model'", "set model.tied to false"),
+    (["pipeline.stages=3", "model.tied=false"], "'all layers': 2 layers make 1 to 2 stages", "choose 2"),
+    (["pipeline.stages=2", "model.tied=false"], "'one group': method noloco", "choose ddp"),
+    ([*PIPELINE, "pipeline.codec=aqsgd4"], "'pinned routes': codec aqsgd4", "such as int4"),
+    ([*PIPELINE, "pipeline.policy=swap"], "'swap of unequal stages': the first of 2 stages", "4 or 6 or more stages"),
+    ([*PIPELINE, "pipeline.polcy=swap"], "pipeline.polcy: there is no such key", "'policy'"),
 ]
 
 
@@ -213,13 +221,14 @@ def commands(folder, assignments):
         ["method.name=streaming", "method.options.fragments=5"],
         ["method.name=async", "method.options.enough=2"],
         ["method.name=demo", "train.optimizer=adamw"],
+        ["method.name=noloco", "pipeline.stages=1"],
     ],
     ids=str,
 )
 def test_a_command_refuses_with_code_2_and_leaves_no_trace(tmp_path, farflock_command, number, assignments):
     code, said = farflock_command(*commands(tmp_path, assignments)[number])
     assert code == 2
-    assert said.startswith("farflock: method")
+    assert said.startswith(("farflock: method", "farflock: the pipeline breaks the rule 'one group': method"))
 
 
 def test_the_demo_refuses_an_unknown_method_before_it_makes_its_folder(farflock_command, tmp_path):

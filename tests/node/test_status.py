@@ -31,7 +31,7 @@ class Links:
         return 0.0125
 
 
-def node_in(folder, members=("me", "other"), awaited=0, is_member=True):
+def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="replica"):
     """A node as far as its status is concerned."""
     port = SimpleNamespace(views=SimpleNamespace(newest=SimpleNamespace(number=3, peers=members)), counters={"x": 1})
     what = SimpleNamespace(stream="delta", round=4)
@@ -40,14 +40,21 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True):
         port=port,
         membership=SimpleNamespace(is_member=is_member, branch=None),
         pairing=SimpleNamespace(unsure_rounds=0),
+    )
+    part = SimpleNamespace(
+        peer=peer,
+        role=role,
+        step=0,
+        tokens=128,
+        trained_tokens=0,
+        last_loss=None,
+        work={"microbatches": 7},
+        stopping=False,
         waits=lambda: [SimpleNamespace(what=what, whom=("other",), left_s=2.0)],
     )
-    loop = SimpleNamespace(step=0, last_loss=None, stopping=False)
-    trainee = SimpleNamespace(tokens_per_step=64)
-    seat = SimpleNamespace(progress=lambda step: SimpleNamespace(tokens=128))
     return SimpleNamespace(
         machine=SimpleNamespace(folder=SimpleNamespace(path=folder)),
-        participant=SimpleNamespace(peer=peer, loop=loop, trainee=trainee, seat=seat),
+        participant=part,
         links=Links(),
         run="ab",
         invite=lambda: "farflock:x",
@@ -73,13 +80,16 @@ def test_what_is_written_can_be_read_and_says_who_is_waited_for(tmp_path):
         ({"awaited": 4}, "waits for members: 2 of 4 are here"),
         ({"awaited": 2}, "trains"),
         ({"is_member": False}, "trains, and waits to be admitted"),
+        ({"role": "trainer"}, "trains"),
+        ({"role": "stage:2"}, "serves stage 2"),
+        ({"role": "stage:2", "is_member": False}, "serves stage 2, and waits to be admitted"),
     ],
 )
 def test_it_says_what_the_node_does(tmp_path, fields, doing):
     node = node_in(tmp_path, **fields)
     assert StatusWriter(node).write().doing == doing
     assert StatusWriter(node).write("has ended").doing == "has ended"
-    node.participant.loop.stopping = True
+    node.participant.stopping = True
     assert StatusWriter(node).write().doing == "is leaving"
 
 
@@ -90,7 +100,7 @@ def test_the_pace_is_that_of_the_last_seconds(tmp_path):
         writing = asyncio.create_task(StatusWriter(node).run(shown.append))
         for second in range(3 * PACE_SAMPLES):
             await asyncio.sleep(1.0)
-            node.participant.loop.step += 5 if second < 2 * PACE_SAMPLES else 10
+            node.participant.trained_tokens += 64 * (5 if second < 2 * PACE_SAMPLES else 10)
         writing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await writing

@@ -1,0 +1,310 @@
+"""Whether the parts of a pipeline fit each other: rules that each have a name, asked before anything starts.
+
+A codec, a path policy and a method are chosen apart, and some of them cannot be together: found out on the way, that is a run
+which stands still or trains something else. What breaks a rule is refused by its name, with the reason and what is possible.
+
+Some say what any such pipeline needs (codecs that remember need pinned routes; a path begins where tokens are embedded and ends
+where the loss is; stages that change places are alike), others what our own books need. What holds by how things are built has
+no rule: every stage divides by its own count; servers refuse what comes rounds too late; models have no dropout; a recovery
+changes its own stage alone, and takes equal shapes alone (node/recovery.py); and codecs whose ends share parameters, which
+would have versions and projections, are not admitted.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farflock.compression.activation import ActivationContext, Direction, Scope
+from farflock.compression.activation_catalog import activation_codec
+from farflock.node import notes
+from farflock.node.errors import Usage
+from farflock.node.model import ModelConfig
+from farflock.node.participant import Plan
+from farflock.node.pipeline import PipelinePlan, Shapes
+from farflock.node.stage import BadSplit, even, split
+from farflock.optimizers.method import All, Exchange, Method
+from farflock.swarm.paths import Microbatch, PathPolicy
+from farflock.swarm.payloads import MAX_PAYLOAD_BYTES
+
+LOOKED_AT = 64  # microbatches of each of two lanes, whose paths are tried
+
+Breach = tuple[str, str]  # why it cannot be, and what to do
+
+
+class Uncomposable(Usage):
+    """Parts of a pipeline that cannot be together; `rule` names what they break."""
+
+    def __init__(self, rule: str, why: str, remedy: str) -> None:
+        super().__init__(f"the pipeline breaks the rule {rule!r}", why, remedy)
+        self.rule = rule
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is put together: the run's plan, how its model is cut, how its stages are synced, and how microbatches find their
+    way."""
+
+    plan: Plan
+    pipeline: PipelinePlan
+    method: Method
+    policy: PathPolicy
+
+    @property
+    def count(self) -> int:
+        """Of the stages."""
+        return len(self.pipeline.stages)
+
+    @property
+    def batch(self) -> int:
+        """Microbatches that a stage takes in per step."""
+        return self.pipeline.batch_tokens // (self.plan.batch * self.plan.seq)
+
+    @property
+    def orders(self) -> list[tuple[int, ...]]:
+        """The different orders in which microbatches take the stages, as far as they are tried."""
+        numbers = ((step, lane) for step in range(LOOKED_AT) for lane in range(2))
+        return sorted({self.policy.stage_order(Microbatch(step, 0, lane)) for step, lane in numbers})
+
+    @property
+    def streams(self) -> list[Exchange]:
+        """What the method exchanges of a stage: that its tensors are small here makes no difference to how."""
+        names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)]
+        return self.method.streams(Shapes(dict.fromkeys(names, (8, 8))))
+
+
+def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
+    """The layers of stages of these sizes; `Uncomposable` if they do not make up the model."""
+    require_untied(config, len(sizes))
+    try:
+        return split(config, sizes)
+    except BadSplit as error:
+        nearest = [len(span) for span in even(config, min(max(len(sizes), 1), config.layers))]
+        raise Uncomposable("all layers", str(error), f"choose {nearest}") from None
+
+
+def require_untied(config: ModelConfig, stages: int) -> None:
+    """`Uncomposable` if two of so many stages would have to share a tensor."""
+    if config.tied and stages > 1:
+        why = f"the head is the embedding, and they would be on the first and the last of {stages} stages"
+        raise Uncomposable("tied model", why, "set model.tied to false")
+
+
+def require_composable(parts: Parts) -> None:
+    """`Uncomposable` with the first rule that these parts break."""
+    for name, rule in RULES.items():
+        breach = rule(parts)
+        if breach is not None:
+            raise Uncomposable(name, *breach)
+
+
+# what a stage computes
+
+
+def _one_batch(parts: Parts) -> Breach | None:
+    """A step is as many microbatches as its stage's group takes in; nothing else accumulates."""
+    if parts.plan.accumulate == 1:
+        return None
+    why = f"train.accumulate is {parts.plan.accumulate}, and a step of a stage is made of pipeline.batch microbatches"
+    return why, f"set accumulate to 1, and pipeline.batch to {parts.plan.accumulate} times as many if that is meant"
+
+
+def _one_precision(parts: Parts) -> Breach | None:
+    """Who recomputes a pass must find what was computed: stages compute as their weights are."""
+    return (
+        ("train.autocast is on, and stages compute as they are kept", "set it to false")
+        if parts.plan.autocast
+        else None
+    )
+
+
+# codecs
+
+
+def _pinned_routes(parts: Parts) -> Breach | None:
+    """A codec that remembers an edge's samples needs a lane that keeps its servers."""
+    codec = parts.pipeline.codec
+    if scope_of(codec) != "edge_sample" or parts.policy.pinned:
+        return None
+    why = f"codec {codec} remembers what passed an edge, and policy {parts.pipeline.policy} takes another one each time"
+    return why, f"choose a codec that remembers nothing, such as {_without_memory(codec)}"
+
+
+def _no_memory(parts: Parts) -> Breach | None:
+    """Any server may compute a backward pass from its payloads, again and in any order."""
+    codec = parts.pipeline.codec
+    if scope_of(codec) != "edge_sample":
+        return None
+    why = f"codec {codec} reads a payload once, with what came before it, and a backward pass reads it again, anywhere"
+    return why, f"choose {_without_memory(codec)}, which has as many bits"
+
+
+def _shared_basis(parts: Parts) -> Breach | None:
+    """Both ends of such a codec hold the same parameters, which no run's terms can name yet."""
+    if scope_of(parts.pipeline.codec) != "shared_params":
+        return None
+    why = f"codec {parts.pipeline.codec} needs a basis that all peers hold alike, and a manifest names none"
+    return why, "choose int8, or int4"
+
+
+def scope_of(codec: str) -> Scope:
+    """What a codec's routes must grant; of those that cannot even be made without what they share, by name. `ValueError` for
+    one that is not known."""
+    return "shared_params" if re.split("[:+,]", codec)[0] == "subspace" else activation_codec(codec).scope
+
+
+def _without_memory(codec: str) -> str:
+    return "int4" if codec.startswith("aqsgd4") else "int8"
+
+
+def _payloads(parts: Parts) -> Breach | None:
+    """A call carries an activation, and its gradient, whole."""
+    plan, codec = parts.plan, activation_codec(parts.pipeline.codec)
+    most = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
+    remedy = f"set train.batch to {most} or less" if most else "shorten train.seq"
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        shape = (plan.batch, plan.seq, plan.model.dim)
+        try:
+            size = codec.max_bytes(ActivationContext(shape, plan.dtype, direction=direction))
+        except ValueError as error:
+            return str(error), remedy
+        if size > MAX_PAYLOAD_BYTES:
+            return (
+                f"a microbatch's {direction} payload has {size:,} bytes, a call carries {MAX_PAYLOAD_BYTES:,}",
+                remedy,
+            )
+    return None
+
+
+# paths
+
+
+def _first_stage(parts: Parts) -> Breach | None:
+    """Who begins elsewhere has no activations to begin with."""
+    for order in parts.orders:
+        if order[:1] != (0,):
+            return f"policy {parts.pipeline.policy} takes stages {list(order)}", "begin with stage 0, which embeds"
+    return None
+
+
+def _last_stage(parts: Parts) -> Breach | None:
+    """The loss is there."""
+    for order in parts.orders:
+        if order[-1] != parts.count - 1:
+            remedy = f"end with stage {parts.count - 1}, which has the head"
+            return f"policy {parts.pipeline.policy} takes stages {list(order)}", remedy
+    return None
+
+
+def _every_stage(parts: Parts) -> Breach | None:
+    """Counts are each stage's own, but rounds must keep step. A stage that is left out fills its
+    batches more slowly, until its rounds are too far back for any forward pass."""
+    for order in parts.orders:
+        if len(order) != len(set(order)):
+            return f"policy {parts.pipeline.policy} takes stages {list(order)}", "visit each stage once"
+        if missing := sorted(set(range(parts.count)) - set(order)):
+            why = f"policy {parts.pipeline.policy} takes stages {list(order)} without {missing}, whose rounds would stay behind"
+            return why, "visit each stage, as policies swarm, fixed, noloco and swap do"
+    return None
+
+
+def _equal_swaps(parts: Parts) -> Breach | None:
+    """Stages that change places take, give and are alike."""
+    spans = parts.pipeline.stages
+    kinds = [(stage == 0, stage == parts.count - 1, len(span)) for stage, span in enumerate(spans)]
+    for order in parts.orders:
+        for here, there in zip(sorted(order), order, strict=True):
+            if kinds[here] != kinds[there]:
+                why = f"policy {parts.pipeline.policy} puts stage {there} ({len(spans[there])} layers) in the place of"
+                return f"{why} stage {here} ({len(spans[here])})", "swap inner stages of equally many layers, or none"
+    return None
+
+
+# methods
+
+
+def _one_group(parts: Parts) -> Breach | None:
+    """A microbatch counts when a round of its stage's whole group names it."""
+    streams = parts.streams
+    if not streams:
+        why = f"method {parts.plan.method} exchanges nothing, so that no round names a microbatch"
+    elif any(exchange.group != All() for exchange in streams):
+        why = f"method {parts.plan.method} syncs parts of a group apart, and all of a stage must agree on what counts"
+    else:
+        return None
+    return why, "choose ddp, or a method whose rounds are everybody's, such as diloco"
+
+
+def _rounds_by_steps(parts: Parts) -> Breach | None:
+    """A trainer keeps what no round has named, so that rounds must come after so many microbatches, not after a time."""
+    round_s = getattr(parts.method, "round_s", None)
+    if round_s is None:
+        return None
+    return f"method {parts.plan.method} ends its rounds every {round_s:g} s", "leave round_s out and name a period"
+
+
+def _rounds_in_step(parts: Parts) -> Breach | None:
+    """Forward passes are taken within a few rounds of the one that their microbatch set out in, at every stage: each round must
+    stand for as many microbatches, and name them."""
+    streams = parts.streams
+    if streams[0].stride != 1:
+        why, remedy = (
+            f"has {streams[0].stride} streams by turns, of which one alone names microbatches",
+            "one fragment, or ",
+        )
+    elif any(exchange.enough for exchange in streams):
+        why, remedy = "ends a round whenever somebody's work is there", ""
+    elif any(exchange.apply_after for exchange in streams):
+        why, remedy = "trains on while a round is open", "no delay, or "
+    else:
+        return None
+    return f"method {parts.plan.method} {why}, so that stages' rounds run apart", f"choose {remedy}ddp or diloco"
+
+
+# microbatches on their way
+
+
+def _kept(parts: Parts) -> Breach | None:
+    """A lone trainer must be able to fill a round while the one before it is agreed upon."""
+    trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
+    needed = least_kept(parts.batch, steps, trainer.window)
+    if needed > notes.MAX_KEYS:
+        why = f"a round of {steps} steps of {parts.batch} microbatches asks a trainer to keep {needed}"
+        return f"{why}, of at most {notes.MAX_KEYS}", "lower pipeline.batch, or the method's period"
+    if trainer.kept >= needed:
+        return None
+    why = f"a round takes {steps} steps of {parts.batch} microbatches, and a trainer keeps {trainer.kept}"
+    return f"{why}, with {trainer.window} on their way", f"set pipeline.kept to {needed} or more"
+
+
+def least_kept(batch: int, steps: int, window: int) -> int:
+    """How many microbatches a trainer must be able to keep: two rounds of so many steps, and those on their way."""
+    return 2 * batch * steps + window
+
+
+def steps_of(options: Method | Mapping[str, Any]) -> int:
+    """Steps of a method, or of one with these options, between two rounds that name microbatches."""
+    for name in ("mask_period", "period"):
+        found = options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
+        if isinstance(found, int):
+            return found
+    return 1
+
+
+RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
+    "one batch": _one_batch,
+    "one precision": _one_precision,
+    "pinned routes": _pinned_routes,
+    "no memory": _no_memory,
+    "shared basis": _shared_basis,
+    "payload": _payloads,
+    "first stage": _first_stage,
+    "last stage": _last_stage,
+    "every stage": _every_stage,
+    "swap of unequal stages": _equal_swaps,
+    "one group": _one_group,
+    "rounds in step": _rounds_in_step,
+    "rounds by steps": _rounds_by_steps,
+    "kept microbatches": _kept,
+}

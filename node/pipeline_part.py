@@ -1,0 +1,86 @@
+"""A process's part in a pipeline: which stage this machine serves, whether it trains, and the node that does so.
+
+A founder with nothing else asked of it serves the first stage and trains; whoever joins serves the stage that fewest serve.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import psutil
+
+from farflock.node.errors import Usage
+from farflock.node.keeper import Keeper, last_of
+from farflock.node.manifest import Manifest
+from farflock.node.network import Machine
+from farflock.node.participant import Report
+from farflock.node.pipeline import Means, PipelineNode, PipelinePlan
+from farflock.node.stage_room import require_stage_room
+from farflock.node.stage_state import living
+from farflock.node.tokenizer import Tokens
+from farflock.node.worker import Worker
+from farflock.swarm.links import PeerId
+from farflock.swarm.peer import Peer
+from farflock.swarm.roles import NOTHING, role_of, stage_of
+
+ROLES = ("auto", "trainer", "stage", "stage:N")
+
+
+def founders(role: str, pipeline: PipelinePlan) -> tuple[int, bool]:
+    """The stage that a founder serves (`NOTHING` for none), and whether it trains."""
+    return (0, True) if role == "auto" else _named(role, pipeline) or (0, False)
+
+
+async def joiners(
+    role: str, pipeline: PipelinePlan, peer: Peer, records: Sequence[bytes], timeout_s: float
+) -> tuple[int, bool]:
+    """The same for who joins: of what is left to this machine's choice, the stage that fewest serve by the members' own list,
+    which knows who is gone before the directory does. `TimeoutError` if no member answers."""
+    if (named := _named(role, pipeline)) is not None:
+        return named
+    await peer.meet(records, timeout_s)
+    return emptiest(living(peer, len(pipeline.stages)), peer.me), False
+
+
+def emptiest(servers: Sequence[int], me: PeerId) -> int:
+    """The stage that fewest others serve; of several one that depends on who asks: not all who come at once go to the same."""
+
+    def chance(stage: int) -> bytes:
+        return hashlib.sha256(f"{me}/{stage}".encode()).digest()
+
+    return min(range(len(servers)), key=lambda stage: (servers[stage], chance(stage)))
+
+
+def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
+    """What the option says; None where it leaves the choice. `Usage` for a role that there is not."""
+    stages = len(pipeline.stages)
+    if role in ("auto", "stage"):
+        return None
+    if role == "trainer":
+        return NOTHING, True
+    if 0 <= (stage := stage_of(role)) < stages:
+        return stage, False
+    raise Usage(
+        "--role", f"{role!r} is none in a run of {stages} stages", f"choose from {', '.join(ROLES)}, N below {stages}"
+    )
+
+
+def part_of(
+    machine: Machine, manifest: Manifest, run: str, peer: Peer, tokens: Tokens, report: Report, stage: int, trains: bool
+) -> tuple[PipelineNode, Keeper | None]:
+    """The node, and what keeps its stage's checkpoints. All that computes has one thread: no pass may see weights that a step
+    is just changing."""
+    pipeline = manifest.pipeline_plan()
+    assert pipeline is not None, "a run of whole models has no stages"
+    plan, worker = manifest.plan(), Worker("stage")
+    if stage != NOTHING:
+        require_stage_room(plan, pipeline, stage, int(psutil.virtual_memory().available))
+    saved = last_of(machine.folder, run, role_of(stage)) if stage != NOTHING else None
+    means = Means(worker, lambda work, cost: worker(work), worker, report)
+    node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, saved)
+    if node.serving is None:
+        return node, None
+    keeper = Keeper(
+        node.serving, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s, role_of(stage)
+    )
+    node.serving.loop.pause = keeper.pause
+    return node, keeper

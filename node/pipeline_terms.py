@@ -1,0 +1,129 @@
+"""[pipeline]: how a run's model is cut into stages and what is agreed upon between them, as a part of its manifest.
+
+A run without this table trains whole models. What is left out has a default; resolved, every number is spelt out.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from farflock.node import notes
+from farflock.node.asymmetric import MAX_STAGES
+from farflock.node.composition import (
+    Parts,
+    Uncomposable,
+    least_kept,
+    require_composable,
+    require_split,
+    require_untied,
+    scope_of,
+    steps_of,
+)
+from farflock.node.errors import Usage
+from farflock.node.model import ModelConfig
+from farflock.node.nearest import nearest
+from farflock.node.participant import Plan
+from farflock.node.pipeline import POLICIES, PipelinePlan
+from farflock.node.stage import BadSplit, even
+from farflock.node.stage_server import ServerTerms
+from farflock.node.trainer import TrainerTerms
+from farflock.optimizers.method import Method
+from farflock.swarm.swapping import RULE as SWAP_RULE
+from farflock.swarm.swapping import BadSwap
+
+METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual one syncs in pairs
+BATCH = 16
+SKIP = "skip"  # a policy that there is, and that a run cannot have yet
+_SERVER, _TRAINER = ServerTerms(), TrainerTerms()
+
+Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Microbatches = Annotated[int, msgspec.Meta(ge=1, le=notes.MAX_KEYS)]
+Seconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[pipeline]. `stages` are the layers of each stage; a founder may name how many stages there are instead, of nearly
+    equally many layers each (unequal ones, for machines that were measured, come from the planner, node/asymmetric.py, and are
+    then written down here). A stage steps once its group has taken in `batch` microbatches, which are train.batch sequences of
+    train.seq tokens. Activations go as `codec` between stages, on paths of a `policy`.
+
+    Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
+    gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
+    `window` microbatches are on their way and `kept` are there in all, and it asks somebody else after `forward_timeout_s` and
+    `backward_timeout_s`."""
+
+    stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
+    batch: Microbatches = BATCH
+    codec: Name = "int8"
+    policy: Name = "swarm"
+    queue: Few = _SERVER.queue
+    together: Few = _SERVER.together
+    places: Few = _SERVER.places
+    lease_s: Seconds = _SERVER.lease_s
+    staleness: Annotated[int, msgspec.Meta(ge=0, le=1024)] = _SERVER.staleness
+    window: Few = _TRAINER.window
+    kept: Microbatches = _TRAINER.kept
+    forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
+    backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
+
+
+def fill_pipeline(table: dict[str, Any]) -> None:
+    """Spell out what follows from the other tables: the layers of so many stages, and how many microbatches a trainer must
+    keep. What is wrong is left as it is, and said when all is read."""
+    pipeline = dict(table["pipeline"])
+    stages, batch = pipeline.get("stages"), pipeline.get("batch", BATCH)
+    if isinstance(stages, int) and not isinstance(stages, bool):
+        pipeline["stages"] = _sizes(stages, table["model"])
+    window = pipeline.get("window", _TRAINER.window)
+    if "kept" not in pipeline and isinstance(batch, int) and isinstance(window, int):
+        needed = least_kept(batch, steps_of(table["method"]["options"]), window)
+        pipeline["kept"] = _TRAINER.kept if needed > notes.MAX_KEYS else max(needed, _TRAINER.kept)
+    table["pipeline"] = pipeline
+
+
+def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
+    try:
+        config = msgspec.convert(model, ModelConfig)
+    except msgspec.ValidationError:
+        return [1]  # the model is refused for what it is
+    require_untied(config, stages)
+    try:
+        return [len(span) for span in even(config, stages)]
+    except BadSplit as error:
+        raise Uncomposable("all layers", str(error), f"choose {min(max(stages, 1), config.layers)}") from None
+
+
+def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
+    """What all nodes of such a run do alike; `Uncomposable` if the stages are not the model's."""
+    return PipelinePlan(
+        require_split(plan.model, terms.stages),
+        terms.batch * plan.batch * plan.seq,
+        terms.codec,
+        terms.policy,
+        ServerTerms(terms.queue, terms.together, terms.places, terms.lease_s, terms.staleness),
+        TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
+    )
+
+
+def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
+    """`Usage` for what cannot run: names that are not known, numbers that leave nothing possible, and parts that do not fit
+    each other (`Uncomposable`, with the rule's name)."""
+    if terms.policy == SKIP:
+        why = "its paths leave stages out, whose batches would fill more slowly and whose rounds would stay behind"
+        raise Uncomposable("every stage", why, f"choose from {', '.join(POLICIES)}")
+    if terms.policy not in POLICIES:
+        raise Usage("pipeline.policy", f"{terms.policy!r} is not known", nearest(terms.policy, POLICIES))
+    if terms.window > terms.kept:
+        why = f"{terms.window} microbatches on their way are more than the {terms.kept} that are kept in all"
+        raise Usage("pipeline.window", why, f"set it to {terms.kept} or less, or enlarge pipeline.kept")
+    try:
+        scope_of(terms.codec)
+    except ValueError as error:
+        raise Usage("pipeline.codec", str(error), "") from None
+    pipeline = plan_of(terms, plan)
+    try:
+        policy = POLICIES[terms.policy](terms.stages, plan.run_seed, "")
+    except BadSwap as error:
+        raise Uncomposable(SWAP_RULE, str(error).removeprefix(f"{SWAP_RULE}: "), "") from None
+    require_composable(Parts(plan, pipeline, made, policy))

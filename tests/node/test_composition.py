@@ -1,0 +1,178 @@
+"""Each rule of composition refuses what breaks it, by its name, with what is possible instead."""
+
+import dataclasses
+
+import pytest
+
+from farflock.node.composition import (
+    RULES,
+    Parts,
+    Uncomposable,
+    least_kept,
+    require_composable,
+    require_split,
+    scope_of,
+    steps_of,
+)
+from farflock.node.errors import Usage
+from farflock.node.model import ModelConfig
+from farflock.node.participant import Plan
+from farflock.node.pipeline import POLICIES, PipelinePlan
+from farflock.node.stage import split
+from farflock.node.stage_server import ServerTerms
+from farflock.node.trainer import TrainerTerms
+from farflock.optimizers.catalog import METHODS, method, options_of
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+from farflock.swarm.skipping import Following, Stop
+from farflock.swarm.skipping import Plan as SkipPlan
+
+MODEL = ModelConfig(dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=32, context=64, tied=False)
+SIZES = (1, 2, 2, 1)
+
+
+class Ordered:
+    """A policy whose microbatches take these orders in turn."""
+
+    def __init__(self, *orders, pinned=False):
+        self._orders, self.pinned = orders, pinned
+
+    def stage_order(self, microbatch):
+        return self._orders[(microbatch.step + microbatch.lane) % len(self._orders)]
+
+
+def parts(policy="swarm", sizes=SIZES, name="ddp", options=None, codec="int8", batch=16, kept=256, window=8, **plan):
+    run = Plan(1, MODEL, InnerConfig(), Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
+    trainer = TrainerTerms(window=window, kept=kept)
+    called = policy if isinstance(policy, str) else "planned"
+    pipeline = PipelinePlan(split(MODEL, sizes), batch * run.batch * run.seq, codec, called, ServerTerms(), trainer)
+    made = POLICIES[policy](sizes, 1, "me") if isinstance(policy, str) else policy
+    return Parts(run, pipeline, method(name, **run.options), made)
+
+
+def refusal(given):
+    with pytest.raises(Uncomposable) as refused:
+        require_composable(given)
+    assert f"'{refused.value.rule}'" in str(refused.value)
+    assert refused.value.remedy
+    assert refused.value.exit_code == Usage.exit_code
+    return refused.value
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4,int8", "topk:410/4096", "hadamard4"])
+def test_what_fits_is_not_refused(policy, codec):
+    require_composable(parts(policy, codec=codec))
+
+
+def test_a_pipeline_of_one_stage_is_one():
+    require_composable(parts(sizes=(6,)))
+
+
+def skipping(*orders):
+    paths = tuple(tuple(Stop(stage, "somebody") for stage in order) for order in orders)
+    return Following(SkipPlan((paths,), 1), len(SIZES))
+
+
+BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
+    ("one batch", {"accumulate": 3}, "train.accumulate is 3", "3 times as many"),
+    ("one precision", {"autocast": True}, "train.autocast", "false"),
+    ("pinned routes", {"codec": "aqsgd4"}, "policy swarm takes another one each time", "int4"),
+    ("pinned routes", {"codec": "aqsgd8,int8", "policy": "noloco"}, "policy noloco", "int8"),
+    ("no memory", {"codec": "aqsgd8", "policy": "fixed"}, "reads it again", "choose int8"),
+    ("shared basis", {"codec": "subspace:4"}, "a basis that all peers hold alike", "int8"),
+    ("first stage", {"policy": skipping((1, 2, 3))}, "stages [1, 2, 3]", "begin with stage 0"),
+    ("first stage", {"policy": Ordered((0, 1, 2, 3), (1, 0, 2, 3))}, "stages [1, 0, 2, 3]", "begin with stage 0"),
+    ("first stage", {"policy": Ordered(())}, "stages []", "begin with stage 0"),
+    ("last stage", {"policy": Ordered((0, 1, 3, 2))}, "stages [0, 1, 3, 2]", "end with stage 3"),
+    ("last stage", {"policy": skipping((0, 1, 2, 3), (0, 1, 2))}, "stages [0, 1, 2]", "end with stage 3"),
+    ("every stage", {"policy": skipping((0, 1, 3), (0, 2, 3))}, "without [2]", "as policies swarm, fixed, noloco"),
+    ("every stage", {"policy": Ordered((0, 1, 1, 2, 3))}, "stages [0, 1, 1, 2, 3]", "each stage once"),
+    ("swap of unequal stages", {"sizes": (1, 1, 3, 1), "policy": Ordered((0, 2, 1, 3))}, "(3 layers)", "equally many"),
+    ("one group", {"name": "noloco"}, "noloco syncs parts of a group apart", "ddp"),
+    ("one group", {"name": "local"}, "local exchanges nothing", "diloco"),
+    ("rounds in step", {"name": "async"}, "whenever somebody's work is there", "choose ddp"),
+    ("rounds in step", {"name": "co2"}, "trains on while a round is open", "no delay, or ddp"),
+    (
+        "rounds in step",
+        {"name": "streaming", "options": {"fragments": 3}},
+        "has 3 streams by turns",
+        "one fragment, or ddp",
+    ),
+    ("rounds by steps", {"name": "diloco", "options": {"round_s": 60.0}}, "every 60 s", "name a period"),
+    ("kept microbatches", {"kept": 39}, "1 steps of 16 microbatches, and a trainer keeps 39, with 8", "to 40 or more"),
+    ("kept microbatches", {"name": "diloco", "options": {"period": 10}}, "10 steps of 16", "pipeline.kept to 328"),
+    ("kept microbatches", {"batch": 9000, "kept": 16_384}, "of at most 16384", "lower pipeline.batch"),
+]
+
+
+@pytest.mark.parametrize(("rule", "given", "says", "offers"), BROKEN, ids=lambda given: str(given)[:40])
+def test_what_breaks_a_rule_is_refused_by_its_name(rule, given, says, offers):
+    refused = refusal(parts(**given))
+    assert refused.rule == rule
+    assert says in refused.why
+    assert offers in refused.remedy
+
+
+def test_every_rule_is_tried_here():
+    assert {rule for rule, *_ in BROKEN} | {"payload"} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"), [(20_000, "forward payload has 81,920,000 bytes"), (300_000, "is not possible")]
+)
+def test_an_activation_has_to_fit_a_call_and_the_batch_that_is_offered_does(batch, says):
+    refused = refusal(of_microbatches(batch))
+    assert refused.rule == "payload"
+    assert says in refused.why
+    most = int(refused.remedy.removeprefix("set train.batch to ").removesuffix(" or less"))
+    require_composable(of_microbatches(most))
+    assert refusal(of_microbatches(most + 1)).rule == "payload"
+
+
+def of_microbatches(sequences):
+    """Parts whose microbatches have so many sequences of 64 tokens."""
+    made = parts(seq=64, codec="raw")
+    plan = dataclasses.replace(made.plan, batch=sequences)
+    pipeline = dataclasses.replace(made.pipeline, batch_tokens=16 * sequences * plan.seq)
+    return dataclasses.replace(made, plan=plan, pipeline=pipeline)
+
+
+def test_as_many_microbatches_as_it_asks_for_are_enough():
+    for batch, period in ((1, 1), (16, 3), (5, 40)):
+        needed = least_kept(batch, period, 8)
+        options = {"name": "diloco", "options": {"period": period}, "batch": batch}
+        require_composable(parts(kept=needed, **options))
+        assert refusal(parts(kept=needed - 1, **options)).rule == "kept microbatches"
+
+
+def test_the_layers_of_stages_are_the_models_and_equal_ones_are_offered():
+    assert require_split(MODEL, [4, 2]) == (range(4), range(4, 6))
+    for sizes, offered in (([4, 1], "[3, 3]"), ([2] * 7, "[1, 1, 1, 1, 1, 1]"), ([0, 6], "[3, 3]"), ([], "[6]")):
+        with pytest.raises(Uncomposable, match="'all layers'") as refused:
+            require_split(MODEL, sizes)
+        assert refused.value.remedy == f"choose {offered}"
+
+
+def test_a_head_that_is_the_embedding_is_on_one_stage():
+    tied = ModelConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=32, context=64)
+    assert require_split(tied, [2]) == (range(2),)
+    with pytest.raises(Uncomposable, match=r"'tied model'.* set model.tied to false"):
+        require_split(tied, [1, 1])
+
+
+def test_the_scope_of_a_codec_is_known_from_its_name():
+    scopes = {name: scope_of(name) for name in ("int8", "raw", "aqsgd4", "subspace:40", "subspace:40+bf16")}
+    assert list(scopes.values()) == ["memoryless", "memoryless", "edge_sample", "shared_params", "shared_params"]
+    for unknown in ("subspaces:4", "ecsq:98", ""):
+        with pytest.raises(ValueError, match="is not known"):
+            scope_of(unknown)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_how_often_a_method_names_microbatches_is_what_its_options_say(name):
+    options = {"period": 12} if "period" in options_of(name) else {}
+    made = method(name, **options)
+    expected = getattr(made, "mask_period", getattr(made, "period", 1))
+    assert steps_of(made) == expected
+    assert steps_of({option: getattr(made, option) for option in options_of(name)}) == expected

@@ -1,0 +1,180 @@
+"""[pipeline] resolves to one text and one plan, and says where it is wrong."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflock.node.composition import Uncomposable
+from farflock.node.errors import Refused, Usage
+from farflock.node.manifest import load, parse, resolve
+from farflock.node.pipeline import POLICIES, PipelinePlan
+from farflock.node.stage_server import ServerTerms
+from farflock.node.trainer import TrainerTerms
+
+SHA = "0" * 64
+
+
+def resolved(pipeline, *assignments, **tables):
+    given = {"model": {"preset": "demo", "tied": False}, "data": {"sha256": SHA}, "pipeline": pipeline}
+    return resolve(given | tables, assignments)
+
+
+# resolving
+
+
+def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out():
+    manifest = resolved({"stages": 3})
+    assert manifest.pipeline.stages == (1, 2, 1)
+    text = manifest.canonical().decode()
+    assert '[pipeline]\nstages = [1, 2, 1]\nbatch = 16\ncodec = "int8"\npolicy = "swarm"\n' in text
+    assert all(f"\n{name} = " in text for name in manifest.pipeline.__struct_fields__)
+    assert manifest == resolved({"stages": [1, 2, 1]})
+    assert manifest.hash() == resolved({"stages": [1, 2, 1]}).hash()
+
+
+def test_the_plan_is_what_the_terms_say():
+    server, trainer = ServerTerms(5, 2, 3, 7.5, 2), TrainerTerms(6, 99, 4.0, 9.0)
+    terms = {"stages": [3, 1], "batch": 4, "codec": "int4,int8", "policy": "noloco", "queue": 5, "together": 2}
+    terms |= {"places": 3, "lease_s": 7.5, "staleness": 2, "window": 6, "kept": 99}
+    terms |= {"forward_timeout_s": 4, "backward_timeout_s": 9}
+    manifest = resolved(terms, "train.batch=2", "train.seq=32")
+    expected = PipelinePlan((range(3), range(3, 4)), 4 * 2 * 32, "int4,int8", "noloco", server, trainer)
+    assert manifest.pipeline_plan() == expected
+
+
+def test_without_the_table_a_run_is_of_whole_models():
+    manifest = resolve({"data": {"sha256": SHA}})
+    assert (manifest.pipeline, manifest.pipeline_plan()) == (None, None)
+    assert "pipeline" not in manifest.canonical().decode()
+
+
+def test_a_pipeline_is_synced_by_everybodys_gradients_unless_its_founder_says_otherwise():
+    assert resolved({"stages": 2}).method.name == "ddp"
+    assert resolved({"stages": 2}, method={"name": "sparseloco"}).method.name == "sparseloco"
+
+
+def test_a_trainer_keeps_as_many_microbatches_as_two_rounds_take():
+    assert resolved({"stages": 2}).pipeline.kept == TrainerTerms().kept
+    method = {"name": "diloco", "options": {"period": 20}}
+    assert resolved({"stages": 2, "window": 5}, method=method).pipeline.kept == 2 * 16 * 20 + 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stages=st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    batch=st.integers(1, 4000),
+    codec=st.sampled_from(["raw", "int8", "int4,int8", "hadamard8:32", "topk:410/4096"]),
+    policy=st.sampled_from(sorted(set(POLICIES) - {"swap"})),
+    lease_s=st.floats(1, 3600),
+    staleness=st.integers(0, 9),
+)
+def test_any_pipeline_survives_the_round_trip(stages, **terms):
+    tables = {"model": {"preset": "demo", "tied": False, "layers": sum(stages)}}
+    manifest = resolved({"stages": stages, **terms}, **tables)
+    again = parse(manifest.canonical())
+    assert again == manifest
+    assert again.canonical() == manifest.canonical()
+    assert again.pipeline_plan() == manifest.pipeline_plan()
+
+
+def test_a_pipelines_id_depends_on_every_one_of_its_terms():
+    changes = [
+        {},
+        {"batch": 17},
+        {"codec": "int4"},
+        {"policy": "fixed"},
+        {"staleness": 2},
+        {"kept": 300},
+        {"places": 5},
+    ]
+    assert len({resolved({"stages": 2, **change}).run_id("founder") for change in changes}) == len(changes)
+
+
+def test_the_run_that_is_shipped_can_be_started(pytestconfig):
+    manifest = load(pytestconfig.rootpath / "experiments/runs/pipeline.toml")
+    assert manifest.pipeline.stages == (2, 2, 2)
+    assert parse(manifest.canonical()) == manifest
+
+
+# what is wrong
+
+WRONG = [
+    ({"stages": 3, "btach": 2}, "pipeline.btach: there is no such key", "'batch'"),
+    ({"batch": 2}, "pipeline.stages: it is missing", "give it a value"),
+    ({"stages": "three"}, "pipeline.stages: 'three'", "`array`"),
+    ({"stages": True}, "pipeline.stages", "`array`"),
+    ({"stages": []}, "pipeline.stages", "length >= 1"),
+    ({"stages": [1] * 65}, "pipeline.stages", "length <= 64"),
+    ({"stages": [2, 0, 2]}, "pipeline.stages", ">= 1"),
+    ({"stages": 5}, "'all layers': 4 layers make 1 to 4 stages, not 5", "choose 4"),
+    ({"stages": 0}, "'all layers'", "choose 1"),
+    ({"stages": [1, 2]}, "'all layers': stages of [1, 2] layers are 3 in all, the model has 4", "choose [2, 2]"),
+    ({"stages": 2, "batch": 0}, "pipeline.batch: 0", ">= 1"),
+    ({"stages": 2, "batch": "x", "window": None}, "pipeline.", "Expected"),
+    ({"stages": 2, "batch": 10_000}, "'kept microbatches'", "lower pipeline.batch"),
+    ({"stages": 2, "kept": 20}, "pipeline.window: 64 microbatches", "set it to 20 or less"),
+    ({"stages": 2, "kept": 40, "window": 20}, "'kept microbatches'", "set pipeline.kept to 52"),
+    ({"stages": 2, "codec": "itn8"}, "pipeline.codec: activation codec 'itn8' is not known", "'int8'"),
+    ({"stages": 2, "codec": "int8,raw"}, "pipeline.codec", "raw goes both ways"),
+    ({"stages": 2, "codec": "aqsgd4"}, "'pinned routes'", "int4"),
+    ({"stages": 2, "codec": "subspace:40+bf16"}, "'shared basis'", "int8"),
+    ({"stages": 2, "policy": "swrm"}, "pipeline.policy: 'swrm' is not known", "'swarm'"),
+    ({"stages": 2, "policy": "skip"}, "'every stage'", "choose from swarm, fixed, noloco, swap"),
+    ({"stages": 3, "policy": "swap"}, "'swap of unequal stages'", "take 4 or 6 or more stages"),
+    ({"stages": 2, "staleness": -1}, "pipeline.staleness: -1", ">= 0"),
+    ({"stages": 2, "lease_s": float("nan")}, "pipeline.lease_s: nan", ">= 1.0"),
+    ({"stages": 2, "forward_timeout_s": 0}, "pipeline.forward_timeout_s: 0", ">= 1"),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "says", "offers"), WRONG, ids=lambda given: str(given)[:50])
+def test_what_is_wrong_is_named_with_what_is_possible(pipeline, says, offers):
+    with pytest.raises(Usage) as refused:
+        resolved(pipeline)
+    assert says in str(refused.value)
+    assert offers in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("stages", [3, [2, 2]])
+def test_a_model_whose_head_is_its_embedding_has_one_stage(stages):
+    with pytest.raises(Uncomposable, match=r"'tied model'.*set model.tied to false"):
+        resolved({"stages": stages}, "model.tied=true")
+    assert resolved({"stages": 1}, "model.tied=true").pipeline.stages == (4,)
+
+
+def test_stages_that_change_places_have_equally_many_layers():
+    terms = {"stages": [1, 1, 2, 1], "policy": "swap"}
+    with pytest.raises(
+        Uncomposable, match="'swap of unequal stages': stages 1 and 2 have 1 and 2 layers; give them equally"
+    ):
+        resolved(terms, "model.layers=5")
+    assert resolved(terms | {"stages": [1, 2, 2, 1]}, "model.layers=6").pipeline.policy == "swap"
+
+
+def test_a_model_that_cannot_be_is_refused_as_such():
+    with pytest.raises(Usage, match=r"model.layers: 'x' is not possible"):
+        resolved({"stages": 3}, "model.layers=x")
+    with pytest.raises(Usage, match=r"a width of 97 gives 4 heads no even share"):
+        resolved({"stages": 3}, "model.dim=97")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("stages = [1, 2, 1]", "stages = 3"),
+        ("stages = [1, 2, 1]", "stages = [1, 2, 9223372036854775807]"),
+        ("stages = [1, 2, 1]", "stages = [4, -1, 1]"),
+        ('codec = "int8"\npolicy', 'codec = "subspace:9999999"\npolicy'),
+        ('codec = "int8"\npolicy', 'codec = "topk:1/1,mask,mask"\npolicy'),
+        ('policy = "swarm"', 'policy = "__class__"'),
+        ("batch = 16", "batch = 1000000000000"),
+        ("layers = 4", "layers = 1024"),
+        ("dim = 96", "dim = 65536"),
+    ],
+)
+def test_a_strangers_pipeline_that_cannot_run_is_refused_by_the_joiner(old, new):
+    text = resolved({"stages": 3}, "train.batch=300").canonical().decode()
+    assert text.count(old) == 1
+    with pytest.raises(Refused):
+        parse(text.replace(old, new))

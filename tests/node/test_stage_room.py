@@ -1,0 +1,47 @@
+"""A stage that cannot fit is refused by arithmetic alone, with the numbers and a stage that fits."""
+
+import math
+
+import pytest
+
+from farflock.node.composition import Uncomposable
+from farflock.node.manifest import resolve
+from farflock.node.stage_room import needed_stage_bytes, require_stage_room, stage_parameters
+from farflock.node.stage_tensors import shapes_of
+
+
+def planned(stages, **terms):
+    model = {"preset": "demo", "layers": 6, "tied": False}
+    manifest = resolve({"model": model, "data": {"sha256": "0" * 64}, "pipeline": {"stages": stages, **terms}})
+    return manifest.plan(), manifest.pipeline_plan()
+
+
+def test_the_weights_of_a_stage_are_counted_as_it_has_them():
+    plan, pipeline = planned([1, 3, 2])
+    for span in pipeline.stages:
+        shapes = shapes_of(plan.model, span).values()
+        assert stage_parameters(plan.model, span) == sum(math.prod(shape) for shape in shapes)
+    whole = planned([6])[1].stages[0]
+    assert stage_parameters(plan.model, whole) == plan.model.parameters()
+
+
+def test_more_layers_gradients_and_waiting_passes_take_more_memory():
+    needed = needed_stage_bytes(*planned([1, 3, 2]), 1)
+    assert needed_stage_bytes(*planned([1, 4, 1]), 1) > needed
+    assert needed_stage_bytes(*planned([1, 3, 2], places=5), 1) > needed
+    assert needed_stage_bytes(*planned([1, 3, 2], queue=33), 1) > needed
+    assert needed_stage_bytes(*planned([1, 3, 2], codec="raw"), 1) > needed
+
+
+def test_a_stage_that_fits_no_machine_is_refused_by_the_rules_name_with_one_that_fits():
+    plan, pipeline = planned([1, 4, 1])
+    small, large = (needed_stage_bytes(plan, pipeline, stage) for stage in (0, 1))
+    require_stage_room(plan, pipeline, 1, large)
+    require_stage_room(plan, pipeline, 1, small, large)
+    with pytest.raises(Uncomposable) as refused:
+        require_stage_room(plan, pipeline, 1, small, large - 1)
+    assert refused.value.rule == "stage that fits nobody"
+    assert f"takes about {large / 1e6:,.0f} MB of memory" in refused.value.why
+    assert refused.value.remedy.startswith("serve stage 0, or cut the model into more stages")
+    with pytest.raises(Uncomposable, match="; cut the model into more stages"):
+        require_stage_room(plan, pipeline, 1)

@@ -1,0 +1,156 @@
+"""How much a stage has taken in: everybody adds up what it hears of the living, for the round that is next."""
+
+import asyncio
+import collections
+
+from farflock.swarm.messages import Key, Tally
+from farflock.swarm.roles import EVERY, NOTHING
+from farflock.swarm.tallies import REPEAT_S, Tallies
+from farflock.swarm.views import Certified, Chain, Member, View, genesis
+
+STREAM = "grad/1"
+MEMBERS = (
+    Member("me", 1, 1),
+    Member("mate", 1, 1),
+    Member("other", 1, 0),
+    Member("all", 1, EVERY),
+    Member("t", 1, NOTHING),
+)
+
+
+class Port:
+    """What tallies need of a port."""
+
+    me = "me"
+
+    def __init__(self, members=MEMBERS):
+        first = genesis("run", members[0])
+        self.views = Chain("run", [Certified(View(1, first.hash, 0, members))])
+        self.sent, self.dead, self.time_s, self.counters = [], set(), 0.0, collections.Counter()
+
+    def now(self):
+        return self.time_s
+
+    def send(self, peer, message):
+        self.sent.append((peer, message))
+
+    def gone(self, view, peer):
+        return peer in self.dead
+
+    def drop(self, reason):
+        self.counters[reason] += 1
+
+
+def made():
+    port = Port()
+    tallies = Tallies(port)
+    tallies.say(STREAM, 1, 4, 10)
+    return port, tallies
+
+
+def heard(tallies, sender, number, tokens, life=1, stream=STREAM):
+    tallies.changed.clear()
+    tallies.receive(sender, life, Tally(Key(stream, number), tokens))
+    return tallies.changed.is_set()
+
+
+def test_a_number_is_told_to_those_who_serve_the_stage_and_to_nobody_else():
+    port, _ = made()
+    assert port.sent == [(peer, Tally(Key(STREAM, 4), 10)) for peer in ("mate", "all")]
+
+
+def test_the_sum_is_that_of_the_living_members_of_the_stage():
+    port, tallies = made()
+    assert tallies.total(STREAM) == 10
+    assert heard(tallies, "mate", 4, 7)
+    assert heard(tallies, "all", 4, 100)
+    assert tallies.total(STREAM) == 117
+    port.dead.add("mate")
+    assert tallies.total(STREAM) == 110
+    port.dead.add("me")
+    assert tallies.total(STREAM) == 110, "nobody is gone to itself"
+
+
+def test_a_newer_number_replaces_an_older_one_and_not_the_other_way_round():
+    _, tallies = made()
+    assert heard(tallies, "mate", 4, 7)
+    assert heard(tallies, "mate", 4, 9)
+    assert not heard(tallies, "mate", 4, 8), "it was late"
+    assert not heard(tallies, "mate", 3, 50)
+    assert tallies.total(STREAM) == 19
+
+
+def test_what_is_for_another_round_does_not_count_till_this_one_is_there():
+    _, tallies = made()
+    heard(tallies, "mate", 5, 7)
+    assert tallies.total(STREAM) == 10
+    tallies.say(STREAM, 1, 5, 2)
+    assert tallies.total(STREAM) == 9
+    tallies.say(STREAM, 1, 6, 0)
+    assert tallies.total(STREAM) == 0
+
+
+def test_others_lives_stages_and_streams_are_dropped_and_counted():
+    port, tallies = made()
+    for sender, life, stream in (("other", 1, STREAM), ("t", 1, STREAM), ("mate", 2, STREAM), ("stranger", 1, STREAM)):
+        assert not heard(tallies, sender, 4, 1000, life, stream)
+    assert not heard(tallies, "mate", 4, 1000, stream="unheard-of")
+    assert port.counters["tally of somebody else"] == 5
+    assert tallies.total(STREAM) == 10
+    assert tallies.total("unheard-of") == 0
+
+
+def test_who_serves_another_stage_in_the_next_view_counts_no_more():
+    port, tallies = made()
+    heard(tallies, "mate", 4, 7)
+    moved = (MEMBERS[0], Member("mate", 2, 0), *MEMBERS[2:])
+    port.views.views.append(Certified(View(2, bytes(32), 0, moved)))
+    assert tallies.total(STREAM) == 10
+
+
+def test_only_a_change_is_told_at_once_and_everything_again_after_a_while():
+    port, tallies = made()
+    port.sent.clear()
+    tallies.say(STREAM, 1, 4, 10)
+    assert port.sent == []
+    port.time_s = REPEAT_S - 0.01
+    tallies.tick()
+    assert port.sent == []
+    port.time_s = REPEAT_S
+    tallies.tick()
+    tallies.tick()
+    assert [peer for peer, _ in port.sent] == ["mate", "all"]
+    tallies.say(STREAM, 1, 4, 11)
+    assert port.sent[-1][1].tokens == 11
+
+
+def test_who_has_closed_says_nothing_any_more():
+    port, tallies = made()
+    port.sent.clear()
+    tallies.close()
+    port.time_s = 10.0
+    tallies.tick()
+    assert port.sent == []
+    assert tallies.total(STREAM) == 0
+
+
+def test_what_is_remembered_of_others_is_bounded_by_the_view():
+    port, tallies = made()
+    for number in range(40):
+        name = f"p{number}"
+        port.views.views.append(Certified(View(number + 2, bytes(32), 0, (MEMBERS[0], Member(name, 1, 1)))))
+        heard(tallies, name, 4, 1)
+    assert len(tallies._books[STREAM].told) <= 3
+
+
+def test_who_waits_is_woken_by_the_first_change():
+    async def main():
+        _, tallies = made()
+        tallies.changed.clear()
+        waiting = asyncio.create_task(tallies.changed.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        tallies.receive("mate", 1, Tally(Key(STREAM, 4), 1))
+        await asyncio.wait_for(waiting, 1)
+
+    asyncio.run(main())
