@@ -21,6 +21,7 @@ from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.model import Llama, build
 from farflock.node.participant import Participant, Plan
+from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
 from farflock.node.resume import take_up_state
@@ -33,9 +34,10 @@ from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of,
 from farflock.node.stage_tensors import shapes_of
 from farflock.node.stage_trainee import Batch, StageTrainee, gated
 from farflock.node.tokenizer import Tokens
-from farflock.node.trainer import Trainer, TrainerTerms
+from farflock.node.trainer import Trainer, TrainerTerms, first_number
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors, What
+from farflock.swarm.messages import Load
 from farflock.swarm.paths import PathPolicy, Wired, fixed, mixed
 from farflock.swarm.peer import Peer, Wait
 from farflock.swarm.roles import NOTHING, role_of
@@ -49,10 +51,6 @@ ENDLESS = 2**62  # tokens
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
 
 
-class LifeOver(Exception):
-    """This node's stage has gone on without it, or it is to serve another one: it begins another life."""
-
-
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """How a run's model is cut, and what is agreed upon the way through it. A stage steps once its group has taken in
@@ -64,6 +62,7 @@ class PipelinePlan:
     policy: str = "swarm"
     server: ServerTerms = field(default_factory=ServerTerms)
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
+    balance: Balance = field(default_factory=Balance)
 
 
 Policy = Callable[
@@ -91,6 +90,8 @@ class Means:
     run_pass: Pass
     train: Callable[[Callable[[], float]], Awaitable[float]]
     report: Report = lambda kind, fields: None
+    memory_bytes: int = 1 << 62  # for a stage, should this node go to another one
+    needs_bytes: Callable[[PipelinePlan], tuple[int, ...]] = lambda pipeline: (0,) * len(pipeline.stages)
 
 
 @dataclass(slots=True)
@@ -118,7 +119,10 @@ class PipelineNode:
         self.peer, self.plan, self.pipeline, self._means, self._saved = peer, plan, pipeline, means, saved
         self._edges = edges_of(plan, pipeline)
         self._streams: dict[int, StreamName] = {}
+        self._began_s = 0.0
         self.serving = self._serve(stage) if stage != NOTHING else None
+        if self.serving is not None:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
+            peer.calls.handler = self.serving.server
         self._onlookers = {index: self._onlooker(index) for index in range(len(pipeline.stages)) if index != stage}
         self.rolls = Rolls(peer, self._streams_of())
         self.trainer = self._trainer(tokens) if tokens is not None else None
@@ -143,11 +147,11 @@ class PipelineNode:
         self.peer.ask_in()
 
     async def _find_state(self, serving: Serving, timeout_s: float, downloaded: Downloaded) -> None:
-        if living(self.peer, len(self.pipeline.stages))[serving.index]:
+        after, tokens = (-1, 0) if self._is_served(serving.index) else await self._where(serving.index)
+        if self._is_served(serving.index):
             await serving.seat.adopt(timeout_s, downloaded)
             self._serve_scale(serving)
             return
-        after, tokens = await self._where(serving.index)
         begun = await begin_anew(self.peer, self.plan, self.pipeline.stages, serving.index, after, self._saved)
         self._means.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
         if begun.tensors is not None:
@@ -172,12 +176,15 @@ class PipelineNode:
         self._open_as_onlooker(index, self._specimens(index))
         name = self._streams[index].name
         before = None
-        while before != (before := self.peer.rounds.newest(name)):  # noqa: ASYNC110 - that nothing happens has no event
+        while before != (before := self.peer.rounds.newest(name)) and not self._is_served(index):  # noqa: ASYNC110
             await asyncio.sleep(SETTLE_S)
         after, tokens = self.peer.rounds.newest(name), self.peer.rounds.tokens(name)
         for specimen in self._specimens(index):
             self.peer.rounds.close(f"{specimen.key.stream}/{index}")
         return after, tokens
+
+    def _is_served(self, index: int) -> bool:
+        return bool(living(self.peer, len(self.pipeline.stages))[index])
 
     def _begin_stage(self, rounds: Mapping[str, int], tokens: int) -> None:
         assert self.serving is not None
@@ -264,12 +271,16 @@ class PipelineNode:
         """Serve and train until every stage has the run's tokens, or until `stop`."""
         parts = []
         if self.serving is not None:
-            self.peer.calls.handler = self.serving.server
-            parts += [self.serving.server.run(), self.serving.loop.run(ENDLESS, drain_s), self._end(total_tokens)]
+            self._began_s = self._now()
+            rebalancer = Rebalancer(
+                self.peer, self.pipeline.balance, self._means.needs_bytes(self.pipeline), self._load
+            )
+            parts += [self.serving.server.run(), rebalancer.run()]
+            parts += [self.serving.loop.run(ENDLESS, drain_s), self._end(total_tokens)]
         if self.trainer is not None:
             parts.append(self.trainer.run(lambda: self.rolls.tokens() >= total_tokens))
         tasks = [asyncio.ensure_future(part) for part in parts]
-        rest = tasks[1:] if self.serving is not None else tasks  # the server itself serves until all else is over
+        rest = tasks[2:] if self.serving is not None else tasks  # the server itself serves until all else is over
         try:
             running = set(tasks)
             while running.intersection(rest):
@@ -280,6 +291,15 @@ class PipelineNode:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _load(self, number: int) -> Load:
+        """This server's numbers. Who also trains stays where it is: as if nothing else had room here."""
+        assert self.serving is not None
+        server, room = self.serving.server, self._means.memory_bytes if self.trainer is None else 0
+        return Load(number, float(server.waiting), server.rate, room, self._now() - self._began_s)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def _end(self, total_tokens: int) -> None:
         """Stop the loop once every stage has agreed upon the run's tokens: it goes by estimates of its own stage's itself, and
@@ -345,7 +365,8 @@ class PipelineNode:
         plan, pipeline, me = self.plan, self.pipeline, self.peer.me
         batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq)
         policy = POLICIES[pipeline.policy]([len(span) for span in pipeline.stages], plan.run_seed, me)
-        return Trainer(self.peer, self.rolls, policy, self._edges, batches.batch, self._terms(), self._means.report)
+        first, report = first_number(self.peer.port.incarnation), self._means.report
+        return Trainer(self.peer, self.rolls, policy, self._edges, batches.batch, self._terms(), report, first=first)
 
     def _terms(self) -> TrainerTerms:
         """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the

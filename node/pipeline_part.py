@@ -14,7 +14,7 @@ from farflock.node.manifest import Manifest
 from farflock.node.network import Machine
 from farflock.node.participant import Report
 from farflock.node.pipeline import Means, PipelineNode, PipelinePlan
-from farflock.node.stage_room import require_stage_room
+from farflock.node.stage_room import needed_stage_bytes, require_stage_room
 from farflock.node.stage_state import living
 from farflock.node.tokenizer import Tokens
 from farflock.node.worker import Worker
@@ -75,7 +75,9 @@ def part_of(
     if stage != NOTHING:
         require_stage_room(plan, pipeline, stage, int(psutil.virtual_memory().available))
     saved = last_of(machine.folder, run, role_of(stage)) if stage != NOTHING else None
-    means = Means(worker, lambda work, cost: worker(work), worker, report)
+    free = int(psutil.virtual_memory().available)
+    needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages)))
+    means = Means(worker, lambda work, cost: worker(work), worker, report, free, lambda _: needs)
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, saved)
     if node.serving is None:
         return node, None

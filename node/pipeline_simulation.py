@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflock.node.participant import Plan
-from farflock.node.pipeline import LifeOver, Means, PipelineNode, PipelinePlan
+from farflock.node.pipeline import Means, PipelineNode, PipelinePlan
+from farflock.node.rebalancer import LifeOver
 from farflock.node.tokenizer import Tokens
 from farflock.swarm.identity import Identity
 from farflock.swarm.memory import MemoryDirectory, MemoryTable
@@ -80,6 +81,7 @@ class PipelineSimulation:
         self.network = SimNetwork(plan.run_seed, world.link)
         self._table = MemoryTable(str(plan.run_seed), plan.run_seed, asyncio.get_running_loop().time)
         self._identities = [identity_of(plan, number) for number in range(len(world.parts))]
+        self._stages = [part.stage for part in world.parts]  # a server may go to another one
         self._lives: dict[int, asyncio.Task[None]] = {}
         self.nodes: dict[int, PipelineNode] = {}
         self.tale = Tale()
@@ -126,6 +128,8 @@ class PipelineSimulation:
                 return
             except (LifeOver, SnapshotUnavailable) as reason:
                 self.tale.events.append((_now(), number, "over", {"reason": str(reason)}))
+                if isinstance(reason, LifeOver) and reason.stage is not None:
+                    self._stages[number] = reason.stage
                 self.network.kill(self._identities[number].peer)
                 await asyncio.sleep(1.0)
 
@@ -136,7 +140,7 @@ class PipelineSimulation:
         async with peer.running():
             part = self._world.parts[number]
             tokens = self._tokens if part.trains else None
-            node = PipelineNode(self._plan, self._pipeline, peer, self._means(number), part.stage, tokens)
+            node = PipelineNode(self._plan, self._pipeline, peer, self._means(number), self._stages[number], tokens)
             self.nodes[number] = node
             self._made(number, node)
             if self._births == 1:
@@ -168,7 +172,7 @@ class PipelineSimulation:
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)
-        role = role_of(self._world.parts[number].stage)
+        role = role_of(self._stages[number])
         record = seal(identity, Record(run, identity.peer, incarnation, incarnation, curve=bytes(32), role=role))
         terms = RunTerms(run, self._plan.run_seed, self._world.view_s, self._world.branch_after_s)
         links = self.network.links(identity.peer)

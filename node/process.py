@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,8 +24,8 @@ from farflock.node.keeper import Keeper, last_of
 from farflock.node.manifest import Head, Manifest, seal_head
 from farflock.node.network import LEARN_TIMEOUT_S, Doors, Machine, identity_of, keep_published, learn_run, network
 from farflock.node.participant import Participant, TakingPart, participant
-from farflock.node.pipeline import LifeOver
 from farflock.node.pipeline_part import founders, joiners, part_of
+from farflock.node.rebalancer import LifeOver
 from farflock.node.resume import take_up, take_up_moments
 from farflock.node.room import require_room
 from farflock.node.status import Status, StatusWriter
@@ -158,6 +158,8 @@ async def join(
             return await _join(machine, invite, on_start, learn_timeout_s, downloaded)
         except LifeOver as reason:
             invite = _known_again(machine, invite.run, reason)
+            if reason.stage is not None:
+                machine = replace(machine, role=role_of(reason.stage))
 
 
 def _known_again(machine: Machine, run: str, reason: LifeOver) -> Invite:

@@ -57,8 +57,8 @@ class Rolls:
 
     @property
     def epoch(self) -> int:
-        """The last round that is known to be over at any stage: a microbatch that sets out now is as new as can be. A stage that
-        is behind takes it as well, for it gets on only with what passes it."""
+        """The last round that is known to be over at any stage: a microbatch that sets out now is as new as can be. A stage
+        that is behind takes it as well, for it gets on only with what passes it."""
         return max(self._peer.rounds.newest(stream.name) for stream in self._streams.values())
 
     def tokens(self) -> int:

@@ -42,17 +42,20 @@ from farflock.node.stage_requests import (
 from farflock.swarm.links import PeerId
 from farflock.swarm.serving import Reply
 from farflock.swarm.staging import Key, Staging
+from farflock.swarm.wiring import Ema
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
 BACKWARD_COST = 3.0  # forward passes: one that is done again, and twice as much for two gradients
 EXPIRE_EVERY_S = 1.0
+FIRST_RATE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTerms:
     """What a server may take in: `queue` passes of each kind that wait, up to `together` forward ones computed at once,
-    `places` gradients put aside, each for `lease_s`; and how many rounds older than the stage a microbatch may be when it comes."""
+    `places` gradients put aside, each for `lease_s`; and how many rounds older than the stage a microbatch may be when it
+    comes."""
 
     queue: int = 32
     together: int = 4
@@ -113,6 +116,7 @@ class StageServer:
         self._work: set[Key] = set()  # what the steps since the last round that took my contribution are made of
         self._closed: collections.deque[tuple[int, bytes]] = collections.deque()
         self._unclosed = 0  # microbatches merged and not known to count
+        self._pass_s = Ema()
         self.merged = asyncio.Event()  # set whenever something was; who waits clears it
         self.served: collections.Counter[str] = collections.Counter()
 
@@ -305,6 +309,8 @@ class StageServer:
             return
         self._staged[key] = (staged, loss)
         self.served["backward"] += 1
+        share = BACKWARD_COST / (BACKWARD_COST + (0.0 if self._stage.is_last else 1.0))
+        self._pass_s.update(share, started_s, self._now())
         _resolve(job.reply, Reply(encode(Done(self._life, attempt, took_s, loss, started_s - job.came_s)), payloads))
 
     def _backward_one(self, job: _Job) -> tuple[Staged, tuple[bytes, ...], float | None] | Refused:
@@ -333,6 +339,16 @@ class StageServer:
         if self._edges.masked:
             arrived = self._edges.arrived(job.payloads[at + 1], request, tokens_BL)
         return self._edges.output_gradient(job.payloads[at], request, tokens_BL, arrived)
+
+    @property
+    def waiting(self) -> int:
+        """Passes that wait."""
+        return len(self._queue)
+
+    @property
+    def rate(self) -> float:
+        """Microbatches a second that this server does, there and back; 1 before the first."""
+        return 1.0 / max(self._pass_s.seconds or 1.0 / FIRST_RATE, 1e-6)
 
     # what the loop around the stage sees
 

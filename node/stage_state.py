@@ -16,6 +16,7 @@ import torch
 from farflock.node.checkpoint import Checkpoint
 from farflock.node.model import build
 from farflock.node.participant import Plan
+from farflock.node.rebalancer import LifeOver
 from farflock.node.recovery import GradientScale, Neighbour, Unrecoverable, neighbour_mean
 from farflock.node.recovery_policy import Situation, source
 from farflock.node.replica import PlainReplica
@@ -67,6 +68,8 @@ async def begin_anew(
     )
     try:
         chosen = source(now, index)
+        if chosen.kind == "peer":
+            raise LifeOver(f"stage {index} is served by now: {chosen.reason}")
         if chosen.kind == "mean":
             return Begun("mean", chosen.reason, await _mean(peer, plan, stages, index))
         if chosen.kind == "snapshot":

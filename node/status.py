@@ -12,6 +12,8 @@ import msgspec
 
 from farflock.node.paths import write_whole
 from farflock.swarm.links import Links
+from farflock.swarm.roles import role_of
+from farflock.swarm.views import Member
 
 if TYPE_CHECKING:
     from farflock.node.process import Node
@@ -29,6 +31,7 @@ class Partner(msgspec.Struct, frozen=True):
     life: str
     road: str
     rtt_ms: float | None
+    role: str = "replica"
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -132,7 +135,7 @@ def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None
         view=view.number,
         members=view.peers,
         is_member=peer.membership.is_member,
-        partners=tuple(_partner(links, other) for other in view.peers if other != peer.me),
+        partners=tuple(_partner(links, other) for other in view.members if other.peer != peer.me),
         waits=tuple(Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s) for wait in part.waits()),
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
@@ -164,6 +167,8 @@ def read_status(path: "os.PathLike[str]") -> Status:
         return msgspec.json.decode(file.read(), type=Status)
 
 
-def _partner(links: Links, peer: str) -> Partner:
+def _partner(links: Links, member: Member) -> Partner:
+    peer = member.peer
     rtt_s = links.rtt_s(peer)
-    return Partner(peer, links.life(peer), links.road(peer), None if rtt_s is None else rtt_s * 1000)
+    rtt_ms = None if rtt_s is None else rtt_s * 1000
+    return Partner(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))

@@ -51,6 +51,7 @@ CONFIRM_TIMEOUT_S = 10.0
 TICK_S = 0.1
 RECENT = 32  # microbatches whose mean loss is shown
 REMEMBERED = 4096  # numbers named, of each stage
+NUMBERS, LIVES = 2**32, 2**29  # microbatches of one life, and lives whose numbers differ
 
 Report = Callable[[str, dict[str, object]], None]
 
@@ -96,8 +97,15 @@ class _Parcel:
         return self.order[at + 1] if at + 1 < len(self.order) else None
 
 
+def first_number(life: int) -> int:
+    """Where this life of a trainer begins to number its microbatches: not where a former one did, for those may count already or
+    be somewhere on their way."""
+    return life % LIVES * NUMBERS
+
+
 class Trainer:
-    """One life of one trainer. `batch(number)` is its microbatch of that number, tokens and targets (B, L)."""
+    """One life of one trainer. `batch(number)` is its microbatch of that number, tokens and targets (B, L); `first` is this life's
+    first one (`first_number`)."""
 
     def __init__(
         self,
@@ -109,6 +117,7 @@ class Trainer:
         terms: TrainerTerms,
         report: Report = lambda kind, fields: None,
         lane: int = 0,
+        first: int = 0,
     ) -> None:
         self._peer, self._rolls, self._policy, self._edges = peer, rolls, policy, edges
         self._batch, self._terms, self._report, self._lane = batch, terms, report, lane
@@ -118,7 +127,7 @@ class Trainer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._walking: set[int] = set()
         self._asking: set[Place] = set()
-        self._next = 0
+        self._first = self._next = first
         self._numbers = itertools.count()
         self._asked: dict[int, tuple[Key, PeerId, float]] = {}  # what, of whom, until when on the local clock
         self._lacking: dict[int, float] = {}  # stages that nobody can be asked for, and since when
@@ -164,7 +173,7 @@ class Trainer:
     @property
     def begun(self) -> int:
         """Microbatches so far."""
-        return self._next
+        return self._next - self._first
 
     def _look_around(self) -> None:
         """Hear what rounds have named and who has left; ask again for what is lost; forget what counts everywhere."""

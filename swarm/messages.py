@@ -111,6 +111,17 @@ class Tally(_Message, frozen=True, tag="tally"):
     tokens: Count
 
 
+class Load(_Message, frozen=True, tag="load"):
+    """In this period I have so many microbatches waiting, do so many a second, have memory for a stage of so many bytes, and
+    have served mine for so long (swarm/loads.py)."""
+
+    number: Count
+    queue: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+    rate: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+    memory_bytes: Count
+    resident_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
 # Single-decree Paxos among the members of a view (swarm/decide.py).
 
 
@@ -379,6 +390,7 @@ Message = (
     | Answer
     | Heard
     | Tally
+    | Load
     | BranchAsk
     | BranchSign
     | Lineage

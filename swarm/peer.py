@@ -19,6 +19,7 @@ from farflock.swarm.directory import Directory
 from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
+from farflock.swarm.loads import Loads
 from farflock.swarm.membership import Membership
 from farflock.swarm.messages import (
     Answer,
@@ -30,6 +31,7 @@ from farflock.swarm.messages import (
     Holds,
     Key,
     Lineage,
+    Load,
     LogQuery,
     Message,
     Miss,
@@ -108,6 +110,7 @@ class Peer:
         self.pairing = Pairing(self.port)
         self.calls = Calls(self.port)
         self.tallies = Tallies(self.port)
+        self.loads = Loads(self.port)
         self.snapshots = Snapshots(self.port, self._askable)
         self.branching = Branching(
             self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
@@ -260,6 +263,8 @@ class Peer:
                 self._to_exchanges(lambda who, _, said: self.snapshots.receive(who, said), sender, incarnation, message)
             case PairPropose() | PairAccept() | PairRefuse() | PairHave() | PairCommit() | PairAbort():
                 self._to_exchanges(self.pairing.receive, sender, incarnation, message)
+            case Load():
+                self._to_exchanges(self.loads.receive, sender, incarnation, message)
             case Tally():
                 self._to_exchanges(self.tallies.receive, sender, incarnation, message)
             case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
@@ -288,6 +293,7 @@ class Peer:
                     self.branching.tick()
                 self.rounds.tick()
                 self.tallies.tick()
+                self.loads.tick()
             await asyncio.sleep(TICK_S)
 
     async def _announce_loop(self) -> None:

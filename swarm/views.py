@@ -196,7 +196,7 @@ class Chain:
     run: str
     views: list[Certified]
     barrier: View | None = None  # a next view that I accepted: no part in rounds from its on before it is decided
-    held: Floor | None = None  # told to who wants a next view decided: till then no vote in a stage's rounds from there on
+    held: Floor | None = None  # told to who wants a next view: till it is decided no vote in stages' rounds from there
 
     @property
     def newest(self) -> View:

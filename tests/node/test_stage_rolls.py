@@ -90,11 +90,15 @@ def test_a_server_is_a_life_and_is_found_by_its_name_while_it_is_a_member():
     assert rolls.server("c/1") is None
 
 
-def test_the_epoch_and_the_tokens_are_those_of_the_slowest_stage():
+def test_the_epoch_is_the_newest_round_of_any_stage_and_the_tokens_are_those_of_the_slowest_one():
     swarm, rolls = made()
+    assert rolls.epoch == -1
     swarm.close(0, 0).close(0, 1).close(1, 2)
     swarm.counted.update({"grad/0": 300, "grad/1": 200})
-    assert (rolls.epoch, rolls.tokens()) == (1, 200)
+    assert (rolls.epoch, rolls.tokens()) == (2, 200)
+    for number in range(2, 6):
+        swarm.close(0, number)
+    assert rolls.epoch == 5
 
 
 def test_what_rounds_name_is_heard_once_in_their_order_and_by_their_stride():
