@@ -108,7 +108,7 @@ class Watch:
         watch = self
         carry, replay = inner.carry, inner.replay
 
-        async def noted_carry(exchange: Exchange, tokens: int, state: bytes) -> Result:
+        async def noted_carry(exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
             place = watch._sent.setdefault((exchange.key.stream, exchange.key.round), {})
             if (peer.me, birth) in place:
                 watch.violate(f"peer {index} offered {exchange.key} twice: a round key was used again")

@@ -15,6 +15,7 @@ from farflock.node.output import Output, one_line
 if TYPE_CHECKING:
     from farflock.node.chaos import Report
     from farflock.node.manifest import Manifest
+    from farflock.node.pipeline_simulation import PipelineWorld
     from farflock.node.simulation import World
 
 EVALUATED = 128  # held-out sequences
@@ -84,13 +85,21 @@ def command(
     from farflock.swarm.sim import LinkModel
 
     described = load(manifest, assignments) if manifest else simulated_default(assignments)
+    line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
+    link = LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, line_loss)
+    if described.pipeline is not None:
+        from farflock.node.commands import sim_pipeline
+
+        staged = sim_pipeline.world_of(described, peers, link, step_s, churn)
+        if not _dry(out, described, staged, dry_run):
+            sim_pipeline.simulate(out, described, staged)
+        return
     plan = described.plan()
     require_members(method(plan.method, **plan.options), peers, "--peers")
-    line_loss = 1 - (1 - loss) ** 0.5  # a frame crosses two lines
     world = World(
         peers,
         described.run.total_tokens,
-        LinkModel(rate * 125_000, rate * 125_000, latency / 1000, latency / 4000, line_loss),
+        link,
         step_s,
         churn_s=churn,
         view_s=described.exchange.view_s,
@@ -98,13 +107,18 @@ def command(
         directory=DirectoryFaults(stale, lost),
         leg_tokens=leg_tokens,
     )
+    if not _dry(out, described, world, dry_run):
+        _simulate(out, described, world, folder)
+
+
+def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry_run: bool) -> bool:
+    """Of a dry run, print what would be run and its hash; whether it is one."""
     if dry_run:
         text, around = described.canonical().decode(), dataclasses.asdict(world)
         digest = hashlib.sha256(text.encode() + one_line(around).encode()).hexdigest()
         facts = {"manifest": text, "hash": described.hash(), "world": around, "world_hash": digest}
         out.result(facts, f"{text}\n{one_line(around)}\nhash {described.hash()}, with its world {digest}")
-        return
-    _simulate(out, described, world, folder)
+    return dry_run
 
 
 def _simulate(out: Output, described: "Manifest", world: "World", folder: Path | None) -> None:
