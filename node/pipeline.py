@@ -5,6 +5,7 @@ simulations assemble their nodes here, alike.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -327,7 +328,7 @@ class PipelineNode:
     def _serve(self, index: int) -> Serving:
         plan, peer, means = self.plan, self.peer, self._means
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
-        stage, replica = Stage(model), PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+        stage, replica = Stage(model), PlainReplica(model, plan.inner.build(model), clip_of(plan, model))
         driver = Driver(method(plan.method, **plan.options), replica)
         server = StageServer(
             index,
@@ -414,6 +415,15 @@ class Shapes:
 
     def inner_step(self, lr: float | None = None) -> None:
         """There is nothing to step."""
+
+
+def clip_of(plan: Plan, stage: Llama) -> float | None:
+    """The greatest norm of a stage's gradient: that of the whole model's by the root of the stage's share of the parameters, as
+    if all were of one size (node0's rule; a norm of the whole is known to nobody)."""
+    if plan.clip_norm is None:
+        return None
+    share = sum(parameter.numel() for parameter in stage.parameters()) / plan.model.parameters()
+    return plan.clip_norm * math.sqrt(share)
 
 
 def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:

@@ -98,14 +98,14 @@ class _Parcel:
 
 
 def first_number(life: int) -> int:
-    """Where this life of a trainer begins to number its microbatches: not where a former one did, for those may count already or
-    be somewhere on their way."""
+    """Where this life of a trainer begins to number its microbatches: not where a former one did, for those may count already
+    or be somewhere on their way. The rest after `NUMBERS` says which of its stream's batches it is."""
     return life % LIVES * NUMBERS
 
 
 class Trainer:
-    """One life of one trainer. `batch(number)` is its microbatch of that number, tokens and targets (B, L); `first` is this life's
-    first one (`first_number`)."""
+    """One life of one trainer. `batch(n)` is the n-th microbatch of its stream, tokens and targets (B, L); `first` is this
+    life's first number (`first_number`). A trainer that comes later begins in its stream where the run is."""
 
     def __init__(
         self,
@@ -143,6 +143,7 @@ class Trainer:
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough`, or until told to stop; then see to what is on its way no longer."""
+        self._first = self._next = self._first + self._rolls.tokens() // self._edges.tokens
         try:
             while not (self.stopping or enough()):
                 if self._failure is not None:
@@ -241,7 +242,7 @@ class Trainer:
 
     def _parcel(self, number: int) -> _Parcel:
         microbatch = Microbatch(step=number, index=0, lane=self._lane)
-        tokens_BL, targets_BL = self._batch(number)
+        tokens_BL, targets_BL = self._batch(number % NUMBERS)
         tokens, targets = self._edges.pack(tokens_BL), self._edges.pack(targets_BL)
         order = self._policy.stage_order(microbatch)
         parcel = _Parcel(microbatch, order, tokens, targets, self._rolls.epoch, begun_s=self._now())

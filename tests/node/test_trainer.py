@@ -23,7 +23,7 @@ from farflock.node.stage_requests import (
     encode,
 )
 from farflock.node.stage_rolls import Server
-from farflock.node.trainer import CONFIRM_TIMEOUT_S, PAUSE_S, Trainer, TrainerTerms
+from farflock.node.trainer import CONFIRM_TIMEOUT_S, PAUSE_S, Trainer, TrainerTerms, first_number
 from farflock.swarm.calls import CallFailed
 from farflock.swarm.serving import Reply
 from farflock.swarm.virtual import run_virtual
@@ -64,6 +64,11 @@ class World:
         self.events.append((kind, fields["number"]))
 
     # the rolls
+
+    agreed_tokens = 0
+
+    def tokens(self):
+        return self.agreed_tokens
 
     def serving(self):
         return self.order
@@ -455,3 +460,27 @@ def test_it_ends_when_there_is_enough():
 def test_a_window_that_is_empty_or_does_not_fit_is_refused(window, kept):
     with pytest.raises(ValueError, match="window"):
         TrainerTerms(window=window, kept=kept)
+
+
+def test_a_trainer_that_comes_later_begins_in_its_stream_where_the_run_is():
+    """The numbers are those of its life, the batches go on from what was trained already."""
+    world = World()
+    drawn = []
+    trainer = Trainer(
+        world,
+        world,
+        world,
+        Edges(activation_codec("raw"), 1, TOKENS, 2, 16, 0),
+        lambda number: drawn.append(number) or world.batch(number),
+        TrainerTerms(window=1, kept=1),
+        first=first_number(3),
+    )
+    world.agreed_tokens = 7 * TOKENS
+
+    async def main():
+        running = asyncio.create_task(trainer.run(lambda: bool(drawn)))
+        await running
+
+    run_virtual(main())
+    assert drawn == [7]
+    assert trainer.begun == 1

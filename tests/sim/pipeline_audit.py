@@ -1,12 +1,21 @@
 """Looks into a simulated pipeline and holds what its rounds applied against the unsplit model; tests load it by path.
 
-The weights stand still (the rate is too small to change a double), so the gradient that a microbatch is to have at every stage
-is that of the unsplit model, whatever path it took, how often it was asked for and who died meanwhile.
+Every pass is recorded with the weights that it saw, and every payload with the pass that made it. So the gradient that a
+microbatch is to have at a stage is known, whatever path it took, how often it was asked for, who died meanwhile and how far
+apart the weights were along its way: that of the unsplit model whose stages have these weights, with activations as the
+forward passes made them and derivatives by the weights of the backward passes.
+
+Where the rate is too small to change a double, `STILL`, all of these are the initial weights, and the unsplit model's gradient
+is computed once more without any of the records.
 """
 
+import asyncio
 import collections
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.func import functional_call
 
 from farflock.node import notes
 from farflock.node.data import Batches
@@ -15,22 +24,26 @@ from farflock.node.participant import Plan
 from farflock.node.pipeline import PipelinePlan
 from farflock.node.pipeline_simulation import PipelineSimulation, identity_of
 from farflock.node.stage import Stage, even
+from farflock.node.stage_requests import Backward, Refused
 from farflock.node.stage_server import ServerTerms
 from farflock.node.stage_tensors import names_of
-from farflock.node.trainer import TrainerTerms
+from farflock.node.trainer import NUMBERS, TrainerTerms
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.virtual import run_virtual
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=4, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+TOKENS = 8  # of a microbatch
 STILL = 1e-30  # a rate that no double notices
 TEXT = torch.arange(4000).mul(7).remainder(13).to(torch.int64).numpy().astype("uint16")
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+WIRE = {"rtol": 2e-5, "atol": 2e-6}  # rounds exchange fp32
 
 
 def plan(seed=0, total=1, rate=STILL, **options):
     schedule = Schedule(rate, total, 0, 1.0, 0)
     inner = InnerConfig("sgd", rate, (0.9, 0.95), 0.0)
-    given = {"method": "ddp", "options": {"codec": "fp32", "return_codec": "fp32"}, "batch": 1, "seq": 8} | options
+    given = {"method": "ddp", "options": {"codec": "fp32", "return_codec": "fp32"}, "batch": 1, "seq": TOKENS} | options
     return Plan(seed, MODEL, inner, schedule, clip_norm=None, dtype=torch.float64, **given)
 
 
@@ -39,122 +52,289 @@ def pipeline(stages=3, batch=8, codec="raw", **options):
         "server": ServerTerms(lease_s=8.0),
         "trainer": TrainerTerms(window=6, kept=64, forward_timeout_s=4.0, backward_timeout_s=6.0),
     }
-    return PipelinePlan(tuple(even(MODEL, stages)), batch * 8, codec, **(given | options))
+    return PipelinePlan(tuple(even(MODEL, stages)), batch * TOKENS, codec, **(given | options))
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass that was computed: at which stage, after which round, by which weights, of which input, forward or with which
+    outside."""
+
+    stage: int
+    round: int
+    weights: dict[str, torch.Tensor]
+    x: bytes
+    outside: bytes | None = None
+
+
+@dataclass
+class Life:
+    """What is seen of one life of a server."""
+
+    number: int
+    stage: int
+    serving: Any
+    computed: dict[tuple[str, int], Pass] = field(default_factory=dict)  # the backward pass whose gradient is put aside
+    merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
 
 
 class Audit:
-    """One simulated run with an eye on every server; `check` after it ended."""
+    """One simulated run with an eye on every node; `check` after it ended. `on_event(what, number)` is called with what a
+    server of this peer number just does: tests kill it there."""
 
     def __init__(self, plan, pipeline, world):
         self.plan, self.pipeline, self.world = plan, pipeline, world
-        self.taken = []  # (stage, sums, keys) of every step
+        self.lives = []  # of servers
+        self.mixed_versions = 0  # gradients whose microbatch met weights of different rounds
+        self.taken = []  # (life, sums, keys) of every step
+        self.brought = {}  # by stage, round and peer, the backward passes of each key of its contribution
         self.named = collections.defaultdict(dict)  # by stage and round, the keys
-        self.applied = collections.defaultdict(dict)  # by stage and round, the means that servers applied
+        self.applied = collections.defaultdict(dict)  # by stage and round, the results that servers applied
         self.most = collections.Counter()  # the greatest numbers seen, of what must stay small
+        self.events = collections.Counter()
+        self.on_event = lambda what, number: None
+        self.begun_anew = False  # whether a stage may be, with other weights than it had
         self.sim = None
-        whole = build(plan.model, plan.run_seed).double()
-        self.reference = Stage(whole)
-        self._gradients = {}
+        self.reference = Stage(build(plan.model, plan.run_seed).double())
+        self._stages = [build(plan.model, plan.run_seed, span).double() for span in pipeline.stages]
+        self._weights = {}  # by stage and round, what all servers of the stage have then: one version, unless begun anew
+        self._made = {}  # by payload, the pass that made it
+        self._gradients, self._expected = {}, {}
 
     def run(self, during=None):
         async def main():
             self.sim = PipelineSimulation(self.plan, self.pipeline, self.world, TEXT, self._look)
-            if during is None:
-                return await self.sim.run()
-            import asyncio
-
-            beside = asyncio.create_task(during(self.sim))
+            beside = [asyncio.create_task(work(self.sim)) for work in (self._measure, during) if work is not None]
+            for task in beside:
+                task.add_done_callback(lambda task: task.cancelled() or not task.exception() or self.sim.end())
             try:
                 return await self.sim.run()
             finally:
-                beside.cancel()
+                for task in beside:
+                    task.cancel()
+                for failure in await asyncio.gather(*beside, return_exceptions=True):
+                    if isinstance(failure, Exception):
+                        raise failure
 
-        self.tale = run_virtual(main())
+        run_virtual(main())
         return self
+
+    @property
+    def tale(self):
+        """What happened so far."""
+        return self.sim.tale
+
+    # what is recorded
 
     def _look(self, number, node):
         if node.serving is not None:
-            self._look_at_server(node.serving)
-        if node.trainer is not None:
-            self._look_at_trainer(node)
+            life = Life(number, node.serving.index, node.serving)
+            self.lives.append(life)
+            self._watch_passes(life)
+            self._watch_books(life, node.peer.me)
+            self._watch_rounds(life)
 
-    def _look_at_server(self, serving):
-        server, stage, audit = serving.server, serving.index, self
-        take, closed = server.take, server.closed
+    def _event(self, what, life):
+        self.events[what] += 1
+        self.on_event(what, life.number)
+
+    def _watch_passes(self, life):
+        server, audit = life.serving.server, self
+        forward_all, backward_one, do = server._forward_all, server._backward_one, server._do
+
+        def forwarding(jobs):
+            replies = forward_all(jobs)
+            for job, reply in zip(jobs, replies, strict=True):
+                audit._made[reply] = audit._pass(life, job.payloads[-1])
+            audit._event("forward computed", life)
+            return replies
+
+        def going_back(job):
+            audit._event("backward begins", life)
+            found = backward_one(job)
+            one = audit._pass(life, *job.payloads[-2:])
+            life.computed[job.caller, job.request.number] = one
+            if not isinstance(found, Refused):
+                audit._made |= dict.fromkeys(found[1], one)
+            return found
+
+        async def doing(jobs):
+            await do(jobs)
+            back = isinstance(jobs[0].request, Backward)
+            audit._event("backward computed" if back else "forward answered", life)
+
+        server._forward_all, server._backward_one, server._do = forwarding, going_back, doing
+
+    def _pass(self, life, x, outside=None):
+        return Pass(life.stage, life.serving.seat.applied_round, self._weights_of(life), x, outside)
+
+    def _weights_of(self, life):
+        """Of this server now: the same as every server's of the stage that has applied as many rounds."""
+        now = dict(life.serving.server._stage.model.named_parameters())
+        key = life.stage, life.serving.seat.applied_round
+        for known in self._weights.setdefault(key, []):
+            if all(torch.equal(known[name], x) for name, x in now.items()):
+                return known
+        versions = self._weights[key]
+        assert self.begun_anew or not versions, f"two servers of stage {life.stage} differ after round {key[1]}"
+        versions.append({name: x.detach().clone() for name, x in now.items()})
+        return versions[-1]
+
+    def _watch_books(self, life, peer):
+        server, audit = life.serving.server, self
+        confirm, add, take, brought, closed = server._confirm, server._add, server.take, server.brought, server.closed
+
+        async def confirming(key, attempt):
+            audit._event("confirm came", life)
+            answer = await confirm(key, attempt)
+            audit._event("confirm answered", life)
+            return answer
+
+        def adding(key, staged, loss):
+            life.merged[key] = life.computed[key]
+            add(key, staged, loss)
 
         def taking():
             keys = list(server._in_sum)
             taken = take()
-            audit.taken.append((stage, taken.staged, keys))
-            audit.most["staged"] = max(audit.most["staged"], len(server._staged))
-            audit.most["queued"] = max(audit.most["queued"], len(server._queue))
+            audit.taken.append((life, taken.staged, keys))
             return taken
+
+        def bringing(number):
+            noted = brought(number)
+            if number not in audit.named[life.stage]:  # else it is over, and the contribution goes into the next one
+                audit.brought[life.stage, number, peer] = {key: life.merged[key] for key in notes.joined([noted])}
+            audit._event("offered", life)
+            return noted
 
         def closing(number, noted):
             keys = notes.joined([noted]) if noted else []
-            known = audit.named[stage].setdefault(number, keys)
-            assert known == keys, f"two servers of stage {stage} heard different keys of round {number}"
+            known = audit.named[life.stage].setdefault(number, keys)
+            assert known == keys, f"two servers of stage {life.stage} heard different keys of round {number}"
             closed(number, noted)
+            audit._event("closed", life)
 
-        server.take, server.closed = taking, closing
-        method, apply = serving.loop.driver.method, type(serving.loop.driver.method).apply
+        server._confirm, server._add, server.take = confirming, adding, taking
+        server.brought, server.closed = bringing, closing
+
+    def _watch_rounds(self, life):
+        method, audit = life.serving.loop.driver.method, self
 
         class Watched(type(method)):
             __slots__ = ()
 
             def apply(self, replica, exchange, result):
                 if result.mean is not None:
-                    audit.applied[stage].setdefault(exchange.key.round, []).append(result)
-                return apply(self, replica, exchange, result)
+                    audit.applied[life.stage].setdefault(exchange.key.round, []).append(result)
+                return super(Watched, self).apply(replica, exchange, result)
 
         method.__class__ = Watched
 
-    def _look_at_trainer(self, node):
-        look = node.trainer._look_around
-
-        def looking():
-            look()
-            self.most["kept"] = max(self.most["kept"], node.trainer.kept)
-            self.most["store"] = max(self.most["store"], node.peer.port.store.size_bytes)
-
-        node.trainer._look_around = looking
+    async def _measure(self, sim):
+        """What must stay small, at every peer, again and again."""
+        while True:
+            await asyncio.sleep(0.25)
+            for node in sim.nodes.values():
+                sizes = {"store": node.peer.port.store.size_bytes}
+                if node.serving is not None:
+                    server = node.serving.server
+                    sizes |= {
+                        "staged": len(server._staged),
+                        "queued": len(server._queue),
+                        "replies": len(server._replies),
+                    }
+                    sizes |= {"slots": len(server._staging._slots), "closed": len(server._closed)}
+                if node.trainer is not None:
+                    sizes |= {"kept": node.trainer.kept, "tasks": len(node.trainer._tasks)}
+                for what, size in sizes.items():
+                    self.most[what] = max(self.most[what], size)
 
     # what must hold
 
     def gradient(self, key):
-        """Of one microbatch's summed loss, by the unsplit model."""
+        """Of one microbatch's summed loss, by the unsplit model with its initial weights."""
         if key not in self._gradients:
-            trainer, number = key
-            batches = Batches(TEXT, self.plan.run_seed, trainer, self.plan.batch, self.plan.seq)
-            self._gradients[key] = self.reference.backward(*batches.batch(number)).staged.gradients
+            self._gradients[key] = self.reference.backward(*self.batch(key)).staged.gradients
         return self._gradients[key]
 
-    def expected(self, stage, keys):
+    def batch(self, key):
+        """Its tokens and targets."""
+        return Batches(TEXT, self.plan.run_seed, key[0], self.plan.batch, self.plan.seq).batch(key[1] % NUMBERS)
+
+    def gradient_of(self, key, back):
+        """What the backward pass `back` is to give, by name: one graph through all stages, whose activations are those of the
+        forward passes and whose derivatives those of the backward passes."""
+        if self.plan.inner.lr == STILL and not self.begun_anew:
+            return self.gradient(key)
+        last = len(self._stages) - 1
+        backs = {back.stage: back}
+        for stage in range(back.stage, last):
+            backs[stage + 1] = self._made[backs[stage].outside]
+        forwards, x = {}, backs[last].x
+        for stage in range(last - 1, -1, -1):
+            forwards[stage] = self._made[x]
+            x = forwards[stage].x
+        for stage, one in backs.items():
+            assert one.stage == stage
+            assert stage == 0 or self._made[one.x] is forwards[stage - 1], "a pass whose input is of another way"
+        marks = [id(one.weights) for one in (*forwards.values(), *backs.values())]
+        mark = key, back.stage, *marks
+        if mark not in self._expected:
+            rounds = {one.round for one in (*forwards.values(), *backs.values())}
+            self.mixed_versions += len(rounds) > 1
+            self._expected[mark] = self._graph(key, back.stage, forwards, backs)
+        return self._expected[mark]
+
+    def _graph(self, key, wanted, forwards, backs):
+        tokens, targets = self.batch(key)
+        leaves = {name: x.detach().requires_grad_() for name, x in backs[wanted].weights.items()}
+        x = tokens
+        for stage, model in enumerate(self._stages):
+            there = forwards[stage].weights if stage in forwards else None
+            with torch.no_grad():
+                value = functional_call(model, there, (x,)) if there is not None else None
+            if stage < wanted:
+                x = value
+                continue
+            back = functional_call(model, leaves if stage == wanted else backs[stage].weights, (x,))
+            x = back if value is None else back + (value - back).detach()
+        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    def expected(self, stage, passes):
+        """The sum over microbatches, given the backward pass of each, by name."""
+        found = [self.gradient_of(key, back) for key, back in passes.items()]
         names = names_of(self.plan.model, self.pipeline.stages[stage])
-        return {
-            name: sum((self.gradient(key)[name] for key in keys), torch.zeros((), dtype=torch.float64))
-            for name in names
-        }
+        return {name: sum((one[name] for one in found), torch.zeros((), dtype=torch.float64)) for name in names}
 
     def check(self):
-        """Every sum, every mean that was applied, and every account."""
-        tokens = self.plan.batch * self.plan.seq
-        for stage, staged, keys in self.taken:
-            assert staged.tokens == tokens * len(keys)
+        """Every sum that was taken, every mean that was applied, and every account."""
+        for life, staged, keys in self.taken:
+            assert staged.tokens == TOKENS * len(keys)
             if keys:
-                for name, x in self.expected(stage, keys).items():
-                    torch.testing.assert_close(staged.gradients[name], x, rtol=1e-12, atol=1e-12)
+                for name, x in self.expected(life.stage, {key: life.merged[key] for key in keys}).items():
+                    torch.testing.assert_close(staged.gradients[name], x, **CLOSE)
         for stage, rounds in self.applied.items():
             for number, results in rounds.items():
-                keys = self.named[stage][number]
-                for name, x in self.expected(stage, keys).items():
-                    for result in results:
-                        wanted = (x / (tokens * max(len(keys), 1))).float()
-                        torch.testing.assert_close(result.mean[name], wanted, rtol=2e-5, atol=2e-6)
+                self._check_round(stage, number, results)
         for stage, rounds in self.named.items():
             listed = collections.Counter(key for keys in rounds.values() for key in keys)
             assert set(listed.values()) <= {1}, f"stage {stage} counts some twice: {listed.most_common(3)}"
         return self
+
+    def _check_round(self, stage, number, results):
+        """The keys of a round are those of its contributions, each of one of them; its mean is theirs."""
+        passes, keys = {}, self.named[stage][number]
+        for peer in results[0].participants:
+            mine = self.brought[stage, number, peer]
+            assert not mine.keys() & passes.keys(), f"two contributions to round {number} of stage {stage} share some"
+            passes |= mine
+        assert sorted(passes) == keys, (
+            f"round {number} of stage {stage} names others than its contributions are made of"
+        )
+        for name, x in self.expected(stage, passes).items():
+            for result in results:
+                torch.testing.assert_close(result.mean[name], (x / (TOKENS * max(len(keys), 1))).float(), **WIRE)
 
     def finished(self):
         """The microbatches that their trainers know to count at every stage."""
@@ -166,11 +346,26 @@ class Audit:
                 done |= {(me, fields["number"]) for _, _, _, fields in events}
         return done
 
-    def check_finished(self):
-        """What a trainer believes to count does count, at each stage, and nothing of it is in doubt."""
+    def check_finished(self, patience_s=60.0):
+        """What a trainer believes to count does count, at each stage; nothing is in doubt, and nothing waits for ever."""
         for stage in range(len(self.pipeline.stages)):
             listed = {key for keys in self.named[stage].values() for key in keys}
             assert self.finished() <= listed, f"stage {stage} lacks {sorted(self.finished() - listed)[:5]}"
         for node in self.sim.nodes.values():
-            assert node.trainer is None or node.trainer.lost == 0
+            if node.trainer is not None:
+                assert (node.trainer.lost, node.trainer.doubled) == (0, 0)
+                oldest_s = min(
+                    (parcel.begun_s for parcel in node.trainer._parcels.values()), default=self.tale.virtual_s
+                )
+                assert self.tale.virtual_s - oldest_s < patience_s, "a microbatch that never comes to count"
+        return self
+
+    def check_memory(self):
+        """The most of everything that a peer held is what its terms allow."""
+        server, trainer = self.pipeline.server, self.pipeline.trainer
+        assert self.most["kept"] <= trainer.kept
+        assert self.most["tasks"] <= trainer.kept * len(self.pipeline.stages)
+        assert self.most["queued"] <= 2 * server.queue
+        assert self.most["staged"] <= server.places
+        assert self.most["replies"] <= server.places
         return self
