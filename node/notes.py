@@ -62,9 +62,10 @@ def union(inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
             keys |= set(read(payload))
         except CorruptPayload:
             rejected.append(peer)
-    if len(rejected) == len(inputs) or len(keys) > MAX_KEYS:
+    reduced = written(keys) if len(keys) <= MAX_KEYS else b""
+    if len(rejected) == len(inputs) or not 0 < len(reduced) <= MAX_BYTES:
         return Reduction(None, tuple(peer for peer, _, _ in inputs))
-    return Reduction(written(keys), tuple(rejected))
+    return Reduction(reduced, tuple(rejected))
 
 
 def joined(payloads: Iterable[bytes]) -> list[Key]:

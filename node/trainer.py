@@ -287,6 +287,8 @@ class Trainer:
         number, stage = place
         payloads = [*self._with_input(parcel, stage), parcel.outside[stage], *self._mask(parcel, stage)]
         server = await self._next_hop(parcel, stage, BACKWARD_SIZE)
+        if self._ledger.phase(place) not in ("open", "sent"):
+            return None  # a round has named it meanwhile, as nobody honest would have
         attempt = self._ledger.send(place, server.name)
         request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt)
         answer, reply = await self._ask(server, stage, request, payloads, BACKWARD_SIZE)

@@ -60,7 +60,7 @@ class Following:
         if entry is not None:
             self._port.send(sender, entry.decided)
         elif query.key.round <= state.newest:
-            oldest = next(iter(state.log), state.newest)
+            oldest = next(iter(state.log), state.next)  # of rounds before I came in I can tell nothing, nor of the last of them
             self._port.send(sender, Forgotten(query.key, oldest, state.newest))
         elif (view := self._port.views.at(query.key.round, state.stream.stage)) is not None and self._is_forsaken(
             state, view
@@ -85,7 +85,7 @@ class Following:
         if message.key.round != state.next or message.oldest <= message.key.round:
             return
         if state.stream.wants != "all":  # no state of mine depends on those rounds: I go on with the oldest there is
-            self._skip_to(state, message.oldest if state.log else message.newest)
+            self._skip_to(state, message.oldest if state.log else max(message.oldest, message.newest))
             return
         self._port.counters["lost rounds"] += 1
         self._log.give_up(state, message.newest + state.stream.stride)

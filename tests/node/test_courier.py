@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from farflock.compression.codec import UnencodableTensor
+from farflock.node import notes
 from farflock.node.courier import Courier, OutOfStep
 from farflock.optimizers.method import All, Exchange, Key, Members, RandomGroups
 from farflock.swarm.virtual import run_virtual
@@ -158,3 +159,86 @@ def test_over_many_rounds_a_compensated_mean_loses_nothing_and_another_one_does(
     mean, memories = means_of_rounds(bench, text, 40, compensate=False)
     assert float((mean - wanted).abs().max()) > 0.5
     assert not any(memories)
+
+
+# Streams of stages, with notes of what each contribution is made of.
+
+MINE, YOURS = [("t", 1), ("t", 3)], [("t", 2), ("u", 1)]
+
+
+def noted(bench, text, one, other, kind="mean", number=0):
+    """What comes of two contributions to a round of stage 2: (values, notes) each; None brings nothing but replays."""
+
+    async def work(couriers, first):
+        couriers = [Courier(courier._peer, 3, inline, 2) for courier in couriers]
+        jobs = []
+        for courier, part in zip(couriers, (one, other), strict=True):
+            courier.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
+            if part is not None:
+                jobs.append(courier.carry(exchange(part[0], number, kind), 10, b"", part[1]))
+        results = await asyncio.gather(*jobs)
+        if other is None:
+            while (missed := couriers[1].replay("s", number)) is None:  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.5)
+            results.append(missed)
+        return results
+
+    return between(bench, text, work)
+
+
+@pytest.mark.parametrize("kind", ["mean", "gather"])
+def test_what_contributions_are_made_of_is_agreed_upon_with_their_mean(bench, text, kind):
+    parts = ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], notes.written(YOURS))
+    one, other = noted(bench, text, *parts, kind=kind)
+    assert one.status == other.status == "ok"
+    assert notes.read(one.notes) == notes.read(other.notes) == sorted(MINE + YOURS)
+    assert torch.equal(one.mean["a"], torch.tensor([2.0, 4.0]))
+    assert one.taken == {"a": [(0, 2)], "b": [(0, 4)]}, "the notes are no part of the tensors"
+    assert torch.equal(one.sent["a"], torch.tensor([1.0, 2.0]))
+    if kind == "gather":
+        assert sorted(float(tensors["a"][0]) for tensors in one.gathered.values()) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["mean", "gather"])
+def test_who_brought_nothing_hears_what_the_round_was_made_of(bench, text, kind):
+    one, missed = noted(bench, text, ([1.0, 2.0], notes.written(MINE)), None, kind=kind)
+    assert notes.read(missed.notes) == notes.read(one.notes) == MINE
+    assert torch.equal(missed.mean["a"], torch.tensor([1.0, 2.0]))
+    assert missed.sent is None
+    assert missed.taken == {}
+
+
+@pytest.mark.parametrize("kind", ["mean", "gather"])
+def test_a_contribution_whose_notes_cannot_be_read_is_left_out_as_a_whole(bench, text, kind):
+    """Else its gradient would count and nobody would know."""
+    one, other = noted(bench, text, ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], b"\xc1"), kind=kind)
+    assert one.status == other.status == "partial"
+    assert notes.read(one.notes) == MINE
+    assert torch.equal(one.mean["a"], torch.tensor([1.0, 2.0]))
+    assert not any(other.taken.values())
+
+
+def test_the_notes_of_a_round_that_failed_are_empty(bench, text):
+    one, other = noted(bench, text, ([1.0, 2.0], b"\xc1"), ([3.0, 6.0], b"\xc1"))
+    assert one.status == other.status == "failed"
+    assert one.notes == other.notes == b""
+
+
+@pytest.mark.parametrize(("with_notes", "wants"), [(True, "last"), (False, "none")])
+def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
+    async def work(couriers, first):
+        courier = Courier(couriers[0]._peer, 3, inline, 5)
+        name = courier.look_on(exchange([0.0, 0.0]), noted=with_notes)
+        return name, courier._peer.rounds._streams[name].stream
+
+    name, stream = between(bench, text, work)
+    assert name == "s/5"
+    assert (stream.stage, stream.wants, stream.shards) == (5, wants, 1 + with_notes)
+    assert not stream.uniform or with_notes
+
+
+def test_notes_go_with_streams_that_have_them_and_with_no_others(bench, text):
+    one, other = carried(
+        bench, text, lambda number: exchange([1.0, 2.0], number), lambda number: exchange([3.0, 6.0], number)
+    )
+    assert one.notes == other.notes == b""

@@ -6,10 +6,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from farflock.node.seat import CorruptSnapshot, Place, decode_state
+from farflock.node import notes
+from farflock.node.courier import Courier
+from farflock.node.seat import CorruptSnapshot, Place, Seat, decode_state
 from farflock.optimizers.method import Key, Result
 from farflock.optimizers.state import state_hash
+from farflock.swarm.roles import NOTHING
 from farflock.swarm.snapshots import Snapshot, SnapshotUnavailable
+from farflock.swarm.views import Certified, Member, View
 from farflock.swarm.virtual import run_virtual
 
 
@@ -144,3 +148,80 @@ def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_
     before, after, time_s = run_virtual(main())
     assert before == after
     assert time_s < 60
+
+
+# A stage's books.
+
+
+class Books:
+    """Brings a note of its own with each contribution, and writes down what it is told."""
+
+    def __init__(self):
+        self.brought_to, self.told = [], []
+
+    def brought(self, number):
+        self.brought_to.append(number)
+        return notes.written([("t", number)])
+
+    def closed(self, number, noted):
+        self.told.append((number, noted))
+
+
+def test_the_books_bring_notes_to_each_round_and_are_told_what_it_named(bench, text):
+    made, books = bench(text, "diloco", total=3200, period=10), Books()
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.seat._books = books
+            node.found()
+            await node.loop.run(made.total, 30.0)
+
+    run_virtual(main())
+    assert len(books.told) >= 4
+    assert books.told == [(number, notes.written([("t", number)])) for number in range(len(books.told))]
+    assert books.brought_to == list(range(len(books.told)))
+
+
+def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench, text):
+    made, books = bench(text, "streaming", total=3200, period=8, fragments=2, overlap=1), Books()
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.seat._books = books
+            node.found()
+            first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
+            shards = [peer.rounds._streams[entry.key.stream].stream.shards for entry in (first, *others)]
+            assert shards == [2] + [1] * len(others)
+            await node.loop.run(made.total, 30.0)
+            return first
+
+    first = run_virtual(main())
+    assert len(books.told) >= 2
+    assert books.brought_to[: len(books.told)] == [number for number, _ in books.told]
+    assert len(books.brought_to) <= len(books.told) + 1
+    assert {number % first.stride for number, _ in books.told} == {first.key.round % first.stride}
+    assert all(noted == notes.written([("t", number)]) for number, noted in books.told)
+
+
+def test_a_stage_s_state_has_a_name_of_its_own_and_only_its_members_count(bench, text):
+    made = bench(text, "diloco", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            courier = Courier(peer, 3, node.seat._compute, 1)
+            peer.found()
+            seat = Seat(peer, node.loop.driver, courier, node.seat._compute, 1, Books())
+            newest = peer.port.views.newest
+            others = (Member("a", 1, 1), Member("b", 1, 0), Member("c", 1, NOTHING))
+            members = (*newest.members, *others)
+            peer.port.chain.views.append(Certified(View(1, newest.hash, 0, members)))
+            seat.open()
+            seat.trained(64)
+            return set(peer.snapshots._providers), seat.members, seat.progress(0).tokens
+
+    served, members, tokens = run_virtual(main())
+    assert served == {"state/1"}
+    assert (members, tokens) == (2, 128), "the replica and the stage's one member"

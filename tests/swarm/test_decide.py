@@ -28,7 +28,9 @@ class Schedule:
         self.chance.shuffle(order)
         self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
         self.members = [
-            Decision(KEY, VIEW, me, self.size, tuple(order), floor=lambda value, me=me: (1,) * (value in self.refused[me]))
+            Decision(
+                KEY, VIEW, me, self.size, tuple(order), floor=lambda value, me=me: (1,) * (value in self.refused[me])
+            )
             for me in range(self.size)
         ]
         self.loss = self.chance.choice([0.0, 0.1, 0.4]) if loss is None else loss
@@ -162,7 +164,12 @@ def refusing_group(size, refusers):
     """Members of which some refuse the value `old`; member 1 has accepted it of member 0, and nobody else."""
     members = [
         Decision(
-            KEY, VIEW, me, size, tuple(range(size)), floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers)
+            KEY,
+            VIEW,
+            me,
+            size,
+            tuple(range(size)),
+            floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers),
         )
         for me in range(size)
     ]
@@ -364,6 +371,27 @@ def test_nothing_can_be_announced_before_it_is_decided():
 
 
 # Where members sign: what convinces outsiders.
+
+
+def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may():
+    held = {1, 2}
+    members = [Decision(KEY, VIEW, me, 3, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)]
+    assert members[1].propose(b"w") == []
+    run(members, members[0].propose(b"v"))
+    assert [member.accepted is not None for member in members] == [True, False, False]
+    assert not any(member.decided for member in members), "one of three is no quorum"
+    (answer,) = members[1].receive(0, Prepare(KEY, VIEW, (3, 0)))[:1]
+    assert isinstance(answer[1], Promise), "a promise binds to nothing"
+    held.clear()
+    run(members, members[0].propose(b"v"))
+    assert {member.decided for member in members} == {b"v"}
+
+
+def test_who_is_held_back_still_learns_what_others_decided():
+    members = [Decision(KEY, VIEW, me, 3, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)]
+    run(members, members[0].propose(b"v"))
+    assert {member.decided for member in members} == {b"v"}
+    assert members[2].accepted is None
 
 
 def sign_as(member):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.depth import HopTime, Pipeline, StageTime, gpipe_s
+from farflock.swarm.depth import SLACK, Depth, HopTime, Pipeline, StageTime, gpipe_s
 
 STAGES, MICROBATCHES = 8, 64
 HOP = HopTime(0.67109, 0.05)  # 100 Mbit/s under 8 MiB
@@ -207,6 +207,33 @@ def test_the_depth_never_grows_down_the_pipeline_and_never_passes_memory(pipelin
     assert depths[0] == memory or depths[0] * pipeline.bottleneck_s >= pipeline.round_trip_s() * (1 - 1e-8)
 
 
+def followed(depth, trip_s, bottleneck_s, microbatches):
+    """Let a trainer's depth follow a pipeline from which one microbatch comes back every `bottleneck_s` at best, and `trip_s`
+    after it set out at the soonest; returns how many it wants in flight at the end."""
+    now_s = free_s = depth._ends_s[-1] if depth._ends_s else 0.0
+    out = []
+    for _ in range(microbatches):
+        while len(out) < depth.wanted:
+            free_s = max(free_s + bottleneck_s, now_s + trip_s)
+            out.append(free_s)
+        now_s = out.pop(0)
+        depth.came_back(now_s, trip_s)
+    return depth.wanted
+
+
+@pytest.mark.parametrize(("trip_s", "bottleneck_s"), [(3.0, 0.2), (0.5, 0.5), (10.0, 0.9)])
+def test_a_trainer_finds_the_depth_that_keeps_the_slowest_stage_busy(trip_s, bottleneck_s):
+    found = followed(Depth(2, 1000), trip_s, bottleneck_s, 600)
+    assert found == pytest.approx(SLACK * trip_s / bottleneck_s, abs=2)
+
+
+def test_a_trainer_keeps_within_its_terms_and_follows_what_changes():
+    depth = Depth(2, 20)
+    assert followed(depth, 3.0, 0.1, 200) == 20
+    assert followed(depth, 3.0, 3.0, 200) == math.ceil(SLACK)
+    assert followed(depth, 0.1, 3.0, 200) == 2
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -219,6 +246,8 @@ def test_the_depth_never_grows_down_the_pipeline_and_never_passes_memory(pipelin
         (lambda: SLOW.step_bound_s(0, 1), "microbatches"),
         (lambda: SLOW.step_bound_s(1, 0), "in flight"),
         (lambda: gpipe_s(0, 1, HOP, NO_TIME), "stages"),
+        (lambda: Depth(0, 4), "no range"),
+        (lambda: Depth(5, 4), "no range"),
         (lambda: Pipeline((NO_TIME,) * 2, (HopTime(0.0, 1.0),)).wanted_depth(), "takes any time"),
     ],
 )

@@ -140,6 +140,26 @@ def test_the_joiner_takes(offers, taken):
 
 
 @in_a_world
+async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_nobody_else(world):
+    members = {0: ["a"], 1: ["b", "c"], None: list(MEMBERS)}
+    world.joiner.snapshots._members = lambda stage: members[stage]
+    liar, one, other = (world.peer(name).serve(snapshot(7, name.encode())) for name in "abc")
+
+    async def lie():
+        while True:
+            liar.port.send("joiner", liar.snapshots._put(NAME, snapshot(9, b"lie"), "lies"))
+            await asyncio.sleep(0.1)
+
+    lying = asyncio.create_task(lie())
+    other.serve(snapshot(8, b"c"))
+    assert await world.joiner.fetch(stage=1) == snapshot(8, b"c"), "of two that differ the newer one"
+    assert liar.built == 0
+    lying.cancel()
+    assert await world.joiner.fetch(stage=0) == snapshot(7, b"a")
+    assert (one.built, other.built, liar.built) == (1, 1, 1)
+
+
+@in_a_world
 async def test_the_first_offer_is_not_taken_before_others_had_time_to_answer(world):
     world.peer("a").serve(snapshot(7, b"lie"))
     for name in "bc":

@@ -449,6 +449,25 @@ async def test_who_wants_a_view_and_falls_silent_holds_the_stages_up_only_for_a_
 
 
 @flock(0, 0, 1, NOTHING)
+async def test_a_round_that_has_begun_gets_no_votes_either_once_a_view_may_begin_with_it(made):
+    made.quiet.add(0)
+    await asyncio.sleep(3.0)
+    one, other = made.of(0)
+    number, silent, before = one.applied + 1, made.nodes[3], one.view
+    bringing = asyncio.create_task(one.step())
+    await asyncio.sleep(0.3)
+    ask = Prepare(view_key(before.number + 1), before.hash, (1, before.index(silent.id, silent.life)))
+    for node in (one, other, made.nodes[2]):
+        node.peer.membership.receive(silent.id, silent.life, ask)
+    both = asyncio.gather(bringing, other.step())
+    await asyncio.sleep(1.5)
+    assert made.newest(0) == number - 1
+    await asyncio.wait_for(both, 20.0)
+    assert one.view.number > before.number
+    assert made.results[0][number][1] == ids(one, other)
+
+
+@flock(0, 0, 1, NOTHING)
 async def test_views_say_who_does_what(made):
     for node in made.nodes.values():
         assert {(member.peer, member.stage) for member in node.view.members} == {

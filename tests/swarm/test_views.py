@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from farflock.swarm.decide import signed_text
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import MAX_MEMBERS
+from farflock.swarm.roles import MAX_STAGES, NOTHING
 from farflock.swarm.views import (
     KEPT_VIEWS,
     BadView,
@@ -20,6 +21,7 @@ from farflock.swarm.views import (
     decode_view,
     encode,
     genesis,
+    lifted,
     next_members,
     signature_domain,
     view_key,
@@ -152,6 +154,35 @@ def test_the_barrier_blocks_rounds_from_there_on_until_the_view_is_decided():
     assert [chain.blocked(number, 0) for number in (2, 3, 6)] == [False, True, True], "stages count for themselves"
     chain.extend(certify(successor(chain, MEMBERS[:4]), signers(3)))
     assert not chain.blocked(8)
+
+
+def test_what_was_told_to_who_wants_a_view_holds_back_from_rounds_of_stages_until_it_is_decided():
+    chain = grown()
+    chain.held = (5, 3)
+    assert [chain.blocked(number, 0) for number in (2, 3, 6)] == [False, True, True]
+    assert chain.blocked(0, 1), "a stage of which nothing was said"
+    assert not chain.blocked(10**6), "whole models have rounds to spare"
+    chain.extend(certify(successor(chain, MEMBERS[:4]), signers(3)))
+    assert not chain.blocked(3, 0)
+
+
+def test_a_proposal_is_lifted_by_axis_to_where_it_may_begin():
+    view = View(2, bytes(32), 7, MEMBERS[:4], (3, 9))
+    assert decode_view(lifted(encode(view), (5, 4, 8, 2))).begins == (7, 4, 9, 2)
+    assert decode_view(lifted(encode(view), ())) == view
+
+
+def test_who_serves_a_stage_is_who_said_so_and_every_full_replica():
+    view = View(2, bytes(32), 7, (Member("a", 1, 0), Member("b", 1), Member("c", 1, 1), Member("d", 1, NOTHING)))
+    assert [view.serving(stage) for stage in (None, 0, 1, 2)] == [(0, 1, 2, 3), (0, 1), (1, 2), (1,)]
+    assert view.staged
+    assert not VIEW.staged
+
+
+@pytest.mark.parametrize("stage", [NOTHING - 1, MAX_STAGES])
+def test_a_member_of_a_stage_that_cannot_be_is_refused(stage):
+    with pytest.raises(BadView):
+        decode_view(encode(View(2, bytes(32), 7, (Member("a", 1, stage),))))
 
 
 def test_the_floor_accepts_only_a_successor_that_begins_after_every_round_touched():

@@ -125,6 +125,23 @@ def test_calls_that_overlap_are_measured_as_throughput_not_as_latency():
     assert mean.seconds == pytest.approx(0.5)
 
 
+def test_a_server_that_has_nothing_to_do_is_as_fast_as_it_says_and_not_as_far_as_it_is():
+    near, far = Ema(), Ema()
+    for call in range(20):
+        near.update(1, call * 10.0, call * 10.0 + 0.6, took_s=0.5)
+        far.update(1, call * 10.0, call * 10.0 + 0.9, took_s=0.5)
+    assert near.seconds == pytest.approx(0.5) == far.seconds
+
+
+def test_what_a_server_says_counts_within_a_factor_of_what_is_seen():
+    liar, braggart = Ema(), Ema()
+    for call in range(20):
+        liar.update(1, call * 10.0, call * 10.0 + 2.0, took_s=0.0)
+        braggart.update(1, call * 10.0, call * 10.0 + 2.0, took_s=1e6)
+    assert liar.seconds == pytest.approx(2.0 / TRUST)
+    assert braggart.seconds == pytest.approx(2.0)
+
+
 def test_calls_that_end_at_one_moment_or_in_the_wrong_order_leave_a_finite_rate():
     mean = Ema()
     mean.update(1, 5.0, 5.0)

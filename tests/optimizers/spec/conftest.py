@@ -25,13 +25,13 @@ class Loopback:
         self.methods, self.replicas = methods, replicas
         self.steps = [0] * len(methods)
 
-    def step(self, peer: int, gradient: torch.Tensor):
-        """One local step of one peer."""
+    def step(self, peer: int, gradient: torch.Tensor, weight: float = 1.0):
+        """One local step of one peer, whose gradient counts so often."""
         replica = self.replicas[peer]
         name = replica.names[0]
         before = replica.read([name], "grad")[name]
         replica.write({name: before + gradient}, "grad")
-        self.methods[peer].local_step(replica, Progress(self.steps[peer]))
+        self.methods[peer].local_step(replica, Progress(self.steps[peer], weight=weight))
         self.steps[peer] += 1
 
     def due(self, peer: int):

@@ -122,3 +122,64 @@ def test_local_takes_over_a_snapshot(loopback):
     world.methods[1].restore(world.replicas[1], world.methods[0].snapshot(world.replicas[0]), "adopt")
     assert torch.equal(world.theta(1), world.theta(0))
     assert Progress(0).tokens == 0
+
+
+# Steps that count more than once, or not at all.
+
+
+def of_microbatches(world, peer, *values):
+    """One step of a peer that is the sum of so many microbatches' gradients."""
+    world.step(peer, sum(map(ones, values), ones(0.0)), weight=float(len(values)))
+
+
+def test_what_steps_weigh_makes_the_mean_that_of_all_microbatches_wherever_they_went(loopback):
+    world, alone = loopback(ddp, 3), loopback(ddp, 1)
+    of_microbatches(world, 0, 1.0, 2.0, 6.0)
+    of_microbatches(world, 1, 11.0)
+    of_microbatches(world, 2)
+    of_microbatches(alone, 0, 1.0, 2.0, 6.0, 11.0)
+    asked = world.sync()
+    alone.sync()
+    assert [asked[peer].weight for peer in range(3)] == [3.0, 1.0, 0.0]
+    assert torch.equal(asked[2].tensors["x"], ones(0.0)), "nothing, said so, is finite"
+    for peer in range(3):
+        torch.testing.assert_close(world.theta(peer), ones(-5.0))
+    torch.testing.assert_close(world.theta(0), alone.theta(0))
+
+
+def test_steps_before_one_exchange_weigh_together(loopback):
+    world = loopback(ddp, 1)
+    of_microbatches(world, 0, 1.0, 2.0, 6.0)
+    of_microbatches(world, 0, 11.0)
+    (exchange,) = world.due(0)
+    assert exchange.weight == 4.0
+    assert torch.equal(exchange.tensors["x"], ones(5.0))
+
+
+@pytest.mark.parametrize("why", ["missing", "failed"])
+def test_a_gradient_that_goes_back_weighs_what_it_weighed(loopback, why):
+    world = loopback(ddp, 2)
+    of_microbatches(world, 0, 4.0)
+    of_microbatches(world, 1, 1.0, 2.0, 6.0)
+    world.sync(**{why: [1]})
+    of_microbatches(world, 1, 11.0)
+    (exchange,) = world.due(1)
+    assert exchange.weight == 4.0
+    torch.testing.assert_close(exchange.tensors["x"], ones(5.0))
+
+
+def test_weights_are_those_before_after_a_restart_and_none_after_an_adoption(loopback):
+    world = loopback(ddp, 1)
+    of_microbatches(world, 0, 1.0, 2.0, 6.0)
+    pending = world.due(0)[0]
+    of_microbatches(world, 0, 11.0, 5.0)
+    method, replica = world.methods[0], world.replicas[0]
+    again = ddp()
+    again.resume(replica, {**method.snapshot(replica), **method.personal(replica)})
+    again.apply(replica, pending, Result("failed", 1))
+    (exchange,) = again.due(replica, Progress(2))
+    assert exchange.weight == 5.0
+    torch.testing.assert_close(exchange.tensors["x"], ones(5.0))
+    method.restore(replica, method.snapshot(replica), "adopt")
+    method.local_step(replica, Progress(3, weight=2.0))
+    assert method.due(replica, Progress(3))[0].weight == 2.0

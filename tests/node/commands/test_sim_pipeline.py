@@ -1,0 +1,66 @@
+"""`farflock sim` of a run whose model is cut into stages."""
+
+import json
+
+import pytest
+
+MANIFEST = """
+[run]
+total_tokens = {tokens}
+[model]
+vocab_size = 256
+dim = 16
+layers = 2
+heads = 2
+kv_heads = 1
+ffn_dim = 32
+context = 32
+tied = false
+[train]
+batch = 2
+seq = 16
+lr = 0.01
+[pipeline]
+stages = 2
+batch = 4
+[exchange]
+view_s = 2.0
+"""
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    def write(tokens):
+        path = tmp_path / "run.toml"
+        path.write_text(MANIFEST.format(tokens=tokens))
+        return str(path)
+
+    return write
+
+
+def facts(farflock, *arguments):
+    code, out, _ = farflock("sim", *arguments, "--json")
+    assert code == 0, out
+    return json.loads(out.splitlines()[-1])
+
+
+def test_it_trains_and_the_same_seed_gives_the_same_state(farflock, manifest):
+    path = manifest(1280)
+    first, again = (facts(farflock, path, "--peers", "5", "--step", "0.1") for _ in range(2))
+    assert first == again
+    assert first["rounds"] >= 10, "1280 tokens in batches of 128"
+    assert first["microbatches"] >= 36
+    assert first["losses"][-1] < first["losses"][0]
+    assert first["kills"] == 0
+
+
+def test_a_dry_run_says_who_does_what(farflock, manifest):
+    described = facts(farflock, manifest(1280), "--peers", "5", "--dry-run")
+    assert [part["stage"] for part in described["world"]["parts"]] == [0, 1, 0, 1, -2]
+    assert [part["trains"] for part in described["world"]["parts"]] == [False] * 4 + [True]
+
+
+def test_too_few_peers_are_refused(farflock, manifest):
+    code, _, said = farflock("sim", manifest(1280), "--peers", "2")
+    assert code == 2
+    assert "leaves a stage without a server" in said
