@@ -162,7 +162,9 @@ def node_table(title: str, status: Status, news: _News) -> "RenderableType":
     members = Table("member", "role", "life", "road", "round trip", title=None, expand=False)
     for partner in status.partners:
         trip = "" if partner.rtt_ms is None else f"{partner.rtt_ms:.0f} ms"
-        members.add_row(*map(Text, (partner.peer[-8:], partner.role, partner.life, partner.road, trip)))  # Text: never markup
+        members.add_row(
+            *map(Text, (partner.peer[-8:], partner.role, partner.life, partner.road, trip))
+        )  # Text: never markup
     waits = [Text(f"waits for {wait.said({})}", style="cyan") for wait in status.waits]
     return Group(
         Text(f"{title}: run {status.run[:8]}, {status.doing}", style="bold"),

@@ -124,6 +124,8 @@ class PipelineNode:
         self.serving = self._serve(stage) if stage != NOTHING else None
         if self.serving is not None:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
             peer.calls.handler = self.serving.server
+            if saved is not None:  # its steps are counted on from there: by them checkpoints are named, and kept
+                self.serving.loop.step = self.serving.trainee.joined_at = saved.step
         self._onlookers = {index: self._onlooker(index) for index in range(len(pipeline.stages)) if index != stage}
         self.rolls = Rolls(peer, self._streams_of())
         self.trainer = self._trainer(tokens) if tokens is not None else None

@@ -16,6 +16,8 @@ from farflock.swarm.staging import Key
 from farflock.swarm.views import Member, View
 from farflock.swarm.wiring import Announced
 
+HOPE_S = 20.0  # for the notes of a round all of whose servers are gone: who looks on may have them
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -49,6 +51,7 @@ class Rolls:
         self._leaving: list[tuple[int, Server, int]] = []  # stage, who, the first round without it
         self._serving: tuple[tuple[object, ...], Serving] | None = None
         self._skipped: list[int] = []
+        self._silent_s: dict[int, tuple[int, float]] = {}  # by stage, a round that nobody may have, and since when
 
     @property
     def stages(self) -> int:
@@ -96,13 +99,29 @@ class Rolls:
                     self._heard[stage] = rounds.oldest(stream.name)
                     self._skipped.append(stage)
                 told = rounds.told(stream.name, self._heard[stage])
-                if told is None:
+                if told is None and not self._is_past_hope(stage, stream.name):
                     break
                 self._heard[stage] += stream.stride
-                yield stage, notes.joined(told)
+                if told is None:
+                    self._skipped.append(stage)
+                else:
+                    yield stage, notes.joined(told)
+
+    def _is_past_hope(self, stage: int, name: str) -> bool:
+        """Whether the next round is over and all who brought anything to it are gone, so long that nobody seems to have its
+        notes: a stage that died out just then. Its weights are gone too, but others may have heard what I have not."""
+        number, port = self._heard[stage], self._peer.port
+        view, newest = port.views.at(number, stage), port.views.newest
+        stay = view is not None and set(self._members(view, stage)).intersection(newest.members)
+        if stay or number > self._peer.rounds.newest(name):
+            self._silent_s.pop(stage, None)
+            return False
+        if self._silent_s.setdefault(stage, (number, port.now()))[0] != number:
+            self._silent_s[stage] = number, port.now()
+        return port.now() - self._silent_s[stage][1] >= HOPE_S
 
     def skipped(self) -> int | None:
-        """A stage of whose rounds some were over, and in nobody's log any more, before they were heard of."""
+        """A stage of whose rounds some were over, and nobody has them any more, before they were heard of."""
         return self._skipped.pop() if self._skipped else None
 
     def left(self) -> Iterator[tuple[int, str]]:

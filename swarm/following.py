@@ -60,7 +60,9 @@ class Following:
         if entry is not None:
             self._port.send(sender, entry.decided)
         elif query.key.round <= state.newest:
-            oldest = next(iter(state.log), state.next)  # of rounds before I came in I can tell nothing, nor of the last of them
+            oldest = next(
+                iter(state.log), state.next
+            )  # of rounds before I came in I can tell nothing, nor of the last of them
             self._port.send(sender, Forgotten(query.key, oldest, state.newest))
         elif (view := self._port.views.at(query.key.round, state.stream.stage)) is not None and self._is_forsaken(
             state, view

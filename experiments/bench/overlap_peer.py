@@ -70,7 +70,9 @@ class Pieces:
         loop, begun_s = self._node.loop, time.process_time()
         for _ in range(steps):
             progress = await loop.begin_step()
-            await loop.end_step(await loop.train(partial(loop.train_one, progress)))
+            loss = await loop.train(partial(loop.train_one, progress))
+            assert loss is not None, "a replica's steps do not run out"
+            await loop.end_step(loss)
         rounds = [(result["status"], result["peers"]) for result in self._results]
         took_s, cpu_s = asyncio.get_running_loop().time() - start_s, time.process_time() - begun_s
         self._owner.say("done", took_s=took_s, cpu_s=cpu_s, rounds=rounds)

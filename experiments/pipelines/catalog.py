@@ -1,12 +1,30 @@
 """Computations by name: the only registry, a literal dict, which recipes choose from."""
 
-from farflock.experiments.pipelines import depth, ladder, ordering, rebalancing, subspace, utilisation, wiring
+from farflock.experiments.pipelines import (
+    checkfree,
+    checkfree_hours,
+    contention,
+    delay,
+    depth,
+    ladder,
+    ordering,
+    rebalancing,
+    skippipe,
+    subspace,
+    utilisation,
+    wiring,
+)
 from farflock.experiments.pipelines.table import Computation
 
 COMPUTATIONS: dict[str, Computation] = {
     "activation-ladder": Computation(ladder.Size, ladder.compute),
+    "checkfree": Computation(checkfree.Size, checkfree.compute),
+    "checkfree-hours": Computation(checkfree_hours.Size, checkfree_hours.compute),
+    "delay": Computation(delay.Size, delay.compute),
     "depth": Computation(depth.Size, depth.compute),
     "dtfm-ordering": Computation(ordering.Size, ordering.compute),
+    "skippipe": Computation(skippipe.Size, skippipe.compute),
+    "skippipe-effects": Computation(contention.Size, contention.compute),
     "subspace-nano": Computation(subspace.Size, subspace.compute),
     "swarm-rebalancing": Computation(rebalancing.Size, rebalancing.compute),
     "swarm-utilisation": Computation(utilisation.Size, utilisation.compute),

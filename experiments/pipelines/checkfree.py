@@ -34,6 +34,7 @@ from farflock.swarm.swapping import Swapped
 ARMS = ("no failure", "swap, no failure", "checkfree", "checkfree+", "re-initialised", "checkpoint")
 SWAPPED = ("swap, no failure", "checkfree+")
 UNBROKEN = ("no failure", "swap, no failure")
+WHEN = ("after 1/6", "after 2/6", "after 3/6", "after 4/6", "after 5/6", "at the end")
 SAVED = ("param", "exp_avg", "exp_avg_sq", "step")
 SMALL = ModelConfig(dim=64, layers=6, heads=4, kv_heads=4, ffn_dim=176, context=64, tied=False)
 
@@ -142,9 +143,12 @@ class Text:
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Of a trial, what a tier chooses; losses are taken at each sixth of the steps."""
+    """Of a trial, what a tier chooses; the rate rises for a fifteenth of the steps, losses are taken at each sixth, over
+    `held_out` sequences."""
 
-    steps: Annotated[int, msgspec.Meta(ge=60, le=100_000)] = 600
+    steps: Annotated[int, msgspec.Meta(ge=6, le=100_000)] = 600
+    batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
+    held_out: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     probability: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.004
     checkpoint_every: Annotated[int, msgspec.Meta(ge=1)] = 50
     seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)] = msgspec.field(default_factory=lambda: [0])
@@ -158,6 +162,9 @@ def compute(size: Size, progress: Progress) -> Table:
     for number, seed in enumerate(size.seeds, 1):
         trial = Trial(
             steps=size.steps,
+            warmup_steps=size.steps // 15,
+            batch=size.batch,
+            held_out_sequences=size.held_out,
             probability=size.probability,
             checkpoint_every=size.checkpoint_every,
             points=points,
@@ -168,7 +175,8 @@ def compute(size: Size, progress: Progress) -> Table:
     rows = []
     for place, name in enumerate(ARMS):
         arms = [outcome.arms[place] for outcome in outcomes]
-        rows += [sampled(f"{name}, step {at}", [arm.losses[of] for arm in arms]) for of, at in enumerate(points)]
+        for of, when in enumerate(WHEN):
+            rows.append(sampled(f"{name}, {when}", [arm.losses[of] for arm in arms]))
         rows.append(sampled(f"{name}, added by a recovery", [arm.bump for arm in arms]))
         rows.append(sampled(f"{name}, steps in the weights", [arm.progress for arm in arms]))
     lost = sum(len(outcome.failures) for outcome in outcomes)

@@ -9,9 +9,13 @@ which its wires share. Nothing is forgotten, and nobody rests.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from farflock.experiments.bench import regions
 from farflock.experiments.pipelines import planned, released
+from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
 from farflock.node.layout import Links
 from farflock.swarm import skip_planner
 from farflock.swarm.links import PeerId
@@ -142,3 +146,53 @@ def _in_turn(chains: Sequence[released.Path], origins: int) -> Plan:
     for lane, origin in enumerate(released.PARTITION[0][:origins]):
         lanes.append([(origin, *chains[(lane + turn) % len(chains)]) for turn in range(MICROBATCHES // origins)])
     return planned.as_plan(lanes, MICROBATCHES // origins)
+
+
+class Size(Parameters, frozen=True, kw_only=True):
+    """Seconds of a forward pass, how many plans our planner may judge, and its seeds."""
+
+    forward_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = released.FORWARD_S
+    work: Annotated[int, msgspec.Meta(ge=skip_planner.LEAST_WORK, le=100_000)] = skip_planner.WORK
+    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=100)]
+
+
+def compute(size: Size, progress: Progress) -> Table:
+    """Makespans in seconds where links queue, how many times as fast each idea makes them, and how many times as long the
+    released plan takes as our planner's: where links queue, and in the released simulation."""
+    setting = Setting(forward_s=size.forward_s)
+    made, besides = [], []
+    for number, seed in enumerate(size.seeds, 1):
+        made.append(effects(setting, seed, size.work))
+        besides.append(planned.beside(seed, size.work, size.forward_s))
+        progress(number / len(size.seeds))
+    ours = [
+        sampled("ours", [one.ours for one in made]),
+        sampled("path choice, ours", [one.path_choice[1] for one in made]),
+        sampled("theirs over ours, links queue", [one.collision_aware / one.ours for one in made]),
+        sampled(
+            "theirs over ours, their simulation", [one.theirs_simulated / one.ours_judged_simulated for one in besides]
+        ),
+    ]
+    return Table(
+        [*_released(made[0]), *ours],
+        f"{MICROBATCHES} microbatches, {released.NODES} nodes, {size.work} plans judged, {len(size.seeds)} seeds",
+    )
+
+
+def _released(found: Effects) -> list[Row]:
+    """What the planner's seed has no part in."""
+    return [
+        exact("full, three origins", found.full_three),
+        exact("full, five origins", found.full_five),
+        exact("skipping, three origins", found.skipping_three),
+        exact("skipping, five origins", found.skipping_five),
+        exact("random", found.random),
+        exact("not collision-aware", found.not_collision_aware),
+        exact("collision-aware", found.collision_aware),
+        exact("fewer hops, three origins", found.fewer_hops[0]),
+        exact("fewer hops, five origins", found.fewer_hops[1]),
+        exact("more origins, full", found.more_origins[0]),
+        exact("more origins, skipping", found.more_origins[1]),
+        exact("path choice, theirs", found.path_choice[0]),
+        exact("collision awareness", found.collision_awareness),
+    ]

@@ -9,15 +9,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from farflock.experiments.bench.threads import one_thread
+from farflock.experiments.pipelines import table
+from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact, sampled
 from farflock.node.baseline import evaluate
 from farflock.node.corpus import SHIPPED, load_corpus
 from farflock.node.data import Batches, evaluation
+from farflock.node.errors import Failure
 from farflock.node.model import PRESETS, ModelConfig, build, next_token_loss
 from farflock.node.stash import Stash, swapped
 from farflock.node.tokenizer import ByteTokenizer
@@ -93,6 +97,14 @@ ARMS = (
     Arm("nadam 0.99, one late", "nadam", 1, momentum=0.99),
     Arm("muon", "muon"),
     Arm("muon, one late", "muon", 1),
+)
+
+# of these a recipe tells: without delay, one step late as PipeDream-2BW is, and as late as a pipeline of several stages
+_DELAYS: dict[Base, tuple[int, ...]] = {"adamw": (0, 1, LATE), "nadam": (0, 1, LATE), "muon": (0, 1)}
+COMPARED = tuple(
+    Arm(f"{base}, {delay} late", base, delay, 0.99 if base == "nadam" else 0.9)
+    for base, delays in _DELAYS.items()
+    for delay in delays
 )
 
 
@@ -258,6 +270,50 @@ def closed(prompt: float, late: float, with_correction: float) -> float:
     """The share of what the delay costs that a correction gives back: 1 is all of it, below 0 it makes things worse. Not a
     number where the delay costs nothing."""
     return (late - with_correction) / (late - prompt) if late > prompt else math.nan
+
+
+class Size(Parameters, frozen=True, kw_only=True):
+    """Of a reading, what a tier chooses; `rates` are tried for each arm, `held_out` counts sequences."""
+
+    steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)] = 200
+    rates: Annotated[list[float], msgspec.Meta(min_length=1, max_length=16)]
+    held_out: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
+
+
+def compute(size: Size, progress: Progress) -> Table:
+    """Of `COMPARED` the held-out losses in nats a token at the rate that is best over all seeds, what lateness adds to them,
+    and these rates; `Failure` if an arm diverges at all rates."""
+    reading = Reading(steps=size.steps, seeds=tuple(size.seeds), other_rates=tuple(size.rates), held_out=size.held_out)
+    rows, count = [], len(COMPARED) * len(size.rates) * len(size.seeds)
+    for number, row in enumerate(read(reading, COMPARED), 1):
+        rows.append(row)
+        progress(number / count)
+    found = best(rows)
+    losses = {one.arm: _at(one, rows) for one in found}
+    return Table(
+        [sampled(name, values) for name, values in losses.items()]
+        + _costs(losses)
+        + [exact(f"{one.arm}, best rate", one.rate) for one in found],
+        f"{size.steps} steps of {reading.batch} x {reading.seq} tokens, {len(size.rates)} rates, {len(size.seeds)} seeds",
+    )
+
+
+def _at(one: Best, rows: Sequence[Row]) -> list[float]:
+    """Losses at the best rate, seed by seed."""
+    if not math.isfinite(one.loss):
+        raise Failure(f"{one.arm}: every rate diverges for some seed", "", "add lower `rates`")
+    return [row.loss for row in rows if (row.arm, row.rate) == (one.arm, one.rate)]
+
+
+def _costs(losses: dict[str, list[float]]) -> list[table.Row]:
+    """What lateness adds to the loss of the same optimizer, seed by seed."""
+    costs = []
+    for arm in COMPARED:
+        if arm.delay:
+            pairs = zip(losses[arm.name], losses[f"{arm.base}, 0 late"], strict=True)
+            costs.append(sampled(f"what {arm.delay} late costs {arm.base}", [late - prompt for late, prompt in pairs]))
+    return costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from farflock.experiments.pipelines import released
 from farflock.experiments.pipelines.released import Path, Start
+from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact
 
 TICKS = 10_000
 SWEEPS = 15
@@ -194,3 +197,32 @@ def reproduce(forward_s: float = released.FORWARD_S, mistaken: bool = True) -> R
         released.planned_starts(released.COLLISION_AWARE),
     )
     return Released(*(simulate(starts, delays_s, forward_s).makespan_s for starts in runs))
+
+
+class Size(Parameters, frozen=True, kw_only=True):
+    """Seconds of a forward pass behind the published times, and others to run the same plans with."""
+
+    forward_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = released.FORWARD_S
+    also_s: list[Annotated[float, msgspec.Meta(gt=0, le=60)]] = msgspec.field(
+        default_factory=lambda: [released.SCRIPT_FORWARD_S]
+    )
+
+
+def compute(size: Size, progress: Progress) -> Table:
+    """The four makespans in seconds; then with other forward passes, and without the mistake in the table of links."""
+    runs = [("", reproduce(size.forward_s)), (", links corrected", reproduce(size.forward_s, mistaken=False))]
+    runs += [(f", forward pass of {forward_s:g} s", reproduce(forward_s)) for forward_s in size.also_s]
+    rows = [
+        exact(f"{name}{how}", makespan_s)
+        for how, found in runs
+        for name, makespan_s in (
+            ("full", found.full),
+            ("random", found.random),
+            ("not collision-aware", found.not_collision_aware),
+            ("collision-aware", found.collision_aware),
+        )
+    ]
+    progress(1.0)
+    return Table(
+        rows, f"{released.NODES} nodes in {len(released.PARTITION)} stages, a forward pass of {size.forward_s:g} s"
+    )

@@ -20,6 +20,7 @@ from farflock.node.legs import Story
 from farflock.node.manifest import Exchange, Method, constructor_options
 from farflock.node.participant import Participant
 from farflock.node.simulation import Simulation, World
+from farflock.node.trainee import LanguageModel
 from farflock.optimizers.method import State, Tensors
 from farflock.optimizers.state import state_hash
 from farflock.swarm.peer import Peer
@@ -51,6 +52,7 @@ class Measured(Simulation):
         node, job = super()._assemble(index, peer), self.job
         node.model.to(job.device)
         part = job.batch // job.peers
+        assert isinstance(node.trainee, LanguageModel), "arms train whole models"
         node.trainee.batches = Share(texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device)
         node.loop.train = self._gate(index, node, node.loop.train)
         node.loop.report = self.rounds.watching(node.loop.report)

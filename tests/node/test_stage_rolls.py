@@ -3,7 +3,7 @@
 import collections
 
 from farflock.node import notes
-from farflock.node.stage_rolls import Rolls, Server, StreamName
+from farflock.node.stage_rolls import HOPE_S, Rolls, Server, StreamName
 from farflock.swarm.roles import EVERY, NOTHING
 from farflock.swarm.views import Certified, Chain, Member, View
 
@@ -21,6 +21,10 @@ class Swarm:
         self.logs = {stream.name: collections.OrderedDict() for stream in streams.values()}
         self.firsts = {stream.name: stream.first for stream in streams.values()}
         self.counted = collections.Counter()
+        self.now_s = 0.0
+
+    def now(self):
+        return self.now_s
 
     def gone(self, view, peer):
         return peer in self.dead
@@ -131,6 +135,24 @@ def test_rounds_that_have_left_all_logs_unheard_are_said_to_be_skipped():
     swarm.forget(0, 1)
     assert list(rolls.named()) == []
     assert rolls.skipped() is None, "it was heard before it went"
+
+
+def test_notes_that_went_with_all_servers_of_a_stage_are_skipped_after_a_while():
+    swarm, rolls = made()
+    swarm.close(0, 0, ("t", 1)).close(0, 1, ("t", 2)).logs["grad/0"][0] = None
+    assert list(rolls.named()) == []
+    swarm.now_s += 2 * HOPE_S
+    assert list(rolls.named()) == [], "its server is there and will deliver them"
+    swarm.view(Member("a", 2, 0), B, C, T, begins=(0, 2, 0))
+    assert list(rolls.named()) == []
+    swarm.now_s += HOPE_S / 2
+    assert list(rolls.named()) == []
+    swarm.now_s += HOPE_S / 2
+    assert list(rolls.named()) == [(0, [("t", 2)])]
+    assert [rolls.skipped(), rolls.skipped()] == [0, None]
+    swarm.now_s += HOPE_S
+    assert list(rolls.named()) == [], "there is no round to be heard of"
+    assert rolls.skipped() is None
 
 
 def test_who_left_is_told_only_once_all_rounds_are_heard_that_it_could_be_in():

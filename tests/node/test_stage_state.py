@@ -115,9 +115,7 @@ def begun(swarm, plan, index=1, after=9, saved=None, stages=STAGES):
 def layer(driver, stage):
     """What it would evaluate, by the names within a layer."""
     mine = f"model.layers.{stage}."
-    return {
-        name.removeprefix(mine): x for name, x in driver.method.eval_params(driver.replica).items() if mine in name
-    }
+    return {name.removeprefix(mine): x for name, x in driver.method.eval_params(driver.replica).items() if mine in name}
 
 
 # who is there
@@ -212,7 +210,9 @@ def test_neighbours_whose_scale_nobody_tells_weigh_alike_and_one_that_never_trai
     plan = plan_of()
     for tell, share in ((None, 0.5), ("2", 0.0)):
         swarm, drivers = beside(plan)
-        swarm.served = {name: served for name, served in swarm.served.items() if name in (f"{SCALE}/{tell}",) or STATE in name}
+        swarm.served = {
+            name: served for name, served in swarm.served.items() if name in (f"{SCALE}/{tell}",) or STATE in name
+        }
         found, first, last = begun(swarm, plan), layer(drivers[0], 0), layer(drivers[2], 2)
         for within in first:
             mean = share * first[within].double() + (1 - share) * last[within].double()

@@ -34,7 +34,10 @@ class Links:
 
 def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="replica"):
     """A node as far as its status is concerned."""
-    port = SimpleNamespace(views=SimpleNamespace(newest=View(3, bytes(32), 0, tuple(Member(peer, 1) for peer in members))), counters={"x": 1})
+    port = SimpleNamespace(
+        views=SimpleNamespace(newest=View(3, bytes(32), 0, tuple(Member(peer, 1) for peer in members))),
+        counters={"x": 1},
+    )
     what = SimpleNamespace(stream="delta", round=4)
     peer = SimpleNamespace(
         me="me",

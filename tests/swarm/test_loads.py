@@ -79,7 +79,7 @@ def test_who_is_gone_is_not_waited_for_and_serves_nothing(port):
 
 def test_all_who_hear_the_same_compute_the_same_move():
     moves = set()
-    for me, life in (("a", 1), ("b", 2), ("c", 3)):
+    for me, _life in (("a", 1), ("b", 2), ("c", 3)):
         port = Port(me)
         loads = Loads(port)
         numbers = {"a": load(queue=0.0), "b": load(queue=1.0), "c": load(queue=90.0)}

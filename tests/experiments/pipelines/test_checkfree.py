@@ -121,14 +121,18 @@ def test_rows_are_of_all_arms_and_seeds(monkeypatch):
 
     monkeypatch.setattr(checkfree, "experiment", experiment)
     shares = []
-    table = checkfree.compute(checkfree.Size(steps=66, seeds=[3, 4]), shares.append)
+    size = checkfree.Size(steps=66, batch=2, held_out=5, seeds=[3, 4])
+    table = checkfree.compute(size, shares.append)
     rows = {row.name: row.values for row in table.rows}
     assert len(rows) == len(table.rows) == 8 * len(checkfree.ARMS)
-    assert rows["checkfree+, step 66"] == [6.0, 7.0]
+    assert rows["checkfree+, at the end"] == [6.0, 7.0]
     assert rows["checkfree+, added by a recovery"] == [3.5, 4.5]
     assert [(trial.seed, trial.points) for trial in made] == [
         (3, (11, 22, 33, 44, 55, 66)),
         (4, (11, 22, 33, 44, 55, 66)),
     ]
+    assert {(trial.steps, trial.warmup_steps, trial.batch, trial.held_out_sequences) for trial in made} == {
+        (66, 4, 2, 5)
+    }
     assert shares == [0.5, 1.0]
     assert not any(row.exact for row in table.rows)

@@ -103,3 +103,28 @@ def test_every_arm_moves_as_many_microbatches_over_all_its_chains_alike():
     for plan, chains in ((full, 3), (skipping, 5)):
         uses = [sum(path[1:] == chain for path in plan.paths) for chain in {path[1:] for path in plan.paths}]
         assert uses == [contention.MICROBATCHES // chains] * chains
+
+
+def test_rows_are_the_effects_with_the_planner_s_seeds_apart(table, monkeypatch):
+    made = []
+
+    def effects(setting, seed, work):
+        made.append((setting.forward_s, seed, work))
+        return Effects(80, 60, 40, 20, 30, 20, 10, 5 * seed)
+
+    def beside(seed, work, forward_s):
+        assert (forward_s, seed, work) == made[-1]
+        return planned.Beside(12, 13, 3 * seed, 1, 1, 1)
+
+    monkeypatch.setattr(contention, "effects", effects)
+    monkeypatch.setattr(planned, "beside", beside)
+    found = table("skippipe-effects", forward_s=0.5, work=7, seeds=[1, 2])
+    assert made == [(0.5, 1, 7), (0.5, 2, 7)]
+    assert (found["fewer hops, three origins"], found["fewer hops, five origins"]) == (2, 3)
+    assert (found["more origins, full"], found["more origins, skipping"]) == (80 / 60, 2)
+    assert (found["path choice, theirs"], found["collision awareness"]) == (3, 2)
+    assert found["ours"] == [5, 10]
+    assert found["path choice, ours"] == [6, 3]
+    assert found["theirs over ours, links queue"] == [2, 1]
+    assert found["theirs over ours, their simulation"] == [4, 2]
+    assert len(found) == 17

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from farflock.experiments.pipelines import delay as study
 from farflock.experiments.pipelines.delay import (
     ARMS,
+    COMPARED,
     LATE,
     Arm,
     Late,
@@ -19,6 +21,7 @@ from farflock.experiments.pipelines.delay import (
     read,
     settle,
 )
+from farflock.node.errors import Failure
 from farflock.optimizers.corrections import stability_limit
 
 SHORT = Reading(batch=1, seq=16, steps=16, seeds=(1,), sgd_rates=(1.0,), other_rates=(1e-2,), held_out=2)
@@ -106,3 +109,52 @@ def test_the_share_of_a_gap_that_is_closed():
     assert closed(2.0, 3.0, 2.25) == 0.75
     assert closed(2.0, 3.0, 3.5) == -0.5
     assert math.isnan(closed(2.0, 2.0, 1.0))
+
+
+def test_each_optimizer_is_compared_with_itself_without_delay_and_nadam_has_the_momentum_of_its_source():
+    assert len({arm.name for arm in COMPARED}) == len(COMPARED) == 8
+    assert {(arm.base, arm.delay) for arm in COMPARED} >= {("adamw", 0), ("nadam", 0), ("muon", 0), ("nadam", 1)}
+    assert {arm.momentum for arm in COMPARED if arm.base == "nadam"} == {0.99}
+
+
+@pytest.fixture
+def invented(monkeypatch):
+    """Every arm is best at 1e-2, where its loss is its place and a tenth of the seed, and diverges at the rates given."""
+
+    def replace(diverging=()):
+        def read(reading, arms):
+            for place, arm in enumerate(arms):
+                for rate in reading.other_rates:
+                    for seed in reading.seeds:
+                        loss = math.inf if rate in diverging and seed == 2 else place + seed / 10 + abs(rate - 1e-2)
+                        yield Row(arm.name, arm.delay, rate, seed, loss, 0.1)
+
+        monkeypatch.setattr(study, "read", read)
+
+    return replace
+
+
+def test_rows_are_losses_at_the_best_rate_and_what_lateness_adds(table, invented):
+    invented(diverging=[3e-2])
+    found = table("delay", rates=[3e-3, 1e-2, 3e-2], seeds=[1, 2])
+    assert found["adamw, 0 late"] == pytest.approx([0.1, 0.2])
+    assert found["nadam, 4 late"] == pytest.approx([5.1, 5.2])
+    assert found["what 1 late costs adamw"] == pytest.approx([1, 1])
+    assert found["what 4 late costs nadam"] == pytest.approx([2, 2])
+    assert found["what 1 late costs muon"] == pytest.approx([1, 1])
+    assert {found[f"{arm.name}, best rate"] for arm in COMPARED} == {1e-2}
+    assert len(found) == 8 + 5 + 8
+
+
+def test_an_arm_that_diverges_at_every_rate_is_no_row_but_a_failure(table, invented):
+    invented(diverging=[3e-3, 1e-2])
+    with pytest.raises(Failure, match="adamw, 0 late: every rate diverges"):
+        table("delay", rates=[3e-3, 1e-2], seeds=[1, 2])
+
+
+def test_a_short_computation_is_the_short_reading(table):
+    found = table("delay", steps=3, rates=[1e-2], held_out=2, seeds=[1])
+    reading = Reading(steps=3, seeds=(1,), other_rates=(1e-2,), held_out=2)
+    (late,) = (arm for arm in COMPARED if arm.name == "nadam, 1 late")
+    (row,) = read(reading, [late])
+    assert found["nadam, 1 late"] == [row.loss]

@@ -178,3 +178,20 @@ def test_on_other_instances_it_does_what_the_literal_rules_do(seed):
     expected = literal(starts, delays, 0.3, memory, ticks=150)
     assert outcome.finished_s == expected
     assert len(outcome.forgotten) == 12 - len(expected)
+
+
+def test_rows_are_the_four_makespans_in_three_ways(table):
+    found = table("skippipe", also_s=[released.SCRIPT_FORWARD_S])
+    assert len(found) == 12
+    names = ("full", "random", "not collision-aware", "collision-aware")
+    assert Released(*(found[name] for name in names)) == PUBLISHED
+    assert Released(*(found[f"{name}, links corrected"] for name in names)) == PUBLISHED
+    script = reproduce(released.SCRIPT_FORWARD_S)
+    assert Released(*(found[f"{name}, forward pass of 1.76 s"] for name in names)) == script
+
+
+def test_a_longer_forward_pass_makes_every_plan_longer(table):
+    found = table("skippipe", forward_s=0.5, also_s=[])
+    assert len(found) == 8
+    assert found["full"] > PUBLISHED.full
+    assert found["collision-aware"] > PUBLISHED.collision_aware

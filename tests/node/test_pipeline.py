@@ -1,0 +1,393 @@
+"""A node's part in a pipeline on the simulated network: what its process sees of it, each kind of method, lives that end."""
+
+import asyncio
+import collections
+import logging
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+from farflock.node import checkpoint
+from farflock.node.model import build
+from farflock.node.pipeline import POLICIES, PipelineNode, edges_of, whole
+from farflock.node.pipeline_simulation import Part, PipelineWorld, identity_of, parts
+from farflock.node.rebalancer import LifeOver
+from farflock.node.recovery import LR_BUMP
+from farflock.node.resume import memory_of
+from farflock.node.stage import even
+from farflock.node.trainer import TrainerTerms
+from farflock.optimizers.state import state_hash
+from farflock.swarm.paths import Microbatch, Serving
+from farflock.swarm.roles import NOTHING, role_of
+from farflock.swarm.wiring import Announced
+
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "sim" / "pipeline_audit.py"))
+Audit, MODEL, TOKENS, TEXT = (_AUDIT[name] for name in ("Audit", "MODEL", "TOKENS", "TEXT"))
+BATCH = 8
+METHODS = {
+    "diloco": {"period": 2},
+    "diloco with feedback": {"period": 3, "feedback": 0.9, "codec": "int4"},
+    "sparseloco": {"period": 2},
+    "streaming": {"period": 4, "fragments": 2},
+}
+EQUAL = structs.replace(MODEL, layers=3)  # stages that can be made from each other
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Calls that fail because somebody was killed are what happens here."""
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+
+
+def plan(total=10**9, seed=0, rate=0.3, model=MODEL, **options):
+    made = _AUDIT["plan"](seed, total, rate=rate, **options)
+    return replace(made, model=model)
+
+
+def audit(who, plan, stages, limit_s=600.0, **options):
+    around = PipelineWorld(who, plan.schedule.total_tokens, view_s=2.0, away_s=(3.0, 8.0), limit_s=limit_s)
+    cut = replace(_AUDIT["pipeline"](stages, BATCH, **options), stages=tuple(even(plan.model, stages)))
+    return Accounts(plan, cut, around)
+
+
+class Accounts(Audit):
+    """The audit for methods whose servers step on their own: a contribution is made of its own microbatches, each counts once,
+    and the group agrees on its state after every round."""
+
+    def __init__(self, *world):
+        super().__init__(*world)
+        self.begun_anew = True  # the servers of a stage have weights of their own between rounds
+        self.agreed = collections.defaultdict(set)  # by stage, stream and round
+        self.reported = self.tale_of = None
+
+    def _look(self, number, node):
+        super()._look(number, node)
+        if node.serving is not None:
+            seat, driver, index = node.serving.seat, node.serving.loop.driver, node.serving.index
+            applied = seat.applied
+
+            def noting(key, result):
+                applied(key, result)
+                if driver.method.equality == "exact":
+                    mark = state_hash(driver.method.agreed(driver.replica, key.stream))
+                    self.agreed[index, key.stream, key.round].add(mark)
+
+            seat.applied = noting
+
+    def _check_round(self, stage, number, results):
+        """No mean of gradients here."""
+
+    def check(self):
+        super().check()
+        for (stage, number, _), passes in self.brought.items():
+            named = self.named[stage].get(number)
+            assert named is None or passes.keys() <= set(named) or not passes.keys() & set(named)
+        assert all(len(states) == 1 for states in self.agreed.values()), "a group is not of one state"
+        return self
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+# what its process sees
+
+
+def test_a_process_sees_what_each_node_is_how_far_it_is_and_what_it_has_done():
+    steps = 6
+    one = audit((Part(0, trains=True), Part(1), Part(trains=True)), plan(steps * BATCH * TOKENS), 2)
+    one.run().check()
+    both, server, trainer = (one.sim.nodes[number] for number in range(3))
+    assert [node.role for node in (both, server, trainer)] == ["stage:0", "stage:1", "trainer"]
+    assert [node.tokens for node in (both, server, trainer)] == [steps * BATCH * TOKENS] * 3
+    assert both.step == both.serving.loop.step >= steps
+    assert trainer.step == trainer.trainer.begun > 0
+
+    merged = [node.serving.server.served["merged"] for node in (both, server)]
+    finished = [node.trainer.finished for node in (both, trainer)]
+    assert sum(finished) >= (steps - 1) * BATCH
+    assert both.trained_tokens == TOKENS * max(merged[0], finished[0])
+    assert server.trained_tokens == TOKENS * merged[1] >= steps * BATCH * TOKENS
+    assert trainer.trained_tokens == TOKENS * finished[1]
+
+    assert set(server.work) == {"forward", "backward", "merged", "busy"}
+    assert set(trainer.work) == {"microbatches", "under way", "in doubt", "doubled"}
+    assert both.work == {
+        **{name: both.serving.server.served[name] for name in server.work},
+        "microbatches": finished[0],
+        "under way": both.trainer.kept,
+        "in doubt": 0,
+        "doubled": 0,
+    }
+    assert both.work["forward"] >= merged[0]
+    assert server.work["forward"] == 0
+    for node in (both, server, trainer):
+        assert 0 < node.last_loss < 2 * math.log(MODEL.vocab_size)
+
+
+def test_a_node_that_is_told_to_stop_does_and_the_others_go_on():
+    one = audit(parts(2, 2, 2), plan(), 2)
+    seen = []
+
+    async def stop_two(sim):
+        while not sim.settled or one.events["closed"] < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        for number in (3, 4):  # a server and a trainer
+            assert not sim.nodes[number].stopping
+            sim.nodes[number].stop()
+            assert sim.nodes[number].stopping
+        await asyncio.sleep(5.0)
+        seen.append((sim.done - {0, 1, 2, 5}, sim.nodes[5].trainer.finished))
+        await asyncio.sleep(20.0)
+        seen.append((sim.done - {0, 1, 2, 5}, sim.nodes[5].trainer.finished))
+        sim.end()
+
+    one.run(stop_two).check()
+    assert [done for done, _ in seen] == [{3, 4}] * 2
+    assert seen[1][1] > seen[0][1] + 20
+
+
+def test_a_server_that_fails_ends_its_nodes_run():
+    one = audit((Part(0, trains=True), Part(1)), plan(), 2)
+
+    def with_a_bug(number, node):
+        look(number, node)
+        if number == 1:
+            server = node.serving.server
+            back = server._backward_one
+
+            def fails_in_time(job):
+                if server.served["backward"] > 5:
+                    raise ZeroDivisionError("a bug")
+                return back(job)
+
+            server._backward_one = fails_in_time
+
+    look, one._look = one._look, with_a_bug
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        one.run()
+
+
+def test_who_is_a_member_before_it_runs_lets_calls_wait():
+    """A founder waits for others; they need not wait an hour for it because their first call failed."""
+    steps = 3
+    one = audit((Part(0), Part(1), Part(trains=True)), plan(steps * BATCH * TOKENS), 2)
+    began = []
+
+    def late_founder(number, node):
+        look(number, node)
+        if number == 0:
+            run = node.run
+
+            async def later(total):
+                await asyncio.sleep(20.0)
+                began.append(one.sim.nodes[2].trainer.begun)
+                await run(total)
+
+            node.run = later
+
+    look, one._look = one._look, late_founder
+    one.run().check()
+    assert began[0] > 0, "nobody asked the founder before it ran"
+    assert one.tale.virtual_s < 120
+
+
+# every kind of method
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_servers_that_step_on_their_own_sync_their_stage_and_no_microbatch_is_lost_or_doubled(name):
+    made = plan(16 * BATCH * TOKENS, method=name.split()[0], options=METHODS[name], rate=0.05)
+    one = audit(parts(2, 2, 2), made, 2)
+    one.run().check().check_finished()
+    together = collections.Counter()
+    for fields in one.tale.fields("round"):
+        together[fields["stream"]] += fields["peers"] == 2 and fields["status"] == "ok"
+    first = one.sim.nodes[0].serving.loop.driver
+    assert set(together) == {entry.key.stream for entry in first.method.streams(first.replica)}
+    assert min(together.values()) >= 4
+    assert len(one.finished()) >= 8 * BATCH
+    moved = {name: x for node in one.sim.nodes.values() if node.serving for name, x in parameters(node)}
+    start = dict(build(MODEL, made.run_seed).double().named_parameters())
+    assert all(not torch.equal(x, start[name]) for name, x in moved.items())
+
+
+@pytest.mark.parametrize("name", ["ddp", *METHODS])
+def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it_stopped(name):
+    options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
+    made = plan(20 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05)
+    one = audit(parts(3, 2, 1), made, 3)
+
+    async def die_out(sim):
+        while not sim.settled or len(one.named[1]) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        for number in (1, 4):
+            sim.kill(number, 4.0 + 4 * number)
+
+    one.run(die_out).check().check_finished()
+    begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
+    assert [(entry["stage"], entry["from"]) for entry in begun] == [(1, "mean")]
+    factors = [life.serving.trainee.rate_factor() for life in one.lives]
+    assert factors == [1.0] * 6 + [LR_BUMP] * 2, "who adopts the stage from it is to learn as fast"
+    rounds = sorted(one.named[1])
+    assert rounds[-1] > begun[0]["round"]
+    assert rounds == list(range(rounds[0], rounds[-1] + 1, stride_of(one))), "rounds are missing"
+
+
+def stride_of(one):
+    return one.sim.nodes[0].rolls._streams[1].stride
+
+
+def parameters(node):
+    return [(name, x.detach()) for name, x in node.serving.model.named_parameters()]
+
+
+# lives that end
+
+
+def test_a_server_that_was_cut_off_while_its_stage_went_on_begins_another_life_with_its_state():
+    one = audit(parts(2, 3, 1), plan(), 2)
+
+    async def cut_off(sim):
+        while not sim.settled or len(one.named[1]) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        everybody = {identity_of(one.plan, number).peer for number in range(7)}
+        alone = identity_of(one.plan, 5).peer
+        sim.network.partition({alone}, everybody - {alone})
+        stopped_at = max(one.named[1])
+        while max(one.named[1]) < stopped_at + 60:  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+        sim.network.heal()
+        while sum(life.number == 5 for life in one.lives) < 2 or not sim.settled:  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+        back_at = max(one.named[1])
+        while max(one.named[1]) < back_at + 5:  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+        sim.end()
+
+    one.run(cut_off).check().check_finished()
+    over = [fields for _, number, what, fields in one.tale.events if what == "over"]
+    assert [number for _, number, what, _ in one.tale.events if what == "over"] == [5], over
+    again = [life for life in one.lives if life.number == 5]
+    assert len(again) == 2
+    assert again[1].serving.loop.step >= 3
+
+
+def test_a_life_that_is_over_says_why_and_where_to():
+    assert LifeOver("the stage went on").stage is None
+    over = LifeOver("goes from stage 1 to stage 2", 2)
+    assert (str(over), over.stage) == ("goes from stage 1 to stage 2", 2)
+
+
+# from a checkpoint
+
+
+def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stopped(tmp_path):
+    steps = 5
+    one = audit((Part(0, trains=True), Part(1)), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
+    one.run().check()
+    saved = []
+    for number in (0, 1):
+        tensors, cursors = memory_of(one.sim.nodes[number].serving)
+        folder = checkpoint.save(
+            tmp_path / str(number), 5, tensors, {"node": cursors, "tokens": steps * BATCH * TOKENS}
+        )
+        saved.append(checkpoint.load(folder))
+
+    again = audit((Part(0, trains=True), Part(1)), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
+    begun = {}
+
+    def take_up(number, node):
+        node._saved = saved[number]
+        look(number, node)
+
+    async def watch(sim):
+        while not sim.settled:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for number in (0, 1):
+            begun[number] = one.sim.nodes[number].tokens
+
+    look, again._look = again._look, take_up
+    again.run(watch)
+    for stage, rounds in again.named.items():
+        before = max(one.named[stage])
+        assert min(rounds) == before + 1, stage
+        assert max(rounds) >= before + steps - 1
+        first = min(entry for entry in again._weights if entry[0] == stage)
+        assert first[1] == before
+        for name, x in again._weights[first][0].items():
+            assert torch.equal(x.float(), saved[stage].parts["model"][name])
+    assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
+
+
+# what all do alike
+
+
+@pytest.mark.parametrize(
+    ("staleness", "batch", "window", "expected"), [(1, 8, 64, 8), (3, 8, 64, 24), (0, 8, 64, 8), (2, 8, 5, 5)]
+)
+def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness, batch, window, expected):
+    made = plan()
+    base = _AUDIT["pipeline"](2, batch, trainer=TrainerTerms(window=window, kept=64))
+    cut = replace(base, server=replace(base.server, staleness=staleness))
+    assert node_of(bench, made, cut, 0)._terms().window == expected
+
+
+def node_of(bench, made, cut, stage, **options):
+    from farflock.node.pipeline import Means
+
+    async def build_it():
+        return PipelineNode(made, cut, bench(TEXT).peer(0), Means(None, None, None), stage, **options)
+
+    return asyncio.run(build_it())
+
+
+@pytest.mark.parametrize("stage", [0, 2, NOTHING])
+def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
+    cut = _AUDIT["pipeline"](3, BATCH)
+    node = node_of(bench, plan(), cut, stage, tokens=TEXT if stage == NOTHING else None)
+    assert node.role == role_of(stage)
+    assert list(node.rolls._streams) == [0, 1, 2]
+    assert (node.serving is None) == (stage == NOTHING) == (node.trainer is not None)
+    if stage != NOTHING:
+        assert node.serving.model.span == cut.stages[stage]
+        assert node.peer.calls.handler is node.serving.server
+        assert node.serving.model.lm_head is None or stage == 2
+
+
+def test_the_stages_tensors_together_are_the_models():
+    stages = [build(MODEL, 3, span) for span in even(MODEL, 3)]
+    together, model = whole(stages), build(MODEL, 3).state_dict()
+    assert together.keys() == model.keys()
+    assert all(torch.equal(x, model[name]) for name, x in together.items())
+
+
+def test_all_agree_on_what_goes_over_an_edge():
+    made, cut = plan(), _AUDIT["pipeline"](2, BATCH, codec="int8")
+    edges = edges_of(made, cut)
+    assert (edges.batch, edges.seq, edges.tokens, edges.dtype) == (1, TOKENS, TOKENS, torch.float64)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_alike(name):
+    layers = [1, 2, 2, 1]
+    serving = Serving(1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4)))
+    walks = []
+    for _ in range(2):
+        policy = POLICIES[name](layers, 5, "me")
+        asked = [Microbatch(step, 0, 0) for step in range(12)]
+        walks.append(
+            [
+                (stage, policy.next_hop(one, stage, serving, 0.0, 1.0))
+                for one in asked
+                for stage in policy.stage_order(one)
+            ]
+        )
+    assert walks[0] == walks[1]
+    assert all(peer[0] == str(stage) for stage, peer in walks[0])
+    assert len(walks[0]) == 12 * 4

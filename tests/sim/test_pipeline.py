@@ -1,0 +1,330 @@
+"""Pipelines on the simulated network: whatever dies and whatever gets lost, each microbatch counts once at each stage, with the
+gradient that the unsplit model has for it; nothing hangs, nobody's memory grows, and unequal servers are all kept busy."""
+
+import asyncio
+import collections
+import logging
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from farflock.node.model import build
+from farflock.node.pipeline_simulation import Part, PipelineWorld, identity_of, parts
+from farflock.node.stage import Stage
+from farflock.node.stage_server import BACKWARD_COST, ServerTerms
+from farflock.node.trainer import NUMBERS, TrainerTerms
+from farflock.swarm.sim import Faults, LinkModel
+
+_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+BATCH = 8  # microbatches
+TOKENS = 8 * BATCH
+FOREVER = 10**9  # tokens of runs that a test ends
+MANY = 200
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Calls that fail because somebody was killed are what happens here."""
+    logger = logging.getLogger("farflock")
+    logger.setLevel(logging.CRITICAL)
+
+
+def audit(stages, servers, trainers=1, steps=None, seed=0, rate=None, world=None, **options):
+    """One to run: so many steps, or as long as the test wants."""
+    total = TOKENS * steps if steps else FOREVER
+    around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
+    made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)
+    return Audit(
+        made, pipeline(stages, BATCH, **options), PipelineWorld(parts(stages, servers, trainers), total, **around)
+    )
+
+
+# paths
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_gradients_through_random_paths_are_those_of_the_unsplit_model(stages):
+    one = audit(stages, servers=3, trainers=2, steps=3, seed=stages).run().check().check_finished()
+    assert all(len(rounds) >= 3 for rounds in one.named.values())
+    served = collections.Counter(life.stage for life, _, keys in one.taken if keys)
+    assert all(served[stage] > 3 for stage in range(stages)), "every stage's work was one server's"
+
+
+def test_with_weights_that_move_each_gradient_is_that_of_the_weights_along_its_way():
+    one = audit(stages=3, servers=3, trainers=2, steps=6, rate=0.3).run().check().check_finished()
+    assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"
+
+
+def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
+    terms = TrainerTerms(window=BATCH, kept=BATCH, forward_timeout_s=4.0, backward_timeout_s=6.0)
+    one = audit(stages=3, servers=2, steps=5, rate=0.3, trainer=terms)
+
+    def in_lockstep(number, node):
+        look(number, node)
+        if node.trainer is not None:
+            begin = node.trainer._begin_more
+            node.trainer._begin_more = lambda: begin() if all_at(node.rolls.epoch) else None
+
+    def all_at(epoch):
+        servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
+        return all(serving.seat.applied_round == epoch for serving in servers)
+
+    look, one._look = one._look, in_lockstep
+    one.run().check().check_finished()
+    me = identity_of(one.plan, 6).peer
+    first = min(number for _, number in one.named[0][0])
+    model = build(one.plan.model, one.plan.run_seed).double()
+    optimizer, whole = one.plan.inner.build(model), Stage(model)
+    for number in range(5):
+        keys = [(me, first + number * BATCH + at) for at in range(BATCH)]
+        assert all(rounds[number] == keys for rounds in one.named.values())
+        gradients = [whole.backward(*one.batch(key)).staged.gradients for key in keys]
+        for name, parameter in model.named_parameters():
+            parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
+        optimizer.step()
+        for stage in range(3):
+            for weights in one._weights.get((stage, number), []):
+                for name, x in weights.items():
+                    torch.testing.assert_close(x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
+
+
+# deaths
+
+
+class Murders:
+    """Kills the server that comes to a point, so many seconds later; then waits until everybody is back for the next one."""
+
+    def __init__(self, audit, points, rest_s=2.0):
+        self.audit, self.points, self.rest_s = audit, list(points), rest_s
+        self.done, self.calm_s, self.turn = [], 0.0, 0
+        audit.on_event = self.see
+
+    def see(self, what, number):
+        if not self.points or what != self.points[0][0] or not self.is_calm():
+            return
+        self.turn += 1
+        if self.turn % 3:  # not always the first that comes by
+            return
+        self.done.append((self.points.pop(0), number))
+        self.calm_s = now() + self.done[-1][0][1] + self.rest_s
+        delay_s = self.done[-1][0][1]
+        if delay_s:
+            asyncio.get_running_loop().call_later(delay_s, self.audit.sim.kill, number, 2.0)
+        else:
+            self.audit.sim.kill(number, 2.0)
+
+    def is_calm(self):
+        return now() > self.calm_s and self.audit.sim.settled
+
+    async def until_all(self, sim):
+        """Ends the run some time after the last of them."""
+        await until(lambda: not self.points and self.is_calm())
+        sim.end()
+
+
+POINTS = [
+    ("forward computed", 0.0),  # before its reply
+    ("forward answered", 0.06),  # after
+    ("backward begins", 0.05),
+    ("backward computed", 0.0),
+    ("backward computed", 0.03),  # the trainer does not have it
+    ("backward computed", 0.12),  # the trainer has it
+    ("confirm came", 0.0),
+    ("confirm answered", 0.0),  # merged, and the trainer does not know
+    ("confirm answered", 0.5),  # and the trainer knows
+    ("offered", 0.0),
+    ("offered", 0.05),
+    ("offered", 0.1),
+    ("offered", 0.2),
+    ("closed", 0.0),
+    ("closed", 0.1),
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_server_that_dies_at_any_point_of_the_protocol_loses_and_doubles_nothing(seed):
+    one = audit(stages=2, servers=2, seed=seed)
+    murders = Murders(one, POINTS[seed::2])
+    one.run(murders.until_all).check().check_finished()
+    assert one.tale.kills == len(murders.done)
+    assert not murders.points
+    assert len(one.finished()) > 20
+
+
+def test_a_stage_that_dies_out_is_taken_up_again_by_who_comes_back():
+    one = audit(stages=3, servers=2, steps=8, rate=0.3)
+    one.begun_anew = True
+
+    async def die_out(sim):
+        await until(lambda: sim.settled and len(one.named[1]) >= 3)
+        counted = len(one.finished())
+        for number, part in enumerate(one.world.parts):
+            if part.stage == 1:
+                sim.kill(number, 4.0 + number)
+        await asyncio.sleep(3.0)
+        assert len(one.finished()) <= counted + one.pipeline.trainer.kept
+
+    one.run(die_out).check().check_finished()
+    assert one.tale.kills == 2
+    assert len(one.named[1]) >= 8
+
+
+def test_a_trainer_that_dies_leaves_nothing_behind_and_others_go_on_also_its_next_life():
+    one = audit(stages=2, servers=2, trainers=3, server=ServerTerms(lease_s=4.0))
+    dead, back = (identity_of(one.plan, number).peer for number in (5, 6))
+
+    async def kill_one(sim):
+        await until(lambda: sim.settled and one.events["confirm answered"] >= 40)
+        sim.kill(5, None)
+        sim.kill(6, 3.0)
+        before = len(one.finished())
+        await asyncio.sleep(2 * one.pipeline.server.lease_s)
+        for node in sim.nodes.values():
+            if node.serving is not None:
+                server = node.serving.server
+                assert all(trainer != dead for trainer, _ in [*server._staged, *server._replies])
+        assert len(one.finished()) > before + 20
+        sim.end()
+
+    one.run(kill_one).check().check_finished()
+    named = [key for keys in one.named[0].values() for key in keys]
+    assert any(trainer == dead for trainer, _ in named)
+    assert len({number // NUMBERS for trainer, number in named if trainer == back}) == 2, "only one of its lives counts"
+
+
+# late and lost
+
+
+def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_is_thrown_away():
+    one = audit(stages=2, servers=2, steps=5)
+    late = []
+
+    def with_slow_ones(number, node):
+        look(number, node)
+        if node.serving is None or node.serving.index or late:
+            return
+        late.append(node.serving.server)
+        run_pass = late[0]._pass
+
+        async def slow_pass(work, cost):
+            found = await run_pass(work, cost)
+            if cost == BACKWARD_COST and late[0].served["backward"] in (2, 5):
+                await asyncio.sleep(one.pipeline.trainer.backward_timeout_s + 1.0)
+            return found
+
+        late[0]._pass = slow_pass
+
+    look, one._look = one._look, with_slow_ones
+    one.run().check().check_finished()
+    asked = collections.Counter(key for life in one.lives if life.stage == 0 for key in life.computed)
+    counted = collections.Counter(key for life in one.lives if life.stage == 0 for key in life.merged)
+    assert max(asked.values()) == 2, "nothing was done twice"
+    assert max(counted.values()) == 1
+    assert late[0].served["backward"] > late[0].served["merged"]
+    assert not [key for key in late[0]._staged if asked[key] > 1]
+
+
+def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():
+    one = audit(stages=3, servers=2, trainers=2, steps=8)
+
+    async def spoil(sim):
+        await until(lambda: sim.settled)
+        sim.network.faults = Faults(loss=0.05, duplicate=0.1, reorder=0.1, corrupt=0.01, delay_s=1.5)
+
+    one.run(spoil).check().check_finished()
+    assert all(one.sim.network.fired[fault] > 20 for fault in ("loss", "duplicate", "reorder", "corrupt"))
+
+
+# many
+
+
+def swarm_of_24(seed, steps):
+    """Five servers of each of four stages, and four trainers; servers die all the time, one line is bad."""
+    world = {"churn_s": 4.0, "away_s": (3.0, 10.0)}
+    one = audit(4, 5, trainers=4, steps=steps, seed=seed, world=world)
+
+    async def bad_line(sim):
+        bad = identity_of(one.plan, 1 + seed % 19).peer
+        sim.network.set_link(bad, LinkModel(latency_s=0.08, jitter_s=0.03, loss=0.05))
+
+    one.run(bad_line).check().check_finished().check_memory()
+    return one
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_swarm_of_24_with_churn_hangs_never_and_loses_and_doubles_nothing(seed):
+    one = swarm_of_24(seed, steps=5)
+    assert one.tale.kills >= 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+def test_two_hundred_seeds_of_a_swarm_of_24_with_churn():
+    failures, kills = [], 0
+    for seed in range(MANY):
+        try:
+            kills += swarm_of_24(seed, steps=8).tale.kills
+        except (AssertionError, TimeoutError, RuntimeError) as error:
+            failures.append(f"seed {seed}: {error!r:.300}")
+    assert not failures, "\n".join(failures)
+    assert kills > MANY
+
+
+# throughput
+
+SPEEDS = (1, 2, 4)
+FORWARD_S = 0.4  # of the slowest
+WARM_S, MEASURED_S = 30.0, 40.0
+
+
+def pace(policy, seed=0):
+    """Microbatches per second that come all the way back, of three unequal servers a stage."""
+    serving = tuple(Part(stage, forward_s=FORWARD_S / speed) for speed in SPEEDS for stage in range(3))
+    world = PipelineWorld((*serving, *([Part(trains=True)] * 3)), FOREVER, limit_s=600.0)
+    terms = {"server": ServerTerms(), "trainer": TrainerTerms()}
+    one = Audit(plan(seed, FOREVER), pipeline(3, batch=48, policy=policy, **terms), world)
+    paces = []
+
+    def with_lanes(number, node):
+        look(number, node)
+        if node.trainer is not None:
+            node.trainer._lane = number  # each its own line of servers, where the policy has lines
+
+    async def measure(sim):
+        sim.network.set_link(identity_of(one.plan, 4).peer, LinkModel(1e5, 1e5, latency_s=0.15, jitter_s=0.02))
+        await asyncio.sleep(WARM_S)
+        before = came_back(sim)
+        await asyncio.sleep(MEASURED_S)
+        paces.append((came_back(sim) - before) / MEASURED_S)
+        sim.end()
+
+    def came_back(sim):
+        servers = [node.serving for node in sim.nodes.values() if node.serving is not None]
+        return sum(entry.server.served["merged"] for entry in servers if entry.index == 0)
+
+    look, one._look = one._look, with_lanes
+    one.run(measure).check().check_finished()
+    assert all(len(rounds) >= 2 for rounds in one.named.values()), "the measure is to have rounds in it"
+    return paces[0]
+
+
+def test_unequal_servers_are_kept_busy_and_a_fixed_pipeline_does_not():
+    forward = [1 + BACKWARD_COST, 1 + BACKWARD_COST, BACKWARD_COST]  # passes' worth of a microbatch at each stage
+    ideal = min(sum(speed / FORWARD_S / cost for speed in SPEEDS) for cost in forward)
+    swarm, fixed = pace("swarm"), pace("fixed")
+    assert 0.95 * ideal <= swarm <= 1.01 * ideal
+    assert swarm > fixed
+
+
+async def until(holds):
+    """Look on until it does."""
+    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
+        await asyncio.sleep(0.05)
+
+
+def now():
+    return asyncio.get_running_loop().time()
