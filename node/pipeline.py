@@ -25,7 +25,7 @@ from farflock.node.participant import Participant, Plan
 from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
-from farflock.node.resume import take_up_state
+from farflock.node.resume import cursors_of, take_up_state
 from farflock.node.seat import Seat
 from farflock.node.stage import Stage
 from farflock.node.stage_edges import Edges
@@ -137,7 +137,7 @@ class PipelineNode:
         self.peer.found()
         self._look_on()
         if self.serving is not None:
-            self._begin_from_disk(self.serving, -1, 0)
+            self._begin_from_disk(self.serving, {}, 0)
 
     async def join(
         self, records: Sequence[bytes], timeout_s: float, downloaded: Downloaded = lambda here, total: None
@@ -150,41 +150,44 @@ class PipelineNode:
         self.peer.ask_in()
 
     async def _find_state(self, serving: Serving, timeout_s: float, downloaded: Downloaded) -> None:
-        after, tokens = (-1, 0) if self._is_served(serving.index) else await self._where(serving.index)
+        rounds, tokens = ({}, 0) if self._is_served(serving.index) else await self._where(serving.index)
         if self._is_served(serving.index):
             await serving.seat.adopt(timeout_s, downloaded)
             self._serve_scale(serving)
             return
+        after = max(rounds.values(), default=-1)
         begun = await begin_anew(self.peer, self.plan, self.pipeline.stages, serving.index, after, self._saved)
         self._means.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
         if begun.tensors is not None:
             fill(serving.model, begun.tensors)
             serving.seat.marks["bumped"] = after
         if begun.kind == "snapshot":
-            self._begin_from_disk(serving, after, tokens)
+            self._begin_from_disk(serving, rounds, tokens)
         else:
-            self._begin_stage({entry.key.stream: after for entry in self._specimens(serving.index)}, tokens)
+            self._begin_stage(rounds, tokens)
 
-    def _begin_from_disk(self, serving: Serving, after: int, tokens: int) -> None:
-        """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its round."""
-        taken = round_of(self._saved)
-        if self._saved is not None and taken is not None:
+    def _begin_from_disk(self, serving: Serving, rounds: Mapping[str, int], tokens: int) -> None:
+        """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its rounds."""
+        if self._saved is not None and round_of(self._saved) is not None:
             take_up_state(serving, self._saved)
-            if after < 0:
-                after, tokens = taken, int(self._saved.meta["node"]["place"]["agreed_tokens"])
-        self._begin_stage({entry.key.stream: after for entry in self._specimens(serving.index)}, tokens)
+            if max(rounds.values(), default=-1) < 0:
+                place = cursors_of(self._saved).place
+                rounds, tokens = place.rounds, place.agreed_tokens
+        self._begin_stage(rounds, tokens)
 
-    async def _where(self, index: int) -> tuple[int, int]:
-        """The last round of a stage that nobody has the state of, and the tokens agreed upon by then; -1 and 0 at the start."""
-        self._open_as_onlooker(index, self._specimens(index))
-        name = self._streams[index].name
-        before = None
-        while before != (before := self.peer.rounds.newest(name)) and not self._is_served(index):  # noqa: ASYNC110
+    async def _where(self, index: int) -> tuple[dict[str, int], int]:
+        """By stream the last round of a stage that nobody has the state of, and the tokens agreed upon by then."""
+        specimens, rounds = self._specimens(index), self.peer.rounds
+        self._open_as_onlooker(index, specimens)
+        names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in specimens}
+        before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
+        while before != newest and not self._is_served(index):
             await asyncio.sleep(SETTLE_S)
-        after, tokens = self.peer.rounds.newest(name), self.peer.rounds.tokens(name)
-        for specimen in self._specimens(index):
-            self.peer.rounds.close(f"{specimen.key.stream}/{index}")
-        return after, tokens
+            before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}
+        tokens = rounds.tokens(self._streams[index].name)
+        for name in names.values():
+            rounds.close(name)
+        return newest, tokens
 
     def _is_served(self, index: int) -> bool:
         return bool(living(self.peer, len(self.pipeline.stages))[index])
@@ -332,22 +335,24 @@ class PipelineNode:
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
         stage, replica = Stage(model), PlainReplica(model, plan.inner.build(model), clip_of(plan, model))
         driver = Driver(method(plan.method, **plan.options), replica)
+        first = driver.method.streams(replica)[0]
+        terms = replace(self.pipeline.server, staleness=self.pipeline.server.staleness * first.stride)
         server = StageServer(
             index,
             stage,
             self._edges,
-            self.pipeline.server,
+            terms,
             life=peer.port.incarnation,
             compute=means.compute,
             run_pass=means.run_pass,
             now=lambda: asyncio.get_running_loop().time(),
-            applied=lambda: seat.applied_round,
+            applied=lambda: seat.place.rounds[first.key.stream],
         )
         seat = Seat(peer, driver, self._courier(index), means.compute, index, server)
         trainee = StageTrainee(
             server, stage, replica, plan.schedule, self._edges.tokens, summing=plan.method in SUMMING
         )
-        self._note_stream(index, driver.method.streams(replica)[0])
+        self._note_stream(index, first)
         batch = Batch(
             server,
             peer.rounds,

@@ -113,11 +113,11 @@ class PipelineSimulation:
         """Until all trainers are: the servers are needed as long."""
         trainers = {number for number, part in enumerate(self._world.parts) if part.trains}
         while not trainers <= self.done:
-            alive = [task for task in self._lives.values() if not task.done()]
-            await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
             for task in self._lives.values():
                 if task.done() and not task.cancelled():
                     task.result()
+            alive = [task for task in self._lives.values() if not task.done()]
+            await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
         await asyncio.sleep(LINGER_S)
 
     async def _live(self, number: int) -> None:

@@ -62,7 +62,7 @@ class Rolls:
     def epoch(self) -> int:
         """The last round that is known to be over at any stage: a microbatch that sets out now is as new as can be. A stage
         that is behind takes it as well, for it gets on only with what passes it."""
-        return max(self._peer.rounds.newest(stream.name) for stream in self._streams.values())
+        return max(-1, *(self._peer.rounds.newest(stream.name) for stream in self._streams.values()))
 
     def tokens(self) -> int:
         """What the slowest stage has agreed upon."""

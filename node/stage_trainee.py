@@ -95,7 +95,7 @@ class Batch:
         newest = self.rounds.newest(self.stream)
         if newest != self._round:
             self._round, self.steps = newest, 0
-        self.tallies.say(self.stream, self.stage, newest + 1, self.server.tokens)
+        self.tallies.say(self.stream, self.stage, max(newest + 1, 0), self.server.tokens)
 
 
 async def _either(*events: asyncio.Event) -> None:

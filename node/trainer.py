@@ -185,10 +185,10 @@ class Trainer:
             if len(self._named[stage]) > 2 * REMEMBERED:
                 self._named[stage] = set(sorted(self._named[stage])[-REMEMBERED:])
             self._ledger.committed(stage, mine)
+        while (doubtful := self._rolls.skipped()) is not None:  # before those are asked again whose server has left
+            self._give_up(doubtful)
         for stage, server in self._rolls.left():
             self._ledger.lost(stage, server)
-        if (doubtful := self._rolls.skipped()) is not None:
-            self._give_up(doubtful)
         for number in self._ledger.finish():
             self.finished += 1
             parcel = self._parcels.pop(number)

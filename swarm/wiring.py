@@ -20,7 +20,10 @@ from farflock.swarm.links import PeerId
 ALPHA = 0.1
 BACKWARD_SIZE = 2.5  # a backward call counts as so many forward calls of the same samples
 INITIAL_RATE = 1.0  # samples per second, where nobody told or measured anything
-TRUST = 4.0  # an announced rate counts within this factor of the typical one, until it is measured; so does what a server says
+TRUST = 4.0  # an announced rate counts within this factor of the typical one, until it is measured
+TOLD_TRUST = (
+    16.0  # and the time that a server says a call took within this one of what it seemed to take, with ways and queues
+)
 MIN_SECONDS = 1e-9  # a sample; calls that end at one moment would otherwise be infinitely fast
 MAX_RATE = 1e12  # samples per second, as in a record
 DIAL_BAN_S = 60.0
@@ -63,7 +66,7 @@ class Ema:
         """Take in a call of `samples` that ran from `started_s` until now, and of which the server says that it `took_s`."""
         taken_s = max(0.0, now_s - max(started_s, self._updated_s))
         if took_s is not None:
-            taken_s = max(min(took_s, now_s - started_s), taken_s / TRUST)
+            taken_s = max(min(took_s, now_s - started_s), taken_s / TOLD_TRUST)
         self._weight += self.alpha * (1.0 - self._weight)
         self._mean += (taken_s / samples - self._mean) * (self.alpha / self._weight)
         self._updated_s = max(self._updated_s, now_s)

@@ -37,6 +37,7 @@ TOKENS = 8  # of a microbatch
 STILL = 1e-30  # a rate that no double notices
 TEXT = torch.arange(4000).mul(7).remainder(13).to(torch.int64).numpy().astype("uint16")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+STORE_BYTES = 2**20  # rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
 WIRE = {"rtol": 2e-5, "atol": 2e-6}  # rounds exchange fp32
 
 
@@ -76,6 +77,7 @@ class Life:
     serving: Any
     computed: dict[tuple[str, int], Pass] = field(default_factory=dict)  # the backward pass whose gradient is put aside
     merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
+    weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
 
 
 class Audit:
@@ -170,13 +172,17 @@ class Audit:
 
     def _weights_of(self, life):
         """Of this server now: the same as every server's of the stage that has applied as many rounds."""
-        now = dict(life.serving.server._stage.model.named_parameters())
         key = life.stage, life.serving.seat.applied_round
+        if key[1] not in life.weights:
+            life.weights[key[1]] = self._seen_weights(key, dict(life.serving.server._stage.model.named_parameters()))
+        return life.weights[key[1]]
+
+    def _seen_weights(self, key, now):
         for known in self._weights.setdefault(key, []):
             if all(torch.equal(known[name], x) for name, x in now.items()):
                 return known
         versions = self._weights[key]
-        assert self.begun_anew or not versions, f"two servers of stage {life.stage} differ after round {key[1]}"
+        assert self.begun_anew or not versions, f"two servers of stage {key[0]} differ after round {key[1]}"
         versions.append({name: x.detach().clone() for name, x in now.items()})
         return versions[-1]
 
@@ -372,4 +378,7 @@ class Audit:
         assert self.most["queued"] <= 2 * server.queue
         assert self.most["staged"] <= server.places
         assert self.most["replies"] <= server.places
+        trainers = sum(part.trains for part in self.world.parts)
+        assert self.most["slots"] <= server.places + trainers * trainer.kept
+        assert self.most["store"] <= STORE_BYTES
         return self

@@ -21,6 +21,7 @@ from farflock.swarm.wiring import (
     MIN_SECONDS,
     RPC_BAN_S,
     STALE_SLACK,
+    TOLD_TRUST,
     TRUST,
     Announced,
     Balancer,
@@ -138,7 +139,7 @@ def test_what_a_server_says_counts_within_a_factor_of_what_is_seen():
     for call in range(20):
         liar.update(1, call * 10.0, call * 10.0 + 2.0, took_s=0.0)
         braggart.update(1, call * 10.0, call * 10.0 + 2.0, took_s=1e6)
-    assert liar.seconds == pytest.approx(2.0 / TRUST)
+    assert liar.seconds == pytest.approx(2.0 / TOLD_TRUST)
     assert braggart.seconds == pytest.approx(2.0)
 
 
