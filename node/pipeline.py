@@ -150,11 +150,15 @@ class PipelineNode:
         self.peer.ask_in()
 
     async def _find_state(self, serving: Serving, timeout_s: float, downloaded: Downloaded) -> None:
-        rounds, tokens = ({}, 0) if self._is_served(serving.index) else await self._where(serving.index)
-        if self._is_served(serving.index):
-            await serving.seat.adopt(timeout_s, downloaded)
-            self._serve_scale(serving)
-            return
+        rounds: dict[str, int] = {}
+        tokens = 0
+        while True:
+            if await self._adopted(serving, timeout_s, downloaded):
+                self._serve_scale(serving)
+                return
+            rounds, tokens = await self._where(serving.index)
+            if not self._is_served(serving.index):
+                break
         after = max(rounds.values(), default=-1)
         begun = await begin_anew(self.peer, self.plan, self.pipeline.stages, serving.index, after, self._saved)
         self._means.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
@@ -165,6 +169,29 @@ class PipelineNode:
             self._begin_from_disk(serving, rounds, tokens)
         else:
             self._begin_stage(rounds, tokens)
+
+    async def _adopted(self, serving: Serving, timeout_s: float, downloaded: Downloaded) -> bool:
+        """Download the state from others of the stage. False as soon as there are none and nothing has come: those whom the
+        view lists may be back in other lives, and wait for this one's state as this one does for theirs."""
+        comes = False
+
+        def coming(here: int, total: int) -> None:
+            nonlocal comes
+            comes = True
+            downloaded(here, total)
+
+        if not self._is_served(serving.index):
+            return False
+        adopting = asyncio.ensure_future(serving.seat.adopt(timeout_s, coming))
+        try:
+            while not adopting.done() and (comes or self._is_served(serving.index)):
+                await asyncio.wait([adopting], timeout=SETTLE_S / 10)
+            if adopting.done():
+                adopting.result()
+            return adopting.done()
+        finally:
+            adopting.cancel()
+            await asyncio.gather(adopting, return_exceptions=True)
 
     def _begin_from_disk(self, serving: Serving, rounds: Mapping[str, int], tokens: int) -> None:
         """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its rounds."""

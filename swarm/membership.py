@@ -101,7 +101,7 @@ class Membership:
 
     def _my_stage(self) -> int:
         blob = self._blobs.get(self._port.me)
-        return EVERY if blob is None else stage_of(unseal(blob, self._port.run).role)
+        return EVERY if not blob else stage_of(unseal(blob, self._port.run).role)
 
     @property
     def is_member(self) -> bool:

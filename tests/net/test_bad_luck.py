@@ -195,7 +195,7 @@ def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
         took_s = time.monotonic() - began_s
     finally:
         later.end()
-    assert (code, sentence) == (3, "the run has another protocol: 2, this program speaks 1; update farflock")
+    assert (code, sentence) == (3, "the run has another protocol: 3, this program speaks 2; update farflock")
     assert took_s < 30  # and not after the time that members have for an answer
 
 

@@ -233,7 +233,7 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
 
 
 def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_stage_up(run):
-    steps = 60
+    steps = 45
     manifest = described(6, steps)
     total = manifest.run.total_tokens
     founder = run.found(manifest)
@@ -260,7 +260,8 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
             assert node.saved(role.removeprefix("stage:")).meta["tokens"] >= total
     for node in (founder, trainer):
         work = node.status()["work"]
-        assert (work["doubled"], work["in doubt"]) == (0, 0)
+        assert work["doubled"] == 0
+        assert work["in doubt"] <= 2 * BATCH  # where the stage's last round was agreed upon and its content died with it
         assert work["microbatches"] > BATCH
         assert fallen(node) > 1.0
 

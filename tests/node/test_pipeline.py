@@ -248,7 +248,7 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
     assert trainer.doubled == 0
     assert trainer.lost <= 4 * BATCH, "of the stage's last round, whose content died with it"
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
-    assert [(entry["stage"], entry["from"]) for entry in begun] == [(1, "mean")]
+    assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "mean")}  # one, or two at once
     later = [life for life in one.lives[6:] if life.stage == 1]
     assert len(later) >= 2
     assert {life.serving.trainee.rate_factor() for life in later} == {LR_BUMP}, "all of the stage learn as fast"
