@@ -261,7 +261,7 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
     for node in (founder, trainer):
         work = node.status()["work"]
         assert work["doubled"] == 0
-        assert work["in doubt"] <= 2 * BATCH  # where the stage's last round was agreed upon and its content died with it
+        assert work["in doubt"] <= 2 * BATCH, "the stage's last round may have died with it"
         assert work["microbatches"] > BATCH
         assert fallen(node) > 1.0
 
