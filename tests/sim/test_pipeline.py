@@ -256,7 +256,7 @@ def swarm_of_24(seed, steps):
     return one
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_swarm_of_24_with_churn_hangs_never_and_loses_and_doubles_nothing(seed):
     one = swarm_of_24(seed, steps=5)
     assert one.tale.kills >= 1
