@@ -51,7 +51,6 @@ class Keeper:
             return newest[0]
         tokens = self.node.seat.progress(step).tokens
         meta = {"run": self.run, "step": step, "tokens": tokens, "manifest": self.manifest, "node": cursors}
-        meta["role"] = self.role
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
         written = await asyncio.to_thread(checkpoint.save, folder, step, parts, meta, config)
         await asyncio.to_thread(checkpoint.prune, folder, KEPT)

@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from farflock.node.data import Batches
 from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.model import Llama, build
-from farflock.node.participant import Participant, Plan
+from farflock.node.participant import Compute, Participant, Plan, Report
 from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
@@ -46,8 +45,6 @@ from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
 from farflock.swarm.swapping import Swapped
 
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
-Report = Callable[[str, dict[str, object]], None]
 ENDLESS = 2**62  # tokens
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
 
@@ -66,9 +63,8 @@ class PipelinePlan:
     balance: Balance = field(default_factory=Balance)
 
 
-Policy = Callable[
-    [Sequence[int], int, str], PathPolicy
-]  # of the stages' numbers of layers, the run's seed, and who asks
+# Of the stages' numbers of layers, the run's seed, and who asks.
+Policy = Callable[[Sequence[int], int, str], PathPolicy]
 
 
 def _wired(layers: Sequence[int], seed: int, me: str) -> PathPolicy:
@@ -92,7 +88,7 @@ class Means:
     train: Callable[[Callable[[], float]], Awaitable[float]]
     report: Report = lambda kind, fields: None
     memory_bytes: int = 1 << 62  # for a stage, should this node go to another one
-    needs_bytes: Callable[[PipelinePlan], tuple[int, ...]] = lambda pipeline: (0,) * len(pipeline.stages)
+    needs_bytes: tuple[int, ...] = ()  # by stage, what it takes to serve it; nothing where room does not matter
 
 
 @dataclass(slots=True)
@@ -120,13 +116,16 @@ class PipelineNode:
         self.peer, self.plan, self.pipeline, self._means, self._saved = peer, plan, pipeline, means, saved
         self._edges = edges_of(plan, pipeline)
         self._streams: dict[int, StreamName] = {}
+        self._specimens: dict[int, list[Exchange]] = {}
         self._began_s = 0.0
         self.serving = self._serve(stage) if stage != NOTHING else None
         if self.serving is not None:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
             peer.calls.handler = self.serving.server
             if saved is not None:  # its steps are counted on from there: by them checkpoints are named, and kept
                 self.serving.loop.step = self.serving.trainee.joined_at = saved.step
-        self._onlookers = {index: self._onlooker(index) for index in range(len(pipeline.stages)) if index != stage}
+        self._others = [index for index in range(len(pipeline.stages)) if index != stage]
+        for index in self._others:
+            self._note_stream(index, self._specimens_of(index)[0])
         self.rolls = Rolls(peer, self._streams_of())
         self.trainer = self._trainer(tokens) if tokens is not None else None
 
@@ -204,8 +203,8 @@ class PipelineNode:
 
     async def _where(self, index: int) -> tuple[dict[str, int], int]:
         """By stream the last round of a stage that nobody has the state of, and the tokens agreed upon by then."""
-        specimens, rounds = self._specimens(index), self.peer.rounds
-        self._open_as_onlooker(index, specimens)
+        specimens, rounds = self._specimens_of(index), self.peer.rounds
+        self._open_as_onlooker(index)
         names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in specimens}
         before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
         while before != newest and not self._is_served(index):
@@ -223,7 +222,7 @@ class PipelineNode:
         assert self.serving is not None
         driver = self.serving.loop.driver
         driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
-        for entry in self._specimens(self.serving.index):
+        for entry in self._specimens_of(self.serving.index):
             after = rounds.get(entry.key.stream, -1)
             if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
                 missed = Result("failed", after + entry.stride, tokens=tokens)
@@ -241,12 +240,12 @@ class PipelineNode:
         self.peer.snapshots.serve(f"{SCALE}/{serving.index}", scale)
 
     def _look_on(self) -> None:
-        for index, specimens in self._onlookers.items():
-            self._open_as_onlooker(index, specimens)
+        for index in self._others:
+            self._open_as_onlooker(index)
 
-    def _open_as_onlooker(self, index: int, specimens: Sequence[Exchange]) -> None:
+    def _open_as_onlooker(self, index: int) -> None:
         courier = self._courier(index)
-        for number, specimen in enumerate(specimens):
+        for number, specimen in enumerate(self._specimens_of(index)):
             courier.look_on(specimen, noted=not number)
 
     # as its process sees it
@@ -305,9 +304,8 @@ class PipelineNode:
         parts = []
         if self.serving is not None:
             self._began_s = self._now()
-            rebalancer = Rebalancer(
-                self.peer, self.pipeline.balance, self._means.needs_bytes(self.pipeline), self._load
-            )
+            needs_bytes = self._means.needs_bytes or (0,) * len(self.pipeline.stages)
+            rebalancer = Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load)
             parts += [self.serving.server.run(), rebalancer.run()]
             parts += [self.serving.loop.run(ENDLESS, drain_s), self._end(total_tokens)]
         if self.trainer is not None:
@@ -413,14 +411,14 @@ class PipelineNode:
     def _courier(self, index: int) -> Courier:
         return Courier(self.peer, self.plan.run_seed, self._means.compute, index)
 
-    def _onlooker(self, index: int) -> list[Exchange]:
-        specimens = self._specimens(index)
-        self._note_stream(index, specimens[0])
-        return specimens
-
-    def _specimens(self, index: int) -> list[Exchange]:
-        shapes = shapes_of(self.plan.model, self.pipeline.stages[index])
-        return method(self.plan.method, **self.plan.options).streams(Shapes(shapes))
+    def _specimens_of(self, index: int) -> list[Exchange]:
+        """One of each stream of a stage. Only shapes are asked of them: tensors would be the whole model, of which this node is
+        to hold a part."""
+        if index not in self._specimens:
+            shapes = shapes_of(self.plan.model, self.pipeline.stages[index])
+            with torch.device("meta"):
+                self._specimens[index] = method(self.plan.method, **self.plan.options).streams(Shapes(shapes))
+        return self._specimens[index]
 
     def _note_stream(self, index: int, first: Exchange) -> None:
         self._streams[index] = StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride)
@@ -465,8 +463,3 @@ def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
     config = plan.model
     codec = activation_codec(pipeline.codec)
     return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype)
-
-
-def whole(stages: Sequence[Llama]) -> dict[str, Tensor]:
-    """The tensors of the unsplit model, from those of its stages."""
-    return {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}

@@ -31,14 +31,15 @@ def founders(role: str, pipeline: PipelinePlan) -> tuple[int, bool]:
 
 
 async def joiners(
-    role: str, pipeline: PipelinePlan, peer: Peer, records: Sequence[bytes], timeout_s: float
+    role: str, pipeline: PipelinePlan, peer: Peer, records: Sequence[bytes], timeout_s: float, founded: bool = False
 ) -> tuple[int, bool]:
     """The same for who joins: of what is left to this machine's choice, the stage that fewest serve by the members' own list,
-    which knows who is gone before the directory does. `TimeoutError` if no member answers."""
+    which knows who is gone before the directory does. Who `founded` the run and was to train goes on to. `TimeoutError` if no
+    member answers."""
     if (named := _named(role, pipeline)) is not None:
         return named
     await peer.meet(records, timeout_s)
-    return emptiest(living(peer, len(pipeline.stages)), peer.me), False
+    return emptiest(living(peer, len(pipeline.stages)), peer.me), founded and role == "auto"
 
 
 def emptiest(servers: Sequence[int], me: PeerId) -> int:
@@ -72,12 +73,12 @@ def part_of(
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
     plan, worker = manifest.plan(), Worker("stage")
-    if stage != NOTHING:
-        require_stage_room(plan, pipeline, stage, int(psutil.virtual_memory().available))
-    saved = last_of(machine.folder, run, role_of(stage)) if stage != NOTHING else None
     free = int(psutil.virtual_memory().available)
+    if stage != NOTHING:
+        require_stage_room(plan, pipeline, stage, free)
+    saved = last_of(machine.folder, run, role_of(stage)) if stage != NOTHING else None
     needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages)))
-    means = Means(worker, lambda work, cost: worker(work), worker, report, free, lambda _: needs)
+    means = Means(worker, lambda work, cost: worker(work), worker, report, free, needs)
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, saved)
     if node.serving is None:
         return node, None

@@ -7,7 +7,7 @@ same stage. A life that the rest has left behind ends by itself and begins anew.
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,14 +233,3 @@ def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05) -> 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def summary(tale: Tale, nodes: Sequence[PipelineNode]) -> dict[str, float]:
-    """What a run amounts to, for a look."""
-    trainers = [node.trainer for node in nodes if node.trainer is not None]
-    return {
-        "virtual_s": tale.virtual_s,
-        "kills": tale.kills,
-        "begun": sum(trainer.begun for trainer in trainers),
-        "lost": sum(trainer.lost for trainer in trainers),
-    }

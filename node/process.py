@@ -102,7 +102,9 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
     _require_room(manifest, Failure)
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
-    saved = last_of(machine.folder, run, "replica" if manifest.pipeline is None else role_of(0))
+    pipeline = manifest.pipeline_plan()
+    stage, trains = (EVERY, True) if pipeline is None else founders(machine.role, pipeline)
+    saved = last_of(machine.folder, run, role_of(stage)) if stage != NOTHING else None
     known = Doors(machine.folder).read(run)
     if saved is not None and known is not None and not _ended(saved, manifest):
         try:
@@ -110,7 +112,7 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
         except (Refused, DirectoryUnreachable) as reason:
             log.info("nobody of the run can be reached, so it goes on from step %d: %s", saved.step, reason)
     try:
-        return await _found(machine, manifest, run, identity, saved, on_start)
+        return await _found(machine, manifest, run, identity, saved, stage, trains, on_start)
     except LifeOver as reason:
         return await join(machine, _known_again(machine, run, reason), on_start)
 
@@ -121,11 +123,11 @@ async def _found(
     run: str,
     identity: Identity,
     saved: Checkpoint | None,
+    stage: int,
+    trains: bool,
     on_start: Callable[[Node], None],
 ) -> Path:
     async with network(machine, identity, run, ()) as (directory, links):
-        pipeline = manifest.pipeline_plan()
-        stage, trains = (EVERY, True) if pipeline is None else founders(machine.role, pipeline)
         peer = _peer(manifest, run, identity, directory, links, stage)
         node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
         text = manifest.canonical()
@@ -190,7 +192,8 @@ async def _join(
         async with peer.running():
             if pipeline is not None:
                 with _answered(peer):
-                    stage, trains = await joiners(machine.role, pipeline, peer, records, JOIN_TIMEOUT_S)
+                    founded = identity.peer == invite.founder  # who founded the run and comes back trains as before
+                    stage, trains = await joiners(machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded)
                 links.record(role=role_of(stage))
             node = _node(machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains)
             node.doors = doors

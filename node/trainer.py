@@ -1,5 +1,5 @@
 """A pipeline's trainer: it draws microbatches, walks each forward and back through the stages, and sees to it that each stage's
-gradient of each counts exactly once (swarm/ledger.py).
+gradient of each counts once (swarm/ledger.py).
 
 It holds no weights. What it holds of a microbatch is the input of each stage, and the gradient of each stage's output, encoded
 as they came, until every stage's rounds have named it: so whatever dies, the pass can be asked of somebody else. Who is asked
@@ -8,7 +8,6 @@ is the path policy's affair (swarm/paths.py).
 
 import asyncio
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -162,11 +161,6 @@ class Trainer:
         return len(self._parcels)
 
     @property
-    def depth(self) -> int:
-        """Microbatches that are to be on their way now."""
-        return self._depth.wanted
-
-    @property
     def recent_loss(self) -> float | None:
         """Mean of the last microbatches' losses, in nats a token."""
         return sum(self._losses) / len(self._losses) if self._losses else None
@@ -196,7 +190,7 @@ class Trainer:
         for place in self._ledger.open():
             parcel = self._parcels[place[0]]
             if place not in self._asking and place[0] not in self._walking and place[1] in parcel.outside:
-                self._spawn(self._ask_again(parcel, place))
+                self._spawn(self._backward(parcel, place))  # lost with its server; the rest of it stays as it is
         for place, server, attempt in list(self._ledger.confirms()):
             if place not in self._asking:
                 self._spawn(self._confirm(place, server, attempt))
@@ -256,7 +250,8 @@ class Trainer:
             request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch)
             payloads = self._with_input(parcel, stage)
             while True:
-                answer, reply = await self._ask_somebody(parcel, stage, request, payloads, 1.0)
+                server = await self._next_hop(parcel, stage, 1.0)
+                answer, reply = await self._ask(server, request, payloads)
                 if isinstance(answer, Stale):
                     await asyncio.sleep(PAUSE_S)
                     return False
@@ -291,7 +286,7 @@ class Trainer:
             return None  # a round has named it meanwhile, as nobody honest would have
         attempt = self._ledger.send(place, server.name)
         request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt)
-        answer, reply = await self._ask(server, stage, request, payloads, BACKWARD_SIZE)
+        answer, reply = await self._ask(server, request, payloads)
         whole = len(reply) == (0 if parcel.source(stage) < 0 else 1)
         if not isinstance(answer, Done) or not whole or answer.life != server.life:
             self._ledger.silent(place, attempt)
@@ -305,10 +300,6 @@ class Trainer:
             self._report("loss", {"number": number, "loss": answer.loss_sum / self._edges.tokens})
         return reply[0] if reply else b""
 
-    async def _ask_again(self, parcel: _Parcel, place: Place) -> None:
-        """A stage's gradient that was lost with its server: the rest of the microbatch stays as it is."""
-        await self._backward(parcel, place)
-
     async def _confirm(self, place: Place, name: str, attempt: int) -> None:
         """Once; `_look_around` does it again until it is answered."""
         self._asking.add(place)
@@ -316,7 +307,7 @@ class Trainer:
             server = self._rolls.server(name)
             if server is None:
                 return  # gone: its last rounds will tell
-            answer, _ = await self._ask(server, place[1], Confirm(place[0], place[1], attempt), (), 0.0)
+            answer, _ = await self._ask(server, Confirm(place[0], place[1], attempt))
             match answer:
                 case Merged():
                     self._ledger.merged(place, attempt)
@@ -326,7 +317,7 @@ class Trainer:
             self._asking.discard(place)
 
     async def _revoke(self, server: Server, place: Place, attempt: int) -> None:
-        await self._ask(server, place[1], Revoke(place[0], place[1], attempt), (), 0.0)
+        await self._ask(server, Revoke(place[0], place[1], attempt))
 
     def _with_input(self, parcel: _Parcel, stage: int) -> list[bytes]:
         return [parcel.tokens, *([parcel.inputs[stage]] if stage in parcel.inputs else [])]
@@ -337,12 +328,6 @@ class Trainer:
         return [parcel.inputs[after]] if self._edges.masked and after is not None else []
 
     # asking
-
-    async def _ask_somebody(
-        self, parcel: _Parcel, stage: int, request: Request, payloads: Sequence[bytes], size: float
-    ) -> tuple[Answer | None, tuple[bytes, ...]]:
-        server = await self._next_hop(parcel, stage, size)
-        return await self._ask(server, stage, request, payloads, size)
 
     def waits(self) -> list[Wait]:
         """What is asked of whom now, and which stages nobody can be asked for."""
@@ -365,15 +350,12 @@ class Trainer:
             await asyncio.sleep(PAUSE_S)
 
     async def _ask(
-        self, server: Server, stage: int, request: Request, payloads: Sequence[bytes], size: float
+        self, server: Server, request: Request, payloads: Sequence[bytes] = ()
     ) -> tuple[Answer | None, tuple[bytes, ...]]:
         """One call, and what the policy learns of it; None if it brought nothing. A pause follows a refusal."""
-        started_s, call = self._now(), functools.partial(Call, server.peer, stage, size or 1.0)
-        timeout_s = {0.0: CONFIRM_TIMEOUT_S, 1.0: self._terms.forward_timeout_s}.get(
-            size, self._terms.backward_timeout_s
-        )
+        started_s, timeout_s = self._now(), self._patience_s(request)
         number = next(self._numbers)
-        what = Key(f"{type(request).__name__.lower()} at stage {stage}", request.number)
+        what = Key(f"{type(request).__name__.lower()} at stage {request.stage}", request.number)
         self._asked[number] = (what, server.peer, started_s + timeout_s)
         try:
             reply = await self._peer.calls.ask(
@@ -381,31 +363,44 @@ class Trainer:
                 encode(request),
                 payloads,
                 timeout_s=timeout_s,
-                max_reply_bytes=self._edges.max_bytes("forward" if size == 1.0 else "backward"),
+                max_reply_bytes=self._edges.max_bytes("forward" if isinstance(request, Forward) else "backward"),
             )
             answer = decode_answer(reply.body)
         except CallFailed as error:
-            self._learn(call(started_s), error.reason, size)
+            self._learn(server, request, error.reason, started_s)
             await asyncio.sleep(PAUSE_S)
             return None, ()
         except BadRequest:
-            self._learn(call(started_s), "rpc", size)
+            self._learn(server, request, "rpc", started_s)
             return None, ()
         finally:
             del self._asked[number]
-        if isinstance(answer, Done) and (parcel := self._parcels.get(request.number)) is not None:
-            parcel.trip_s += max(0.0, self._now() - started_s - answer.waited_s)
         if isinstance(answer, Done):
-            self._learn(call(started_s, answer.took_s), "done", size)
+            self._learn(server, request, "done", started_s, answer.took_s)
+            if (parcel := self._parcels.get(request.number)) is not None:
+                parcel.trip_s += max(0.0, self._now() - started_s - answer.waited_s)
         else:
-            self._learn(call(started_s), "busy", size)
+            self._learn(server, request, "busy", started_s)
         if isinstance(answer, Busy | Refused):
             await asyncio.sleep(PAUSE_S)
         return answer, reply.payloads
 
-    def _learn(self, call: Call, outcome: Outcome, size: float) -> None:
-        if size:  # confirmations say nothing of a server's speed
-            self._policy.on_result(call, outcome, self._now())
+    def _patience_s(self, request: Request) -> float:
+        match request:
+            case Forward():
+                return self._terms.forward_timeout_s
+            case Backward():
+                return self._terms.backward_timeout_s
+            case _:
+                return CONFIRM_TIMEOUT_S
+
+    def _learn(
+        self, server: Server, request: Request, outcome: Outcome, started_s: float, took_s: float | None = None
+    ) -> None:
+        """Tell the policy; confirmations say nothing of a server's speed."""
+        if isinstance(request, Forward | Backward):
+            size = 1.0 if isinstance(request, Forward) else BACKWARD_SIZE
+            self._policy.on_result(Call(server.peer, request.stage, size, started_s, took_s), outcome, self._now())
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

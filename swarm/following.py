@@ -62,7 +62,7 @@ class Following:
         elif query.key.round <= state.newest:
             oldest = next(
                 iter(state.log), state.next
-            )  # of rounds before I came in I can tell nothing, nor of the last of them
+            )  # before I came in I can tell nothing, nor of the last round then
             self._port.send(sender, Forgotten(query.key, oldest, state.newest))
         elif (view := self._port.views.at(query.key.round, state.stream.stage)) is not None and self._is_forsaken(
             state, view

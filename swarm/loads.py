@@ -8,7 +8,6 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Load
 from farflock.swarm.port import Port
 from farflock.swarm.rebalance import Server, Snapshot
-from farflock.swarm.roles import EVERY, NOTHING
 
 REPEAT_S = 1.0
 
@@ -49,12 +48,11 @@ class Loads:
             told[self._port.me] = self._mine
         stages: list[list[Server]] = [[] for _ in needs_bytes]
         for member in view.members:
-            if member.stage in (EVERY, NOTHING) or (
-                member.peer != self._port.me and self._port.gone(view, member.peer)
-            ):
-                continue
+            gone = member.peer != self._port.me and self._port.gone(view, member.peer)
+            if gone or not 0 <= member.stage < len(stages):
+                continue  # replicas and trainers do not move, and nobody holds others up by naming a stage that there is not
             load = told.get(member.peer)
-            if load is None or load.number != number or member.stage >= len(stages):
+            if load is None or load.number != number:
                 return None
             stages[member.stage].append(Server(member.peer, load.queue, load.rate, load.memory_bytes, load.resident_s))
         return Snapshot(number, tuple(map(tuple, stages)), needs_bytes)

@@ -1,7 +1,7 @@
 """How much the members of a stage have taken in since its last round: when the sum is a batch, the stage's step is due.
 
 Everybody tells its own number and adds up what it hears, so that all notice at nearly the same time and nobody is asked. A
-wrong number makes one step early or late, and no more than that: what a contribution weighs goes with it.
+wrong number makes the steps of its round early or late, and no more than that: what a contribution weighs goes with it.
 """
 
 import asyncio
@@ -72,10 +72,6 @@ class Tallies:
         for stream, book in self._books.items():
             if self._port.now() - book.sent_s >= REPEAT_S:
                 self._send(stream, book)
-
-    def close(self) -> None:
-        """I contribute to nothing any more."""
-        self._books.clear()
 
     def _send(self, stream: str, book: _Book) -> None:
         book.sent_s = self._port.now()

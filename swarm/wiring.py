@@ -21,9 +21,7 @@ ALPHA = 0.1
 BACKWARD_SIZE = 2.5  # a backward call counts as so many forward calls of the same samples
 INITIAL_RATE = 1.0  # samples per second, where nobody told or measured anything
 TRUST = 4.0  # an announced rate counts within this factor of the typical one, until it is measured
-TOLD_TRUST = (
-    16.0  # and the time that a server says a call took within this one of what it seemed to take, with ways and queues
-)
+TOLD_TRUST = 16.0  # and the time that a server tells of a call within this one of what that took, with ways and queues
 MIN_SECONDS = 1e-9  # a sample; calls that end at one moment would otherwise be infinitely fast
 MAX_RATE = 1e12  # samples per second, as in a record
 DIAL_BAN_S = 60.0

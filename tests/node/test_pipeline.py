@@ -15,12 +15,13 @@ from msgspec import structs
 
 from farflock.node import checkpoint
 from farflock.node.model import build
-from farflock.node.pipeline import POLICIES, PipelineNode, edges_of, whole
+from farflock.node.pipeline import POLICIES, PipelineNode, edges_of
 from farflock.node.pipeline_simulation import Part, PipelineWorld, identity_of, parts
 from farflock.node.rebalancer import LifeOver
 from farflock.node.recovery import LR_BUMP
 from farflock.node.resume import memory_of
 from farflock.node.stage import even
+from farflock.node.stage_tensors import joined
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.state import state_hash
 from farflock.swarm.paths import Microbatch, Serving
@@ -389,7 +390,7 @@ def test_a_server_counts_its_steps_on_from_its_checkpoint_and_learns_as_a_newcom
 
 def test_the_stages_tensors_together_are_the_models():
     stages = [build(MODEL, 3, span) for span in even(MODEL, 3)]
-    together, model = whole(stages), build(MODEL, 3).state_dict()
+    together, model = joined(stage.state_dict() for stage in stages), build(MODEL, 3).state_dict()
     assert together.keys() == model.keys()
     assert all(torch.equal(x, model[name]) for name, x in together.items())
 
@@ -418,3 +419,16 @@ def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_
     assert walks[0] == walks[1]
     assert all(peer[0] == str(stage) for stage, peer in walks[0])
     assert len(walks[0]) == 12 * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp", "diloco", "sparseloco", "streaming", "demo", "desloc", "edit", "lean", "sparta"]
+)
+def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(bench, name):
+    """The whole model's size is what no node has room for."""
+    node = node_of(bench, plan(method=name, options={}), _AUDIT["pipeline"](3, BATCH), 1)
+    assert set(node._specimens) == {0, 2}
+    for specimens in node._specimens.values():
+        tensors = [x for specimen in specimens for x in specimen.tensors.values()]
+        assert tensors
+        assert all(x.device.type == "meta" for x in tensors)

@@ -59,8 +59,8 @@ class Members:
             raise TimeoutError
 
 
-def joined(role, members):
-    return asyncio.run(joiners(role, THREE, members, [b"record"], 5.0))
+def joined(role, members, **options):
+    return asyncio.run(joiners(role, THREE, members, [b"record"], 5.0, **options))
 
 
 @pytest.mark.parametrize(
@@ -222,3 +222,9 @@ def replace_pipeline(manifest):
     import msgspec
 
     return msgspec.structs.replace(manifest, pipeline=None)
+
+
+@pytest.mark.parametrize(("role", "trains"), [("auto", True), ("stage", False), ("stage:1", False)])
+def test_a_founder_that_comes_back_trains_again_if_it_was_to(role, trains):
+    """It may be the only trainer that there is."""
+    assert joined(role, Members(0, 0, 1), founded=True)[1] is trains

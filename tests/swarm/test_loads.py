@@ -92,6 +92,15 @@ def test_all_who_hear_the_same_compute_the_same_move():
     assert len(moves) == 1
 
 
+def test_a_member_that_names_a_stage_that_there_is_not_holds_nobody_up(port):
+    port.view = View(1, bytes(32), 0, (*VIEW.members, Member("x", 5, 1000)))
+    loads = Loads(port)
+    loads.say(load())
+    loads.receive("b", 2, load())
+    loads.receive("c", 3, load())
+    assert loads.snapshot(7, NEEDS) is not None
+
+
 def test_strangers_and_other_lives_are_not_heard(port):
     loads = Loads(port)
     loads.receive("x", 1, load())

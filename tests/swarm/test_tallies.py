@@ -1,6 +1,5 @@
 """How much a stage has taken in: everybody adds up what it hears of the living, for the round that is next."""
 
-import asyncio
 import collections
 
 from farflock.swarm.messages import Key, Tally
@@ -122,35 +121,3 @@ def test_only_a_change_is_told_at_once_and_everything_again_after_a_while():
     assert [peer for peer, _ in port.sent] == ["mate", "all"]
     tallies.say(STREAM, 1, 4, 11)
     assert port.sent[-1][1].tokens == 11
-
-
-def test_who_has_closed_says_nothing_any_more():
-    port, tallies = made()
-    port.sent.clear()
-    tallies.close()
-    port.time_s = 10.0
-    tallies.tick()
-    assert port.sent == []
-    assert tallies.total(STREAM) == 0
-
-
-def test_what_is_remembered_of_others_is_bounded_by_the_view():
-    port, tallies = made()
-    for number in range(40):
-        name = f"p{number}"
-        port.views.views.append(Certified(View(number + 2, bytes(32), 0, (MEMBERS[0], Member(name, 1, 1)))))
-        heard(tallies, name, 4, 1)
-    assert len(tallies._books[STREAM].told) <= 3
-
-
-def test_who_waits_is_woken_by_the_first_change():
-    async def main():
-        _, tallies = made()
-        tallies.changed.clear()
-        waiting = asyncio.create_task(tallies.changed.wait())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        tallies.receive("mate", 1, Tally(Key(STREAM, 4), 1))
-        await asyncio.wait_for(waiting, 1)
-
-    asyncio.run(main())
