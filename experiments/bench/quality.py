@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from farflock.experiments.bench.metric import NotMeasured
 from farflock.experiments.bench.quality_arms import Arms
 from farflock.experiments.bench.quality_pace import Pace, effort
+from farflock.experiments.bench.quality_runs import Kept
 from farflock.experiments.bench.quality_score import Contender, Final, Run, Scores, best, ranked
 from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Outcome, Swarm, key
 from farflock.experiments.reproduce.recipe import LINES
-from farflock.experiments.reproduce.shelf import Shelf
 from farflock.experiments.reproduce.text import texts
 from farflock.experiments.reproduce.workers import run_all
 from farflock.node.model import PRESETS, ModelConfig, build
@@ -71,7 +71,7 @@ class Bench:
     def __init__(self, size: Size, arms: Arms, budgets: Sequence[int], only: Sequence[str] = ()) -> None:
         self.size, self.budgets, self.only, self._arms = size, tuple(budgets), tuple(only), arms
 
-    def run(self, shelf: Shelf, workers: int, pace: Pace) -> Scores:
+    def run(self, shelf: Kept, workers: int, pace: Pace) -> Scores:
         """Run what is not on the shelf yet. Interrupted, it loses only the jobs that were running."""
         size = self.size
         runs = functools.partial(self._runs, shelf, workers, pace)
@@ -142,7 +142,7 @@ class Bench:
         usual = sorted(by_name.values())[len(by_name) // 2] if by_name else 0.0
         return jobs, sum(map(effort, jobs)) + longer * runs * (lines + entrants * usual)
 
-    def foreseen(self, shelf: Shelf, unit_s: float, workers: int) -> float:
+    def foreseen(self, shelf: Kept, unit_s: float, workers: int) -> float:
         """About how many seconds it will take without what is on the shelf, finals of earlier times not counted."""
         jobs, total = self.efforts()
         kept = sum(effort(job) for job in jobs if shelf.find(job) is not None)
@@ -154,7 +154,7 @@ class Bench:
         assert isinstance(job, Line)
         return job
 
-    def measured_at(self, shelf: Shelf, scores: Scores) -> float:
+    def measured_at(self, shelf: Kept, scores: Scores) -> float:
         """When the last of the finals' runs ended, in seconds since 1970."""
         runs = [run for final in scores.finals.values() for run in final.runs]
         return max(shelf.kept_at(self.job(run.contender, run.seed, self.size.steps)) for run in runs)
@@ -167,7 +167,7 @@ class Bench:
         return [*LINES, *(name for names in budgets for name in ranked(screen, names)[: self.size.finalists])]
 
     def _runs(
-        self, shelf: Shelf, workers: int, pace: Pace, contenders: Iterable[Contender], seeds: Sequence[int], steps: int
+        self, shelf: Kept, workers: int, pace: Pace, contenders: Iterable[Contender], seeds: Sequence[int], steps: int
     ) -> list[Run]:
         """The contenders' runs in their order, each with its seeds in order."""
         wanted = [(one, seed, self.job(one, seed, steps)) for one in contenders for seed in seeds]
@@ -184,7 +184,7 @@ def further(ladder: Sequence[Run]) -> Contender:
     return above.contender.at(rate)
 
 
-def outcomes(jobs: Iterable[AnyJob], shelf: Shelf, workers: int, pace: Pace) -> dict[str, Outcome]:
+def outcomes(jobs: Iterable[AnyJob], shelf: Kept, workers: int, pace: Pace) -> dict[str, Outcome]:
     """By key, those on the shelf and those that were not there yet; the longest are run first, so that all workers end
     together."""
     wanted = {key(job): job for job in jobs}

@@ -21,8 +21,8 @@ from farflock.node.output import Output
 if TYPE_CHECKING:
     from farflock.experiments.bench.quality import Bench, Size
     from farflock.experiments.bench.quality_arms import Arms
+    from farflock.experiments.bench.quality_runs import Kept
     from farflock.experiments.bench.quality_score import Scores
-    from farflock.experiments.reproduce.shelf import Shelf
 
 PREFIX = "quality.share."
 CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
@@ -40,6 +40,11 @@ CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
 @click.option("--quick", is_flag=True, help="A minute or two: one trial a method, short; the numbers say little.")
 @click.option("--workers", type=click.IntRange(1, 256), help="Processes at once: one a core.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs are kept.")
+@click.option(
+    "--runs",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep runs in this file of JSON lines instead; those in it are not run again.",
+)
 @click.option("--record", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables into this page.")
 @click.option("--dry-run", is_flag=True, help="Say how long it would take, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="No tables; JSON lines come in any case.")
@@ -53,6 +58,7 @@ def command(
     quick: bool,
     workers: int | None,
     folder: Path | None,
+    runs: Path | None,
     record: Path | None,
     dry_run: bool,
     as_json: bool,
@@ -63,6 +69,7 @@ def command(
     method is. Takes about two hours of two cores a budget; what was run before is not run again.
     """
     from farflock.experiments.bench import quality, quality_arms
+    from farflock.experiments.bench.quality_runs import RunsFile
     from farflock.experiments.bench.threads import one_thread
     from farflock.experiments.reproduce.shelf import Shelf
     from farflock.node.paths import home
@@ -73,7 +80,10 @@ def command(
     budgets = tuple(sorted({int(name.rpartition(".")[2]) for name in only})) or CHOICES[budget]
     if record is not None and (quick or only):
         raise Usage("--record", "a page keeps whole measurements alone", "leave out --quick and METRIC")
-    out, shelf = Output(as_json=True), Shelf(folder or home() / "reproduce")
+    if runs is not None and folder is not None:
+        raise Usage("--runs", "runs are kept in a file or in a folder", "leave out --folder")
+    out = Output(as_json=True)
+    shelf = Shelf(folder or home() / "reproduce") if runs is None else RunsFile(runs)
     bench = quality.Bench(size, arms, budgets, only)
     with one_thread():  # as workers have it
         scores = _run(out, bench, shelf, workers or os.cpu_count() or 1, dry_run)
@@ -104,7 +114,7 @@ def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
     return tuple(name.removeprefix(PREFIX) for name in names if name != "quality")
 
 
-def _run(out: Output, bench: "Bench", shelf: "Shelf", workers: int, dry_run: bool) -> "Scores | None":
+def _run(out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool) -> "Scores | None":
     """Say how long it will take, then do it."""
     from farflock.experiments.bench import quality_pace
     from farflock.experiments.bench.metric import load
@@ -151,7 +161,7 @@ def _say(out: Output, scores: "Scores", budget: int, as_json: bool) -> None:
         out.result(facts(metric), "")
 
 
-def _record(page: Path, bench: "Bench", shelf: "Shelf", scores: "Scores") -> None:
+def _record(page: Path, bench: "Bench", shelf: "Kept", scores: "Scores") -> None:
     from farflock.experiments.bench import quality_report
 
     date = datetime.datetime.fromtimestamp(bench.measured_at(shelf, scores), datetime.UTC).date().isoformat()

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from farflock.experiments.bench import command, quality, quality_pace
+from farflock.experiments.bench.quality_runs import RunsFile
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def asked(monkeypatch, scores):
             found.update(size=size, budgets=self.budgets, only=self.only)
 
         def run(self, shelf, workers, pace):
-            found.update(folder=shelf.folder, workers=workers)
+            found.update(shelf=shelf, workers=workers)
             return scores
 
         def measured_at(self, shelf, scores):
@@ -61,7 +62,7 @@ def test_options_reach_the_benchmark(farflock, asked, tmp_path):
     farflock("bench", "quality", *given, "--workers", "7", "--folder", tmp_path)
     size = asked["size"]
     assert (size.steps, size.screen_steps, size.seeds, size.finalists) == (50, 20, (1, 2), 3)
-    assert (asked["budgets"], asked["workers"], asked["folder"]) == ((100, 500), 7, tmp_path)
+    assert (asked["budgets"], asked["workers"], asked["shelf"].folder) == ((100, 500), 7, tmp_path)
     farflock("bench", "quality", "--quick", "--seeds", "1")
     assert (asked["size"].steps, asked["size"].seeds) == (quality.QUICK.steps, (1,))
 
@@ -79,6 +80,7 @@ def test_one_metric_alone_is_measured_at_its_budget(farflock, asked):
         (["quality", "--budget", "50"], "--budget"),
         (["quality", "--quick", "--record", "page.md"], "leave out --quick"),
         (["quality", "--rate", "10mbit"], "--rate"),
+        (["quality", "--runs", "runs.jsonl", "--folder", "."], "leave out --folder"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_before_anything_is_measured(farflock, asked, arguments, named):
@@ -102,3 +104,15 @@ def test_results_are_recorded_with_the_day_that_they_were_measured(farflock, ask
     assert "Measured 2027-01-15" in once
     farflock("bench", "quality", "--record", page)
     assert page.read_text() == once
+
+
+def test_runs_can_be_kept_in_a_file(farflock, asked, tmp_path):
+    assert farflock("bench", "quality", "--runs", tmp_path / "runs.jsonl")[0] == 0
+    assert isinstance(asked["shelf"], RunsFile)
+
+
+def test_a_file_of_something_else_is_refused(farflock, asked, tmp_path):
+    (tmp_path / "runs.jsonl").write_text("a page\n")
+    code, _, err = farflock("bench", "quality", "--runs", tmp_path / "runs.jsonl")
+    assert code == 2
+    assert "line 1 is not a finished run" in err
