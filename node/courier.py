@@ -110,6 +110,7 @@ class Courier:
             stride=specimen.stride,
             enough=specimen.enough,
             uniform=specimen.uniform or (noted and specimen.kind == "mean"),
+            witnessed=noted,
             stage=self._stage,
         )
 

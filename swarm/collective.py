@@ -13,7 +13,8 @@ been reduced without a member, because it died while others fetched from it, the
 
 Of a model that is cut into stages, only a stage's members contribute to its exchanges, reduce and hold them; the others vote,
 so that a stage of two members can decide when one of them dies. Such content is put forward as soon as most of the living
-contributors hold it: of a stage that has one living member left nobody else could.
+contributors hold it: of a stage that has one living member left nobody else could. In a `witnessed` exchange who only votes
+accepts a list once it holds the last shard itself: what that says outlives the stage.
 """
 
 import collections
@@ -96,6 +97,7 @@ class Terms:
     min_participants: int = 1
     enough: int = 0  # contributions of a gather that are; 0: everybody's
     uniform: bool = False  # a mean whose shards all have the same contributions
+    witnessed: bool = False  # who only votes holds the last shard before it accepts a list
 
 
 class BadCloseList(ValueError):
@@ -129,6 +131,11 @@ def decode_close_list(raw: bytes, terms: Terms, contributors: Collection[int]) -
     ):
         raise BadCloseList("a gathered item that is not its owner's alone")
     return close
+
+
+def told(close: CloseList, shards: int) -> list[Item]:
+    """The last shards of a list's contributions, or what they were reduced to."""
+    return [item for item in close.items if item.index % shards == shards - 1]
 
 
 @dataclass(slots=True)
@@ -182,7 +189,13 @@ class Collective:
         places = self.terms.shards * (len(self.group) if self.terms.kind == "gather" else 1)
         self.holdings = Holdings(places, len(self.group), self.me, fewest=self.terms.uniform)
         self.decision = Decision(
-            self.key, self.view, self.me, len(self.group), self.ordered, holds_back=self.holds_back
+            self.key,
+            self.view,
+            self.me,
+            len(self.group),
+            self.ordered,
+            holds_back=self.holds_back,
+            ready=self._is_witnessed,
         )
         self._rely_on_the_living()
 
@@ -224,6 +237,7 @@ class Collective:
             self.holdings.spoil(digest)
         elif intact:
             self.holdings.hold(digest)
+            self._actions += self.decision.resume()
         self.advance(now_s, self._contributed.pop(digest, ()))
 
     def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
@@ -504,6 +518,21 @@ class Collective:
         missing = [item for item in wanted if item.digest not in self.holdings.held]
         self._collect(missing)
         self.complete = all(item.digest in self.holdings.held for item in missing)
+
+    def _is_witnessed(self, value: bytes) -> bool:
+        """Whether I hold what a list's last shards say, if I must before I accept it; if I do not, I get it."""
+        if self.contributes or not self.terms.witnessed:
+            return True
+        close = decode_close_list(value, self.terms, self.contributors)
+        missing = [item for item in told(close, self.terms.shards) if item.digest not in self.holdings.held]
+        for item in missing:
+            self._fetch(item.index % self.terms.shards, item.digest, item.size, self._witnesses)
+        return all(item.digest in self.holdings.held for item in missing)
+
+    def _witnesses(self) -> tuple[int, ...]:
+        """Who has what I am asked to accept: its contributors; when they are gone, whoever accepted it before."""
+        members = self._living or range(len(self.group))
+        return tuple(member for member in sorted(members) if member != self.me)
 
     def _resend(self) -> None:
         if self.me in self.offers:

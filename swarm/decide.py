@@ -69,6 +69,7 @@ class Decision:
     sign: Callable[[bytes], bytes] = lambda text: b""
     checks: Callable[[int, bytes, bytes], bool] = lambda member, text, proof: True
     holds_back: Callable[[], bool] = lambda: False  # while this is so, I accept nothing and put nothing forward
+    ready: Callable[[bytes], bool] = lambda value: True  # whether I may accept this value now; if not, `resume` follows
 
     promised: Ballot = _NEVER
     accepted: tuple[Ballot, bytes] | None = None
@@ -83,6 +84,7 @@ class Decision:
     _proposing: bool = False  # in phase 2 of my ballot
     _refusers: dict[bytes, set[int]] = field(default_factory=dict)  # of each value that I put forward
     _highest: int = 0
+    _withheld: tuple[int, Ballot, bytes] | None = None  # the last proposal that I was not ready for, and whose
 
     def propose(self, value: bytes) -> Sends:
         """Try to have a value decided: an earlier accepted one wins over it. Call again to start a new ballot."""
@@ -126,6 +128,13 @@ class Decision:
             return self._to_others(message, except_for=self._accepts)
         return self._to_others(Prepare(self.key, self.view, self._ballot), except_for=self._promises)
 
+    def resume(self) -> Sends:
+        """I may have become ready for what I could not accept."""
+        if self.decided is not None or self._withheld is None:
+            return []
+        withheld, self._withheld = self._withheld, None
+        return self._accept(*withheld)
+
     def announcement(self) -> Decided:
         """The decision as others may learn it; only after it was made."""
         assert self.decided is not None, f"{self.key} is not decided"
@@ -150,6 +159,9 @@ class Decision:
         floor = self.floor(value)
         if floor:
             return self._deliver(sender, Rejected(self.key, self.view, ballot, self.promised, floor))
+        if not self.ready(value):
+            self._withheld = sender, ballot, value
+            return []
         self.promised, self.accepted = ballot, (ballot, value)
         proof = self.sign(signed_text(self.key, ballot, value))
         return self._deliver(sender, Accepted(self.key, self.view, ballot, proof))

@@ -1,5 +1,5 @@
 """What a trainer knows of its microbatches' gradients, so that each counts once: never twice, and exactly once as long as the
-trainer lives and no stage loses all its servers (decision 014).
+trainer and a quorum of the run's members live (decision 014).
 
 A backward pass may be asked of several servers of a stage, one after the other, because one was silent or died. Each keeps
 what it computed aside (swarm/staging.py) until this trainer confirms it, and the trainer confirms one alone. A confirmed

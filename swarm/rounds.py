@@ -18,6 +18,7 @@ from farflock.swarm.collective import (
     Collective,
     Fetch,
     Reduce,
+    told,
 )
 from farflock.swarm.following import FETCH_TIMEOUT_S, Following
 from farflock.swarm.groups import order, rotation
@@ -104,8 +105,7 @@ class Rounds:
         entry = state.log.get(number)
         if entry is None or not entry.complete:
             return None
-        last = (item for item in entry.close.items if item.index % state.stream.shards == state.stream.shards - 1)
-        return tuple(self._port.store.get(item.digest) or b"" for item in last)
+        return tuple(self._port.store.get(item.digest) or b"" for item in told(entry.close, state.stream.shards))
 
     def oldest(self, name: str) -> int:
         """The first round that the log still has, or the next one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from farflock.swarm.chunks import Store
-from farflock.swarm.collective import CloseList, Terms
+from farflock.swarm.collective import CloseList, Terms, told
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
@@ -38,7 +38,7 @@ class Stream:
     a round this peer fetches where it does not contribute: all of a state that it holds, none, or the last one alone, which
     may say what the round is about (a pipeline's trainer).
     A gather with `enough` above 0 closes as soon as so many contributions are whole. A mean that is `uniform` has each
-    contribution in all shards or in none.
+    contribution in all shards or in none. In a `witnessed` one those who only vote hold the last shard of what they accept.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Stream:
     stride: int = 1
     enough: int = 0
     uniform: bool = False
+    witnessed: bool = False
     stage: int | None = None
     wants: Literal["all", "last", "none"] = "all"
 
@@ -71,12 +72,25 @@ class Stream:
     @property
     def terms(self) -> Terms:
         """What its exchanges' machines are told."""
-        return Terms(self.kind, self.shards, self.deadline_s, self.min_participants, self.enough, self.uniform)
+        return Terms(
+            self.kind,
+            self.shards,
+            self.deadline_s,
+            self.min_participants,
+            self.enough,
+            self.uniform,
+            self.witnessed,
+        )
 
     def wanted(self, close: CloseList) -> list[Item]:
         """The items of a round that this peer fetches although it has no part in it."""
-        shards = {"all": range(self.shards), "last": range(self.shards - 1, self.shards), "none": range(0)}[self.wants]
-        return [item for item in close.items if item.index % self.shards in shards]
+        match self.wants:
+            case "all":
+                return list(close.items)
+            case "last":
+                return told(close, self.shards)
+            case "none":
+                return []
 
     def upto(self, number: int) -> int:
         """This stream's last round that is not after `number`; one before its first if there is none."""

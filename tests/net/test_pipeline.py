@@ -260,8 +260,7 @@ def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_sta
             assert node.saved(role.removeprefix("stage:")).meta["tokens"] >= total
     for node in (founder, trainer):
         work = node.status()["work"]
-        assert work["doubled"] == 0
-        assert work["in doubt"] <= 2 * BATCH, "the stage's last round may have died with it"
+        assert (work["doubled"], work["in doubt"]) == (0, 0)
         assert work["microbatches"] > BATCH
         assert fallen(node) > 1.0
 

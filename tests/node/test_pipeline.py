@@ -235,7 +235,7 @@ def test_servers_that_step_on_their_own_sync_their_stage_and_no_microbatch_is_lo
 @pytest.mark.parametrize("name", often(["ddp", *METHODS], "ddp", "sparseloco", "streaming"))
 def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
-    made = plan(16 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05)
+    made = plan(20 * BATCH * TOKENS, model=EQUAL, method=name.split()[0], options=options, rate=0.05)
     one = audit(parts(3, 2, 1), made, 3)
 
     async def die_out(sim):
@@ -246,8 +246,7 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
 
     one.run(die_out).check()
     (trainer,) = (node.trainer for node in one.sim.nodes.values() if node.trainer is not None)
-    assert trainer.doubled == 0
-    assert trainer.lost <= 4 * BATCH, "of the stage's last round, whose content died with it"
+    assert (trainer.doubled, trainer.lost) == (0, 0)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "mean")}  # one, or two at once
     later = [life for life in one.lives[6:] if life.stage == 1]

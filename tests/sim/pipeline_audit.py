@@ -353,14 +353,12 @@ class Audit:
         return done
 
     def check_finished(self, patience_s=60.0):
-        """What a trainer believes to count does count, at each stage; nothing is in doubt but what went with a whole stage, and
-        nothing waits for ever."""
-        doubtful = sum(node.trainer.lost for node in self.sim.nodes.values() if node.trainer is not None)
-        assert self.begun_anew or not doubtful
+        """What a trainer believes to count does count, at each stage; nothing is in doubt, and nothing waits for ever."""
+        assert not sum(node.trainer.lost for node in self.sim.nodes.values() if node.trainer is not None)
         for stage in range(len(self.pipeline.stages)):
             listed = {key for keys in self.named[stage].values() for key in keys}
             lacking = sorted(self.finished() - listed)
-            assert len(lacking) <= doubtful, f"stage {stage} lacks {lacking[:5]}"
+            assert not lacking, f"stage {stage} lacks {lacking[:5]}"
         for node in self.sim.nodes.values():
             if node.trainer is not None:
                 assert node.trainer.doubled == 0

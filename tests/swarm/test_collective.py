@@ -18,6 +18,8 @@ from farflock.swarm.collective import (
     Fetch,
     Reduce,
     Terms,
+    decode_close_list,
+    told,
 )
 from farflock.swarm.decide import is_quorum
 from farflock.swarm.messages import Holds, Key, Offer, Reduced
@@ -48,10 +50,11 @@ class World:
     """`n` machines in virtual time. Chunks are JSON that says whose contributions are in them, so that a result can
     be checked against its mask. Of the `n` machines the last `voters` only vote."""
 
-    def __init__(self, seed, n=3, kind="mean", shards=3, *, loss=0.0, deadline_s=DEADLINE_S, voters=0):
+    def __init__(self, seed, n=3, kind="mean", shards=3, *, loss=0.0, deadline_s=DEADLINE_S, voters=0, witnessed=False):
         self.chance = random.Random(seed)
         self.n, self.shards, self.loss = n, shards, loss
-        self.terms = Terms("gather" if kind == "gather" else "mean", shards, deadline_s, uniform=kind == "uniform")
+        kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
+        self.terms = Terms("gather" if kind == "gather" else "mean", shards, deadline_s, **kinds)
         self.now_s, self.serial = 0.0, itertools.count()
         self.queue = []
         self.content = {}
@@ -59,6 +62,7 @@ class World:
         self.crashed = {}
         self.handled = collections.Counter()  # events by member
         self.crash_after = {}  # member: events
+        self.dies_with = {}
         self.sent = collections.Counter()
         self.sent_bytes = 0
         self.offered = {}
@@ -107,6 +111,8 @@ class World:
 
     def crash(self, me):
         self.crashed.setdefault(me, self.now_s)
+        if me in self.dies_with:
+            self.crashed.setdefault(self.dies_with[me], self.now_s)
 
     def event(self, me, what, *args, **options):
         if me in self.crashed:
@@ -215,7 +221,19 @@ class World:
                 assert machine.taken() == tuple(self.is_in(machine.close, me, shard) for shard in range(self.shards))
         if decided:
             self.check_list(self.close)
+        if self.terms.witnessed:
+            self.check_witnesses()
         return self
+
+    def check_witnesses(self):
+        """Who only votes has what it accepted, and what is decided is somewhere as long as a quorum lives."""
+        for machine in self.machines:
+            if machine.decision.accepted and not machine.contributes:
+                close = decode_close_list(machine.decision.accepted[1], self.terms, self.contributors)
+                assert all(item.digest in self.holds[machine.me] for item in told(close, self.shards))
+        if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
+            for item in told(self.close, self.shards):
+                assert any(item.digest in self.holds[me] for me in self.live), "nobody knows any more what counts"
 
     @property
     def orphaned(self):
@@ -327,7 +345,7 @@ def test_the_same_holds_in_ten_thousand_seeds(kind):
         unlucky_world(seed, kind).run(until_s=200.0)
 
 
-def unlucky_world(seed, kind, *, staged=False):
+def unlucky_world(seed, kind, *, staged=False, witnessed=False):
     chance = random.Random(f"unlucky {seed}")
     world = World(
         seed,
@@ -336,6 +354,7 @@ def unlucky_world(seed, kind, *, staged=False):
         shards=chance.randint(1, 5),
         loss=chance.choice([0, 0.1, 0.3]),
         voters=chance.randint(0, n - 1) if staged else 0,
+        witnessed=witnessed,
     )
     world.flapping = chance.choice([0.0, 0.0, 0.02])
     for me in world.contributors:
@@ -386,6 +405,34 @@ def test_what_a_stage_decides_in_bad_luck_all_others_decide_too(kind):
         world = unlucky_world(seed, kind, staged=True).run(until_s=200.0)
         outcomes[bool(world.close.items) if any(m.close for m in world.machines) else None] += 1
     assert outcomes[True] > 50, outcomes
+
+
+@KINDS
+def test_what_a_stage_decided_before_it_died_out_at_any_step_is_known_to_who_voted(kind):
+    outcomes = collections.Counter()
+    for step in range(offering_world(2, n=6, kind=kind, voters=4, witnessed=True).run().handled[0]):
+        world = offering_world(2, n=6, kind=kind, voters=4, witnessed=True)
+        world.crash_after[0], world.dies_with[0] = step + 1, 1
+        world.run(until_s=80.0)
+        assert any(machine.close for machine in world.machines), step
+        outcomes[bool(world.close.items)] += 1
+    assert min(outcomes[True], outcomes[False]) > 2, outcomes
+
+
+@KINDS
+def test_in_bad_luck_too_who_votes_holds_what_it_accepts(kind):
+    outcomes = collections.Counter()
+    for seed in range(120):
+        world = unlucky_world(seed, kind, staged=True, witnessed=True).run(until_s=200.0)
+        outcomes[bool(world.close.items) if any(m.close for m in world.machines) else None] += 1
+    assert outcomes[True] > 50, outcomes
+
+
+def test_a_witness_costs_a_round_less_than_half_a_second():
+    for seed in range(10):
+        world = offering_world(seed, n=6, kind="uniform", voters=4, witnessed=True).run()
+        assert max(world.finished_s.values()) < 3.0
+        assert sum(bool(world.holds[voter]) for voter in range(2, 6)) >= 2
 
 
 def test_the_round_of_a_stage_that_nobody_is_left_of_is_closed_by_the_others_as_soon_as_they_look():
