@@ -1,14 +1,18 @@
 """What a member does about rounds that were decided without it: it asks others for them, in order, and fetches their content.
 
 A member whose state depends on a round that has left everybody's log must adopt a snapshot; who only looks on goes on with the
-oldest round that there is.
+oldest round that there is. Where a stage's last round died with the only one that had its content, who had no part in it goes
+on without: to the stage, that round has failed.
 """
 
 import asyncio
 import random
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from farflock.swarm.collective import BadCloseList, Collective, decode_close_list
+from farflock.swarm.decide import is_quorum
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery
@@ -20,6 +24,7 @@ from farflock.swarm.views import View
 FOLLOW_S = 0.5
 ASK_ANYWAY_S = 2.0  # who only looks on has no offer of its own by which it would notice that it missed a decision
 FETCH_TIMEOUT_S = 10.0
+HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
 
 
 class Following:
@@ -128,6 +133,24 @@ class Following:
         else:
             self._log.completed(state, key.round)
 
+    def _may_forsake(self, state: StreamState) -> bool:
+        """Whether a content that nobody has may be done without: of a stage, which would stand still, and among a quorum, for
+        others may have it on the other side of a cut."""
+        view = self._port.views.newest
+        there = [i for i, peer in enumerate(view.peers) if peer == self._port.me or not self._port.gone(view, peer)]
+        whole = state.stream.stage is not None and state.stream.wants == "all"
+        return whole and is_quorum(there, len(view.peers))
+
+    def _forsake(self, state: StreamState, number: int) -> None:
+        """To who brought nothing to it, the round has failed. Who did must not bring that again, for it counts: it is behind
+        for good, and its state with it."""
+        self._port.counters["forsaken rounds"] += 1
+        entry = state.log[number]
+        if any(entry.taken):
+            self._log.evict(state, number)
+        else:
+            entry.close = replace(entry.close, items=(), members=())
+
     async def _fill(self, state: StreamState, key: Key) -> None:
         """Fetch the content of a logged round from whoever holds it."""
         entry = state.log[key.round]
@@ -136,9 +159,16 @@ class Following:
             return [peer for peer in self._port.views.newest.peers if peer != self._port.me]
 
         async def fill(item: Item) -> None:
-            there = False
-            while not there and state.log.get(key.round) is entry:
-                there = await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S)
+            hopeless_s: float | None = None  # since when nobody had it
+            while state.log.get(key.round) is entry and entry.close.items:
+                asked_s = self._port.now()
+                if await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S, final=True):
+                    return
+                nobody = self._port.now() - asked_s < FETCH_TIMEOUT_S
+                hopeless_s = (asked_s if hopeless_s is None else hopeless_s) if nobody else None
+                if hopeless_s is not None and self._port.now() - hopeless_s >= HOPELESS_S and self._may_forsake(state):
+                    self._forsake(state, key.round)
+                await asyncio.sleep(FOLLOW_S if nobody else 0.0)
 
         wanted = state.stream.wanted(entry.close)
         if any(item.size > state.stream.max_shard_bytes for item in wanted):

@@ -20,7 +20,7 @@ from farflock.swarm.collective import (
     Reduce,
     told,
 )
-from farflock.swarm.following import FETCH_TIMEOUT_S, Following
+from farflock.swarm.following import FETCH_TIMEOUT_S, HOPELESS_S, Following
 from farflock.swarm.groups import order, rotation
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
@@ -232,9 +232,17 @@ class Rounds:
             suspects = {i for i, peer in enumerate(machine.group) if self._port.gone(view, peer)}
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
+            self._hand_over(machine)
         for state in self._streams.values():
             self._place_offers(state)
             self._following.follow(state)
+
+    def _hand_over(self, machine: Collective) -> None:
+        """A stage's content that has not come long after the decision is sought like that of a round which I had no part in."""
+        state, overdue = self._streams[machine.key.stream], self._port.now() > machine.ends_s + HOPELESS_S
+        if overdue and machine.close is not None and state.stream.stage is not None and self._is_live(machine):
+            del self._machines[machine.key]
+            self._following.fill_later(state, machine.key)
 
     # machines
 

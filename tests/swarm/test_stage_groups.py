@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from farflock.swarm import axes
-from farflock.swarm.messages import Prepare
+from farflock.swarm.following import HOPELESS_S
+from farflock.swarm.frame import unpack
+from farflock.swarm.messages import Piece, Prepare
 from farflock.swarm.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import NOTHING, role_of
@@ -147,6 +149,7 @@ class Flock:
         self.quiet = set()  # stages that bring nothing by themselves
         self.results = {stage: {} for stage in range(stages)}  # by round: (names, participants, tokens)
         self.counted = collections.Counter()
+        self.forsaken, self.may_forsake = set(), False  # rounds that were applied by some, and had failed for others
 
     def records(self):
         return [node.record for node in self.nodes.values()]
@@ -176,6 +179,10 @@ class Flock:
         for shard, content in enumerate(contents):
             assert json.loads(content) == {"names": [*names], "round": number, "shard": shard}
         result = (names, outcome.participants, outcome.tokens)
+        if self.may_forsake and outcome.status == "failed" and self.results[stage].get(number, ((),))[0]:
+            self.forsaken.add((stage, number))
+            assert self.results[stage][number][2] == outcome.tokens, "what counted, counted"
+            return
         if number not in self.results[stage]:
             self.counted.update(names)
         assert self.results[stage].setdefault(number, result) == result, f"two results of round {number}"
@@ -324,6 +331,64 @@ async def test_a_round_is_called_once_somebody_else_has_brought_its_part_to_it(m
 
 
 # Deaths, departures and newcomers.
+
+
+def starved(node):
+    """A tap: nobody's pieces reach this node."""
+    return lambda when_s, sender, to, packed: (
+        None if to == node.id and isinstance(unpack(packed).message, Piece) else packed
+    )
+
+
+@flock(0, 1, NOTHING, NOTHING)
+async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who_takes_the_stage_over(made):
+    """A newcomer has the stage's state, but not the rounds since, when the only server dies."""
+    newcomer = made.start(4, 0)
+    await until(lambda: newcomer.applied >= 0, 20.0, "its state")
+    made.network.tap = starved(newcomer)
+    behind = newcomer.applied
+    await until(lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind, 20.0, "rounds")
+    made.kill(0)
+    made.network.tap, made.may_forsake = None, True
+    lost = made.newest(0)
+    await made.go_on(0, 3, 90.0)
+    assert newcomer.applied > lost
+    assert made.forsaken == {(0, number) for number in range(behind + 1, lost + 1)}
+    assert newcomer.peer.port.counters["forsaken rounds"] == lost - behind
+
+
+@flock(0, 0, 0, 1, NOTHING, NOTHING, NOTHING)
+async def test_who_is_left_without_a_round_that_it_is_in_itself_brings_that_never_again(made):
+    """Its contribution counts: it must not go on as if the round had failed."""
+    left = made.nodes[2]
+    made.network.tap = starved(left)
+    await asyncio.sleep(2.0)
+    stuck = left.applied + 1
+    assert made.newest(0) >= stuck
+    assert left.rounds._streams[name_of(0)].log[stuck].taken == (True,) * SHARDS
+    for number in range(2):
+        made.kill(number)
+    made.network.tap = None
+    await until(lambda: left.peer.port.counters["forsaken rounds"], 90.0, "that it gives up")
+    assert left.applied == stuck - 1
+    await until(lambda: left.statuses[-1] == "lost", 1.0, "its being told")
+    assert not left.rounds.names or stuck not in left.rounds._streams[name_of(0)].log
+
+
+@flock(0, 1, NOTHING, NOTHING)
+async def test_a_content_that_comes_late_or_that_a_minority_waits_for_is_waited_for(made):
+    newcomer = made.start(4, 0)
+    await until(lambda: newcomer.applied >= 0, 20.0, "its state")
+    made.network.tap = starved(newcomer)
+    behind = newcomer.applied
+    await until(lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind, 20.0, "rounds")
+    made.network.tap = None
+    others = {node.id for node in made.nodes.values()} - {newcomer.id}
+    made.network.partition({newcomer.id}, others)
+    await asyncio.sleep(2 * HOPELESS_S)
+    made.network.heal()
+    await until(lambda: newcomer.applied >= made.newest(0) - 1, 60.0, "its catching up")
+    assert newcomer.peer.port.counters["forsaken rounds"] == 0
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
