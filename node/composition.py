@@ -66,6 +66,10 @@ class Parts:
         numbers = ((step, lane) for step in range(LOOKED_AT) for lane in range(2))
         return sorted({self.policy.stage_order(Microbatch(step, 0, lane)) for step, lane in numbers})
 
+    def visits(self, stage: int) -> int:
+        """How many of the first microbatches of a lane take this stage."""
+        return sum(stage in self.policy.stage_order(Microbatch(step, 0, 0)) for step in range(LOOKED_AT))
+
     @property
     def streams(self) -> list[Exchange]:
         """What the method exchanges of a stage: that its tensors are small here makes no difference to how."""
@@ -198,14 +202,30 @@ def _last_stage(parts: Parts) -> Breach | None:
 
 
 def _every_stage(parts: Parts) -> Breach | None:
-    """Counts are each stage's own, but rounds must keep step. A stage that is left out fills its
-    batches more slowly, until its rounds are too far back for any forward pass."""
+    """Counts are each stage's own, but rounds must keep step: a stage that fewer visit than its batches are made for fills them
+    more slowly, until its rounds are too far back for any forward pass."""
     for order in parts.orders:
         if len(order) != len(set(order)):
             return f"policy {parts.pipeline.policy} takes stages {list(order)}", "visit each stage once"
-        if missing := sorted(set(range(parts.count)) - set(order)):
-            why = f"policy {parts.pipeline.policy} takes stages {list(order)} without {missing}, whose rounds would stay behind"
-            return why, "visit each stage, as policies swarm, fixed, noloco and swap do"
+    for stage in range(parts.count):
+        visits, share = parts.visits(stage), parts.policy.share(stage)
+        if not share or abs(visits - share * LOOKED_AT) > 1:
+            why = f"policy {parts.pipeline.policy} visits stage {stage} {visits} times of {LOOKED_AT}, not {share} of them"
+            return (
+                f"{why}, so that its rounds would stay behind",
+                "visit each stage as often as the policy says that it does",
+            )
+    return None
+
+
+def _whole_batches(parts: Parts) -> Breach | None:
+    """A stage's batch is its share of the run's, in microbatches."""
+    for stage in range(parts.count):
+        share = parts.policy.share(stage)
+        if (parts.batch * share).denominator != 1:
+            why = f"stage {stage} sees {share} of the microbatches, and a batch has {parts.batch} of them"
+            more = -(-parts.batch // share.denominator) * share.denominator
+            return why, f"set pipeline.batch to {more}, or another multiple of {share.denominator}"
     return None
 
 
@@ -302,6 +322,7 @@ RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
     "first stage": _first_stage,
     "last stage": _last_stage,
     "every stage": _every_stage,
+    "whole batches": _whole_batches,
     "swap of unequal stages": _equal_swaps,
     "one group": _one_group,
     "rounds in step": _rounds_in_step,

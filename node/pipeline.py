@@ -6,9 +6,9 @@ simulations assemble their nodes here, alike.
 
 import asyncio
 import math
-import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from farflock.node.driver import Driver
 from farflock.node.loop import Loop
 from farflock.node.model import Llama, build
 from farflock.node.participant import Compute, Participant, Plan, Report
+from farflock.node.policies import lane_of, policy_of, shares_of
 from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
@@ -37,13 +38,12 @@ from farflock.node.tokenizer import Tokens
 from farflock.node.trainer import Trainer, TrainerTerms, first_number
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors, What
+from farflock.optimizers.schedule import Schedule
 from farflock.swarm.messages import Load
-from farflock.swarm.paths import PathPolicy, Wired, fixed, mixed
 from farflock.swarm.peer import Peer, Wait
 from farflock.swarm.roles import NOTHING, role_of
 from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
-from farflock.swarm.swapping import Swapped
 
 ENDLESS = 2**62  # tokens
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
@@ -51,8 +51,9 @@ SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """How a run's model is cut, and what is agreed upon the way through it. A stage steps once its group has taken in
-    `batch_tokens`; `policy` is one of `POLICIES`, `codec` an activation codec's name."""
+    """How a run's model is cut, and what is agreed upon the way through it. A stage that all microbatches visit steps once its
+    group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
+    activation codec's."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -62,21 +63,14 @@ class PipelinePlan:
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
     balance: Balance = field(default_factory=Balance)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """How many each stage has."""
+        return tuple(map(len, self.stages))
 
-# Of the stages' numbers of layers, the run's seed, and who asks.
-Policy = Callable[[Sequence[int], int, str], PathPolicy]
-
-
-def _wired(layers: Sequence[int], seed: int, me: str) -> PathPolicy:
-    return Wired(len(layers), random.Random(f"{seed}/{me}/wiring"))
-
-
-POLICIES: Mapping[str, Policy] = {
-    "swarm": _wired,
-    "fixed": lambda layers, seed, me: fixed(len(layers)),
-    "noloco": lambda layers, seed, me: mixed(len(layers), seed),
-    "swap": lambda layers, seed, me: Swapped(_wired(layers, seed, me), layers),
-}
+    def share(self, stage: int) -> Fraction:
+        """Of all microbatches, how many visit this stage."""
+        return shares_of(self.policy, self.layers)[stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +350,8 @@ class PipelineNode:
     # putting together
 
     def _serve(self, index: int) -> Serving:
-        plan, peer, means = self.plan, self.peer, self._means
+        plan, peer, means, share = self.plan, self.peer, self._means, self.pipeline.share(index)
+        schedule = of_share(plan.schedule, share)
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
         stage, replica = Stage(model), PlainReplica(model, plan.inner.build(model), clip_of(plan, model))
         driver = Driver(method(plan.method, **plan.options), replica)
@@ -374,9 +369,7 @@ class PipelineNode:
             applied=lambda: seat.place.rounds[first.key.stream],
         )
         seat = Seat(peer, driver, self._courier(index), means.compute, index, server)
-        trainee = StageTrainee(
-            server, stage, replica, plan.schedule, self._edges.tokens, summing=plan.method in SUMMING
-        )
+        trainee = StageTrainee(server, stage, replica, schedule, self._edges.tokens, summing=plan.method in SUMMING)
         self._note_stream(index, first)
         batch = Batch(
             server,
@@ -384,7 +377,7 @@ class PipelineNode:
             peer.tallies,
             self._streams[index].name,
             index,
-            self.pipeline.batch_tokens,
+            int(self.pipeline.batch_tokens * share),
             stopping=lambda: loop.stopping,
         )
         trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
@@ -397,9 +390,11 @@ class PipelineNode:
     def _trainer(self, tokens: Tokens) -> Trainer:
         plan, pipeline, me = self.plan, self.pipeline, self.peer.me
         batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq)
-        policy = POLICIES[pipeline.policy]([len(span) for span in pipeline.stages], plan.run_seed, me)
+        policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, me)
         first, report = first_number(self.peer.port.incarnation), self._means.report
-        return Trainer(self.peer, self.rolls, policy, self._edges, batches.batch, self._terms(), report, first=first)
+        return Trainer(
+            self.peer, self.rolls, policy, self._edges, batches.batch, self._terms(), report, lane_of(me), first
+        )
 
     def _terms(self) -> TrainerTerms:
         """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the
@@ -421,7 +416,8 @@ class PipelineNode:
         return self._specimens[index]
 
     def _note_stream(self, index: int, first: Exchange) -> None:
-        self._streams[index] = StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride)
+        share = self.pipeline.share(index)
+        self._streams[index] = StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride, share)
 
     def _streams_of(self) -> dict[int, StreamName]:
         return dict(sorted(self._streams.items()))
@@ -447,6 +443,15 @@ class Shapes:
 
     def inner_step(self, lr: float | None = None) -> None:
         """There is nothing to step."""
+
+
+def of_share(schedule: Schedule, share: Fraction) -> Schedule:
+    """The same schedule for a stage that this share of the microbatches visit: it is as far along after as much less."""
+    return replace(
+        schedule,
+        total_tokens=max(int(schedule.total_tokens * share), 1),
+        warmup_tokens=int(schedule.warmup_tokens * share),
+    )
 
 
 def clip_of(plan: Plan, stage: Llama) -> float | None:

@@ -23,17 +23,19 @@ from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
 from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
-from farflock.node.pipeline import POLICIES, PipelinePlan
+from farflock.node.pipeline import PipelinePlan
+from farflock.node.policies import NAMES, UnknownPolicy, policy_of
 from farflock.node.stage import BadSplit, even
 from farflock.node.stage_server import ServerTerms
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.method import Method
+from farflock.swarm.partial import BadSkip
+from farflock.swarm.paths import PathPolicy
 from farflock.swarm.swapping import RULE as SWAP_RULE
 from farflock.swarm.swapping import BadSwap
 
 METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual one syncs in pairs
 BATCH = 16
-SKIP = "skip"  # a policy that there is, and that a run cannot have yet
 _SERVER, _TRAINER = ServerTerms(), TrainerTerms()
 
 Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -109,11 +111,6 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
 def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
     """`Usage` for what cannot run: names that are not known, numbers that leave nothing possible, and parts that do not fit
     each other (`Uncomposable`, with the rule's name)."""
-    if terms.policy == SKIP:
-        why = "its paths leave stages out, whose batches would fill more slowly and whose rounds would stay behind"
-        raise Uncomposable("every stage", why, f"choose from {', '.join(POLICIES)}")
-    if terms.policy not in POLICIES:
-        raise Usage("pipeline.policy", f"{terms.policy!r} is not known", nearest(terms.policy, POLICIES))
     if terms.window > terms.kept:
         why = f"{terms.window} microbatches on their way are more than the {terms.kept} that are kept in all"
         raise Usage("pipeline.window", why, f"set it to {terms.kept} or less, or enlarge pipeline.kept")
@@ -122,8 +119,15 @@ def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
     except ValueError as error:
         raise Usage("pipeline.codec", str(error), "") from None
     pipeline = plan_of(terms, plan)
+    require_composable(Parts(plan, pipeline, made, _policy(terms, plan)))
+
+
+def _policy(terms: Pipeline, plan: Plan) -> PathPolicy:
     try:
-        policy = POLICIES[terms.policy](terms.stages, plan.run_seed, "")
+        return policy_of(terms.policy, terms.stages, plan.run_seed, "")
+    except UnknownPolicy as error:
+        raise Usage("pipeline.policy", str(error), nearest(terms.policy, NAMES)) from None
     except BadSwap as error:
         raise Uncomposable(SWAP_RULE, str(error).removeprefix(f"{SWAP_RULE}: "), "") from None
-    require_composable(Parts(plan, pipeline, made, policy))
+    except BadSkip as error:
+        raise Uncomposable("skip ratio", str(error), "") from None

@@ -6,6 +6,7 @@ All of it is read off the views and the logs of rounds, which are agreed upon; n
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from farflock.node import notes
 from farflock.swarm import axes
@@ -34,11 +35,13 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class StreamName:
-    """The stream of a stage whose notes tell which microbatches count, its first round, and the distance to the next."""
+    """The stream of a stage whose notes tell which microbatches count, its first round, the distance to the next, and the share
+    of all microbatches that visit the stage."""
 
     name: str
     first: int
     stride: int
+    share: Fraction = Fraction(1)
 
 
 class Rolls:
@@ -65,8 +68,9 @@ class Rolls:
         return max(-1, *(self._peer.rounds.newest(stream.name) for stream in self._streams.values()))
 
     def tokens(self) -> int:
-        """What the slowest stage has agreed upon."""
-        return min(self._peer.rounds.tokens(stream.name) for stream in self._streams.values())
+        """The run's, as the slowest stage has agreed upon them: of a stage that a share of the run visits, its own are that
+        share."""
+        return min(int(self._peer.rounds.tokens(stream.name) / stream.share) for stream in self._streams.values())
 
     def serving(self) -> Serving:
         """Who serves which stage and is not known to be gone; the same object as long as nothing changes."""

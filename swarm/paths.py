@@ -8,6 +8,7 @@ who serves what) to a peer; nothing else of a pipeline depends on which of them 
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, Protocol
 
 from farflock.swarm import mixing
@@ -54,7 +55,8 @@ class Call:
 class PathPolicy(Protocol):
     """How microbatches find their way.
 
-    Law (tests/swarm/test_paths.py): `stage_order` names stages of the pipeline, each at most once, stage 0 first.
+    Law (tests/swarm/test_paths.py): `stage_order` names stages of the pipeline, each at most once, stage 0 first, and over
+    many microbatches of a lane each as often as `share` says.
     `next_hop` is a server of that stage in `serving` that is not excluded; None if there is none, or none that may be
     asked yet: then `retry_s` is when to ask again, or None if only another `serving` or fewer exclusions can help. With
     the same history and inputs the answer is the same, in whatever order servers are listed. `pinned` promises that a
@@ -67,6 +69,10 @@ class PathPolicy(Protocol):
 
     def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
         """The stages that this microbatch goes through, in order."""
+        ...
+
+    def share(self, stage: int) -> Fraction:
+        """Of all microbatches, how many visit this stage."""
         ...
 
     def next_hop(
@@ -102,6 +108,9 @@ class Wired:
 
     def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
         return self._order
+
+    def share(self, stage: int) -> Fraction:
+        return Fraction(1)
 
     def next_hop(
         self,
@@ -145,6 +154,9 @@ class Planned:
 
     def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
         return self._order
+
+    def share(self, stage: int) -> Fraction:
+        return Fraction(1)
 
     def next_hop(
         self,

@@ -15,6 +15,7 @@ import collections
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import msgspec
@@ -263,6 +264,10 @@ class Following(Planned):
 
     def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
         return tuple(stop.stage for stop in self._plan.path(microbatch))
+
+    def share(self, stage: int) -> Fraction:
+        paths = self._plan.paths
+        return Fraction(sum(stop.stage == stage for path in paths for stop in path), len(paths))
 
 
 def _mates_after(plan: Plan) -> Callable[[Microbatch, int, Serving], list[PeerId]]:

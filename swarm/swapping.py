@@ -18,6 +18,7 @@ are out, since a lane's edges differ between its microbatches: `pinned` is false
 
 import hashlib
 from collections.abc import Collection, Sequence
+from fractions import Fraction
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths import Call, Microbatch, Outcome, PathPolicy, Serving
@@ -77,6 +78,10 @@ class Swapped:
         if not self.is_swapped(microbatch):
             return order
         return tuple(self._partners.get(stage, stage) for stage in order)
+
+    def share(self, stage: int) -> Fraction:
+        other = self._partners.get(stage, stage)
+        return (self._policy.share(stage) + self._policy.share(other)) / 2
 
     def next_hop(
         self,

@@ -1,6 +1,7 @@
 """Each rule of composition refuses what breaks it, by its name, with what is possible instead."""
 
 import dataclasses
+from fractions import Fraction
 
 import pytest
 
@@ -17,7 +18,8 @@ from farflock.node.composition import (
 from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
 from farflock.node.participant import Plan
-from farflock.node.pipeline import POLICIES, PipelinePlan
+from farflock.node.pipeline import PipelinePlan
+from farflock.node.policies import POLICIES, policy_of
 from farflock.node.stage import split
 from farflock.node.stage_server import ServerTerms
 from farflock.node.trainer import TrainerTerms
@@ -32,10 +34,13 @@ SIZES = (1, 2, 2, 1)
 
 
 class Ordered:
-    """A policy whose microbatches take these orders in turn."""
+    """A policy whose microbatches take these orders in turn, and that says to visit every stage."""
 
-    def __init__(self, *orders, pinned=False):
-        self._orders, self.pinned = orders, pinned
+    def __init__(self, *orders, pinned=False, share=Fraction(1)):
+        self._orders, self.pinned, self._share = orders, pinned, share
+
+    def share(self, stage):
+        return self._share
 
     def stage_order(self, microbatch):
         return self._orders[(microbatch.step + microbatch.lane) % len(self._orders)]
@@ -46,7 +51,7 @@ def parts(policy="swarm", sizes=SIZES, name="ddp", options=None, codec="int8", b
     trainer = TrainerTerms(window=window, kept=kept)
     called = policy if isinstance(policy, str) else "planned"
     pipeline = PipelinePlan(split(MODEL, sizes), batch * run.batch * run.seq, codec, called, ServerTerms(), trainer)
-    made = POLICIES[policy](sizes, 1, "me") if isinstance(policy, str) else policy
+    made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
     return Parts(run, pipeline, method(name, **run.options), made)
 
 
@@ -59,7 +64,7 @@ def refusal(given):
     return refused.value
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", [*sorted(POLICIES), "skip:3", "skip:4"])
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4,int8", "topk:410/4096", "hadamard4"])
 def test_what_fits_is_not_refused(policy, codec):
     require_composable(parts(policy, codec=codec))
@@ -86,7 +91,15 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("first stage", {"policy": Ordered(())}, "stages []", "begin with stage 0"),
     ("last stage", {"policy": Ordered((0, 1, 3, 2))}, "stages [0, 1, 3, 2]", "end with stage 3"),
     ("last stage", {"policy": skipping((0, 1, 2, 3), (0, 1, 2))}, "stages [0, 1, 2]", "end with stage 3"),
-    ("every stage", {"policy": skipping((0, 1, 3), (0, 2, 3))}, "without [2]", "as policies swarm, fixed, noloco"),
+    (
+        "every stage",
+        {"policy": Ordered((0, 1, 3), (0, 2, 3))},
+        "stage 1 32 times of 64, not 1",
+        "as often as the policy",
+    ),
+    ("every stage", {"policy": skipping((0, 1, 3))}, "stage 2 0 times of 64, not 0", "as often as the policy"),
+    ("whole batches", {"policy": "skip:3", "batch": 15}, "sees 1/2 of the microbatches, and a batch has 15", "to 16"),
+    ("whole batches", {"policy": skipping((0, 1, 3), (0, 2, 3)), "batch": 1}, "sees 1/2", "to 2, or another multiple"),
     ("every stage", {"policy": Ordered((0, 1, 1, 2, 3))}, "stages [0, 1, 1, 2, 3]", "each stage once"),
     ("swap of unequal stages", {"sizes": (1, 1, 3, 1), "policy": Ordered((0, 2, 1, 3))}, "(3 layers)", "equally many"),
     ("one group", {"name": "noloco"}, "noloco syncs parts of a group apart", "ddp"),

@@ -6,6 +6,7 @@ import logging
 import math
 import runpy
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +16,16 @@ from msgspec import structs
 
 from farflock.node import checkpoint
 from farflock.node.model import build
-from farflock.node.pipeline import POLICIES, PipelineNode, edges_of
+from farflock.node.pipeline import PipelineNode, edges_of, of_share
 from farflock.node.pipeline_simulation import Part, PipelineWorld, identity_of, parts
+from farflock.node.policies import POLICIES, policy_of
 from farflock.node.rebalancer import LifeOver
 from farflock.node.recovery import LR_BUMP
 from farflock.node.resume import memory_of
 from farflock.node.stage import even
 from farflock.node.stage_tensors import joined
 from farflock.node.trainer import TrainerTerms
+from farflock.optimizers.schedule import Schedule
 from farflock.optimizers.state import state_hash
 from farflock.swarm.paths import Microbatch, Serving
 from farflock.swarm.roles import NOTHING, role_of
@@ -400,13 +403,13 @@ def test_all_agree_on_what_goes_over_an_edge():
     assert (edges.batch, edges.seq, edges.tokens, edges.dtype) == (1, TOKENS, TOKENS, torch.float64)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, "skip:4"])
 def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_alike(name):
     layers = [1, 2, 2, 1]
     serving = Serving(1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4)))
     walks = []
     for _ in range(2):
-        policy = POLICIES[name](layers, 5, "me")
+        policy = policy_of(name, layers, 5, "me")
         asked = [Microbatch(step, 0, 0) for step in range(12)]
         walks.append(
             [
@@ -432,3 +435,11 @@ def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(be
         tensors = [x for specimen in specimens for x in specimen.tensors.values()]
         assert tensors
         assert all(x.device.type == "meta" for x in tensors)
+
+
+def test_a_stage_that_two_thirds_visit_is_as_far_along_after_two_thirds_of_the_tokens():
+    whole = Schedule(1.0, 3000, 600, 0.1)
+    part = of_share(whole, Fraction(2, 3))
+    assert (part.total_tokens, part.warmup_tokens) == (2000, 400)
+    for tokens in range(599, 3000, 300):
+        assert part.rate(tokens * 2 // 3, 0) == pytest.approx(whole.rate(tokens, 0), rel=1e-2)

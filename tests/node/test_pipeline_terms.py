@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from farflock.node.composition import Uncomposable
 from farflock.node.errors import Refused, Usage
 from farflock.node.manifest import load, parse, resolve
-from farflock.node.pipeline import POLICIES, PipelinePlan
+from farflock.node.pipeline import PipelinePlan
+from farflock.node.policies import POLICIES
 from farflock.node.stage_server import ServerTerms
 from farflock.node.trainer import TrainerTerms
 
@@ -119,7 +120,11 @@ WRONG = [
     ({"stages": 2, "codec": "aqsgd4"}, "'pinned routes'", "int4"),
     ({"stages": 2, "codec": "subspace:40+bf16"}, "'shared basis'", "int8"),
     ({"stages": 2, "policy": "swrm"}, "pipeline.policy: 'swrm' is not known", "'swarm'"),
-    ({"stages": 2, "policy": "skip"}, "'every stage'", "choose from swarm, fixed, noloco, swap"),
+    ({"stages": 3, "policy": "skip"}, "'skip ratio'", "write skip:3"),
+    ({"stages": 3, "policy": "skip:1e1"}, "'skip ratio': 'skip:1e1' does not say", "write skip:3"),
+    ({"stages": 4, "policy": "skip:5"}, "'skip ratio': paths visit 5 of 4 stages", "choose from 3 to 4"),
+    ({"stages": 4, "policy": "skip:2"}, "'skip ratio': paths visit 2 of 4 stages", "choose from 3 to 4"),
+    ({"stages": 4, "policy": "skip:3", "batch": 7}, "'whole batches'", "set pipeline.batch to 8"),
     ({"stages": 3, "policy": "swap"}, "'swap of unequal stages'", "take 4 or 6 or more stages"),
     ({"stages": 2, "staleness": -1}, "pipeline.staleness: -1", ">= 0"),
     ({"stages": 2, "lease_s": float("nan")}, "pipeline.lease_s: nan", ">= 1.0"),

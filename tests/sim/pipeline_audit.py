@@ -11,6 +11,7 @@ is computed once more without any of the records.
 
 import asyncio
 import collections
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from farflock.node.model import ModelConfig, build
 from farflock.node.participant import Plan
 from farflock.node.pipeline import PipelinePlan
 from farflock.node.pipeline_simulation import PipelineSimulation, identity_of
+from farflock.node.policies import lane_of, policy_of
 from farflock.node.stage import Stage, even
 from farflock.node.stage_requests import Backward, Refused
 from farflock.node.stage_server import ServerTerms
@@ -30,6 +32,7 @@ from farflock.node.stage_tensors import names_of
 from farflock.node.trainer import NUMBERS, TrainerTerms
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
+from farflock.swarm.paths import Microbatch
 from farflock.swarm.virtual import run_virtual
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=4, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
@@ -101,7 +104,7 @@ class Audit:
         self._stages = [build(plan.model, plan.run_seed, span).double() for span in pipeline.stages]
         self._weights = {}  # by stage and round, what all servers of the stage have then: one version, unless begun anew
         self._made = {}  # by payload, the pass that made it
-        self._gradients, self._expected = {}, {}
+        self._gradients, self._expected, self._policies = {}, {}, {}
 
     def run(self, during=None):
         async def main():
@@ -258,10 +261,31 @@ class Audit:
     # what must hold
 
     def gradient(self, key):
-        """Of one microbatch's summed loss, by the unsplit model with its initial weights."""
+        """Of one microbatch's summed loss, by the unsplit model with its initial weights, or by one that is made of the stages
+        that it visits, in that order."""
         if key not in self._gradients:
-            self._gradients[key] = self.reference.backward(*self.batch(key)).staged.gradients
+            whole = self.order(key) == tuple(range(len(self._stages)))
+            found = self.reference.backward(*self.batch(key)).staged.gradients if whole else self._of_these(key)
+            self._gradients[key] = found
         return self._gradients[key]
+
+    def _of_these(self, key):
+        """Gradients of the stages on a microbatch's path; those of others are not there."""
+        x, targets = self.batch(key)
+        visited = [self._stages[stage] for stage in self.order(key)]
+        for model in visited:
+            x = model(x)
+        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+        names = {name: parameter for model in visited for name, parameter in model.named_parameters()}
+        return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+    def order(self, key):
+        """The stages that a microbatch visits."""
+        trainer, number = key
+        if trainer not in self._policies:
+            cut = self.pipeline
+            self._policies[trainer] = policy_of(cut.policy, cut.layers, self.plan.run_seed, trainer)
+        return self._policies[trainer].stage_order(Microbatch(number, 0, lane_of(trainer)))
 
     def batch(self, key):
         """Its tokens and targets."""
@@ -272,17 +296,18 @@ class Audit:
         forward passes and whose derivatives those of the backward passes."""
         if self.plan.inner.lr == STILL and not self.begun_anew:
             return self.gradient(key)
-        last = len(self._stages) - 1
+        order = self.order(key)
+        source = dict(zip(order[1:], order[:-1], strict=True))
         backs = {back.stage: back}
-        for stage in range(back.stage, last):
-            backs[stage + 1] = self._made[backs[stage].outside]
-        forwards, x = {}, backs[last].x
-        for stage in range(last - 1, -1, -1):
+        for before, stage in itertools.pairwise(order[order.index(back.stage) :]):
+            backs[stage] = self._made[backs[before].outside]
+        forwards, x = {}, backs[order[-1]].x
+        for stage in reversed(order[:-1]):
             forwards[stage] = self._made[x]
             x = forwards[stage].x
         for stage, one in backs.items():
             assert one.stage == stage
-            assert stage == 0 or self._made[one.x] is forwards[stage - 1], "a pass whose input is of another way"
+            assert stage == 0 or self._made[one.x] is forwards[source[stage]], "a pass whose input is of another way"
         marks = [id(one.weights) for one in (*forwards.values(), *backs.values())]
         mark = key, back.stage, *marks
         if mark not in self._expected:
@@ -295,11 +320,12 @@ class Audit:
         tokens, targets = self.batch(key)
         leaves = {name: x.detach().requires_grad_() for name, x in backs[wanted].weights.items()}
         x = tokens
-        for stage, model in enumerate(self._stages):
-            there = forwards[stage].weights if stage in forwards else None
+        order = self.order(key)
+        for place, stage in enumerate(order):
+            model, there = self._stages[stage], forwards[stage].weights if stage in forwards else None
             with torch.no_grad():
                 value = functional_call(model, there, (x,)) if there is not None else None
-            if stage < wanted:
+            if place < order.index(wanted):
                 x = value
                 continue
             back = functional_call(model, leaves if stage == wanted else backs[stage].weights, (x,))
@@ -357,7 +383,7 @@ class Audit:
         assert not sum(node.trainer.lost for node in self.sim.nodes.values() if node.trainer is not None)
         for stage in range(len(self.pipeline.stages)):
             listed = {key for keys in self.named[stage].values() for key in keys}
-            lacking = sorted(self.finished() - listed)
+            lacking = sorted(key for key in self.finished() - listed if stage in self.order(key))
             assert not lacking, f"stage {stage} lacks {lacking[:5]}"
         for node in self.sim.nodes.values():
             if node.trainer is not None:

@@ -59,6 +59,21 @@ def test_with_weights_that_move_each_gradient_is_that_of_the_weights_along_its_w
     assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"
 
 
+@pytest.mark.parametrize("rate", [None, 0.3])
+def test_where_paths_leave_stages_out_each_gradient_is_that_of_the_stages_on_its_path(rate):
+    one = audit(4, servers=2, trainers=2, steps=8, seed=3, rate=rate, policy="skip:3", world={"churn_s": 15.0})
+    one.run().check().check_finished()
+    orders = {one.order(key) for key in one.finished()}
+    assert orders == {(0, 1, 3), (0, 2, 3)}
+    for stage, rounds in one.named.items():
+        assert {stage in one.order(key) for keys in rounds.values() for key in keys} == {True}
+        share = len([key for keys in rounds.values() for key in keys]) / (BATCH * len(rounds))
+        assert share == pytest.approx(1.0 if stage in (0, 3) else 0.5, rel=0.4), "a stage's own batch"
+    newest = [max(rounds) for rounds in one.named.values()]
+    assert max(newest) - min(newest) <= 2, "rounds keep step"
+    assert min(newest) >= 6
+
+
 def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
     terms = TrainerTerms(window=BATCH, kept=BATCH, forward_timeout_s=4.0, backward_timeout_s=6.0)
     one = audit(stages=3, servers=2, steps=5, rate=0.3, trainer=terms)
@@ -291,7 +306,7 @@ def pace(policy, measured_s, seed=0):
 
     def with_lanes(number, node):
         if node.trainer is not None:
-            node.trainer._lane = number  # each its own line of servers, where the policy has lines
+            node.trainer._lane = number  # as lucky as can be: each its own line of servers, where the policy has lines
 
     async def main():
         sim = PipelineSimulation(plan(seed, FOREVER), pipeline(3, 48, policy=policy, **terms), world, TEXT, with_lanes)

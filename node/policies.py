@@ -1,0 +1,59 @@
+"""Path policies by the names that a manifest has for them."""
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.partial import BadSkip, Partial
+from farflock.swarm.paths import PathPolicy, Wired, fixed, mixed
+from farflock.swarm.swapping import Swapped
+
+SKIP = "skip"  # with how many stages a path visits: `skip:3`
+
+# Of the stages' numbers of layers, the run's seed, and who asks.
+Policy = Callable[[Sequence[int], int, str], PathPolicy]
+
+
+class UnknownPolicy(ValueError):
+    """There is no policy of this name."""
+
+
+def _wired(layers: Sequence[int], seed: int, me: str) -> PathPolicy:
+    return Wired(len(layers), random.Random(f"{seed}/{me}/wiring"))
+
+
+POLICIES: Mapping[str, Policy] = {
+    "swarm": _wired,
+    "fixed": lambda layers, seed, me: fixed(len(layers)),
+    "noloco": lambda layers, seed, me: mixed(len(layers), seed),
+    "swap": lambda layers, seed, me: Swapped(_wired(layers, seed, me), layers),
+}
+NAMES = (*POLICIES, f"{SKIP}:K")
+
+
+def policy_of(name: str, layers: Sequence[int], seed: int, me: str) -> PathPolicy:
+    """The policy of this name for stages of so many layers. `UnknownPolicy` if there is none; `BadSwap` or `BadSkip` if it
+    cannot be with these stages."""
+    what, _, visited = name.partition(":")
+    if what == SKIP:
+        if not (visited.isascii() and visited.isdecimal() and len(visited) < 5):
+            raise BadSkip(
+                f"{name!r} does not say how many stages a path visits; write {SKIP}:{max(len(layers) - 1, 3)}"
+            )
+        return Partial(_wired(layers, seed, me), len(layers), int(visited), f"{seed}/{me}/partial")
+    if name not in POLICIES:
+        raise UnknownPolicy(f"{name!r} is not known")
+    return POLICIES[name](layers, seed, me)
+
+
+def lane_of(me: PeerId) -> int:
+    """A trainer's lane: by chance another one than others', so that policies which have lines of servers use them all."""
+    return int.from_bytes(hashlib.sha256(f"farflock-lane-v1 {me}".encode()).digest()[:4])
+
+
+def shares_of(name: str, layers: Sequence[int]) -> tuple[Fraction, ...]:
+    """By stage, the share of all microbatches that visit it."""
+    policy = policy_of(name, layers, 0, "")
+    return tuple(policy.share(stage) for stage in range(len(layers)))
