@@ -57,6 +57,19 @@ class Keeper:
         return written
 
 
+@dataclass(frozen=True, slots=True)
+class Keepers:
+    """Those of a full replica's stages."""
+
+    keepers: tuple[Keeper, ...]
+
+    async def save(self) -> Path:
+        """One of each stage; returns the folder that they are in."""
+        for keeper in self.keepers:
+            await keeper.save()
+        return self.keepers[0].folder.checkpoints
+
+
 def folder_of(folder: RunFolder, role: str) -> Path:
     """Where the checkpoints of a role are."""
     return folder.checkpoints if role == "replica" else folder.checkpoints / role.replace(":", "-")

@@ -1,6 +1,7 @@
-"""One node's part in a pipeline, put together: a stage server, a trainer, or both, over one peer.
+"""One node's part in a pipeline, put together: a stage server, a trainer, both, or a full replica, over one peer.
 
-The server's stage is synced by the ordinary driver, courier, seat and loop; the trainer holds no weights. Processes and
+The server's stage is synced by the ordinary driver, courier, seat and loop; the trainer holds no weights. A full replica is the
+union of its stages: a server of each, and microbatches of its own that never leave it (node/full_trainer.py). Processes and
 simulations assemble their nodes here, alike.
 """
 
@@ -9,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,35 +20,34 @@ from farflock.node.checkpoint import Checkpoint
 from farflock.node.courier import Courier
 from farflock.node.data import Batches
 from farflock.node.driver import Driver
+from farflock.node.full_trainer import FullTrainer
 from farflock.node.loop import Loop
 from farflock.node.model import Llama, build
-from farflock.node.participant import Compute, Participant, Plan, Report
+from farflock.node.participant import Compute, Plan, Report
 from farflock.node.policies import lane_of, policy_of, shares_of
 from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
-from farflock.node.resume import cursors_of, take_up_state
 from farflock.node.seat import Seat
 from farflock.node.stage import Stage
+from farflock.node.stage_beginning import SETTLE_S, Beginning, Serving
+from farflock.node.stage_dispatch import Dispatch
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_rolls import Rolls, StreamName
 from farflock.node.stage_server import Pass, ServerTerms, StageServer
-from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of, scale_snapshot
 from farflock.node.stage_tensors import shapes_of
 from farflock.node.stage_trainee import Batch, StageTrainee, gated
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainer import Trainer, TrainerTerms, first_number
 from farflock.optimizers.catalog import SUMMING, method
-from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors, What
+from farflock.optimizers.method import Exchange, Tensors, What
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.messages import Load
 from farflock.swarm.peer import Peer, Wait
-from farflock.swarm.roles import NOTHING, role_of
+from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.snapshots import Progress as Downloaded
-from farflock.swarm.snapshots import Snapshot
 
 ENDLESS = 2**62  # tokens
-SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +86,9 @@ class Means:
     needs_bytes: tuple[int, ...] = ()  # by stage, what it takes to serve it; nothing where room does not matter
 
 
-@dataclass(slots=True)
-class Serving(Participant):
-    """The part of a node that serves stage `index`: like a replica, of one stage."""
-
-    index: int = 0
-    server: StageServer = field(kw_only=True)
-
-
 class PipelineNode:
-    """One life of one node. `stage` is the one that it serves, `NOTHING` for none; with `tokens`, the run's text, it trains;
-    `saved` is its last checkpoint of that stage."""
+    """One life of one node. `stage` is the one that it serves, `NOTHING` for none, `EVERY` for a full replica; with `tokens`,
+    the run's text, it trains; `saved` are its last checkpoints, by stage."""
 
     def __init__(
         self,
@@ -105,19 +98,22 @@ class PipelineNode:
         means: Means,
         stage: int,
         tokens: Tokens | None = None,
-        saved: Checkpoint | None = None,
+        saved: Mapping[int, Checkpoint] | None = None,
     ) -> None:
-        self.peer, self.plan, self.pipeline, self._means, self._saved = peer, plan, pipeline, means, saved
+        self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
+        self._stage, self._saved = stage, saved or {}
         self._edges = edges_of(plan, pipeline)
         self._streams: dict[int, StreamName] = {}
         self._specimens: dict[int, list[Exchange]] = {}
         self._began_s = 0.0
-        self.serving = self._serve(stage) if stage != NOTHING else None
-        if self.serving is not None:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
-            peer.calls.handler = self.serving.server
-            if saved is not None:  # its steps are counted on from there: by them checkpoints are named, and kept
-                self.serving.loop.step = self.serving.trainee.joined_at = saved.step
-        self._others = [index for index in range(len(pipeline.stages)) if index != stage]
+        stages = range(len(pipeline.stages))
+        self.servings = tuple(self._serve(index) for index in stages if stage in (index, EVERY))
+        if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
+            peer.calls.handler = Dispatch({serving.index: serving.server for serving in self.servings})
+        for serving in self.servings:
+            if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
+                serving.loop.step = serving.trainee.joined_at = before.step
+        self._others = [index for index in stages if stage not in (index, EVERY)]
         for index in self._others:
             self._note_stream(index, self._specimens_of(index)[0])
         self.rolls = Rolls(peer, self._streams_of())
@@ -129,109 +125,30 @@ class PipelineNode:
         """Found the run: the initial weights of my stage are its."""
         self.peer.found()
         self._look_on()
-        if self.serving is not None:
-            self._begin_from_disk(self.serving, {}, 0)
+        for serving in self.servings:
+            self._beginning(serving).found()
 
     async def join(
         self, records: Sequence[bytes], timeout_s: float, downloaded: Downloaded = lambda here, total: None
     ) -> None:
-        """Join through these members: the stage's state is downloaded from whoever has it, or begun anew."""
+        """Join through these members: the stage's state is downloaded from whoever has it, or begun anew. A full replica does
+        so for all stages at once: one that waited for the others' would be behind by then."""
         await self.peer.meet(list(records), timeout_s)
         self._look_on()
-        if self.serving is not None:
-            await self._find_state(self.serving, timeout_s, downloaded)
+        comes = _Together(downloaded)
+        beginnings = [self._beginning(serving).join(timeout_s, comes.part()) for serving in self.servings]
+        tasks = [asyncio.ensure_future(beginning) for beginning in beginnings]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await _ended(tasks)
         self.peer.ask_in()
 
-    async def _find_state(self, serving: Serving, timeout_s: float, downloaded: Downloaded) -> None:
-        rounds: dict[str, int] = {}
-        tokens = 0
-        while True:
-            if await self._adopted(serving, timeout_s, downloaded):
-                self._serve_scale(serving)
-                return
-            rounds, tokens = await self._where(serving.index)
-            if not self._is_served(serving.index):
-                break
-        after = max(rounds.values(), default=-1)
-        begun = await begin_anew(self.peer, self.plan, self.pipeline.stages, serving.index, after, self._saved)
-        self._means.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
-        if begun.tensors is not None:
-            fill(serving.model, begun.tensors)
-            serving.seat.marks["bumped"] = after
-        if begun.kind == "snapshot":
-            self._begin_from_disk(serving, rounds, tokens)
-        else:
-            self._begin_stage(rounds, tokens)
-
-    async def _adopted(self, serving: Serving, timeout_s: float, downloaded: Downloaded) -> bool:
-        """Download the state from others of the stage. False as soon as there are none and nothing has come: those whom the
-        view lists may be back in other lives, and wait for this one's state as this one does for theirs."""
-        comes = False
-
-        def coming(here: int, total: int) -> None:
-            nonlocal comes
-            comes = True
-            downloaded(here, total)
-
-        if not self._is_served(serving.index):
-            return False
-        adopting = asyncio.ensure_future(serving.seat.adopt(timeout_s, coming))
-        try:
-            while not adopting.done() and (comes or self._is_served(serving.index)):
-                await asyncio.wait([adopting], timeout=SETTLE_S / 10)
-            if adopting.done():
-                adopting.result()
-            return adopting.done()
-        finally:
-            adopting.cancel()
-            await asyncio.gather(adopting, return_exceptions=True)
-
-    def _begin_from_disk(self, serving: Serving, rounds: Mapping[str, int], tokens: int) -> None:
-        """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its rounds."""
-        if self._saved is not None and round_of(self._saved) is not None:
-            take_up_state(serving, self._saved)
-            if max(rounds.values(), default=-1) < 0:
-                place = cursors_of(self._saved).place
-                rounds, tokens = place.rounds, place.agreed_tokens
-        self._begin_stage(rounds, tokens)
-
-    async def _where(self, index: int) -> tuple[dict[str, int], int]:
-        """By stream the last round of a stage that nobody has the state of, and the tokens agreed upon by then."""
-        specimens, rounds = self._specimens_of(index), self.peer.rounds
-        self._open_as_onlooker(index)
-        names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in specimens}
-        before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
-        while before != newest and not self._is_served(index):
-            await asyncio.sleep(SETTLE_S)
-            before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}
-        tokens = rounds.tokens(self._streams[index].name)
-        for name in names.values():
-            rounds.close(name)
-        return newest, tokens
-
-    def _is_served(self, index: int) -> bool:
-        return bool(living(self.peer, len(self.pipeline.stages))[index])
-
-    def _begin_stage(self, rounds: Mapping[str, int], tokens: int) -> None:
-        assert self.serving is not None
-        driver = self.serving.loop.driver
-        driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
-        for entry in self._specimens_of(self.serving.index):
-            after = rounds.get(entry.key.stream, -1)
-            if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
-                missed = Result("failed", after + entry.stride, tokens=tokens)
-                driver.replay(Key(entry.key.stream, after), missed, Progress(0, tokens))
-        self.serving.seat.open(rounds, tokens)
-        self._serve_scale(self.serving)
-
-    def _serve_scale(self, serving: Serving) -> None:
-        """Tell who has to make a stage from this one what its gradients weigh."""
-
-        async def scale() -> Snapshot:
-            assert isinstance(serving.trainee, StageTrainee)
-            return scale_snapshot(serving.seat.applied_round, serving.trainee.scale)
-
-        self.peer.snapshots.serve(f"{SCALE}/{serving.index}", scale)
+    def _beginning(self, serving: Serving) -> Beginning:
+        index = serving.index
+        specimens, saved = self._specimens_of(index), self._saved.get(index)
+        look_on = partial(self._open_as_onlooker, index)
+        return Beginning(self.plan, self.pipeline.stages, serving, specimens, saved, look_on, self._means.report)
 
     def _look_on(self) -> None:
         for index in self._others:
@@ -245,14 +162,21 @@ class PipelineNode:
     # as its process sees it
 
     @property
+    def serving(self) -> Serving | None:
+        """Of who serves one stage, that one; of a full replica the first."""
+        return self.servings[0] if self.servings else None
+
+    @property
     def role(self) -> str:
         """As its record says it."""
-        return role_of(self.serving.index if self.serving is not None else NOTHING)
+        return role_of(self._stage)
 
     @property
     def step(self) -> int:
-        """Its stage's steps; of a trainer, microbatches."""
-        return self.serving.loop.step if self.serving is not None else self.trainer.begun if self.trainer else 0
+        """Its stage's steps, of several those of the one that is behind; of a trainer, microbatches."""
+        if self.servings:
+            return min(serving.loop.step for serving in self.servings)
+        return self.trainer.begun if self.trainer else 0
 
     @property
     def tokens(self) -> int:
@@ -262,7 +186,7 @@ class PipelineNode:
     @property
     def trained_tokens(self) -> int:
         """What has counted here, or was trained from here."""
-        passes = self.serving.server.served["merged"] if self.serving is not None else 0
+        passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
         return self._edges.tokens * max(passes, self.trainer.finished if self.trainer is not None else 0)
 
     @property
@@ -274,10 +198,11 @@ class PipelineNode:
 
     @property
     def work(self) -> dict[str, int]:
-        """What a server has done, and what a trainer has on its way."""
+        """What a server has done, of all its stages, and what a trainer has on its way."""
         counts: dict[str, int] = {}
-        if self.serving is not None:
-            counts |= {name: self.serving.server.served[name] for name in ("forward", "backward", "merged", "busy")}
+        if self.servings:
+            served = [serving.server.served for serving in self.servings]
+            counts |= {name: sum(each[name] for each in served) for name in ("forward", "backward", "merged", "busy")}
         if self.trainer is not None:
             counts |= {
                 "microbatches": self.trainer.finished,
@@ -295,27 +220,25 @@ class PipelineNode:
 
     async def run(self, total_tokens: int, drain_s: float = 0.0) -> None:
         """Serve and train until every stage has the run's tokens, or until `stop`."""
-        parts = []
-        if self.serving is not None:
-            self._began_s = self._now()
+        self._began_s = self._now()
+        serve = [serving.server.run() for serving in self.servings]  # until all else is over
+        if self._stage not in (NOTHING, EVERY):  # a full replica stays where it is: everywhere
             needs_bytes = self._means.needs_bytes or (0,) * len(self.pipeline.stages)
-            rebalancer = Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load)
-            parts += [self.serving.server.run(), rebalancer.run()]
-            parts += [self.serving.loop.run(ENDLESS, drain_s), self._end(total_tokens)]
+            serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
+        train = [serving.loop.run(ENDLESS, drain_s) for serving in self.servings]
+        if self.servings:
+            train.append(self._end(total_tokens))
         if self.trainer is not None:
-            parts.append(self.trainer.run(lambda: self.rolls.tokens() >= total_tokens))
-        tasks = [asyncio.ensure_future(part) for part in parts]
-        rest = tasks[2:] if self.serving is not None else tasks  # the server itself serves until all else is over
+            train.append(self.trainer.run(lambda: self.rolls.tokens() >= total_tokens))
+        tasks = [asyncio.ensure_future(part) for part in (*serve, *train)]
+        rest, running = tasks[len(serve) :], set(tasks)
         try:
-            running = set(tasks)
             while running.intersection(rest):
                 ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     task.result()  # a server that failed serves nobody: this life is over
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _ended(tasks)
 
     def _load(self, number: int) -> Load:
         """This server's numbers. Who also trains stays where it is: as if nothing else had room here."""
@@ -329,21 +252,21 @@ class PipelineNode:
     async def _end(self, total_tokens: int) -> None:
         """Stop the loop once every stage has agreed upon the run's tokens: it goes by estimates of its own stage's itself, and
         would end before the round that the others wait for."""
-        assert self.serving is not None
         while self.rolls.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
-        self.serving.loop.stop()
+        for serving in self.servings:
+            serving.loop.stop()
 
     @property
     def stopping(self) -> bool:
         """Whether it was told to stop."""
-        parts = (self.serving.loop if self.serving else None, self.trainer)
+        parts = (*(serving.loop for serving in self.servings), self.trainer)
         return any(part is not None and part.stopping for part in parts)
 
     def stop(self) -> None:
         """End soon."""
-        if self.serving is not None:
-            self.serving.loop.stop()
+        for serving in self.servings:
+            serving.loop.stop()
         if self.trainer is not None:
             self.trainer.stopping = True
 
@@ -381,19 +304,50 @@ class PipelineNode:
             stopping=lambda: loop.stopping,
         )
         trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
-        loop = Loop(driver, seat, trainee, means.compute, gated(batch, means.train), means.report, adopt=self._over)
-        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server)
+        report = self._report_of(index)
+        loop = Loop(driver, seat, trainee, means.compute, gated(batch, means.train), report, adopt=self._over)
+        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server, batch=batch)
+
+    def _report_of(self, index: int) -> Report:
+        """What a stage's loop says. A full replica has a loop for each: rounds say of which stage they are, and of the steps,
+        which stages take together, those are noted that know a loss."""
+        report, last = self._means.report, len(self.pipeline.stages) - 1
+        if self._stage != EVERY:
+            return report
+
+        def with_stage(kind: str, fields: dict[str, object]) -> None:
+            if kind != "step" or index == last:
+                report(kind, fields if kind == "step" else {**fields, "stage": index})
+
+        return with_stage
 
     async def _over(self, reason: str) -> None:
         raise LifeOver(reason)
 
-    def _trainer(self, tokens: Tokens) -> Trainer:
+    def _trainer(self, tokens: Tokens) -> Trainer | FullTrainer:
         plan, pipeline, me = self.plan, self.pipeline, self.peer.me
         batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq)
+        if self._stage == EVERY:
+            return self._full_trainer(batches)
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, me)
         first, report = first_number(self.peer.port.incarnation), self._means.report
         return Trainer(
             self.peer, self.rolls, policy, self._edges, batches.batch, self._terms(), report, lane_of(me), first
+        )
+
+    def _full_trainer(self, batches: Batches) -> FullTrainer:
+        first, means = first_number(self.peer.port.incarnation), self._means
+        parts = [(serving.server, serving.batch) for serving in self.servings]
+        return FullTrainer(
+            self.peer,
+            self.rolls,
+            parts,
+            self._edges.tokens,
+            batches.batch,
+            self._terms(),
+            means.run_pass,
+            means.report,
+            first,
         )
 
     def _terms(self) -> TrainerTerms:
@@ -421,6 +375,31 @@ class PipelineNode:
 
     def _streams_of(self) -> dict[int, StreamName]:
         return dict(sorted(self._streams.items()))
+
+
+class _Together:
+    """Several downloads as one: chunks that are here, and all, added up."""
+
+    def __init__(self, downloaded: Downloaded) -> None:
+        self._downloaded, self._parts = downloaded, list[tuple[int, int]]()
+
+    def part(self) -> Downloaded:
+        """Where one of them says how far it is."""
+        place = len(self._parts)
+        self._parts.append((0, 0))
+
+        def coming(here: int, total: int) -> None:
+            self._parts[place] = here, total
+            self._downloaded(sum(part[0] for part in self._parts), sum(part[1] for part in self._parts))
+
+        return coming
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """End them, and wait until they have."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,25 +8,27 @@ from collections.abc import Sequence
 
 import psutil
 
+from farflock.node.checkpoint import Checkpoint
 from farflock.node.errors import Usage
-from farflock.node.keeper import Keeper, last_of
+from farflock.node.keeper import Keeper, Keepers, last_of
 from farflock.node.manifest import Manifest
 from farflock.node.network import Machine
 from farflock.node.participant import Report
+from farflock.node.paths import RunFolder
 from farflock.node.pipeline import Means, PipelineNode, PipelinePlan
-from farflock.node.stage_room import needed_stage_bytes, require_stage_room
+from farflock.node.stage_room import needed_stage_bytes, require_replica_room, require_stage_room
 from farflock.node.stage_state import living
 from farflock.node.tokenizer import Tokens
 from farflock.node.worker import Worker
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer import Peer
-from farflock.swarm.roles import NOTHING, role_of, stage_of
+from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of
 
-ROLES = ("auto", "trainer", "stage", "stage:N")
+ROLES = ("auto", "trainer", "replica", "stage", "stage:N")
 
 
 def founders(role: str, pipeline: PipelinePlan) -> tuple[int, bool]:
-    """The stage that a founder serves (`NOTHING` for none), and whether it trains."""
+    """The stage that a founder serves (`NOTHING` for none, `EVERY` for a full replica), and whether it trains."""
     return (0, True) if role == "auto" else _named(role, pipeline) or (0, False)
 
 
@@ -58,6 +60,8 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
         return None
     if role == "trainer":
         return NOTHING, True
+    if role == "replica":
+        return EVERY, True
     if 0 <= (stage := stage_of(role)) < stages:
         return stage, False
     raise Usage(
@@ -65,25 +69,46 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
     )
 
 
+def last_of_part(folder: RunFolder, run: str, pipeline: PipelinePlan, stage: int) -> Checkpoint | None:
+    """The checkpoint that tells how far this node was when it served this stage; of a full replica, that of the stage that was
+    furthest behind. None where it held nothing, or lacks one."""
+    saved = [last_of(folder, run, role_of(index)) for index in held(pipeline, stage)]
+    found = [each for each in saved if each is not None]
+    return min(found, key=lambda each: int(each.meta["tokens"])) if found and len(found) == len(saved) else None
+
+
+def held(pipeline: PipelinePlan, stage: int) -> tuple[int, ...]:
+    """The stages whose state is at who serves this one, `EVERY` of them, or `NOTHING`."""
+    return tuple(index for index in range(len(pipeline.stages)) if stage in (index, EVERY))
+
+
 def part_of(
     machine: Machine, manifest: Manifest, run: str, peer: Peer, tokens: Tokens, report: Report, stage: int, trains: bool
-) -> tuple[PipelineNode, Keeper | None]:
+) -> tuple[PipelineNode, Keeper | Keepers | None]:
     """The node, and what keeps its stage's checkpoints. All that computes has one thread: no pass may see weights that a step
     is just changing."""
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
     plan, worker = manifest.plan(), Worker("stage")
     free = int(psutil.virtual_memory().available)
-    if stage != NOTHING:
+    if stage == EVERY:
+        require_replica_room(plan, pipeline, free)
+    elif stage != NOTHING:
         require_stage_room(plan, pipeline, stage, free)
-    saved = last_of(machine.folder, run, role_of(stage)) if stage != NOTHING else None
+    saved = {index: last_of(machine.folder, run, role_of(index)) for index in held(pipeline, stage)}
+    known = {index: each for index, each in saved.items() if each is not None}
     needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages)))
     means = Means(worker, lambda work, cost: worker(work), worker, report, free, needs)
-    node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, saved)
-    if node.serving is None:
-        return node, None
-    keeper = Keeper(
-        node.serving, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s, role_of(stage)
-    )
-    node.serving.loop.pause = keeper.pause
-    return node, keeper
+    node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
+    return node, _keeper(node, machine, manifest, run)
+
+
+def _keeper(node: PipelineNode, machine: Machine, manifest: Manifest, run: str) -> Keeper | Keepers | None:
+    """Each stage is kept by itself, also a full replica's: whoever serves it some day may take it up."""
+    text, keepers = manifest.canonical().decode(), []
+    for serving in node.servings:
+        keepers.append(Keeper(serving, machine.folder, run, text, machine.checkpoint_s, role_of(serving.index)))
+        serving.loop.pause = keepers[-1].pause
+    if len(keepers) > 1:
+        return Keepers(tuple(keepers))
+    return keepers[0] if keepers else None

@@ -19,7 +19,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.memory import MemoryDirectory, MemoryTable
 from farflock.swarm.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal, unseal
-from farflock.swarm.roles import NOTHING, role_of
+from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.sim import LinkModel, SimNetwork
 from farflock.swarm.snapshots import SnapshotUnavailable
 
@@ -29,7 +29,8 @@ LINGER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a peer does: the stage that it serves, `NOTHING` for none; whether it trains; and what a forward pass takes it."""
+    """What a peer does: the stage that it serves, `NOTHING` for none, `EVERY` for a full replica; whether it trains; and what a
+    forward pass through one stage takes it."""
 
     stage: int = NOTHING
     trains: bool = False
@@ -38,8 +39,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PipelineWorld:
-    """The simulated surroundings. The first peer founds the run. `churn_s` is the mean time between kills, of those whose
-    `spared` is not set; who is killed stays away for `away_s`."""
+    """The simulated surroundings. The first peer founds the run. `churn_s` is the mean time between kills, of stage
+    servers and full replicas; who is killed stays away for `away_s`."""
 
     parts: tuple[Part, ...]
     total_tokens: int
@@ -152,15 +153,16 @@ class PipelineSimulation:
             await asyncio.sleep(self._world.limit_s)
 
     def _means(self, number: int) -> Means:
-        forward_s = self._world.parts[number].forward_s
+        forward_s, turn = self._world.parts[number].forward_s, asyncio.Lock()
 
         async def compute(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
             return work()
 
         async def run_pass(work: Callable[[], Any], cost: float) -> Any:  # noqa: ANN401
-            done = work()
-            await asyncio.sleep(forward_s * cost)
-            return done
+            async with turn:  # a machine computes one thing at a time, also where it serves several stages
+                done = work()
+                await asyncio.sleep(forward_s * cost)
+                return done
 
         async def train(work: Callable[[], float]) -> float:
             return work()
@@ -193,7 +195,9 @@ class PipelineSimulation:
         assert self._world.churn_s is not None
         while True:
             await asyncio.sleep(self.random.expovariate(1 / self._world.churn_s))
-            victims = [number for number, part in enumerate(self._world.parts) if not part.trains and self.settled]
+            parts = self._world.parts
+            mortal = [number for number, part in enumerate(parts) if not part.trains or part.stage == EVERY]
+            victims = mortal if self.settled else []
             if victims:
                 self.kill(self.random.choice(victims), self.random.uniform(*self._world.away_s))
 
@@ -225,10 +229,11 @@ def identity_of(plan: Plan, number: int) -> Identity:
     return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{number}".encode()).digest())
 
 
-def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05) -> tuple[Part, ...]:
-    """So many servers of each stage, stage by stage, and then so many that only train."""
+def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0) -> tuple[Part, ...]:
+    """So many servers of each stage, stage by stage, then so many that only train, and so many full replicas."""
     serving = [Part(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)]
-    return (*serving, *([Part(trains=True)] * trainers))
+    whole = [Part(EVERY, trains=True, forward_s=forward_s)] * replicas
+    return (*serving, *([Part(trains=True)] * trainers), *whole)
 
 
 def _now() -> float:

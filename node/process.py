@@ -20,11 +20,11 @@ from farflock.node.errors import Failure, FarflockError, Refused
 from farflock.node.history import History
 from farflock.node.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.journal import Journal
-from farflock.node.keeper import Keeper, last_of
+from farflock.node.keeper import Keeper, Keepers, last_of
 from farflock.node.manifest import Head, Manifest, seal_head
 from farflock.node.network import LEARN_TIMEOUT_S, Doors, Machine, identity_of, keep_published, learn_run, network
 from farflock.node.participant import Participant, TakingPart, participant
-from farflock.node.pipeline_part import founders, joiners, part_of
+from farflock.node.pipeline_part import founders, joiners, last_of_part, part_of
 from farflock.node.rebalancer import LifeOver
 from farflock.node.resume import take_up, take_up_moments
 from farflock.node.room import require_room
@@ -64,7 +64,7 @@ class Node:
     links: ZmqLinks
     history: History
     journal: Journal
-    keeper: Keeper | None  # none where nothing is held that could be kept
+    keeper: Keeper | Keepers | None  # none where nothing is held that could be kept
     doors: tuple[str, ...] = ()  # by which I came in
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
@@ -103,8 +103,11 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
     pipeline = manifest.pipeline_plan()
-    stage, trains = (EVERY, True) if pipeline is None else founders(machine.role, pipeline)
-    saved = last_of(machine.folder, run, role_of(stage)) if stage != NOTHING else None
+    if pipeline is None:
+        stage, trains, saved = EVERY, True, last_of(machine.folder, run)
+    else:
+        stage, trains = founders(machine.role, pipeline)
+        saved = last_of_part(machine.folder, run, pipeline, stage)
     known = Doors(machine.folder).read(run)
     if saved is not None and known is not None and not _ended(saved, manifest):
         try:
@@ -301,7 +304,7 @@ def _node(
     history = History.open(machine.folder.path, time.time)
     journal = Journal(history, links.total_bytes)
     part: TakingPart
-    keeper: Keeper | None
+    keeper: Keeper | Keepers | None
     if manifest.pipeline is not None:
         part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:

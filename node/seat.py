@@ -172,7 +172,7 @@ class Seat:
         async with asyncio.timeout(timeout_s):
             while True:
                 snapshot = await self._peer.snapshots.fetch(
-                    self._state_name, timeout_s, downloaded, self._peer.reach(), self._stage
+                    self._state_name, timeout_s, downloaded, self._peer.reach(self._stage), self._stage
                 )
                 try:
                     state = decode_state(snapshot)

@@ -113,6 +113,21 @@ class Stage:
         )
 
 
+@torch.enable_grad()
+def backward_through(
+    stages: Sequence[Stage], tokens_BL: Tensor, targets_BL: Tensor
+) -> tuple[tuple[Staged, ...], float]:
+    """The same for a whole model whose stages are all here, from the first to the last: what each one's weights are to have,
+    and the loss, in nats, summed over tokens. No forward pass is done again: none was done before."""
+    y = tokens_BL
+    for stage in stages:
+        y = stage.model(y)
+    loss = _summed_loss(y, targets_BL)
+    found = iter(torch.autograd.grad(loss, [weight for stage in stages for weight in stage._weights]))
+    staged = [Staged({name: next(found) for name in stage._names}, tokens_BL.numel()) for stage in stages]
+    return tuple(staged), float(loss.detach())
+
+
 @dataclass(slots=True)
 class Accumulator:
     """The sum of what counts at one peer since it was last taken, and the tokens that it is of."""

@@ -10,6 +10,7 @@ from farflock.node.pipeline import PipelinePlan, edges_of
 from farflock.node.room import VALUES, layer_values
 
 RULE = "stage that fits nobody"
+REPLICA_RULE = "replica that fits nobody"
 
 
 def stage_parameters(model: ModelConfig, span: range) -> int:
@@ -46,6 +47,30 @@ def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_byt
     others = [index for index in range(count) if needed_stage_bytes(plan, pipeline, index) <= largest]
     serve = f"serve stage {others[0]}, or " if others else ""
     raise Uncomposable(RULE, why, f"{serve}cut the model into more stages, or use a larger machine")
+
+
+def needed_replica_bytes(plan: Plan, pipeline: PipelinePlan) -> int:
+    """Bytes that a full replica takes, which serves all stages, each as a server of that stage alone would; what a microbatch's
+    pass through all of them keeps is in it, stage by stage."""
+    return sum(needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages)))
+
+
+def require_replica_room(plan: Plan, pipeline: PipelinePlan, *free_bytes: int) -> None:
+    """`Uncomposable` if all stages together fit none of the machines that have so much memory free."""
+    needed, largest = needed_replica_bytes(plan, pipeline), max(free_bytes, default=0)
+    if needed <= largest:
+        return
+    why = (
+        f"a full replica holds all {len(pipeline.stages)} stages, {plan.model.parameters():,} parameters, and takes about"
+        f" {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
+    )
+    fitting = [index for index in range(len(pipeline.stages)) if needed_stage_bytes(plan, pipeline, index) <= largest]
+    serve = (
+        f"serve one stage (--role stage, or stage:{fitting[0]})"
+        if fitting
+        else "train without weights (--role trainer)"
+    )
+    raise Uncomposable(REPLICA_RULE, why, f"{serve}, or use a larger machine")
 
 
 def _is_last(plan: Plan, span: range) -> bool:

@@ -215,11 +215,20 @@ class StageServer:
             case "merge":
                 staged, loss = self._staged.pop(key)
                 self._replies.pop(key, None)
-                await self._compute(lambda: self._add(key, staged, loss))
-                self._unclosed += 1
-                self.served["merged"] += 1
-                self.merged.set()
+                await self._merge(key, staged, loss)
                 return Merged()
+
+    async def contribute(self, key: Key, staged: Staged, loss: float | None) -> None:
+        """Merge the gradient of a microbatch that this node itself took through all stages: nobody was asked for it, and nobody
+        else has it. `loss` is for the last stage, nats summed over tokens."""
+        self._staging.own(key)
+        await self._merge(key, staged, loss)
+
+    async def _merge(self, key: Key, staged: Staged, loss: float | None) -> None:
+        await self._compute(lambda: self._add(key, staged, loss))
+        self._unclosed += 1
+        self.served["merged"] += 1
+        self.merged.set()
 
     def _add(self, key: Key, staged: Staged, loss: float | None) -> None:
         self._sum.add(staged)
@@ -339,6 +348,11 @@ class StageServer:
         if self._edges.masked:
             arrived = self._edges.arrived(job.payloads[at + 1], request, tokens_BL)
         return self._edges.output_gradient(job.payloads[at], request, tokens_BL, arrived)
+
+    @property
+    def stage(self) -> Stage:
+        """What it computes with."""
+        return self._stage
 
     @property
     def waiting(self) -> int:

@@ -373,7 +373,7 @@ class Membership:
             return
         if decision.decided is None:
             chain.barrier = views.decode_view(decision.accepted[1]) if decision.accepted else None
-            if chain.held is None and decision.promised[0] and chain.newest.staged:
+            if chain.held is None and decision.promised[0] and (chain.newest.staged or self._port.staged):
                 chain.held, self._held_s = self._port.floor, self._port.now()
             return
         ballot, proofs = decision.certificate

@@ -223,10 +223,10 @@ class Peer:
         """The run's agreed tokens, as of the last decided round of a collective stream (0 for pairs)."""
         return 0 if name in self._pair_streams else self.rounds.tokens(name)
 
-    def reach(self) -> int:
-        """The earliest round of the collective streams whose state the logs can bring up to date: who adopts needs one of it or
-        of a later one. -1 where nothing is open."""
-        return self.rounds.reach()
+    def reach(self, stage: int | None = None) -> int:
+        """The earliest round of the collective streams of a stage (None: of the whole model) whose state the logs can bring up
+        to date: who adopts needs one of it or of a later one. -1 where nothing is open."""
+        return self.rounds.reach(stage)
 
     def waits(self) -> list[Wait]:
         """What this peer waits for, for whom and how long still: what `status` prints."""

@@ -41,6 +41,7 @@ class Port:
     chain: Chain | None = None
     floor: Floor = NO_FLOOR  # after the rounds that this peer took part in: the next view must not begin before it
     progress_tokens: Callable[[], int] = lambda: 0  # the node's estimate, asked where no round agrees on tokens
+    staged: bool = False  # the run's model is cut into stages, whoever is a member: there are streams of stages here
     forsaken: dict[bytes, None] = field(default_factory=dict)  # hashes of views that I was in and gave up, oldest first
     lives: dict[PeerId, int] = field(default_factory=dict)  # in which life members of the newest view were last heard
     counters: collections.Counter[str] = field(default_factory=collections.Counter)

@@ -64,6 +64,7 @@ class Rounds:
         if state is None or after > state.newest:
             self._forget(state)
             self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
+            self._port.staged |= stream.stage is not None
 
     async def exchange(self, name: str, offer: Offer) -> Outcome:
         """Bring an offer, whose shards are in the store, to its round; resolves once, whenever that is decided."""
@@ -144,13 +145,13 @@ class Rounds:
         """The first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
-    def reach(self) -> int:
-        """The earliest round whose state my logs can bring up to date."""
+    def reach(self, stage: int | None = None) -> int:
+        """The earliest round whose state, of a stage (None: of the whole model), my logs can bring up to date."""
         return min(
             (
                 self.oldest(name) - state.stream.stride
                 for name, state in self._streams.items()
-                if state.stream.wants == "all"
+                if state.stream.wants == "all" and state.stream.stage == stage
             ),
             default=-1,
         )

@@ -79,6 +79,11 @@ class Staging:
         self._refuse(key, attempt)
         return "unknown"
 
+    def own(self, key: Key) -> None:
+        """A microbatch of this peer's own, which it has in its sum without being asked: it takes no place."""
+        assert key not in self._slots, f"{key} is here already"
+        self._slots[key] = _Slot(0, "merged")
+
     def revoke(self, key: Key, attempt: int) -> None:
         """Its trainer has gone on with another server's: nobody wants what was asked for up to this attempt."""
         slot = self._slots.get(key)

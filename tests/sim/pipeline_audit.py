@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from farflock.node import notes
 from farflock.node.data import Batches
+from farflock.node.full_trainer import FullTrainer
 from farflock.node.model import ModelConfig, build
 from farflock.node.participant import Plan
 from farflock.node.pipeline import PipelinePlan
@@ -69,6 +70,15 @@ class Pass:
     weights: dict[str, torch.Tensor]
     x: bytes
     outside: bytes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A pass there and back through all stages of a full replica, by these weights of the unsplit model; `stage` is of whose
+    gradient it is asked."""
+
+    stage: int
+    weights: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -132,12 +142,14 @@ class Audit:
     # what is recorded
 
     def _look(self, number, node):
-        if node.serving is not None:
-            life = Life(number, node.serving.index, node.serving)
-            self.lives.append(life)
+        lives = [Life(number, serving.index, serving) for serving in node.servings]
+        self.lives += lives
+        for life in lives:
             self._watch_passes(life)
             self._watch_books(life, node.peer.me)
             self._watch_rounds(life)
+        if node.trainer is not None and len(lives) == len(self.pipeline.stages):
+            self._watch_whole(node, lives)
 
     def _event(self, what, life):
         self.events[what] += 1
@@ -169,6 +181,21 @@ class Audit:
             audit._event("backward computed" if back else "forward answered", life)
 
         server._forward_all, server._backward_one, server._do = forwarding, going_back, doing
+
+    def _watch_whole(self, node, lives):
+        """A full replica's own microbatches."""
+        compute, audit = node.trainer._compute, self
+
+        def computing(number):
+            audit._event("whole begins", lives[0])
+            found = compute(number)
+            weights = {name: x for life in lives for name, x in audit._weights_of(life).items()}
+            for life in lives:
+                life.computed[node.peer.me, number] = Whole(life.stage, weights)
+            audit._event("whole computed", lives[0])
+            return found
+
+        node.trainer._compute = computing
 
     def _pass(self, life, x, outside=None):
         return Pass(life.stage, life.serving.seat.applied_round, self._weights_of(life), x, outside)
@@ -245,18 +272,19 @@ class Audit:
             await asyncio.sleep(0.25)
             for node in sim.nodes.values():
                 sizes = {"store": node.peer.port.store.size_bytes}
-                if node.serving is not None:
-                    server = node.serving.server
-                    sizes |= {
-                        "staged": len(server._staged),
-                        "queued": len(server._queue),
-                        "replies": len(server._replies),
-                    }
-                    sizes |= {"slots": len(server._staging._slots), "closed": len(server._closed)}
                 if node.trainer is not None:
-                    sizes |= {"kept": node.trainer.kept, "tasks": len(node.trainer._tasks)}
-                for what, size in sizes.items():
-                    self.most[what] = max(self.most[what], size)
+                    sizes |= {"kept": node.trainer.kept, "tasks": len(getattr(node.trainer, "_tasks", ()))}
+                self._note_most(sizes)
+                for serving in node.servings:
+                    self._note_most(self._sizes_of(serving.server))
+
+    def _sizes_of(self, server):
+        sizes = {"staged": len(server._staged), "queued": len(server._queue), "replies": len(server._replies)}
+        return sizes | {"slots": len(server._staging._slots), "closed": len(server._closed)}
+
+    def _note_most(self, sizes):
+        for what, size in sizes.items():
+            self.most[what] = max(self.most[what], size)
 
     # what must hold
 
@@ -296,6 +324,8 @@ class Audit:
         forward passes and whose derivatives those of the backward passes."""
         if self.plan.inner.lr == STILL and not self.begun_anew:
             return self.gradient(key)
+        if isinstance(back, Whole):
+            return self._whole_gradient(key, back)
         order = self.order(key)
         source = dict(zip(order[1:], order[:-1], strict=True))
         backs = {back.stage: back}
@@ -314,6 +344,18 @@ class Audit:
             rounds = {one.round for one in (*forwards.values(), *backs.values())}
             self.mixed_versions += len(rounds) > 1
             self._expected[mark] = self._graph(key, back.stage, forwards, backs)
+        return self._expected[mark]
+
+    def _whole_gradient(self, key, back):
+        """By the unsplit model with the weights that the replica had."""
+        mark = key, id(back.weights)
+        if mark not in self._expected:
+            tokens, targets = self.batch(key)
+            leaves = {name: x.detach().requires_grad_() for name, x in back.weights.items()}
+            x = functional_call(self.reference.model, leaves, (tokens,))
+            loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+            found = torch.autograd.grad(loss, list(leaves.values()))
+            self._expected[mark] = dict(zip(leaves, found, strict=True))
         return self._expected[mark]
 
     def _graph(self, key, wanted, forwards, backs):
@@ -388,9 +430,7 @@ class Audit:
         for node in self.sim.nodes.values():
             if node.trainer is not None:
                 assert node.trainer.doubled == 0
-                oldest_s = min(
-                    (parcel.begun_s for parcel in node.trainer._parcels.values()), default=self.tale.virtual_s
-                )
+                oldest_s = min(begun_of(node.trainer), default=self.tale.virtual_s)
                 assert self.tale.virtual_s - oldest_s < patience_s, "a microbatch that never comes to count"
         return self
 
@@ -406,3 +446,10 @@ class Audit:
         assert self.most["slots"] <= server.places + trainers * trainer.kept
         assert self.most["store"] <= STORE_BYTES
         return self
+
+
+def begun_of(trainer):
+    """When its microbatches set out that do not count everywhere yet."""
+    if isinstance(trainer, FullTrainer):
+        return list(trainer._begun_s.values())
+    return [parcel.begun_s for parcel in trainer._parcels.values()]

@@ -1,0 +1,132 @@
+"""The microbatches of a full replica: drawn as a trainer draws its own, taken through all stages at once, here, and given to
+each stage's server, which counts them beside those of others.
+
+No activation goes over a wire, nothing is asked of anybody and nothing is put aside: a gradient is in the sums of this peer's
+servers or nowhere. So what no round has named is gone with this peer, as a dead trainer's is, and is asked of nobody again; and
+a microbatch counts once at each stage, for its key goes with the sum that it is in (node/notes.py).
+
+It is held back as trainers are: by what it may keep that no round has named, and by stages that have all they need for their
+next step.
+"""
+
+import asyncio
+import collections
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from farflock.node.stage import Staged, backward_through
+from farflock.node.stage_rolls import Rolls
+from farflock.node.stage_server import BACKWARD_COST, Pass, StageServer
+from farflock.node.stage_trainee import Batch
+from farflock.node.trainer import NUMBERS, RECENT, REMEMBERED, Report, TrainerTerms
+from farflock.swarm.ledger import Ledger
+from farflock.swarm.peer import Peer, Wait
+
+TICK_S = 0.05
+
+
+class FullTrainer:
+    """One life of a full replica's own training. `parts` are its server and its gate of each stage, from the first to the
+    last; `tokens` are those of a microbatch, `batch(n)` the n-th of its stream; `first` is this life's first number."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        rolls: Rolls,
+        parts: Sequence[tuple[StageServer, Batch]],
+        tokens: int,
+        batch: Callable[[int], tuple[Tensor, Tensor]],
+        terms: TrainerTerms,
+        run_pass: Pass,
+        report: Report = lambda kind, fields: None,
+        first: int = 0,
+    ) -> None:
+        self._peer, self._rolls, self._parts, self._tokens = peer, rolls, tuple(parts), tokens
+        self._batch, self._terms, self._pass, self._report = batch, terms, run_pass, report
+        self._ledger = Ledger(len(self._parts))
+        self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
+        self._named: list[set[int]] = [set() for _ in self._parts]
+        self._first = self._next = first
+        self.stopping = False
+        self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
+        self.finished = 0  # microbatches that count at every stage
+        self.doubled = 0  # named twice at one stage, which must not be
+        self.lost = 0  # microbatches of which it is not known whether they count, for the log of rounds has moved on
+        self.spoilt = 0  # microbatches whose gradient was not finite: they count nowhere
+
+    async def run(self, enough: Callable[[], bool]) -> None:
+        """Train until `enough`, or until told to stop."""
+        self._first = self._next = self._first + self._rolls.tokens() // self._tokens
+        while not (self.stopping or enough()):
+            self._look_around()
+            if self._may_begin():
+                await self._train(self._next)
+            else:
+                await asyncio.sleep(TICK_S)
+
+    @property
+    def kept(self) -> int:
+        """Microbatches that wait to be named."""
+        return len(self._begun_s)
+
+    @property
+    def recent_loss(self) -> float | None:
+        """Mean of the last microbatches' losses, in nats a token."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    @property
+    def begun(self) -> int:
+        """Microbatches so far."""
+        return self._next - self._first
+
+    def waits(self) -> list[Wait]:
+        """It asks nobody for anything."""
+        return []
+
+    def _may_begin(self) -> bool:
+        """A stage that is full would only count more than a batch at its next step, of weights that are old by then."""
+        full = [batch.is_full() for _, batch in self._parts]  # all of them: each also tells the others what is here
+        return self._peer.membership.is_member and self.kept < self._terms.kept and not any(full)
+
+    async def _train(self, number: int) -> None:
+        self._next, started_s = number + 1, self._now()
+        staged, loss = await self._pass(lambda: self._compute(number), BACKWARD_COST * len(self._parts))
+        if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
+            self.spoilt += 1  # in the sum it would spoil everybody's
+            return
+        self._ledger.begin(number)
+        self._begun_s[number] = started_s
+        key, last = (self._peer.me, number), len(self._parts) - 1
+        for stage, (server, _) in enumerate(self._parts):
+            await server.contribute(key, staged[stage], loss if stage == last else None)
+        self._losses.append(loss / self._tokens)
+        self._report("loss", {"number": number, "loss": loss / self._tokens})
+
+    def _compute(self, number: int) -> tuple[tuple[Staged, ...], float]:
+        """In what computes: one microbatch, there and back, by the weights that all stages have now."""
+        return backward_through([server.stage for server, _ in self._parts], *self._batch(number % NUMBERS))
+
+    def _look_around(self) -> None:
+        """Hear what rounds have named, and forget what counts everywhere."""
+        for stage, keys in self._rolls.named():
+            mine = [number for trainer, number in keys if trainer == self._peer.me]
+            self.doubled += len(self._named[stage].intersection(mine))
+            self._named[stage].update(mine)
+            if len(self._named[stage]) > 2 * REMEMBERED:
+                self._named[stage] = set(sorted(self._named[stage])[-REMEMBERED:])
+            self._ledger.committed(stage, mine)
+        while (doubtful := self._rolls.skipped()) is not None:
+            self._give_up(doubtful)
+        for number in self._ledger.finish():
+            self.finished += 1
+            self._report("microbatch", {"number": number, "took_s": self._now() - self._begun_s.pop(number)})
+
+    def _give_up(self, stage: int) -> None:
+        """Rounds of a stage have left everybody's log before I heard of them: what waits for them may count or not."""
+        waiting = [number for number in self._begun_s if self._ledger.phase((number, stage)) != "committed"]
+        self._ledger.committed(stage, waiting)
+        self.lost += len(waiting)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
