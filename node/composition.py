@@ -241,6 +241,18 @@ def _equal_swaps(parts: Parts) -> Breach | None:
     return None
 
 
+# recovery
+
+
+def _end_copies(parts: Parts) -> Breach | None:
+    """A lost end stage takes its layers from the stage beside it, and only what else it holds from the copy."""
+    sizes = parts.pipeline.layers
+    if not parts.pipeline.end_copies or (len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]):
+        return None
+    why = f"a lost end could not take the layers of the stage beside it: stages have {list(sizes)} layers"
+    return why, "give each end and the stage beside it equally many layers, or set pipeline.end_copies to 0"
+
+
 # methods
 
 
@@ -324,6 +336,7 @@ RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
     "every stage": _every_stage,
     "whole batches": _whole_batches,
     "swap of unequal stages": _equal_swaps,
+    "end copies": _end_copies,
     "one group": _one_group,
     "rounds in step": _rounds_in_step,
     "rounds by steps": _rounds_by_steps,

@@ -20,11 +20,12 @@ from farflock.node.checkpoint import Checkpoint
 from farflock.node.courier import Courier
 from farflock.node.data import Batches
 from farflock.node.driver import Driver
+from farflock.node.end_copies import EndCopies
 from farflock.node.full_trainer import FullTrainer
 from farflock.node.loop import Loop
 from farflock.node.model import Llama, build
 from farflock.node.participant import Compute, Plan, Report
-from farflock.node.policies import lane_of, policy_of, shares_of
+from farflock.node.policies import SWAP, lane_of, policy_of, shares_of
 from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
@@ -54,7 +55,8 @@ ENDLESS = 2**62  # tokens
 class PipelinePlan:
     """How a run's model is cut, and what is agreed upon the way through it. A stage that all microbatches visit steps once its
     group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
-    activation codec's."""
+    activation codec's. After every `end_copies` rounds, if any, the stages beside the ends copy what those hold besides
+    layers."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -63,6 +65,7 @@ class PipelinePlan:
     server: ServerTerms = field(default_factory=ServerTerms)
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
     balance: Balance = field(default_factory=Balance)
+    end_copies: int = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -148,7 +151,9 @@ class PipelineNode:
         index = serving.index
         specimens, saved = self._specimens_of(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
-        return Beginning(self.plan, self.pipeline.stages, serving, specimens, saved, look_on, self._means.report)
+        pipeline, report = self.pipeline, self._means.report
+        copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
+        return Beginning(self.plan, pipeline.stages, serving, specimens, saved, look_on, report, copied, swapping)
 
     def _look_on(self) -> None:
         for index in self._others:
@@ -225,6 +230,9 @@ class PipelineNode:
         if self._stage not in (NOTHING, EVERY):  # a full replica stays where it is: everywhere
             needs_bytes = self._means.needs_bytes or (0,) * len(self.pipeline.stages)
             serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
+        if self.pipeline.end_copies:
+            names = {index: stream.name for index, stream in self._streams.items()}
+            serve += [EndCopies(self.peer, each, names, self.pipeline.end_copies).run() for each in self.servings]
         train = [serving.loop.run(ENDLESS, drain_s) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))

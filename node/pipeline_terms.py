@@ -53,7 +53,8 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
     gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
     `window` microbatches are on their way and `kept` are there in all, and it asks somebody else after `forward_timeout_s` and
-    `backward_timeout_s`."""
+    `backward_timeout_s`. After every `end_copies` rounds, if that is not 0, servers of the stages beside the first and the last
+    copy the embedding, or the norm and the head, which nothing else could restore."""
 
     stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     batch: Microbatches = BATCH
@@ -66,6 +67,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     staleness: Annotated[int, msgspec.Meta(ge=0, le=1024)] = _SERVER.staleness
     window: Few = _TRAINER.window
     kept: Microbatches = _TRAINER.kept
+    end_copies: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
     backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
 
@@ -105,6 +107,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         terms.policy,
         ServerTerms(terms.queue, terms.together, terms.places, terms.lease_s, terms.staleness),
         TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
+        end_copies=terms.end_copies,
     )
 
 

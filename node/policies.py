@@ -10,6 +10,7 @@ from farflock.swarm.partial import BadSkip, Partial
 from farflock.swarm.paths import PathPolicy, Wired, fixed, mixed
 from farflock.swarm.swapping import Swapped
 
+SWAP = "swap"
 SKIP = "skip"  # with how many stages a path visits: `skip:3`
 
 # Of the stages' numbers of layers, the run's seed, and who asks.
@@ -28,7 +29,7 @@ POLICIES: Mapping[str, Policy] = {
     "swarm": _wired,
     "fixed": lambda layers, seed, me: fixed(len(layers)),
     "noloco": lambda layers, seed, me: mixed(len(layers), seed),
-    "swap": lambda layers, seed, me: Swapped(_wired(layers, seed, me), layers),
+    SWAP: lambda layers, seed, me: Swapped(_wired(layers, seed, me), layers),
 }
 NAMES = (*POLICIES, f"{SKIP}:K")
 

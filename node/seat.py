@@ -204,10 +204,14 @@ class Seat:
         for entry in self._streams:
             state[NEXT + entry.key.stream] = torch.tensor(self._applied[entry.key.stream] + entry.stride)
         state |= {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
-        encoded = safetensors.torch.save(state)
-        chunks = tuple(encoded[at : at + CHUNK_BYTES] for at in range(0, len(encoded), CHUNK_BYTES))
-        oldest = min(self._applied.values(), default=-1)
-        return Snapshot(max(oldest, -1), state_hash(state), self._agreed_tokens, chunks)
+        return encode_state(state, min(self._applied.values(), default=-1), self._agreed_tokens)
+
+
+def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
+    """These tensors as they are served, as of a round (less than 0: before the first)."""
+    encoded = safetensors.torch.save(dict(state))
+    chunks = tuple(encoded[at : at + CHUNK_BYTES] for at in range(0, len(encoded), CHUNK_BYTES))
+    return Snapshot(max(round_number, -1), state_hash(state), tokens, chunks)
 
 
 def decode_state(snapshot: Snapshot) -> State:

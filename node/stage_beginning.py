@@ -6,18 +6,23 @@ full replica does this for each stage.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from farflock.node.checkpoint import Checkpoint
+from farflock.node.end_copies import find_copy
 from farflock.node.participant import Participant, Plan, Report
+from farflock.node.recovery import Unrecoverable
 from farflock.node.resume import cursors_of, take_up_state
 from farflock.node.stage_server import StageServer
 from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of, scale_snapshot
 from farflock.node.stage_trainee import Batch, StageTrainee
-from farflock.optimizers.method import Exchange, Key, Progress, Result
+from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors
 from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
+
+log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
 
@@ -43,6 +48,8 @@ class Beginning:
     saved: Checkpoint | None
     look_on: Callable[[], None]
     report: Report
+    copied: bool = False  # whether the stages beside the ends keep copies of what these hold besides layers
+    swapping: bool = False  # whether microbatches go out of order, as CheckFree+ has it
 
     def found(self) -> None:
         """The run's first: with initial weights, or the last checkpoint's."""
@@ -59,7 +66,10 @@ class Beginning:
             if not self._is_served():
                 break
         after = max(rounds.values(), default=-1)
-        begun = await begin_anew(serving.peer, self.plan, self.stages, serving.index, after, self.saved)
+        ends = await self._end_copy() if after >= 0 else None
+        begun = await begin_anew(
+            serving.peer, self.plan, self.stages, serving.index, after, self.saved, ends, swapping=self.swapping
+        )
         self.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
         if begun.tensors is not None:
             fill(serving.model, begun.tensors)
@@ -114,6 +124,16 @@ class Beginning:
         for name in names.values():
             rounds.close(name)
         return newest, tokens
+
+    async def _end_copy(self) -> Tensors | None:
+        peer, index = self.serving.peer, self.serving.index
+        if not self.copied or index not in (0, len(self.stages) - 1):
+            return None
+        try:
+            return await find_copy(peer, self.stages, index)
+        except Unrecoverable as reason:
+            log.warning("stage %d: %s", index, reason)
+            return None
 
     def _is_served(self) -> bool:
         return bool(living(self.serving.peer, len(self.stages))[self.serving.index])

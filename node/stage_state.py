@@ -17,7 +17,7 @@ from farflock.node.checkpoint import Checkpoint
 from farflock.node.model import build
 from farflock.node.participant import Plan
 from farflock.node.rebalancer import LifeOver
-from farflock.node.recovery import GradientScale, Neighbour, Unrecoverable, neighbour_mean
+from farflock.node.recovery import GradientScale, Neighbour, Unrecoverable, neighbour_mean, partner_copy
 from farflock.node.recovery_policy import Situation, source
 from farflock.node.replica import PlainReplica
 from farflock.node.seat import MARK, NEXT, STATE, CorruptSnapshot, decode_state
@@ -53,9 +53,18 @@ def living(peer: Peer, stages: int) -> tuple[int, ...]:
 
 
 async def begin_anew(
-    peer: Peer, plan: Plan, stages: Sequence[range], index: int, after: int, saved: Checkpoint | None
+    peer: Peer,
+    plan: Plan,
+    stages: Sequence[range],
+    index: int,
+    after: int,
+    saved: Checkpoint | None,
+    ends: Tensors | None = None,
+    *,
+    swapping: bool = False,
 ) -> Begun:
-    """What a stage that nobody has begins with, after round `after` of its stream (-1: the run's first)."""
+    """What a stage that nobody has begins with, after round `after` of its stream (-1: the run's first). `ends` are the exact
+    copies of an end stage's own tensors, if there are any; `swapping`: the run has trained with CheckFree+'s swap."""
     snapshot = round_of(saved)
     if after < 0:
         began = "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
@@ -65,6 +74,8 @@ async def begin_anew(
         layers=tuple(map(len, stages)),
         living=living(peer, len(stages)),
         snapshots=tuple(snapshot if stage == index else None for stage in range(len(stages))),
+        ends=(ends is not None and index == 0, ends is not None and index == len(stages) - 1),
+        swapping=swapping,
     )
     try:
         chosen = source(now, index)
@@ -72,6 +83,9 @@ async def begin_anew(
             raise LifeOver(f"stage {index} is served by now: {chosen.reason}")
         if chosen.kind == "mean":
             return Begun("mean", chosen.reason, await _mean(peer, plan, stages, index))
+        if chosen.kind == "copy":
+            partner = await _neighbour(peer, plan, stages, chosen.stages[0])
+            return Begun("copy", chosen.reason, partner_copy(plan.model, stages[index], partner, ends))
         if chosen.kind == "snapshot":
             return Begun("snapshot", chosen.reason)
         raise Unrecoverable(f"{chosen.kind}: {chosen.reason}")

@@ -58,7 +58,8 @@ class Snapshots:
         self._port, self._members = port, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
-        self._made: dict[str, tuple[int, float]] = {}  # the last round begun when it was made, and when that was
+        self._versions: dict[str, Callable[[], int]] = {}  # of those that are made anew whenever it changes
+        self._made: dict[str, tuple[int, float, int]] = {}  # the last round begun then, the time, and the version
         self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
         self._stages: dict[str, int | None] = {}  # of a running download: whose state it is
@@ -66,14 +67,18 @@ class Snapshots:
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
 
-    def serve(self, name: str, provide: Provide) -> None:
-        """From now on, answer questions for this stream's snapshot."""
+    def serve(self, name: str, provide: Provide, version: Callable[[], int] | None = None) -> None:
+        """From now on, answer questions for this stream's snapshot. One that was made is offered on for a while; where a
+        `version` is given, for as long as that stays."""
         self._providers[name] = provide
         self._made.pop(name, None)
+        if version is not None:
+            self._versions[name] = version
 
     def withdraw(self) -> None:
         """Serve nothing any more: my state is none of the run's."""
         self._providers.clear()
+        self._versions.clear()
         self._made.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
@@ -185,7 +190,7 @@ class Snapshots:
         askers.add(asker)
         try:
             if name in self._providers and not self._is_new(name):
-                made = (self._port.touched, self._port.now())
+                made = (self._port.touched, self._port.now(), self._version(name))
                 snapshot = await self._providers[name]()
                 self._port.store.release(("snapshot", name))
                 self._served[name] = self._put(name, snapshot, ("snapshot", name))
@@ -199,8 +204,13 @@ class Snapshots:
             del self._askers[name]
 
     def _is_new(self, name: str) -> bool:
-        touched, now_s = self._made.get(name, (0, -math.inf))
+        touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
+        if name in self._versions:
+            return name in self._made and version == self._version(name)
         return self._port.touched - touched <= KEEP_ROUNDS and self._port.now() - now_s <= KEEP_S
+
+    def _version(self, name: str) -> int:
+        return self._versions[name]() if name in self._versions else 0
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
         store = self._port.store

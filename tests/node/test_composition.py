@@ -46,11 +46,23 @@ class Ordered:
         return self._orders[(microbatch.step + microbatch.lane) % len(self._orders)]
 
 
-def parts(policy="swarm", sizes=SIZES, name="ddp", options=None, codec="int8", batch=16, kept=256, window=8, **plan):
+def parts(
+    policy="swarm",
+    sizes=SIZES,
+    name="ddp",
+    options=None,
+    codec="int8",
+    batch=16,
+    kept=256,
+    window=8,
+    end_copies=0,
+    **plan,
+):
     run = Plan(1, MODEL, InnerConfig(), Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
     trainer = TrainerTerms(window=window, kept=kept)
     called = policy if isinstance(policy, str) else "planned"
-    pipeline = PipelinePlan(split(MODEL, sizes), batch * run.batch * run.seq, codec, called, ServerTerms(), trainer)
+    cut, tokens = split(MODEL, sizes), batch * run.batch * run.seq
+    pipeline = PipelinePlan(cut, tokens, codec, called, ServerTerms(), trainer, end_copies=end_copies)
     made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
     return Parts(run, pipeline, method(name, **run.options), made)
 
@@ -102,6 +114,8 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("whole batches", {"policy": skipping((0, 1, 3), (0, 2, 3)), "batch": 1}, "sees 1/2", "to 2, or another multiple"),
     ("every stage", {"policy": Ordered((0, 1, 1, 2, 3))}, "stages [0, 1, 1, 2, 3]", "each stage once"),
     ("swap of unequal stages", {"sizes": (1, 1, 3, 1), "policy": Ordered((0, 2, 1, 3))}, "(3 layers)", "equally many"),
+    ("end copies", {"end_copies": 1}, "stages have [1, 2, 2, 1] layers", "pipeline.end_copies to 0"),
+    ("end copies", {"end_copies": 1, "sizes": (6,)}, "stages have [6] layers", "equally many"),
     ("one group", {"name": "noloco"}, "noloco syncs parts of a group apart", "ddp"),
     ("one group", {"name": "local"}, "local exchanges nothing", "diloco"),
     ("rounds in step", {"name": "async"}, "whenever somebody's work is there", "choose ddp"),

@@ -405,6 +405,25 @@ async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_unti
 
 
 @in_a_world
+async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only_then(world):
+    host, states, version = Peer(world, "a", budget_bytes=0), iter(range(100)), 7
+
+    async def provide():
+        return snapshot(next(states), b"some")
+
+    host.snapshots.serve(NAME, provide, lambda: version)
+    for version, number in ((7, 0), (7, 0), (8, 1), (8, 1), (7, 2)):  # noqa: B007 - asked for by the lambda
+        host.port.floor = (host.port.touched + 2 * KEEP_ROUNDS,)
+        await asyncio.sleep(KEEP_S)
+        assert (await world.joiner.fetch()).round == number
+    host.snapshots.withdraw()
+    host.snapshots.serve(NAME, provide)
+    assert (await world.joiner.fetch()).round == 3
+    host.port.floor = (host.port.touched + KEEP_ROUNDS + 2,)
+    assert (await world.joiner.fetch()).round == 4, "it has no version any more"
+
+
+@in_a_world
 async def test_whose_download_was_let_go_meanwhile_asks_for_a_newer_one(world):
     host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
     download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
