@@ -1,0 +1,220 @@
+"""Should all replicas compress the activations between their stages, or only those whose links are slow? Replicas of a small
+Llama under SparseLoCo, some of which keep what writes into the residual stream in a subspace, as a pipeline must that sends its
+coordinates alone (Heterogeneous SparseLoCo, arXiv:2601.02360).
+
+The method, its codec, the projection and the embedding's drift rule are the product's; rounds are closed here, without a
+network, and nothing is late. That a constrained replica's activations are coordinates is not simulated again: it is exact
+(tests/compression/test_subspace.py), and costs what the projection costs.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor
+
+from farflock.compression.catalog import codec
+from farflock.compression.subspace import Basis, project, settled
+from farflock.experiments.bench.threads import one_thread
+from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
+from farflock.node.baseline import evaluate
+from farflock.node.corpus import SHIPPED, load_corpus
+from farflock.node.data import Batches, evaluation
+from farflock.node.errors import Failure
+from farflock.node.model import Llama, ModelConfig, build, next_token_loss
+from farflock.node.replica import PlainReplica
+from farflock.node.tokenizer import ByteTokenizer, Tokens
+from farflock.node.wire import Cut, decode_all
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.method import Exchange, Result, Tensors
+from farflock.optimizers.method import Progress as Step
+from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.sparseloco import SparseLoCo
+
+MODEL = ModelConfig(dim=64, layers=4, heads=4, kv_heads=4, ffn_dim=176, context=64, tied=False)
+EMBEDDING = "model.embed_tokens.weight"
+BATCH, SEQ = 4, 64  # of a replica's step
+WARMUP = 10  # steps in a tenth of which the rate rises: a tenth of the run
+PEAK, FLOOR = 1.0, 0.1
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
+
+
+class Size(Parameters, frozen=True, kw_only=True):
+    """`replicas`, half of which are weak, for so many steps with a round after every `period`; the basis has `ranks` of
+    MODEL.dim columns. Each arm has the best of the `rates`."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=2, le=16)] = 4
+    steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)]
+    period: Count = 15
+    codec: str = "topk2:128/4096"
+    ranks: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=64)]], msgspec.Meta(min_length=1, max_length=6)]
+    rates: Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1, max_length=8)]
+    seeds: Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]
+    held_out: Count = 128  # sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """So many of the replicas compress, with a basis of `rank` columns."""
+
+    name: str
+    weak: int
+    rank: int
+
+
+def arms(size: Size) -> list[Arm]:
+    """Nobody compresses; the weak half does; all do."""
+    found = [Arm("nobody compresses", 0, MODEL.dim)]
+    for rank in size.ranks:
+        share = f"{1 - rank / MODEL.dim:.1%}"
+        found.append(Arm(f"the weak compress by {share}", size.replicas // 2, rank))
+        found.append(Arm(f"all compress by {share}", size.replicas, rank))
+    return found
+
+
+def writers(config: ModelConfig) -> dict[str, int]:
+    """Weights that write into the residual stream before the last stage, which sends no activation on, with the dimension that
+    is the stream's. A stage is a layer here."""
+    names = ("self_attn.o_proj", "mlp.down_proj")
+    return {f"model.layers.{layer}.{name}.weight": 0 for layer in range(config.layers - 1) for name in names}
+
+
+@dataclass(slots=True)
+class Replica:
+    """One of the group. With a `basis` it is a pipeline whose edges carry coordinates."""
+
+    model: Llama
+    replica: PlainReplica
+    method: SparseLoCo
+    batches: Batches
+    basis: Basis | None
+    frozen_VD: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def begin(self) -> None:
+        """A round begins with everybody's weights, brought into the subspace; what of the embedding is outside is frozen."""
+        if self.basis is not None:
+            embedding = self.model.get_parameter(EMBEDDING).detach()
+            _, self.frozen_VD = settled(embedding, torch.zeros_like(embedding), self.basis.columns_DK)
+            self._constrain()
+
+    def step(self, number: int, rate: float) -> float:
+        """One inner step; the loss before it."""
+        x, y = self.batches.batch(number)
+        loss = next_token_loss(self.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.replica.lr = rate
+        self.method.local_step(self.replica, Step(number))
+        self._constrain()
+        return float(loss.detach())
+
+    def _constrain(self) -> None:
+        if self.basis is None:
+            return
+        tensors = {name: x.detach() for name, x in self.model.named_parameters()}
+        project(tensors, writers(MODEL), self.basis)
+        inside = {EMBEDDING: tensors[EMBEDDING] - self.frozen_VD}
+        project(inside, {EMBEDDING: 1}, self.basis)
+        tensors[EMBEDDING].copy_(self.frozen_VD + inside[EMBEDDING])
+
+
+def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
+    """What each of a group is told of a round in which all are, with the bytes that would have been sent."""
+    first = exchanges[0]
+    shapes = {name: tuple(x.shape) for name, x in first.tensors.items()}
+    cut, number = Cut.of(shapes, codec(first.codec), seed), first.key.round
+    gathered: dict[str, Tensors] = {}
+    for place, exchange in enumerate(exchanges):
+        payloads = [cut.encode(index, number, exchange.tensors) for index in range(len(cut.shards))]
+        gathered[f"replica {place}"] = decode_all(cut, number, payloads, shapes)
+    mean = {name: torch.stack([each[name] for each in gathered.values()]).mean(0) for name in shapes}
+    whole = {name: ((0, math.prod(shape)),) for name, shape in shapes.items()}
+    peers, weights = tuple(gathered), (1.0,) * len(gathered)
+    return [
+        Result("ok", number + 1, peers, weights, mean=mean, gathered=gathered, sent=gathered[peer], taken=whole)
+        for peer in peers
+    ]
+
+
+def group_of(size: Size, arm: Arm, rate: float, seed: int, text: Tokens) -> list[Replica]:
+    """All replicas with equal weights, each with text of its own."""
+    basis, made = Basis.drawn(MODEL.dim, arm.rank, seed) if arm.weak else None, []
+    for place in range(size.replicas):
+        model = build(MODEL, seed)
+        replica = PlainReplica(model, InnerConfig("adamw", rate, weight_decay=0.1).build(model))
+        batches = Batches(text, seed, f"replica {place}", BATCH, SEQ)
+        method = SparseLoCo(size.period, codec=size.codec)
+        method.snapshot(replica)  # the first round begins with the weights that all have, not with their projection
+        made.append(Replica(model, replica, method, batches, basis if place < arm.weak else None))
+    return made
+
+
+def train(size: Size, arm: Arm, rate: float, seed: int, text: Tokens) -> Mapping[str, Tensor] | None:
+    """The group's weights after its last round; None if a loss was no number."""
+    group = group_of(size, arm, rate, seed, text)
+    schedule = Schedule(PEAK, size.steps, size.steps // WARMUP, FLOOR)
+    for one in group:
+        one.begin()
+    for number in range(size.steps):
+        losses = [one.step(number, rate * schedule.rate(number, number)) for one in group]
+        if not all(map(math.isfinite, losses)):
+            return None
+        due = [exchange for one in group for exchange in one.method.due(one.replica, Step(number))]
+        for one, exchange, result in zip(group, due, close(due, seed) if due else (), strict=False):
+            one.method.apply(one.replica, exchange, result)
+            one.begin()
+    return group[0].method.eval_params(group[0].replica)
+
+
+def compute(size: Size, progress: Progress) -> Table:
+    """Held-out losses at each arm's best rate, nats a token, and what selection saves; `Failure` if an arm diverges always."""
+    losses: dict[str, list[float]] = {}
+    rates: dict[str, float] = {}
+    done, count = 0, len(arms(size)) * len(size.rates) * len(size.seeds)
+    with one_thread():
+        for arm in arms(size):
+            tried: dict[float, list[float]] = {}
+            for rate, loss in _tries(size, arm):
+                tried.setdefault(rate, []).append(loss)
+                done += 1
+                progress(done / count)
+            rates[arm.name] = min(tried, key=lambda rate: sum(tried[rate]))
+            losses[arm.name] = tried[rates[arm.name]]
+            if not all(map(math.isfinite, losses[arm.name])):
+                raise Failure(f"{arm.name}: every rate diverges for some seed", "", "add lower `rates`")
+    return Table(
+        [sampled(name, values) for name, values in losses.items()]
+        + _saved(size, losses)
+        + [exact(f"{name}, best rate", rate) for name, rate in rates.items()],
+        f"{size.replicas} replicas, {size.steps} steps of {BATCH} x {SEQ} tokens each, a round after {size.period},"
+        f" {size.codec}, {len(size.rates)} rates, {len(size.seeds)} seeds",
+    )
+
+
+def _tries(size: Size, arm: Arm) -> Iterator[tuple[float, float]]:
+    corpus, tokenizer = load_corpus(SHIPPED), ByteTokenizer()
+    text, rest = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
+    held_out = evaluation(rest, SEQ, size.held_out)
+    for rate in size.rates:
+        for seed in size.seeds:
+            weights = train(size, arm, rate, seed, text)
+            yield rate, math.inf if weights is None else _loss(weights, held_out)
+
+
+def _loss(weights: Mapping[str, Tensor], held_out: tuple[Tensor, Tensor]) -> float:
+    model = build(MODEL, 0)
+    model.load_state_dict(dict(weights))
+    found = evaluate(model, *held_out).mean
+    return found if math.isfinite(found) else math.inf
+
+
+def _saved(size: Size, losses: Mapping[str, Sequence[float]]) -> list[Row]:
+    """By how much the loss is lower where only the weak compress, seed by seed."""
+    rows = []
+    for weak, every in zip(arms(size)[1::2], arms(size)[2::2], strict=True):
+        saved = [high - low for high, low in zip(losses[every.name], losses[weak.name], strict=True)]
+        rows.append(sampled(f"selection saves at {every.name.rpartition(' ')[2]}", saved))
+    return rows
