@@ -5,8 +5,8 @@ No activation goes over a wire, nothing is asked of anybody and nothing is put a
 servers or nowhere. So what no round has named is gone with this peer, as a dead trainer's is, and is asked of nobody again; and
 a microbatch counts once at each stage, for its key goes with the sum that it is in (node/notes.py).
 
-It is held back as trainers are: by what it may keep that no round has named, and by stages that have all they need for their
-next step.
+It is held back as trainers are: as many microbatches as a trainer may have on their way, a replica may have that some stage has
+not taken into a step yet; and either keeps so many that no round has named.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from torch import Tensor
 from farflock.node.stage import Staged, backward_through
 from farflock.node.stage_rolls import Rolls
 from farflock.node.stage_server import BACKWARD_COST, Pass, StageServer
-from farflock.node.stage_trainee import Batch
 from farflock.node.trainer import NUMBERS, RECENT, REMEMBERED, Report, TrainerTerms
 from farflock.swarm.ledger import Ledger
 from farflock.swarm.peer import Peer, Wait
@@ -27,26 +26,26 @@ TICK_S = 0.05
 
 
 class FullTrainer:
-    """One life of a full replica's own training. `parts` are its server and its gate of each stage, from the first to the
-    last; `tokens` are those of a microbatch, `batch(n)` the n-th of its stream; `first` is this life's first number."""
+    """One life of a full replica's own training. `servers` are its own, from the first stage's to the last one's; `batch(n)` is
+    the n-th microbatch of its stream, of so many `tokens`; `first` is this life's first number (`first_number`)."""
 
     def __init__(
         self,
         peer: Peer,
         rolls: Rolls,
-        parts: Sequence[tuple[StageServer, Batch]],
-        tokens: int,
+        servers: Sequence[StageServer],
         batch: Callable[[int], tuple[Tensor, Tensor]],
+        tokens: int,
         terms: TrainerTerms,
         run_pass: Pass,
         report: Report = lambda kind, fields: None,
         first: int = 0,
     ) -> None:
-        self._peer, self._rolls, self._parts, self._tokens = peer, rolls, tuple(parts), tokens
+        self._peer, self._rolls, self._servers, self._tokens = peer, rolls, tuple(servers), tokens
         self._batch, self._terms, self._pass, self._report = batch, terms, run_pass, report
-        self._ledger = Ledger(len(self._parts))
+        self._ledger = Ledger(len(self._servers))
         self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
-        self._named: list[set[int]] = [set() for _ in self._parts]
+        self._named: list[set[int]] = [set() for _ in self._servers]
         self._first = self._next = first
         self.stopping = False
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
@@ -85,27 +84,25 @@ class FullTrainer:
         return []
 
     def _may_begin(self) -> bool:
-        """A stage that is full would only count more than a batch at its next step, of weights that are old by then."""
-        full = [batch.is_full() for _, batch in self._parts]  # all of them: each also tells the others what is here
-        return self._peer.membership.is_member and self.kept < self._terms.kept and not any(full)
+        untaken = max(server.untaken(self._peer.me) for server in self._servers)
+        return self._peer.membership.is_member and untaken < self._terms.window and self.kept < self._terms.kept
 
     async def _train(self, number: int) -> None:
         self._next, started_s = number + 1, self._now()
-        staged, loss = await self._pass(lambda: self._compute(number), BACKWARD_COST * len(self._parts))
+        staged, loss = await self._pass(lambda: self._compute(number), BACKWARD_COST * len(self._servers))
         if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
             self.spoilt += 1  # in the sum it would spoil everybody's
             return
         self._ledger.begin(number)
         self._begun_s[number] = started_s
-        key, last = (self._peer.me, number), len(self._parts) - 1
-        for stage, (server, _) in enumerate(self._parts):
-            await server.contribute(key, staged[stage], loss if stage == last else None)
+        for server, part in zip(self._servers, staged, strict=True):
+            await server.contribute((self._peer.me, number), part, loss if server.stage.is_last else None)
         self._losses.append(loss / self._tokens)
         self._report("loss", {"number": number, "loss": loss / self._tokens})
 
     def _compute(self, number: int) -> tuple[tuple[Staged, ...], float]:
         """In what computes: one microbatch, there and back, by the weights that all stages have now."""
-        return backward_through([server.stage for server, _ in self._parts], *self._batch(number % NUMBERS))
+        return backward_through([server.stage for server in self._servers], *self._batch(number % NUMBERS))
 
     def _look_around(self) -> None:
         """Hear what rounds have named, and forget what counts everywhere."""

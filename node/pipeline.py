@@ -314,7 +314,7 @@ class PipelineNode:
         trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
         report = self._report_of(index)
         loop = Loop(driver, seat, trainee, means.compute, gated(batch, means.train), report, adopt=self._over)
-        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server, batch=batch)
+        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server)
 
     def _report_of(self, index: int) -> Report:
         """What a stage's loop says. A full replica has a loop for each: rounds say of which stage they are, and of the steps,
@@ -345,18 +345,9 @@ class PipelineNode:
 
     def _full_trainer(self, batches: Batches) -> FullTrainer:
         first, means = first_number(self.peer.port.incarnation), self._means
-        parts = [(serving.server, serving.batch) for serving in self.servings]
-        return FullTrainer(
-            self.peer,
-            self.rolls,
-            parts,
-            self._edges.tokens,
-            batches.batch,
-            self._terms(),
-            means.run_pass,
-            means.report,
-            first,
-        )
+        servers = [serving.server for serving in self.servings]
+        work = servers, batches.batch, self._edges.tokens
+        return FullTrainer(self.peer, self.rolls, *work, self._terms(), means.run_pass, means.report, first)
 
     def _terms(self) -> TrainerTerms:
         """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the

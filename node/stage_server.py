@@ -354,6 +354,10 @@ class StageServer:
         """What it computes with."""
         return self._stage
 
+    def untaken(self, trainer: PeerId) -> int:
+        """A trainer's microbatches that are merged here and in no step yet."""
+        return sum(peer == trainer for peer, _ in list(self._in_sum))
+
     @property
     def waiting(self) -> int:
         """Passes that wait."""

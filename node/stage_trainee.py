@@ -90,13 +90,6 @@ class Batch:
             await _either(self.server.merged, self.tallies.changed)
         return False
 
-    def is_full(self) -> bool:
-        """Whether the next step has all that it is to have. Asked by who would bring more, also while a round is open, and
-        tells the others what has come here since; a round that is just over is for `full` to take in first."""
-        if self.rounds.newest(self.stream) == self._round:
-            self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.server.tokens)
-        return self.tallies.total(self.stream) >= self.tokens * (self.steps + 1)
-
     def _tell(self) -> None:
         self.server.absorb()
         newest = self.rounds.newest(self.stream)

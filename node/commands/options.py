@@ -34,7 +34,7 @@ def machine_options(command: Command) -> Command:
             default="auto",
             show_default=True,
             metavar="ROLE",
-            help="In a run of stages: trainer, stage (the one that has the fewest), stage:N, or auto.",
+            help="In a run of stages: trainer, replica (all stages), stage (the one that has the fewest), stage:N, or auto.",
         ),
         click.option("--no-listen", is_flag=True, help="Only dial out: for machines that nobody can reach."),
     ):

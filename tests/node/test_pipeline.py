@@ -327,7 +327,7 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
     begun = {}
 
     def take_up(number, node):
-        node._saved = saved[number]
+        node._saved = {number: saved[number]}
         look(number, node)
 
     async def watch(sim):
@@ -380,12 +380,11 @@ def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
     assert (node.serving is None) == (stage == NOTHING) == (node.trainer is not None)
     if stage != NOTHING:
         assert node.serving.model.span == cut.stages[stage]
-        assert node.peer.calls.handler is node.serving.server
         assert node.serving.model.lm_head is None or stage == 2
 
 
 def test_a_server_counts_its_steps_on_from_its_checkpoint_and_learns_as_a_newcomer_does(bench):
-    saved = SimpleNamespace(step=500)
+    saved = {1: SimpleNamespace(step=500)}
     serving = node_of(bench, plan(), _AUDIT["pipeline"](2, BATCH), 1, saved=saved).serving
     assert (serving.loop.step, serving.trainee.joined_at) == (500, 500)
 

@@ -65,14 +65,21 @@ def joined(role, members, **options):
 
 @pytest.mark.parametrize(
     ("role", "found"),
-    [("auto", (0, True)), ("stage", (0, False)), ("stage:2", (2, False)), ("trainer", (NOTHING, True))],
+    [
+        ("auto", (0, True)),
+        ("stage", (0, False)),
+        ("stage:2", (2, False)),
+        ("trainer", (NOTHING, True)),
+        ("replica", (EVERY, True)),
+    ],
 )
 def test_a_founder_serves_the_first_stage_and_trains_unless_told_otherwise(role, found):
     assert founders(role, THREE) == found
 
 
 @pytest.mark.parametrize(
-    ("role", "found"), [("stage:0", (0, False)), ("stage:2", (2, False)), ("trainer", (NOTHING, True))]
+    ("role", "found"),
+    [("stage:0", (0, False)), ("stage:2", (2, False)), ("trainer", (NOTHING, True)), ("replica", (EVERY, True))],
 )
 def test_who_is_told_what_to_do_asks_nobody(role, found):
     members = Members(0, 0, 0)
@@ -81,12 +88,12 @@ def test_who_is_told_what_to_do_asks_nobody(role, found):
 
 
 @pytest.mark.parametrize(
-    "role", ["stage:3", "stage:9", "stage:-1", "stage:01", "stage:", "stage:1024", "replica", "server", ""]
+    "role", ["stage:3", "stage:9", "stage:-1", "stage:01", "stage:", "stage:1024", "replicas", "server", ""]
 )
 def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
     for choose in (lambda: founders(role, THREE), lambda: joined(role, Members(0, 1, 2))):
         with pytest.raises(
-            Usage, match="run of 3 stages; choose from auto, trainer, stage, stage:N, N below 3"
+            Usage, match="run of 3 stages; choose from auto, trainer, replica, stage, stage:N, N below 3"
         ) as refused:
             choose()
         assert repr(role) in str(refused.value)
@@ -176,8 +183,8 @@ def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_sta
 
     written = made(bench, text, tmp_path, 1, False, look=save)
     assert written == folder_of(RunFolder(tmp_path), "stage:1") / "step-5"
-    assert made(bench, text, tmp_path, 1, False, look=lambda node, keeper: node._saved.step) == 5
-    assert made(bench, text, tmp_path, 2, False, look=lambda node, keeper: node._saved) is None
+    assert made(bench, text, tmp_path, 1, False, look=lambda node, keeper: node._saved[1].step) == 5
+    assert made(bench, text, tmp_path, 2, False, look=lambda node, keeper: node._saved) == {}
 
 
 def test_a_checkpoint_of_another_run_is_not_written_over(bench, text, tmp_path):
