@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from farflock.compression.activation_catalog import activation_codec
+from farflock.compression.activation_catalog import activation_codec, subspace_terms
+from farflock.compression.subspace import Basis
 from farflock.node.checkpoint import Checkpoint
+from farflock.node.constraint import ConstrainedReplica, ConstrainedStage, Constraint
 from farflock.node.courier import Courier
 from farflock.node.data import Batches
 from farflock.node.driver import Driver
@@ -25,12 +27,13 @@ from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
 from farflock.node.resume import cursors_of, take_up_state
+from farflock.node.run_basis import require_digest, run_basis
 from farflock.node.seat import Seat
 from farflock.node.stage import Stage
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_rolls import Rolls, StreamName
 from farflock.node.stage_server import Pass, ServerTerms, StageServer
-from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of, scale_snapshot
+from farflock.node.stage_state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.stage_tensors import shapes_of
 from farflock.node.stage_trainee import Batch, StageTrainee, gated
 from farflock.node.tokenizer import Tokens
@@ -52,7 +55,8 @@ SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """How a run's model is cut, and what is agreed upon the way through it. A stage steps once its group has taken in
-    `batch_tokens`; `policy` is one of `POLICIES`, `codec` an activation codec's name."""
+    `batch_tokens`; `policy` is one of `POLICIES`, `codec` an activation codec's name, `basis` the digest of what all peers
+    share for it, if the manifest names one."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -61,6 +65,7 @@ class PipelinePlan:
     server: ServerTerms = field(default_factory=ServerTerms)
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
     balance: Balance = field(default_factory=Balance)
+    basis: str | None = None
 
 
 # Of the stages' numbers of layers, the run's seed, and who asks.
@@ -162,7 +167,7 @@ class PipelineNode:
         begun = await begin_anew(self.peer, self.plan, self.pipeline.stages, serving.index, after, self._saved)
         self._means.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
         if begun.tensors is not None:
-            fill(serving.model, begun.tensors)
+            serving.loop.driver.replica.write(begun.tensors, "param")
             serving.seat.marks["bumped"] = after
         if begun.kind == "snapshot":
             self._begin_from_disk(serving, rounds, tokens)
@@ -357,8 +362,8 @@ class PipelineNode:
 
     def _serve(self, index: int) -> Serving:
         plan, peer, means = self.plan, self.peer, self._means
-        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
-        stage, replica = Stage(model), PlainReplica(model, plan.inner.build(model), clip_of(plan, model))
+        stage, replica = self._stage_and_replica(index)
+        model = stage.model
         driver = Driver(method(plan.method, **plan.options), replica)
         first = driver.method.streams(replica)[0]
         terms = replace(self.pipeline.server, staleness=self.pipeline.server.staleness * first.stride)
@@ -390,6 +395,19 @@ class PipelineNode:
         trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
         loop = Loop(driver, seat, trainee, means.compute, gated(batch, means.train), means.report, adopt=self._over)
         return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server)
+
+    def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica]:
+        """With initial weights; constrained ones where the codec asks for that."""
+        plan, basis = self.plan, basis_of(self.plan, self.pipeline)
+        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
+        names = [name for name, _ in model.named_parameters()]
+        constraint = Constraint.on(names, self.pipeline.stages, basis) if basis is not None else None
+        if constraint is not None:
+            constraint.begin(model)
+        inner, clip = plan.inner.build(model), clip_of(plan, model)
+        if constraint is None:
+            return Stage(model), PlainReplica(model, inner, clip)
+        return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint)
 
     async def _over(self, reason: str) -> None:
         raise LifeOver(reason)
@@ -461,5 +479,15 @@ def clip_of(plan: Plan, stage: Llama) -> float | None:
 def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
     """What all peers of a run know of the edges between its stages."""
     config = plan.model
-    codec = activation_codec(pipeline.codec)
+    codec = activation_codec(pipeline.codec, basis=basis_of(plan, pipeline))
     return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype)
+
+
+def basis_of(plan: Plan, pipeline: PipelinePlan) -> Basis | None:
+    """What all peers of a run share for its codec, if that needs something; `Incompatible` if this machine makes another one
+    than the manifest names."""
+    terms = subspace_terms(pipeline.codec)
+    if terms is None:
+        return None
+    made = run_basis(plan.run_seed, plan.model.dim, terms.rank, plan.model.vocab_size)
+    return require_digest(made, pipeline.basis)
