@@ -1,5 +1,5 @@
-"""What a run with a subspace codec asks of its weights: all that writes into the residual stream before the last edge writes into
-the subspace, after every step, average, download and recovery.
+"""What a run with a subspace codec asks of its weights: all that writes into the residual stream before the last edge writes
+into the subspace, after every step, average, download and recovery.
 
 In our model (node/model.py) that is the embedding, and `o_proj` and `down_proj` of each layer. Norms' gains stretch single
 coordinates and would lead out of the subspace, but they act on what a branch reads, not on what it adds. The last

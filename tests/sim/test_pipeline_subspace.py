@@ -1,8 +1,8 @@
-"""Pipelines with a subspace codec on the simulated network: a few numbers a token say all, so that every gradient which counts is
-that of the unsplit constrained model, and whatever happens to weights, they keep to the subspace of the run.
+"""Pipelines with a subspace codec on the simulated network: a few numbers a token say all, so that every gradient which counts
+is that of the unsplit constrained model, and whatever happens to weights, they keep to the subspace of the run.
 
-The unsplit model here is the ordinary one whose constrained weights W are replaced by F + (W - F) P, with P as a plain matrix and
-gradients by autograd: it shares with the stages' own projections nothing but U.
+The unsplit model here is the ordinary one whose constrained weights W are replaced by F + (W - F) P, with P as a plain matrix
+and gradients by autograd: it shares with the stages' own projections nothing but U.
 """
 
 import dataclasses
@@ -188,3 +188,44 @@ def test_under_churn_who_comes_later_adopts_projected_weights_and_the_same_basis
     assert one.tale.kills > 1
     later = {life.stage for life in one.lives if min(life.weights, default=-1) >= 0}
     assert later, "nobody came while the run went on"
+
+
+# bytes, and other bases
+
+
+def test_what_passes_edges_is_a_stamp_and_so_many_coordinates_a_token_both_ways():
+    for codec, each in ((EXACT, 8 * RANK), (f"subspace:{RANK}", 2 * RANK), (f"subspace:{RANK}+fp32,fp32", 4 * RANK)):
+        one = audit(stages=3, servers=1, steps=1, codec=codec)
+        one.run()
+        sizes = {len(payload) for payload in one._made if payload}
+        assert sizes == {12 + 8 * each}, "8 tokens"
+
+
+def test_a_server_with_another_basis_refuses_by_name_computes_nothing_and_the_others_do_the_work():
+    """As a machine would whose arithmetic is another one, and that the manifest's digest did not stop."""
+    one = single(InnerConfig("sgd", 0.02), stages=2, servers=2, steps=2)
+    other = dataclasses.replace(one.basis, version=2)
+    look, refusals, computed = one._look, [], []
+
+    def looking(number, node):
+        look(number, node)
+        if node.serving is not None and number == 3:
+            codec = dataclasses.replace(node._edges.codec, basis=other)
+            server = node.serving.server
+            server._edges = dataclasses.replace(node._edges, codec=codec)
+            read, stage = server._read, server._stage
+
+            def reading(job):
+                refusals.append(read(job))
+                return refusals[-1]
+
+            server._read, stage.backward = reading, computed.append
+
+    one._look = looking
+    one.run().check().check_finished()
+    assert refusals
+    said = {refusal.why for refusal in refusals}
+    assert all(
+        why.startswith(f"subspace:{RANK}+fp32,fp32 came with basis 1") and "held in epoch" in why for why in said
+    )
+    assert not computed
