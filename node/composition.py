@@ -136,7 +136,8 @@ def _no_memory(parts: Parts) -> Breach | None:
     if scope_of(codec) != "edge_sample":
         return None
     why = f"codec {codec} reads a payload once, with what came before it, and a backward pass reads it again, anywhere"
-    return why, f"choose {_without_memory(codec)}, which has as many bits"
+    gain = "it sends what was not seen before whole, and no sequence of a run comes twice"
+    return f"{why}; {gain}", f"choose {_without_memory(codec)}, which has as many bits"
 
 
 def _shared_basis(parts: Parts) -> Breach | None:

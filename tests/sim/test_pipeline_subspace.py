@@ -5,6 +5,7 @@ The unsplit model here is the ordinary one whose constrained weights W are repla
 and gradients by autograd: it shares with the stages' own projections nothing but U.
 """
 
+import asyncio
 import dataclasses
 import logging
 import runpy
@@ -188,6 +189,22 @@ def test_under_churn_who_comes_later_adopts_projected_weights_and_the_same_basis
     assert one.tale.kills > 1
     later = {life.stage for life in one.lives if min(life.weights, default=-1) >= 0}
     assert later, "nobody came while the run went on"
+
+
+def test_a_stage_made_from_its_neighbours_of_which_one_is_free_begins_in_the_subspace():
+    one = single(InnerConfig("sgd", 0.02), stages=4, servers=2, steps=5)
+    one.begun_anew = True
+
+    async def die_out(sim):
+        while not sim.settled or len(one.named[2]) < 2:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.1)
+        for number, part in enumerate(one.world.parts):
+            if part.stage == 2:
+                sim.kill(number, 4.0 + number)
+
+    one.run(die_out).check().check_finished()
+    begun = [fields["from"] for fields in one.tale.fields("stage") if fields["stage"] == 2]
+    assert "mean" in begun
 
 
 # bytes, and other bases
