@@ -6,13 +6,21 @@ the usual one below: `int4` is `int4,int8`.
 
 import difflib
 import re
+from dataclasses import dataclass
 
 from farflock.compression import catalog
-from farflock.compression.activation import ActivationCodec, Exact, Flat, Masked, require_exact_length
+from farflock.compression.activation import (
+    ActivationCodec,
+    ActivationContext,
+    Exact,
+    Flat,
+    Masked,
+    require_exact_length,
+)
 from farflock.compression.aqsgd import AqSgd
 from farflock.compression.codec import Codec
 from farflock.compression.hadamard import Hadamard
-from farflock.compression.subspace import Basis, Subspace
+from farflock.compression.subspace import Basis, Subspace, payload_bytes
 
 ACTIVATIONS: dict[str, str] = {  # a usual name of each kind, and the usual gradient of that kind
     "raw": "raw",
@@ -49,12 +57,12 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
             f" {', '.join(ACTIVATIONS)}"
         )
     gradient = gradient if comma else _USUAL[kind]
+    if kind == "subspace":
+        return _subspace(spec, basis)
     if "raw" in (forward, gradient):
         if forward != gradient:
             raise ValueError(f"{spec[:_SHOWN]!r}: raw goes both ways or not at all")
         return Exact()
-    if kind == "subspace":
-        return _subspace(forward, gradient, basis)
     if match := re.fullmatch("aqsgd([48])", forward):
         return AqSgd(edge, catalog.codec(f"int{match[1]}"), flat_codec(gradient))
     return Masked(flat_codec(forward)) if gradient == "mask" else Flat(flat_codec(forward), flat_codec(gradient))
@@ -67,13 +75,47 @@ def flat_codec(name: str) -> Codec:
     return require_exact_length(catalog.codec(name))
 
 
-def _subspace(forward: str, gradient: str, basis: Basis | None) -> ActivationCodec:
+@dataclass(frozen=True, slots=True)
+class SubspaceTerms:
+    """What a subspace codec's name says: the rank, and the codecs of coordinates (None: as they are)."""
+
+    rank: int
+    forward: Codec | None
+    gradient: Codec | None
+
+    def max_bytes(self, ctx: ActivationContext) -> int:
+        """As `Subspace.max_bytes`, which needs the basis."""
+        return payload_bytes(self.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx)
+
+
+def subspace_terms(spec: str) -> SubspaceTerms | None:
+    """What can be said of a subspace codec without its basis; None for another codec, `ValueError` for no codec."""
+    forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
+    if re.split("[:+]", forward)[0] != "subspace":
+        return None
     match = re.fullmatch(r"subspace:([1-9][0-9]{0,4})(?:\+([a-z0-9:/]+))?", forward)
     if not match:
         raise ValueError(f"{forward[:_SHOWN]!r} is not known; did you mean 'subspace:40' or 'subspace:40+bf16'?")
-    if basis is None or basis.rank != int(match[1]):
+    gradient = gradient if comma else _USUAL["subspace"]
+    return SubspaceTerms(int(match[1]), _coordinates(match[2] or "bf16"), _coordinates(gradient))
+
+
+def most_bytes(spec: str, ctx: ActivationContext) -> int:
+    """The most bytes of a payload, from the codec's name alone. `ValueError` for a name that is not known."""
+    terms = subspace_terms(spec)
+    return activation_codec(spec).max_bytes(ctx) if terms is None else terms.max_bytes(ctx)
+
+
+def _coordinates(name: str) -> Codec | None:
+    return None if name == "raw" else flat_codec(name)
+
+
+def _subspace(spec: str, basis: Basis | None) -> ActivationCodec:
+    terms = subspace_terms(spec)
+    assert terms is not None, "another codec"
+    if basis is None or basis.rank != terms.rank:
         raise ValueError(
-            f"subspace:{match[1]} needs the run's basis of rank {match[1]}, got"
+            f"subspace:{terms.rank} needs the run's basis of rank {terms.rank}, got"
             f" {f'one of {basis.rank}' if basis else 'none'}: fetch it by the digest in the run's record"
         )
-    return Subspace(basis, flat_codec(match[2] or "bf16"), flat_codec(gradient))
+    return Subspace(basis, terms.forward, terms.gradient)

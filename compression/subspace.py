@@ -28,6 +28,7 @@ from torch import Tensor
 from farflock.compression.activation import (
     MAX_VALUES,
     ActivationContext,
+    Direction,
     Incompatible,
     Offer,
     Scope,
@@ -44,6 +45,7 @@ from farflock.compression.codec import (
     require_finite,
     require_length,
 )
+from farflock.compression.exact_product import SLICES, product
 from farflock.compression.half import Half
 from farflock.compression.payload import append, values_at
 
@@ -51,6 +53,8 @@ OVERLAP_EPOCHS = 2  # that receivers hold the old basis after a change
 MAX_WIDTH = 65_536
 ORTHONORMAL = 1e-6  # the largest error of a number of UᵀU
 OUTSIDE = 0.05  # of an activation's norm that may lie outside the subspace; 40 layers in bf16 alone make 0.014
+KEPT = 8  # units in the last place of its largest value that a tensor may be off, and is left as it is
+MOST_PASSES = 3  # the first one is enough, but for a tensor whose rounding sums up in one place
 LARGEST = 2.0**60  # magnitudes of coordinates that are taken, so that their products with the basis stay finite
 
 _STAMP = struct.Struct("<I8s")  # version, first bytes of the digest
@@ -70,6 +74,7 @@ class Basis:
     fixed_VD: Tensor
     fixed_LD: Tensor
     digest: bytes = field(init=False)
+    exact_DK: Tensor = field(init=False)  # the columns, orthonormal to float64
 
     def __post_init__(self) -> None:
         width, rank = self.columns_DK.shape
@@ -91,6 +96,7 @@ class Basis:
                 f"the columns of the basis are orthonormal to {error:.1e} only; {ORTHONORMAL:.0e} is needed"
             )
         object.__setattr__(self, "digest", hashlib.sha256(self.to_bytes()).digest())
+        object.__setattr__(self, "exact_DK", _sharpened(wide_DK))
 
     @classmethod
     def drawn(cls, width: int, rank: int, seed: int, version: int = 1) -> "Basis":
@@ -109,6 +115,10 @@ class Basis:
     def rank(self) -> int:
         """K."""
         return self.columns_DK.shape[1]
+
+    def columns(self, dtype: torch.dtype) -> Tensor:
+        """U for products in this precision: float64 has columns that are orthonormal to float64."""
+        return self.exact_DK if dtype == torch.float64 else self.columns_DK
 
     def to_bytes(self) -> bytes:
         """How it is sent to a newcomer: five numbers, then the three matrices row by row."""
@@ -163,6 +173,15 @@ def _orthonormal(columns_DK: Tensor) -> Tensor:
     return signed_DK
 
 
+def _sharpened(columns_DK: Tensor) -> Tensor:
+    """Columns that are nearly orthonormal, made so to float64 (Newton's step for the polar factor, which squares the error),
+    with the same bits on every machine."""
+    for _ in range(2):
+        error_KK = product(columns_DK.T, columns_DK) - torch.eye(columns_DK.shape[1], dtype=torch.float64)
+        columns_DK = columns_DK - product(columns_DK, error_KK) / 2
+    return columns_DK
+
+
 def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Tensor, Tensor]:
     """An embedding's trainable part brought into the subspace; what leaves it goes to the frozen part, the sum stays.
 
@@ -176,28 +195,49 @@ def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Te
 
 
 @torch.no_grad()
-def project(tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis) -> None:
+def project(
+    tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
+) -> None:
     """Bring the named tensors into the subspace, in place: after every step, averaging, state download (spec 10.3, rule 9).
 
     `names` says for each tensor which of its dimensions is the residual stream's: 0 for weights and biases of linear
-    layers that write into it, 1 for an embedding. `ValueError` if one is missing or that dimension is not D long. Averages
-    of projected tensors stay inside but for rounding; quantised and sparse ones, weight decay's and Adam's steps do not.
+    layers that write into it, 1 for an embedding. Of a tensor in `around`, what it differs from that one by is brought in.
+    `ValueError` if one is missing or that dimension is not D long. Averages of projected tensors stay inside but for rounding;
+    quantised and sparse ones, weight decay's and Adam's steps do not.
+
+    The result has the same bits on every machine, and a tensor that is inside within its precision stays as it is: what one
+    peer projected and sent, another one projects without changing a bit.
     """
     for name, dim in names.items():
         residual_last = _residual_last(tensors, name, dim, basis)
-        columns_DK = basis.columns_DK.to(residual_last.device, _wide(residual_last))
-        wide = residual_last.to(columns_DK.dtype)
-        residual_last.copy_((wide @ columns_DK) @ columns_DK.T)
+        for _ in range(MOST_PASSES):
+            inside = _inside(residual_last, (around or {}).get(name), basis)
+            moved = float((inside - residual_last).abs().amax()) if inside.numel() else 0.0
+            if moved <= KEPT * torch.finfo(inside.dtype).eps * float(residual_last.abs().amax() if moved else 0.0):
+                break
+            residual_last.copy_(inside)
+
+
+def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tensor:
+    """Such a tensor, projected."""
+    slices = SLICES if residual_last.dtype == torch.float64 else 2
+    wide = residual_last.double() - (0.0 if around is None else around.double())
+    rows, columns_DK = wide.reshape(-1, basis.width), basis.exact_DK.to(wide.device)
+    inside = product(product(rows, columns_DK, slices), columns_DK.T, slices).view(wide.shape)
+    return (inside + (0.0 if around is None else around.double())).to(residual_last.dtype)
 
 
 @torch.no_grad()
-def outside(tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis) -> float:
+def outside(
+    tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
+) -> float:
     """The largest ‖W(I − P)‖ / ‖W‖ of the named tensors, by the Frobenius norm: 0 where `project` has nothing to do."""
     worst = 0.0
     for name, dim in names.items():
-        wide, columns_DK = _residual_last(tensors, name, dim, basis).double(), basis.columns_DK.double()
+        wide, columns_DK = _residual_last(tensors, name, dim, basis).double(), basis.exact_DK
         columns_DK = columns_DK.to(wide.device)
-        left = wide - (wide @ columns_DK) @ columns_DK.T
+        varying = wide if around is None or name not in around else wide - around[name].double()
+        left = varying - (varying @ columns_DK) @ columns_DK.T
         worst = max(worst, float(left.norm()) / (float(wide.norm()) or 1.0))
     return worst
 
@@ -212,13 +252,10 @@ def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Ba
     return tensor.detach().movedim(dim, -1)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Subspace:
-    """Coordinates in the basis instead of values: N·K numbers through `forward`, the gradient's through `gradient`.
+    """Coordinates in the basis instead of values: N·K numbers through `forward`, the gradient's through `gradient`, None: as
+    they are, in the stage's dtype.
 
     The sender uses `basis` in contexts of epoch `since` and later, `old` before; a receiver takes either, the old one
     until two epochs later, by what the payload's stamp says, and raises `Incompatible` for any other. What of an activation
@@ -228,8 +265,8 @@ class Subspace:
     """
 
     basis: Basis
-    forward: Codec = field(default_factory=lambda: Half("bf16"))
-    gradient: Codec = field(default_factory=lambda: Half("bf16"))
+    forward: Codec | None = field(default_factory=lambda: Half("bf16"))
+    gradient: Codec | None = field(default_factory=lambda: Half("bf16"))
     old: Basis | None = None
     since: int = 0
     outside: float = OUTSIDE
@@ -237,8 +274,9 @@ class Subspace:
     scope: ClassVar[Scope] = "shared_params"
 
     def __post_init__(self) -> None:
-        require_exact_length(self.forward)
-        require_exact_length(self.gradient)
+        for codec in (self.forward, self.gradient):
+            if codec is not None:
+                require_exact_length(codec)
         if self.old is not None and (self.old.rank, self.old.width) != (self.basis.rank, self.basis.width):
             raise ValueError(
                 "a basis is followed by one of the same width and rank; start another run for another size"
@@ -247,7 +285,7 @@ class Subspace:
     @property
     def name(self) -> str:
         """`subspace:K+FORWARD,GRADIENT`."""
-        return f"subspace:{self.basis.rank}+{self.forward.name},{self.gradient.name}"
+        return f"subspace:{self.basis.rank}+{_named(self.forward)},{_named(self.gradient)}"
 
     @property
     def version(self) -> int:
@@ -275,16 +313,17 @@ class Subspace:
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Exactly this."""
-        codec = self.forward if ctx.direction == "forward" else self.gradient
-        return _STAMP.size + codec.max_bytes(self._coordinates(ctx))
+        self._coordinates(ctx)
+        return payload_bytes(self.basis.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx)
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
         """Append the stamp and the coordinates of the activation less the frozen tables' rows."""
         basis = self._spoken(ctx.epoch)
-        values_ND = require_finite(flattened(x, ctx, "forward")).view(-1, basis.width)
+        values_ND = _rows(x, ctx, "forward")
+        columns_DK = basis.columns(values_ND.dtype)
         varying_ND = values_ND - self._fixed(basis, ctx)
-        inside_NK = varying_ND @ basis.columns_DK
-        left = float((varying_ND - inside_NK @ basis.columns_DK.T).norm()), float(varying_ND.norm())
+        inside_NK = varying_ND @ columns_DK
+        left = float((varying_ND - inside_NK @ columns_DK.T).norm()), float(varying_ND.norm())
         if not left[0] <= self.outside * left[1] + 1e-6 * float(values_ND.norm()):
             raise UnencodableTensor(
                 f"{left[0]:.3g} of an activation of norm {left[1]:.3g} lies outside the subspace of {self.name} version"
@@ -297,19 +336,19 @@ class Subspace:
         require_direction(ctx, "forward")
         basis, inside_NK = self._read(self.forward, payload, ctx)
         fixed_ND = self._fixed(basis, ctx)
-        return restored((inside_NK @ basis.columns_DK.T).add_(fixed_ND).view(-1), ctx)
+        return restored((inside_NK @ basis.columns(inside_NK.dtype).T).add_(fixed_ND).view(-1), ctx)
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
         """Append the stamp and the gradient's coordinates."""
         basis = self._spoken(ctx.epoch)
-        values_ND = require_finite(flattened(grad, ctx, "backward")).view(-1, basis.width)
-        return self._write(self.gradient, basis, values_ND @ basis.columns_DK, ctx, out)
+        values_ND = _rows(grad, ctx, "backward")
+        return self._write(self.gradient, basis, values_ND @ basis.columns(values_ND.dtype), ctx, out)
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
         """The part of the gradient that lies in the subspace."""
         require_direction(ctx, "backward")
         basis, inside_NK = self._read(self.gradient, payload, ctx)
-        return restored((inside_NK @ basis.columns_DK.T).view(-1), ctx)
+        return restored((inside_NK @ basis.columns(inside_NK.dtype).T).view(-1), ctx)
 
     def _spoken(self, epoch: int) -> Basis:
         return self.old if self.old is not None and epoch < self.since else self.basis
@@ -323,13 +362,20 @@ class Subspace:
             raise ValueError(f"{self.name} is for a width of {self.basis.width}, the activation has {ctx.shape[2]}")
         return ctx.shape[0] * ctx.shape[1] * self.basis.rank
 
-    def _write(self, codec: Codec, basis: Basis, inside_NK: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+    def _write(
+        self, codec: Codec | None, basis: Basis, inside_NK: Tensor, ctx: ActivationContext, out: bytearray
+    ) -> int:
         payload = bytearray(_STAMP.pack(basis.version, basis.digest[:8]))
-        codec.encode(inside_NK.clamp(-LARGEST, LARGEST).reshape(-1), ctx.flat(), payload)
+        limit = min(LARGEST, torch.finfo(ctx.dtype).max)
+        inside = inside_NK.clamp(-limit, limit).reshape(-1)
+        if codec is None:
+            append(payload, inside.to(ctx.dtype))
+        else:
+            codec.encode(inside.float(), ctx.flat(), payload)
         out += payload
         return len(payload)
 
-    def _read(self, codec: Codec, payload: Buffer, ctx: ActivationContext) -> tuple[Basis, Tensor]:
+    def _read(self, codec: Codec | None, payload: Buffer, ctx: ActivationContext) -> tuple[Basis, Tensor]:
         """The basis that the stamp names, and the coordinates (N, K)."""
         count = self._coordinates(ctx)
         require_length(payload, self.max_bytes(ctx), f"{self.name} for {ctx.shape}")
@@ -342,11 +388,14 @@ class Subspace:
                 f" {', '.join(f'{one.version} ({one.digest[:8].hex()})' for one in held)}: fetch the basis that the run's"
                 " record names, or let the sender take one that is held"
             )
-        inside = torch.empty(count)
-        codec.decode(memoryview(payload)[_STAMP.size :], ctx.flat(), inside)
-        if count and float(inside.abs().amax()) > 2 * LARGEST:
-            raise CorruptPayload(f"a coordinate of {self.name} is above 2^61")
-        return basis, inside.view(-1, basis.rank)
+        if codec is None:
+            inside = values_at(payload, _STAMP.size, count, ctx.dtype)
+        else:
+            inside = torch.empty(count)
+            codec.decode(memoryview(payload)[_STAMP.size :], ctx.flat(), inside)
+        if count and not float(inside.abs().amax()) <= 2 * LARGEST:
+            raise CorruptPayload(f"a coordinate of {self.name} is above 2^61, or none at all")
+        return basis, inside.view(-1, basis.rank).to(_wide(ctx.dtype))
 
     def _fixed(self, basis: Basis, ctx: ActivationContext) -> Tensor:
         """The frozen tables' rows of this microbatch, (N, D) or one row of zeros."""
@@ -363,6 +412,28 @@ class Subspace:
                 raise ValueError(f"{self.name} knows {len(basis.fixed_LD)} positions, the microbatch has {length}")
             fixed = fixed + basis.fixed_LD[:length]
         return fixed.expand(batch, length, width).reshape(-1, width)
+
+
+def payload_bytes(rank: int, codec: Codec | None, ctx: ActivationContext) -> int:
+    """Bytes of a payload with so many coordinates a position."""
+    count = ctx.shape[0] * ctx.shape[1] * rank
+    return _STAMP.size + (count * ctx.dtype.itemsize if codec is None else codec.max_bytes(count))
+
+
+def _named(codec: Codec | None) -> str:
+    return "raw" if codec is None else codec.name
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What products are computed in, for a stage of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows(x: Tensor, ctx: ActivationContext, direction: Direction) -> Tensor:
+    """What is to be sent, (N, D), as products take it; `UnencodableTensor` for what is no such activation."""
+    narrow = require_finite(flattened(x, ctx, direction))
+    wide = x.detach().cpu().reshape(-1) if ctx.dtype == torch.float64 else narrow
+    return wide.view(-1, ctx.shape[2])
 
 
 def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:

@@ -6,22 +6,22 @@ which stands still or trains something else. What breaks a rule is refused by it
 Some say what any such pipeline needs (codecs that remember need pinned routes; a path begins where tokens are embedded and ends
 where the loss is; stages that change places are alike), others what our own books need. What holds by how things are built has
 no rule: every stage divides by its own count; servers refuse what comes rounds too late; models have no dropout; a recovery
-changes its own stage alone, and takes equal shapes alone (node/recovery.py); and codecs whose ends share parameters, which
-would have versions and projections, are not admitted.
+changes its own stage alone, and takes equal shapes alone (node/recovery.py); and of codecs whose ends share parameters these
+are made from the run's seed, in one version, and weights are projected by whatever writes them (node/constraint.py).
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from farflock.compression.activation import ActivationContext, Direction, Scope
-from farflock.compression.activation_catalog import activation_codec
+from farflock.compression.activation_catalog import activation_codec, most_bytes, subspace_terms
 from farflock.node import notes
 from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
 from farflock.node.participant import Plan
 from farflock.node.pipeline import PipelinePlan, Shapes
+from farflock.node.run_basis import largest_rank
 from farflock.node.stage import BadSplit, even, split
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths import Microbatch, PathPolicy
@@ -140,21 +140,23 @@ def _no_memory(parts: Parts) -> Breach | None:
     if scope_of(codec) != "edge_sample":
         return None
     why = f"codec {codec} reads a payload once, with what came before it, and a backward pass reads it again, anywhere"
-    return why, f"choose {_without_memory(codec)}, which has as many bits"
+    gain = "it sends what was not seen before whole, and no sequence of a run comes twice"
+    return f"{why}; {gain}", f"choose {_without_memory(codec)}, which has as many bits"
 
 
 def _shared_basis(parts: Parts) -> Breach | None:
-    """Both ends of such a codec hold the same parameters, which no run's terms can name yet."""
-    if scope_of(parts.pipeline.codec) != "shared_params":
+    """Both ends of such a codec hold the same basis, which every peer makes from the run's seed."""
+    terms, width = subspace_terms(parts.pipeline.codec), parts.plan.model.dim
+    if terms is None or terms.rank <= (most := largest_rank(width)):
         return None
-    why = f"codec {parts.pipeline.codec} needs a basis that all peers hold alike, and a manifest names none"
-    return why, "choose int8, or int4"
+    why = f"codec {parts.pipeline.codec} would send {terms.rank} numbers for {width}, and no such basis is made"
+    return why, f"choose subspace:{most} or less, or int8" if most else "choose int8"
 
 
 def scope_of(codec: str) -> Scope:
     """What a codec's routes must grant; of those that cannot even be made without what they share, by name. `ValueError` for
     one that is not known."""
-    return "shared_params" if re.split("[:+,]", codec)[0] == "subspace" else activation_codec(codec).scope
+    return "shared_params" if subspace_terms(codec) is not None else activation_codec(codec).scope
 
 
 def _without_memory(codec: str) -> str:
@@ -163,14 +165,14 @@ def _without_memory(codec: str) -> str:
 
 def _payloads(parts: Parts) -> Breach | None:
     """A call carries an activation, and its gradient, whole."""
-    plan, codec = parts.plan, activation_codec(parts.pipeline.codec)
+    plan, codec = parts.plan, parts.pipeline.codec
     most = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
     remedy = f"set train.batch to {most} or less" if most else "shorten train.seq"
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
         shape = (plan.batch, plan.seq, plan.model.dim)
         try:
-            size = codec.max_bytes(ActivationContext(shape, plan.dtype, direction=direction))
+            size = most_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
         except ValueError as error:
             return str(error), remedy
         if size > MAX_PAYLOAD_BYTES:

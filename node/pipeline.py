@@ -15,8 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from farflock.compression.activation_catalog import activation_codec
+from farflock.compression.activation_catalog import activation_codec, subspace_terms
+from farflock.compression.subspace import Basis
 from farflock.node.checkpoint import Checkpoint
+from farflock.node.constraint import ConstrainedReplica, ConstrainedStage, Constraint
 from farflock.node.courier import Courier
 from farflock.node.data import Batches
 from farflock.node.driver import Driver
@@ -29,6 +31,7 @@ from farflock.node.policies import SWAP, lane_of, policy_of, shares_of
 from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
 from farflock.node.recovery import LR_BUMP
 from farflock.node.replica import PlainReplica
+from farflock.node.run_basis import require_digest, run_basis
 from farflock.node.seat import Seat
 from farflock.node.stage import Stage
 from farflock.node.stage_beginning import SETTLE_S, Beginning, Serving
@@ -55,8 +58,8 @@ ENDLESS = 2**62  # tokens
 class PipelinePlan:
     """How a run's model is cut, and what is agreed upon the way through it. A stage that all microbatches visit steps once its
     group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
-    activation codec's. After every `end_copies` rounds, if any, the stages beside the ends copy what those hold besides
-    layers."""
+    activation codec's, `basis` the digest of what all peers share for it, if the manifest names one. After every
+    `end_copies` rounds, if any, the stages beside the ends copy what those hold besides layers."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -66,6 +69,7 @@ class PipelinePlan:
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
     balance: Balance = field(default_factory=Balance)
     end_copies: int = 0
+    basis: str | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -283,8 +287,8 @@ class PipelineNode:
     def _serve(self, index: int) -> Serving:
         plan, peer, means, share = self.plan, self.peer, self._means, self.pipeline.share(index)
         schedule = of_share(plan.schedule, share)
-        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
-        stage, replica = Stage(model), PlainReplica(model, plan.inner.build(model), clip_of(plan, model))
+        stage, replica = self._stage_and_replica(index)
+        model = stage.model
         driver = Driver(method(plan.method, **plan.options), replica)
         first = driver.method.streams(replica)[0]
         terms = replace(self.pipeline.server, staleness=self.pipeline.server.staleness * first.stride)
@@ -328,6 +332,19 @@ class PipelineNode:
                 report(kind, fields if kind == "step" else {**fields, "stage": index})
 
         return with_stage
+
+    def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica]:
+        """With initial weights; constrained ones where the codec asks for that."""
+        plan, basis = self.plan, basis_of(self.plan, self.pipeline)
+        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
+        names = [name for name, _ in model.named_parameters()]
+        constraint = Constraint.on(names, self.pipeline.stages, basis) if basis is not None else None
+        if constraint is not None:
+            constraint.begin(model)
+        inner, clip = plan.inner.build(model), clip_of(plan, model)
+        if constraint is None:
+            return Stage(model), PlainReplica(model, inner, clip)
+        return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint)
 
     async def _over(self, reason: str) -> None:
         raise LifeOver(reason)
@@ -444,5 +461,15 @@ def clip_of(plan: Plan, stage: Llama) -> float | None:
 def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
     """What all peers of a run know of the edges between its stages."""
     config = plan.model
-    codec = activation_codec(pipeline.codec)
+    codec = activation_codec(pipeline.codec, basis=basis_of(plan, pipeline))
     return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype)
+
+
+def basis_of(plan: Plan, pipeline: PipelinePlan) -> Basis | None:
+    """What all peers of a run share for its codec, if that needs something; `Incompatible` if this machine makes another one
+    than the manifest names."""
+    terms = subspace_terms(pipeline.codec)
+    if terms is None:
+        return None
+    made = run_basis(plan.run_seed, plan.model.dim, terms.rank, plan.model.vocab_size)
+    return require_digest(made, pipeline.basis)

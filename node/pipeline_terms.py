@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from farflock.compression.activation_catalog import subspace_terms
 from farflock.node import notes
 from farflock.node.asymmetric import MAX_STAGES
 from farflock.node.composition import (
@@ -25,6 +26,7 @@ from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
 from farflock.node.pipeline import PipelinePlan
 from farflock.node.policies import NAMES, UnknownPolicy, policy_of
+from farflock.node.run_basis import run_basis
 from farflock.node.stage import BadSplit, even
 from farflock.node.stage_server import ServerTerms
 from farflock.node.trainer import TrainerTerms
@@ -48,7 +50,8 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """[pipeline]. `stages` are the layers of each stage; a founder may name how many stages there are instead, of nearly
     equally many layers each (unequal ones, for machines that were measured, come from the planner, node/asymmetric.py, and are
     then written down here). A stage steps once its group has taken in `batch` microbatches, which are train.batch sequences of
-    train.seq tokens. Activations go as `codec` between stages, on paths of a `policy`.
+    train.seq tokens. Activations go as `codec` between stages, on paths of a `policy`. `basis` is the SHA-256 of what all peers
+    share for a subspace codec; each makes it from the run's seed (node/run_basis.py), and does not begin with another one.
 
     Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
     gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
@@ -59,6 +62,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     batch: Microbatches = BATCH
     codec: Name = "int8"
+    basis: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")] | None = None
     policy: Name = "swarm"
     queue: Few = _SERVER.queue
     together: Few = _SERVER.together
@@ -83,6 +87,8 @@ def fill_pipeline(table: dict[str, Any]) -> None:
     if "kept" not in pipeline and isinstance(batch, int) and isinstance(window, int):
         needed = least_kept(batch, steps_of(table["method"]["options"]), window)
         pipeline["kept"] = _TRAINER.kept if needed > notes.MAX_KEYS else max(needed, _TRAINER.kept)
+    if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
+        pipeline["basis"] = digest
     table["pipeline"] = pipeline
 
 
@@ -98,6 +104,19 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
         raise Uncomposable("all layers", str(error), f"choose {min(max(stages, 1), config.layers)}") from None
 
 
+def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
+    """The digest of the basis of such a codec; None where there is none, or where something is wrong, which is said later."""
+    try:
+        terms = subspace_terms(codec) if isinstance(codec, str) else None
+        config = msgspec.convert(table["model"], ModelConfig)
+        seed = table.get("run", {}).get("seed", 0)
+        if terms is None or not isinstance(seed, int) or not 0 <= seed < 1 << 31:
+            return None
+        return run_basis(seed, config.dim, terms.rank, config.vocab_size).digest.hex()
+    except ValueError:
+        return None
+
+
 def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
     """What all nodes of such a run do alike; `Uncomposable` if the stages are not the model's."""
     return PipelinePlan(
@@ -108,6 +127,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         ServerTerms(terms.queue, terms.together, terms.places, terms.lease_s, terms.staleness),
         TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
         end_copies=terms.end_copies,
+        basis=terms.basis,
     )
 
 
@@ -123,6 +143,7 @@ def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
         raise Usage("pipeline.codec", str(error), "") from None
     pipeline = plan_of(terms, plan)
     require_composable(Parts(plan, pipeline, made, _policy(terms, plan)))
+    _require_named(terms)
 
 
 def _policy(terms: Pipeline, plan: Plan) -> PathPolicy:
@@ -134,3 +155,15 @@ def _policy(terms: Pipeline, plan: Plan) -> PathPolicy:
         raise Uncomposable(SWAP_RULE, str(error).removeprefix(f"{SWAP_RULE}: "), "") from None
     except BadSkip as error:
         raise Uncomposable("skip ratio", str(error), "") from None
+
+
+def _require_named(terms: Pipeline) -> None:
+    """A basis that could be another peer's has a digest in the manifest, and what needs none names none."""
+    shares = subspace_terms(terms.codec) is not None
+    if shares and terms.basis is None:
+        why = (
+            f"codec {terms.codec} needs a basis that all peers hold alike, and pipeline.basis does not name its digest"
+        )
+        raise Uncomposable("shared basis", why, "found the run with this version, which fills it in, or choose int8")
+    if not shares and terms.basis is not None:
+        raise Uncomposable("shared basis", f"codec {terms.codec} has no basis", "leave pipeline.basis out")

@@ -16,7 +16,7 @@ from farflock.node.participant import Participant, Plan, Report
 from farflock.node.recovery import Unrecoverable
 from farflock.node.resume import cursors_of, take_up_state
 from farflock.node.stage_server import StageServer
-from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of, scale_snapshot
+from farflock.node.stage_state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.stage_trainee import StageTrainee
 from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors
 from farflock.swarm.snapshots import Progress as Downloaded
@@ -71,7 +71,7 @@ class Beginning:
         )
         self.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
         if begun.tensors is not None:
-            fill(serving.model, begun.tensors)
+            serving.loop.driver.replica.write(begun.tensors, "param")
             serving.seat.marks["bumped"] = after
         if begun.kind == "snapshot":
             self._from_disk(rounds, tokens)

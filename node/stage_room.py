@@ -3,11 +3,15 @@
 A pipeline is for models that fit no single machine; each of its stages has to fit some.
 """
 
+from farflock.compression.activation import ActivationContext
+from farflock.compression.activation_catalog import most_bytes, subspace_terms
+from farflock.compression.subspace import id_bytes
 from farflock.node.composition import Uncomposable
 from farflock.node.model import ModelConfig
 from farflock.node.participant import Plan
-from farflock.node.pipeline import PipelinePlan, edges_of
+from farflock.node.pipeline import PipelinePlan
 from farflock.node.room import VALUES, layer_values
+from farflock.node.run_basis import basis_bytes
 
 RULE = "stage that fits nobody"
 REPLICA_RULE = "replica that fits nobody"
@@ -23,15 +27,22 @@ def stage_parameters(model: ModelConfig, span: range) -> int:
 def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
     """Bytes that serving this stage takes beside the program itself, an estimate from above, counted as for whole models
     (node/room.py) and more: the gradients that are put aside, what passes keep of the microbatches that are computed at once,
-    and the payloads of those that wait."""
-    span, server, edges = pipeline.stages[stage], pipeline.server, edges_of(plan, pipeline)
+    the payloads of those that wait, and the basis of a codec that has one."""
+    span, server, tokens = pipeline.stages[stage], pipeline.server, plan.batch * plan.seq
     weights = stage_parameters(plan.model, span)
     a_token = len(span) * layer_values(plan.model, plan.seq) + (
         3 * plan.model.vocab_size if _is_last(plan, span) else 0
     )
-    computed = max(server.together * plan.model.dim * 2, a_token) * edges.tokens
-    waiting = server.queue * (2 * edges.max_bytes("forward") + edges.max_bytes("backward") + 3 * edges.token_bytes)
-    return plan.dtype.itemsize * (weights * (VALUES + server.places) + computed) + waiting
+    computed = max(server.together * plan.model.dim * 2, a_token) * tokens
+    shape = (plan.batch, plan.seq, plan.model.dim)
+    forward, backward = (
+        most_bytes(pipeline.codec, ActivationContext(shape, plan.dtype, direction=direction))
+        for direction in ("forward", "backward")
+    )
+    waiting = server.queue * (2 * forward + backward + 3 * tokens * id_bytes(plan.model.vocab_size))
+    terms = subspace_terms(pipeline.codec)
+    shared = basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
+    return plan.dtype.itemsize * (weights * (VALUES + server.places) + computed) + waiting + shared
 
 
 def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:

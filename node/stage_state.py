@@ -8,7 +8,7 @@ other stages, downloaded and turned into tensors, whatever the method keeps them
 import logging
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,10 +135,3 @@ def scale_snapshot(round_number: int, scale: GradientScale) -> Snapshot:
     """What is served as `SCALE`."""
     content = _SCALE.pack(scale.omega())
     return Snapshot(max(round_number, -1), digest_of(content), 0, (content,))
-
-
-def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set a stage's parameters."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[name])

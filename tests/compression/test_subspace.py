@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import re
 import struct
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.compression.activation import ActivationContext, Incompatible, Offer, agree
+from farflock.compression.activation_catalog import activation_codec, most_bytes, subspace_terms
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace import (
@@ -558,3 +560,82 @@ def test_any_bytes_are_ids_of_the_vocabulary_or_refused(count, length, vocabular
 def test_offers_name_version_and_digest():
     _, basis = constrained()
     assert Subspace(basis).offers(0) == (Offer("subspace:6+bf16,bf16", 1, basis.digest),)
+
+
+# coordinates as they are, and names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_coordinates_as_they_are_lose_nothing_but_the_stages_own_rounding(dtype):
+    basis, ctx = Basis.drawn(WIDTH, RANK, seed=3), context(None, dtype=dtype)
+    bare = Subspace(basis, None, None)
+    assert bare.name == f"subspace:{RANK}+raw,raw"
+    assert bare.max_bytes(ctx) == 12 + BATCH * LENGTH * RANK * dtype.itemsize
+    inside = (normal(BATCH, LENGTH, RANK).double() @ basis.exact_DK.T).to(dtype)
+    eps = torch.finfo(dtype).eps
+    for there in (over(bare, inside, ctx), back_over(bare, inside, ctx)):
+        assert there.dtype == dtype
+        torch.testing.assert_close(there, inside, rtol=0, atol=8 * eps * float(inside.abs().amax()))
+
+
+@given(st.binary(max_size=200), st.booleans(), st.booleans())
+def test_any_bytes_are_coordinates_as_they_are_or_refused(payload, stamped, filled):
+    basis = Basis.drawn(WIDTH, RANK, seed=3)
+    bare, ctx = Subspace(basis, None, None), ActivationContext((1, 3, WIDTH))
+    if stamped:
+        payload = struct.pack("<I8s", 1, basis.digest[:8]) + payload
+    if filled:
+        payload = payload.ljust(bare.max_bytes(ctx), b"\x7f")
+    try:
+        found = bare.decode(payload, ctx)
+    except (CorruptPayload, Incompatible):
+        return
+    assert found.shape == ctx.shape
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**62])
+def test_coordinates_that_are_no_numbers_are_refused(value):
+    basis = Basis.drawn(WIDTH, RANK, seed=3)
+    coordinates = torch.zeros(3 * RANK)
+    coordinates[5] = value
+    payload = struct.pack("<I8s", 1, basis.digest[:8]) + coordinates.numpy().tobytes()
+    with pytest.raises(CorruptPayload, match="a coordinate of"):
+        Subspace(basis, None, None).decode(payload, ActivationContext((1, 3, WIDTH)))
+
+
+@given(
+    st.text(max_size=40) | st.from_regex(r"subspace:[0-9]{0,6}(\+[a-z0-9:/]{0,8})?(,[a-z0-9:/]{0,8})?", fullmatch=True)
+)
+def test_any_name_says_its_size_or_is_refused_as_the_codec_itself_would_be(spec):
+    ctx = ActivationContext((2, 3, WIDTH))
+    try:
+        terms = subspace_terms(spec)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            activation_codec(spec, basis=Basis.drawn(WIDTH, RANK, seed=3))
+        return
+    if terms is not None and terms.rank <= WIDTH:
+        built = activation_codec(spec, basis=Basis.drawn(WIDTH, terms.rank, seed=3))
+        assert built.scope == "shared_params"
+        for direction in ("forward", "backward"):
+            there = dataclasses.replace(ctx, direction=direction)
+            assert most_bytes(spec, there) == built.max_bytes(there) == terms.max_bytes(there)
+
+
+def test_of_other_codecs_the_size_is_theirs():
+    ctx = ActivationContext((2, 3, WIDTH))
+    for name in ("raw", "int8", "topk:3/10", "hadamard4"):
+        assert subspace_terms(name) is None
+        assert most_bytes(name, ctx) == activation_codec(name).max_bytes(ctx)
+
+
+def test_a_tensor_around_a_frozen_one_keeps_that():
+    basis = Basis.drawn(WIDTH, RANK, seed=3)
+    frozen, table = normal(9, WIDTH), normal(9, WIDTH, seed=1)
+    expected = frozen.double() + (table - frozen).double() @ basis.exact_DK @ basis.exact_DK.T
+    tensors = {"e": table.clone()}
+    assert outside(tensors, {"e": 1}, basis, {"e": frozen}) > 0.1
+    project(tensors, {"e": 1}, basis, {"e": frozen})
+    torch.testing.assert_close(tensors["e"].double(), expected, rtol=0, atol=1e-6)
+    assert outside(tensors, {"e": 1}, basis, {"e": frozen}) < 1e-6

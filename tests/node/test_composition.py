@@ -77,7 +77,9 @@ def refusal(given):
 
 
 @pytest.mark.parametrize("policy", [*sorted(POLICIES), "skip:3", "skip:4"])
-@pytest.mark.parametrize("codec", ["raw", "int8", "int4,int8", "topk:410/4096", "hadamard4"])
+@pytest.mark.parametrize(
+    "codec", ["raw", "int8", "int4,int8", "topk:410/4096", "hadamard4", "subspace:8", "subspace:1+int8"]
+)
 def test_what_fits_is_not_refused(policy, codec):
     require_composable(parts(policy, codec=codec))
 
@@ -97,7 +99,8 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("pinned routes", {"codec": "aqsgd4"}, "policy swarm takes another one each time", "int4"),
     ("pinned routes", {"codec": "aqsgd8,int8", "policy": "noloco"}, "policy noloco", "int8"),
     ("no memory", {"codec": "aqsgd8", "policy": "fixed"}, "reads it again", "choose int8"),
-    ("shared basis", {"codec": "subspace:4"}, "a basis that all peers hold alike", "int8"),
+    ("shared basis", {"codec": "subspace:9"}, "9 numbers for 16", "subspace:8 or less"),
+    ("shared basis", {"codec": "subspace:9999+int8,raw"}, "9999 numbers for 16", "subspace:8 or less"),
     ("first stage", {"policy": skipping((1, 2, 3))}, "stages [1, 2, 3]", "begin with stage 0"),
     ("first stage", {"policy": Ordered((0, 1, 2, 3), (1, 0, 2, 3))}, "stages [1, 0, 2, 3]", "begin with stage 0"),
     ("first stage", {"policy": Ordered(())}, "stages []", "begin with stage 0"),

@@ -1,14 +1,18 @@
 """[pipeline] resolves to one text and one plan, and says where it is wrong."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farflock.compression.activation import Incompatible
 from farflock.node.composition import Uncomposable
 from farflock.node.errors import Refused, Usage
 from farflock.node.manifest import load, parse, resolve
-from farflock.node.pipeline import PipelinePlan
+from farflock.node.pipeline import PipelinePlan, basis_of, edges_of
 from farflock.node.policies import POLICIES
+from farflock.node.run_basis import run_basis
 from farflock.node.stage_server import ServerTerms
 from farflock.node.trainer import TrainerTerms
 
@@ -28,9 +32,30 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
     assert manifest.pipeline.stages == (1, 2, 1)
     text = manifest.canonical().decode()
     assert '[pipeline]\nstages = [1, 2, 1]\nbatch = 16\ncodec = "int8"\npolicy = "swarm"\n' in text
-    assert all(f"\n{name} = " in text for name in manifest.pipeline.__struct_fields__)
+    spelt = [name for name in manifest.pipeline.__struct_fields__ if name != "basis"]  # which int8 has none of
+    assert all(f"\n{name} = " in text for name in spelt)
     assert manifest == resolved({"stages": [1, 2, 1]})
     assert manifest.hash() == resolved({"stages": [1, 2, 1]}).hash()
+
+
+def test_the_basis_of_a_subspace_codec_is_named_and_follows_from_the_seed_and_the_sizes():
+    manifest = resolved({"stages": 2, "codec": "subspace:8"}, "run.seed=5")
+    basis = run_basis(5, 96, 8, 256)
+    assert manifest.pipeline.basis == basis.digest.hex()
+    assert parse(manifest.canonical()) == manifest
+    plan, pipeline = manifest.plan(), manifest.pipeline_plan()
+    assert basis_of(plan, pipeline) is basis
+    for other in (["run.seed=6"], ["pipeline.codec=subspace:9"], ["model.dim=88"]):
+        assert resolved({"stages": 2, "codec": "subspace:8"}, *other).pipeline.basis != basis.digest.hex()
+    with pytest.raises(Incompatible, match=r"makes the run's basis with digest .* it cannot serve this run"):
+        edges_of(plan, dataclasses.replace(pipeline, basis="0" * 64))
+
+
+def test_a_resolved_manifest_without_its_basis_is_refused():
+    text = resolved({"stages": 2, "codec": "subspace:8"}).canonical().decode()
+    lines = [line for line in text.splitlines() if not line.startswith("basis")]
+    with pytest.raises(Refused, match=r"'shared basis'.*does not name its digest; found the run"):
+        parse("\n".join(lines))
 
 
 def test_the_plan_is_what_the_terms_say():
@@ -118,7 +143,10 @@ WRONG = [
     ({"stages": 2, "codec": "itn8"}, "pipeline.codec: activation codec 'itn8' is not known", "'int8'"),
     ({"stages": 2, "codec": "int8,raw"}, "pipeline.codec", "raw goes both ways"),
     ({"stages": 2, "codec": "aqsgd4"}, "'pinned routes'", "int4"),
-    ({"stages": 2, "codec": "subspace:40+bf16"}, "'shared basis'", "int8"),
+    ({"stages": 2, "codec": "subspace:49+bf16"}, "'shared basis'", "subspace:48"),
+    ({"stages": 2, "codec": "subspace:x"}, "pipeline.codec: 'subspace:x' is not known", "subspace:40"),
+    ({"stages": 2, "codec": "int8", "basis": "0" * 64}, "'shared basis': codec int8 has no basis", "leave"),
+    ({"stages": 2, "codec": "subspace:8", "basis": "0" * 63}, "pipeline.basis", "matching regex"),
     ({"stages": 2, "policy": "swrm"}, "pipeline.policy: 'swrm' is not known", "'swarm'"),
     ({"stages": 3, "policy": "skip"}, "'skip ratio'", "write skip:3"),
     ({"stages": 3, "policy": "skip:1e1"}, "'skip ratio': 'skip:1e1' does not say", "write skip:3"),
