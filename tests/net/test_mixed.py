@@ -43,11 +43,11 @@ def all_counted_once(*nodes):
 
 
 def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_only_server_is_killed(run):
-    total, replica, servers, trainer = begun(run, 30)
-    replica.reaches(lambda status: status["tokens"] >= total // 3)
+    total, replica, servers, trainer = begun(run, 120)
+    replica.reaches(lambda status: status["tokens"] >= total // 10)
     servers[1].kill()
     left = trainer.reaches(lambda status: len(status["members"]) == 3)
-    trainer.reaches(lambda status: status["work"]["microbatches"] > left["work"]["microbatches"] + 8)
+    before = replica.status()["work"]
     for node in (replica, servers[0], trainer):
         node.is_done()
 
@@ -55,7 +55,7 @@ def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_o
     assert (replica.status()["role"], replica.status()["tokens"] >= total) == ("replica", True)
     assert {partner["role"] for partner in left["partners"]} == {"replica", "stage:0"}
     all_counted_once(replica, trainer)
-    assert replica.status()["work"]["backward"] > 0, "the trainer did not go through it"
+    assert replica.status()["work"]["backward"] > before["backward"], "the trainer did not go on through it"
     assert fallen(replica) > 0.5
     assert one_state([replica.saved(0), servers[0].saved(0)])
     assert all(replica.saved(stage).meta["tokens"] >= total for stage in range(STAGES))
