@@ -22,6 +22,7 @@ from farflock.node.recovery import LR_BUMP
 from farflock.node.resume import memory_of
 from farflock.node.stage import even
 from farflock.node.stage_requests import Confirm, Refused, decode_answer, encode
+from farflock.node.stage_state import round_of
 from farflock.node.stage_tensors import joined
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.state import state_hash
@@ -375,6 +376,38 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
         for name, x in again._weights[first][0].items():
             assert torch.equal(x.float(), saved[stage].parts["model"][name])
     assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
+
+
+def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_are_not_of_one_moment(tmp_path):
+    steps = 5
+    one = audit((Part(EVERY, trains=True),), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
+    saved, last = {}, steps - 1
+
+    async def save(sim):
+        for stage, number in ((0, 2), (1, 3)):
+            serving = sim.nodes[0].servings[stage]
+            while serving.seat.applied_round < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            tensors, cursors = memory_of(serving)
+            meta = {"node": cursors, "tokens": (number + 1) * BATCH * TOKENS}
+            saved[stage] = checkpoint.load(checkpoint.save(tmp_path / str(stage), number, tensors, meta))
+
+    one.run(save).check()
+    before = {stage: round_of(each) for stage, each in saved.items()}
+    assert before[0] < before[1] <= last
+    again = audit((Part(EVERY, trains=True),), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
+
+    def take_up(number, node):
+        node._saved = saved
+        look(number, node)
+
+    look, again._look = again._look, take_up
+    again.run().check().check_finished()
+    for stage, rounds in again.named.items():
+        assert min(rounds) == before[stage] + 1
+        for name, x in again._weights[stage, before[stage]][0].items():
+            assert torch.equal(x.float(), saved[stage].parts["model"][name])
+    assert again.sim.nodes[0].tokens >= 2 * steps * BATCH * TOKENS
 
 
 # what all do alike
