@@ -25,6 +25,7 @@ EVALUATED = 128  # held-out sequences
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @click.option("--set", "assignments", multiple=True, metavar="A.B=C", help="Override one value of the manifest.")
 @click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option("--replicas", type=click.IntRange(0), default=0, help="In a run of stages: of the peers, full replicas.")
 @click.option("--loss", type=click.FloatRange(0, 0.9), default=0.0, show_default=True, help="Share of frames lost.")
 @click.option("--churn", type=click.FloatRange(0.1), help="Mean seconds between two kills; the killed come back.")
 @click.option("--rate", type=click.FloatRange(0.01), default=100.0, show_default=True, help="Mbit/s of every line.")
@@ -49,6 +50,7 @@ def command(
     manifest: Path | None,
     assignments: tuple[str, ...],
     peers: int,
+    replicas: int,
     loss: float,
     churn: float | None,
     rate: float,
@@ -90,10 +92,12 @@ def command(
     if described.pipeline is not None:
         from farflock.node.commands import sim_pipeline
 
-        staged = sim_pipeline.world_of(described, peers, link, step_s, churn)
+        staged = sim_pipeline.world_of(described, peers, link, step_s, churn, replicas)
         if not _dry(out, described, staged, dry_run):
             sim_pipeline.simulate(out, described, staged)
         return
+    if replicas:
+        raise click.UsageError("--replicas is for a run of stages; without a [pipeline] table all peers are replicas")
     plan = described.plan()
     require_members(method(plan.method, **plan.options), peers, "--peers")
     world = World(

@@ -1,4 +1,5 @@
-"""What `farflock sim` does with a manifest whose model is cut into stages: one trainer, and servers of all stages in turn."""
+"""What `farflock sim` does with a manifest whose model is cut into stages: full replicas if there are to be any, a trainer, and
+servers of all stages in turn."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from farflock.node.manifest import Manifest
     from farflock.node.pipeline import PipelineNode
     from farflock.node.pipeline_simulation import PipelineWorld
+    from farflock.node.stage_beginning import Serving
     from farflock.swarm.sim import LinkModel
 
 EVALUATED = 128  # held-out sequences
@@ -18,21 +20,27 @@ PASSES = 4  # a step is a forward pass through all stages, one that is done agai
 
 
 def world_of(
-    described: "Manifest", peers: int, link: "LinkModel", step_s: float, churn_s: float | None
+    described: "Manifest", peers: int, link: "LinkModel", step_s: float, churn_s: float | None, replicas: int = 0
 ) -> "PipelineWorld":
-    """The simulated surroundings; a step of `step_s` is one microbatch's, through all stages and back."""
+    """The simulated surroundings; a step of `step_s` is one microbatch's, through all stages and back. So many of the peers are
+    full replicas, as fast as a server; beside them stages may have no servers, and there need be no trainer."""
     from farflock.node.pipeline_simulation import Part, PipelineWorld
+    from farflock.swarm.roles import EVERY
 
     pipeline = described.pipeline_plan()
     assert pipeline is not None, "a run of stages"
     stages = len(pipeline.stages)
-    if peers <= stages:
+    others = peers - replicas
+    if others < 0:
+        raise click.UsageError(f"--replicas {replicas} are more than the {peers} --peers")
+    if not replicas and peers <= stages:
         raise click.UsageError(
             f"--peers {peers} leaves a stage without a server: {stages} stages and a trainer need more"
         )
     forward_s = step_s / (PASSES * stages)
-    servers = tuple(Part(number % stages, forward_s=forward_s) for number in range(peers - 1))
-    parts: tuple[Part, ...] = (*servers, Part(trains=True))
+    whole = [Part(EVERY, trains=True, forward_s=forward_s)] * replicas
+    servers = [Part(number % stages, forward_s=forward_s) for number in range(others - 1)]
+    parts = (*whole, *servers, *([Part(trains=True)] if others else []))
     limit_s = 100 * step_s * described.run.total_tokens / (described.train.batch * described.train.seq) + 3600
     return PipelineWorld(
         parts, described.run.total_tokens, link, churn_s, view_s=described.exchange.view_s, limit_s=limit_s
@@ -83,21 +91,15 @@ def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out:
     from farflock.optimizers.state import state_hash
 
     plan = described.plan()
-    furthest: dict[int, PipelineNode] = {}
-    for node in nodes.values():
-        if node.serving is not None:
-            index, before = node.serving.index, furthest.get(node.serving.index)
-            if (
-                before is None
-                or before.serving is None
-                or node.serving.seat.applied_round > before.serving.seat.applied_round
-            ):
-                furthest[index] = node
+    furthest: dict[int, Serving] = {}
+    for serving in (serving for node in nodes.values() for serving in node.servings):
+        before = furthest.get(serving.index)
+        if before is None or serving.seat.applied_round > before.seat.applied_round:
+            furthest[serving.index] = serving
     model, digest = build(plan.model, plan.run_seed), hashlib.sha256()
     state: dict[str, torch.Tensor] = {}
-    for _, node in sorted(furthest.items()):
-        assert node.serving is not None, "only servers are listed"
-        driver = node.serving.loop.driver
+    for _, serving in sorted(furthest.items()):
+        driver = serving.loop.driver
         digest.update(state_hash(driver.method.snapshot(driver.replica)))
         state |= dict(driver.method.eval_params(driver.replica))
     with torch.no_grad():

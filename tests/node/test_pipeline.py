@@ -16,19 +16,21 @@ from msgspec import structs
 
 from farflock.node import checkpoint
 from farflock.node.model import build
-from farflock.node.pipeline import PipelineNode, edges_of, of_share
+from farflock.node.pipeline import PipelineNode, _Together, edges_of, of_share
 from farflock.node.pipeline_simulation import Part, PipelineWorld, identity_of, parts
 from farflock.node.policies import POLICIES, policy_of
 from farflock.node.rebalancer import LifeOver
 from farflock.node.recovery import LR_BUMP
 from farflock.node.resume import memory_of
 from farflock.node.stage import even
+from farflock.node.stage_requests import Confirm, Refused, decode_answer, encode
+from farflock.node.stage_state import round_of
 from farflock.node.stage_tensors import joined
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.schedule import Schedule
 from farflock.optimizers.state import state_hash
 from farflock.swarm.paths import Microbatch, Serving
-from farflock.swarm.roles import NOTHING, role_of
+from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.round_log import LOG_ROUNDS
 from farflock.swarm.wiring import Announced
 
@@ -74,6 +76,7 @@ class Accounts(Audit):
         super().__init__(*world)
         self.begun_anew = True  # the servers of a stage have weights of their own between rounds
         self.agreed = collections.defaultdict(set)  # by stage, stream and round
+        self.noted = collections.Counter()  # by stage and round, who had that state
 
     def _weights_of(self, life):
         life.weights.clear()  # they change between two rounds as well
@@ -81,17 +84,21 @@ class Accounts(Audit):
 
     def _look(self, number, node):
         super()._look(number, node)
-        if node.serving is not None:
-            seat, driver, index = node.serving.seat, node.serving.loop.driver, node.serving.index
-            applied = seat.applied
+        for serving in node.servings:
+            self._note_states(serving)
 
-            def noting(key, result):
-                applied(key, result)
-                if driver.method.equality == "exact":
-                    mark = state_hash(driver.method.agreed(driver.replica, key.stream))
-                    self.agreed[index, key.stream, key.round].add(mark)
+    def _note_states(self, serving):
+        seat, driver, index = serving.seat, serving.loop.driver, serving.index
+        applied = seat.applied
 
-            seat.applied = noting
+        def noting(key, result):
+            applied(key, result)
+            if driver.method.equality == "exact":
+                mark = state_hash(driver.method.agreed(driver.replica, key.stream))
+                self.agreed[index, key.stream, key.round].add(mark)
+                self.noted[index, key.round] += 1
+
+        seat.applied = noting
 
     def _check_round(self, stage, number, results):
         """No mean of gradients here."""
@@ -235,6 +242,31 @@ def test_servers_that_step_on_their_own_sync_their_stage_and_no_microbatch_is_lo
     assert all(not torch.equal(x, start[name]) for name, x in moved.items())
 
 
+@pytest.mark.parametrize("name", often(METHODS, "diloco", "sparseloco"))
+def test_full_replicas_and_pipelines_that_step_on_their_own_agree_on_each_stages_state(name):
+    made = plan(16 * BATCH * TOKENS, method=name.split()[0], options=METHODS[name], rate=0.05)
+    one = audit(parts(2, 2, 2, replicas=1), made, 2)
+    one.run().check().check_finished()
+    replica = one.sim.nodes[6]
+    together = collections.Counter()
+    for fields in one.tale.fields("round"):
+        together[fields["stream"], fields.get("stage")] += fields["peers"] == 3 and fields["status"] == "ok"
+    streams = [entry.key.stream for entry in driver_of(replica, 0).method.streams(driver_of(replica, 0).replica)]
+    assert all(together[stream, stage] >= 3 for stream in streams for stage in (0, 1)), together
+    if driver_of(replica, 0).method.equality == "exact":
+        assert all(max(one.noted[stage, number] for number in one.named[stage]) == 3 for stage in (0, 1))
+    named = collections.Counter(peer for keys in one.named[0].values() for peer, _ in keys)
+    assert min(named[identity_of(made, number).peer] for number in (4, 5, 6)) > 5, "somebody's work does not count"
+    start = dict(build(MODEL, made.run_seed).named_parameters())
+    moved = {name: x for serving in replica.servings for name, x in serving.model.named_parameters()}
+    assert moved.keys() == start.keys()
+    assert all(not torch.equal(x.detach().float(), start[name]) for name, x in moved.items())
+
+
+def driver_of(node, stage):
+    return node.servings[stage].loop.driver
+
+
 @pytest.mark.parametrize("name", often(["ddp", *METHODS], "ddp", "sparseloco", "streaming"))
 def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it_stopped(name):
     options = METHODS.get(name, {"codec": "fp32", "return_codec": "fp32"})
@@ -349,6 +381,38 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
     assert all(node.tokens == 2 * steps * BATCH * TOKENS for node in again.sim.nodes.values())
 
 
+def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_are_not_of_one_moment(tmp_path):
+    steps = 5
+    one = audit((Part(EVERY, trains=True),), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
+    saved, last = {}, steps - 1
+
+    async def save(sim):
+        for stage, number in ((0, 2), (1, 3)):
+            serving = sim.nodes[0].servings[stage]
+            while serving.seat.applied_round < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            tensors, cursors = memory_of(serving)
+            meta = {"node": cursors, "tokens": (number + 1) * BATCH * TOKENS}
+            saved[stage] = checkpoint.load(checkpoint.save(tmp_path / str(stage), number, tensors, meta))
+
+    one.run(save).check()
+    before = {stage: round_of(each) for stage, each in saved.items()}
+    assert before[0] < before[1] <= last
+    again = audit((Part(EVERY, trains=True),), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
+
+    def take_up(number, node):
+        node._saved = saved
+        look(number, node)
+
+    look, again._look = again._look, take_up
+    again.run().check().check_finished()
+    for stage, rounds in again.named.items():
+        assert min(rounds) == before[stage] + 1
+        for name, x in again._weights[stage, before[stage]][0].items():
+            assert torch.equal(x.float(), saved[stage].parts["model"][name])
+    assert again.sim.nodes[0].tokens >= 2 * steps * BATCH * TOKENS
+
+
 # what all do alike
 
 
@@ -362,13 +426,52 @@ def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness
     assert node_of(bench, made, cut, 0)._terms().window == expected
 
 
-def node_of(bench, made, cut, stage, **options):
+def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options):
     from farflock.node.pipeline import Means
 
     async def build_it():
-        return PipelineNode(made, cut, bench(TEXT).peer(0), Means(None, None, None), stage, **options)
+        return PipelineNode(made, cut, bench(TEXT).peer(0), Means(None, None, None, report), stage, **options)
 
     return asyncio.run(build_it())
+
+
+def test_a_full_replica_holds_all_stages_and_answers_for_each(bench):
+    cut = _AUDIT["pipeline"](3, BATCH)
+    node = node_of(bench, plan(), cut, EVERY, tokens=TEXT)
+    assert (node.role, list(node.rolls._streams)) == ("replica", [0, 1, 2])
+    assert [serving.model.span for serving in node.servings] == list(cut.stages)
+    together = joined(serving.model.state_dict() for serving in node.servings)
+    whole = build(MODEL, plan().run_seed).double().state_dict()
+    assert all(torch.equal(x, whole[name]) for name, x in together.items())
+    assert together.keys() == whole.keys()
+    for serving in node.servings:
+        request = encode(Confirm(1, serving.index, 1))
+        assert node.peer.calls.handler.admit("t", request, ()) is None
+    assert isinstance(decode_answer(node.peer.calls.handler.admit("t", encode(Confirm(1, 3, 1)), ())), Refused)
+
+
+def test_a_full_replicas_rounds_say_of_which_stage_they_are_and_one_stage_notes_the_steps(bench):
+    said = []
+    node = node_of(
+        bench, plan(), _AUDIT["pipeline"](3, BATCH), EVERY, report=lambda kind, fields: said.append((kind, fields))
+    )
+    for serving in node.servings:
+        serving.loop.report("step", {"step": 4, "loss": 1.0 + serving.index})
+        serving.loop.report("round", {"stream": "s"})
+    rounds = [fields for kind, fields in said if kind == "round"]
+    assert rounds == [{"stream": "s", "stage": stage} for stage in range(3)]
+    assert [fields for kind, fields in said if kind == "step"] == [{"step": 4, "loss": 3.0}]
+
+
+def test_several_downloads_are_told_as_one():
+    told = []
+    together = _Together(lambda here, total: told.append((here, total)))
+    first, second = together.part(), together.part()
+    first(1, 4)
+    second(0, 6)
+    first(4, 4)
+    second(6, 6)
+    assert told == [(1, 4), (1, 10), (4, 10), (10, 10)]
 
 
 @pytest.mark.parametrize("stage", [0, 2, NOTHING])

@@ -18,8 +18,9 @@ from farflock.node.manifest import resolve
 from farflock.node.network import Machine
 from farflock.node.paths import RunFolder
 from farflock.node.pipeline import PipelinePlan
-from farflock.node.pipeline_part import emptiest, founders, joiners, part_of
+from farflock.node.pipeline_part import emptiest, founders, held, joiners, last_of_part, part_of
 from farflock.node.resume import memory_of
+from farflock.node.stage_room import needed_stage_bytes
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.views import Certified, Chain, Member, View
 
@@ -235,3 +236,66 @@ def replace_pipeline(manifest):
 def test_a_founder_that_comes_back_trains_again_if_it_was_to(role, trains):
     """It may be the only trainer that there is."""
     assert joined(role, Members(0, 0, 1), founded=True)[1] is trains
+
+
+# a full replica
+
+
+def test_a_replica_serves_every_stage_trains_and_keeps_each_stage_by_itself(bench, text, tmp_path):
+    async def save(node, keepers):
+        assert (node.role, [serving.index for serving in node.servings]) == ("replica", [0, 1, 2])
+        assert node.trainer is not None
+        assert [keeper.role for keeper in keepers.keepers] == ["stage:0", "stage:1", "stage:2"]
+        for serving, keeper in zip(node.servings, keepers.keepers, strict=True):
+            assert serving.loop.pause == keeper.pause
+            serving.loop.step = 5 + serving.index
+        return await keepers.save()
+
+    assert made(bench, text, tmp_path, EVERY, True, look=save) == RunFolder(tmp_path).checkpoints
+    for stage in range(3):
+        (saved,) = [path for _, path in checkpoint.steps(folder_of(RunFolder(tmp_path), f"stage:{stage}"))]
+        assert saved.name == f"step-{5 + stage}"
+    look = lambda node, keeper: {index: each.step for index, each in node._saved.items()}  # noqa: E731
+    assert made(bench, text, tmp_path, EVERY, True, look=look) == {0: 5, 1: 6, 2: 7}
+    assert made(bench, text, tmp_path, 1, False, look=look) == {1: 6}, "a replica's stage is a stage's"
+
+
+def test_a_replica_was_as_far_as_its_stage_that_was_furthest_behind(bench, text, tmp_path):
+    folder, cut = RunFolder(tmp_path), MANIFEST.pipeline_plan()
+    assert last_of_part(folder, RUN, cut, EVERY) is None
+
+    async def save(node, keeper):
+        for index, tokens in ((0, 900), (1, 300), (2, 600)):
+            parts, cursors = memory_of(node.servings[index])
+            meta = {"run": RUN, "node": cursors, "tokens": tokens}
+            if index < 2 or len(written):
+                checkpoint.save(folder_of(folder, f"stage:{index}"), 3 + len(written), parts, meta)
+
+    written = []
+    made(bench, text, tmp_path, EVERY, True, look=save)
+    assert last_of_part(folder, RUN, cut, EVERY) is None, "a stage was never kept"
+    assert last_of_part(folder, RUN, cut, 0).meta["tokens"] == 900
+    written.append(1)
+    made(bench, text, tmp_path, EVERY, True, look=save)
+    assert last_of_part(folder, RUN, cut, EVERY).meta["tokens"] == 300
+    assert last_of_part(folder, RUN, cut, NOTHING) is None
+
+
+def test_what_is_held_by_whom():
+    assert held(THREE, EVERY) == (0, 1, 2)
+    assert held(THREE, 1) == (1,)
+    assert held(THREE, NOTHING) == ()
+
+
+def test_a_replica_that_does_not_fit_this_machine_is_refused_before_anything_is_built(
+    bench, text, tmp_path, monkeypatch
+):
+    built = []
+    monkeypatch.setattr(pipeline_part, "PipelineNode", lambda *work: built.append(work))
+    room = sum(needed_stage_bytes(MANIFEST.plan(), MANIFEST.pipeline_plan(), stage) for stage in range(3))
+    monkeypatch.setattr(pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=room - 1))
+    with pytest.raises(Uncomposable, match="a full replica holds all 3 stages") as refused:
+        made(bench, text, tmp_path, EVERY, True)
+    assert refused.value.exit_code == 2
+    assert "--role stage" in refused.value.remedy
+    assert not built

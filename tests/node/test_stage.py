@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farflock.node.model import PRESETS, build, next_token_loss
-from farflock.node.stage import Accumulator, BadSplit, Stage, Staged, even, split
+from farflock.node.stage import Accumulator, BadSplit, Stage, Staged, backward_through, even, split
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=5, tied=False, vocab_size=50)
 SPLITS = [[5], [2, 3], [1, 3, 1], [1, 1, 1, 1, 1], [4, 1]]
@@ -155,3 +155,21 @@ def test_what_is_no_split_is_refused(config, sizes, reason):
 def test_more_stages_than_layers_are_refused(stages):
     with pytest.raises(BadSplit, match="5 layers make 1 to 5 stages"):
         even(CONFIG, stages)
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_through_all_stages_at_once_each_has_what_it_has_pass_by_pass(sizes, dtype):
+    stages = [Stage(build(CONFIG, 7, span).to(dtype)) for span in split(CONFIG, sizes)]
+    for x, targets in microbatches(3):
+        sums = [Accumulator() for _ in stages]
+        path = [((stage, total), (stage, total)) for stage, total in zip(stages, sums, strict=True)]
+        loss = through(path, x, targets)
+        staged, loss_sum = backward_through(stages, x, targets)
+        assert loss_sum == loss
+        for one, total in zip(staged, sums, strict=True):
+            taken = total.take()
+            assert one.tokens == taken.tokens == x.numel()
+            assert one.gradients.keys() == taken.gradients.keys()
+            assert all(torch.equal(one.gradients[name], taken.gradients[name]) for name in taken.gradients)
+    assert all(weight.grad is None for stage in stages for weight in stage.model.parameters())

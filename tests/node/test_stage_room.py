@@ -6,7 +6,13 @@ import pytest
 
 from farflock.node.composition import Uncomposable
 from farflock.node.manifest import resolve
-from farflock.node.stage_room import needed_stage_bytes, require_stage_room, stage_parameters
+from farflock.node.stage_room import (
+    needed_replica_bytes,
+    needed_stage_bytes,
+    require_replica_room,
+    require_stage_room,
+    stage_parameters,
+)
 from farflock.node.stage_tensors import shapes_of
 
 
@@ -45,3 +51,19 @@ def test_a_stage_that_fits_no_machine_is_refused_by_the_rules_name_with_one_that
     assert refused.value.remedy.startswith("serve stage 0, or cut the model into more stages")
     with pytest.raises(Uncomposable, match="; cut the model into more stages"):
         require_stage_room(plan, pipeline, 1)
+
+
+def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead():
+    plan, pipeline = planned([1, 4, 1])
+    stages = [needed_stage_bytes(plan, pipeline, stage) for stage in range(3)]
+    needed = needed_replica_bytes(plan, pipeline)
+    assert needed == sum(stages)
+    require_replica_room(plan, pipeline, needed)
+    with pytest.raises(Uncomposable) as refused:
+        require_replica_room(plan, pipeline, stages[0], needed - 1)
+    assert refused.value.rule == "replica that fits nobody"
+    assert f"{plan.model.parameters():,} parameters, and takes about {needed / 1e6:,.0f} MB" in refused.value.why
+    assert refused.value.remedy.startswith("serve one stage (--role stage, or stage:0)")
+    with pytest.raises(Uncomposable) as refused:
+        require_replica_room(plan, pipeline)
+    assert refused.value.remedy.startswith("train without weights (--role trainer)")

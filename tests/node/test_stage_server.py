@@ -487,6 +487,32 @@ async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes
     assert notes.read(server.brought(7)) == [("t", 3)]
 
 
+@served(2)
+async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_for_and_takes_no_place(bench):
+    server, wanted = bench.server, Accumulator()
+    for number in range(1, 8):  # more than there are places
+        back = bench.stage.backward(bench.inside(number), bench.outside(number))
+        server.merged.clear()
+        await server.contribute(("me", number), back.staged, back.loss_sum)
+        assert server.merged.is_set()
+        wanted.add(back.staged)
+    await bench.merge(20)
+    wanted.add(bench.stage.backward(bench.inside(20), bench.outside(20)).staged)
+    assert (server.untaken("me"), server.untaken("t")) == (7, 1)
+    assert (server.tokens, server.served["merged"]) == (8 * TOKENS, 8)
+    taken = server.take()
+    assert server.untaken("me") == 0
+    assert taken.staged.tokens == 8 * TOKENS
+    assert taken.loss is not None
+    for name, x in wanted.sums.items():
+        torch.testing.assert_close(taken.staged.gradients[name], x, rtol=0, atol=1e-12)
+    mine = [("me", number) for number in range(1, 8)]
+    assert notes.read(server.brought(6)) == [*mine, ("t", 20)]
+    server.closed(6, notes.written(mine[:3]))
+    server.absorb()
+    assert notes.read(server.brought(7)) == [*mine[3:], ("t", 20)]
+
+
 @served()
 async def test_what_a_round_does_not_name_is_in_the_next_contribution(bench):
     server = bench.server

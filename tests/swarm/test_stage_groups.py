@@ -117,7 +117,9 @@ class Node:
         return Snapshot(self.applied, bytes(32), self.tokens, (chunk,))
 
     async def adopt(self):
-        found = await self.peer.snapshots.fetch(f"state/{self.stage}", 30.0, least=self.peer.reach(), stage=self.stage)
+        found = await self.peer.snapshots.fetch(
+            f"state/{self.stage}", 30.0, least=self.peer.reach(self.stage), stage=self.stage
+        )
         self.applied, self.tokens = json.loads(found.chunks[0])
         self.begin()
 

@@ -134,3 +134,15 @@ def test_a_confirmation_that_comes_while_it_runs_is_refused_and_ends_it(book):
     assert book.begin(KEY, 1) == "run"
     assert book.confirm(KEY, 1) == "unknown"
     assert book.staged(KEY, 0.0) is None
+
+
+def test_a_microbatch_of_ones_own_takes_no_place_and_is_merged_until_a_round_names_it(book):
+    for number in range(10):
+        book.own(("me", number))
+    assert (book.taken, book.kept) == (0, set())
+    put_aside(book)
+    assert book.offer(3, [("me", 0), ("me", 1), KEY]) == [("me", 0), ("me", 1)]
+    assert book.close(3, [("me", 0)]) == [("me", 1)]
+    book.expire(1e9)
+    assert book.offer(4) == [("me", number) for number in range(1, 10)]
+    assert book.confirm(("me", 0), 1) == "merged"  # as whoever asks for what counts is told

@@ -64,3 +64,34 @@ def test_too_few_peers_are_refused(farflock, manifest):
     code, _, said = farflock("sim", manifest(1280), "--peers", "2")
     assert code == 2
     assert "leaves a stage without a server" in said
+
+
+def test_full_replicas_train_beside_the_others_or_alone(farflock, manifest):
+    path = manifest(1280)
+    mixed = facts(farflock, path, "--peers", "5", "--replicas", "2", "--step", "0.1")
+    assert mixed["rounds"] >= 10
+    assert mixed["losses"][-1] < mixed["losses"][0]
+    alone = facts(farflock, path, "--peers", "2", "--replicas", "2", "--step", "0.1")
+    assert alone["rounds"] >= 10
+    assert alone["microbatches"] >= 30
+    assert alone["losses"][-1] < alone["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("peers", "replicas", "stages"),
+    [(5, 1, [-1, 0, 1, 0, -2]), (3, 1, [-1, 0, -2]), (3, 2, [-1, -1, -2]), (2, 2, [-1, -1])],
+)
+def test_a_dry_run_says_which_peers_are_full_replicas(farflock, manifest, peers, replicas, stages):
+    described = facts(farflock, manifest(1280), "--peers", str(peers), "--replicas", str(replicas), "--dry-run")
+    parts = described["world"]["parts"]
+    assert [part["stage"] for part in parts] == stages
+    assert [part["trains"] for part in parts] == [stage < 0 for stage in stages]
+
+
+def test_more_replicas_than_peers_and_replicas_of_whole_models_are_refused(farflock, manifest):
+    code, _, said = farflock("sim", manifest(1280), "--peers", "2", "--replicas", "3")
+    assert code == 2
+    assert "more than the 2 --peers" in said
+    code, _, said = farflock("sim", "--replicas", "1")
+    assert code == 2
+    assert "for a run of stages" in said

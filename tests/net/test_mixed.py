@@ -1,0 +1,82 @@
+"""A full replica and a pipeline of small nodes in real processes train one model, and whoever of them is killed, its part is
+with the others."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+_PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
+Run, described, fallen, one_state = (_PIPELINE[name] for name in ("Run", "described", "fallen", "one_state"))
+pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+STAGES = 2
+
+
+@pytest.fixture
+def run(nursery, tmp_path):
+    made = Run(nursery.popen, tmp_path)
+    yield made
+    made.end()
+
+
+def found(run, manifest, role):
+    """As `Run.found`, by a founder of this role."""
+    (run._folder / "run.toml").write_bytes(manifest.canonical())
+    founder = run.start("founder", "run", run._folder / "run.toml", "--role", role)
+    run.invite = founder.reaches(lambda status: status["invite"])["invite"]
+    return founder
+
+
+def begun(run, steps):
+    """A replica that founds, a server of each of two stages, a trainer."""
+    manifest = described(4, steps, stages=STAGES)
+    founder = found(run, manifest, "replica")
+    servers = [run.join(f"server-{stage}", "--role", f"stage:{stage}") for stage in range(STAGES)]
+    return manifest.run.total_tokens, founder, servers, run.join("trainer", "--role", "trainer")
+
+
+def all_counted_once(*nodes):
+    for node in nodes:
+        work = node.status()["work"]
+        assert (work["doubled"], work["in doubt"]) == (0, 0)
+        assert work["microbatches"] > 0
+
+
+def test_a_replica_and_a_pipeline_train_one_model_and_it_keeps_the_stage_whose_only_server_is_killed(run):
+    total, replica, servers, trainer = begun(run, 120)
+    replica.reaches(lambda status: status["tokens"] >= total // 10)
+    servers[1].kill()
+    left = trainer.reaches(lambda status: len(status["members"]) == 3)
+    before = replica.status()["work"]
+    for node in (replica, servers[0], trainer):
+        node.is_done()
+
+    assert left["tokens"] < total
+    assert (replica.status()["role"], replica.status()["tokens"] >= total) == ("replica", True)
+    assert {partner["role"] for partner in left["partners"]} == {"replica", "stage:0"}
+    all_counted_once(replica, trainer)
+    assert replica.status()["work"]["backward"] > before["backward"], "the trainer did not go on through it"
+    assert fallen(replica) > 0.5
+    assert one_state([replica.saved(0), servers[0].saved(0)])
+    assert all(replica.saved(stage).meta["tokens"] >= total for stage in range(STAGES))
+    assert {entry["peers"] for entry in replica.events("round")} >= {1, 2}, (
+        "no round was with a server, or none without"
+    )
+
+
+@pytest.mark.long
+def test_a_founding_replica_that_is_killed_comes_back_to_the_state_that_the_others_have(run):
+    total, founder, servers, trainer = begun(run, 200)
+    killed = founder.reaches(lambda status: status["tokens"] >= total // 10)
+    founder.kill()
+    trainer.reaches(lambda status: len(status["members"]) == 3)
+    again = run.start("founder", "run", run._folder / "run.toml", "--role", "replica")
+    again.comes_in()
+    for node in (again, *servers, trainer):
+        node.is_done()
+
+    assert again.status()["peer"] == killed["peer"]
+    assert [entry["role"] for entry in again.events("joined")] == ["replica"], "it went on by itself"
+    all_counted_once(again, trainer)
+    for stage in range(STAGES):
+        assert one_state([again.saved(stage), servers[stage].saved(stage)])

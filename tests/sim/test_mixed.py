@@ -1,0 +1,223 @@
+"""Full replicas beside pipelines, or alone: they train one model, each microbatch counts once at each stage, and whoever dies,
+those who are left go on with the state that all had."""
+
+import asyncio
+import collections
+import logging
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from farflock.node.model import build
+from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
+from farflock.node.stage import Stage
+from farflock.node.trainer import NUMBERS
+
+_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+BATCH = 8  # microbatches
+TOKENS = 8 * BATCH
+FOREVER = 10**9  # tokens of runs that a test ends
+MANY = 50
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Calls that fail because somebody was killed are what happens here."""
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+
+
+def audit(stages, servers, trainers, replicas, steps=None, seed=0, rate=None, world=None):
+    """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
+    total = TOKENS * steps if steps else FOREVER
+    around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
+    made = plan(seed, total) if rate is None else plan(seed, total, rate=rate)
+    return Audit(
+        made,
+        pipeline(stages, BATCH),
+        PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around),
+    )
+
+
+def counted(one, stage=0):
+    """How many microbatches of each peer the rounds of a stage name."""
+    return collections.Counter(peer for keys in one.named[stage].values() for peer, _ in keys)
+
+
+def in_step(one):
+    """Whether all stages have had as many rounds, but for one or two that the end cut off."""
+    newest = [max(rounds) for rounds in one.named.values()]
+    return max(newest) - min(newest) <= 2
+
+
+def me(one, number):
+    return identity_of(one.plan, number).peer
+
+
+# replicas alone
+
+
+def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
+    one, steps = audit(3, 0, 0, replicas=2, steps=5, rate=0.3), 5
+
+    def in_lockstep(number, node):
+        look(number, node)
+        trainer = node.trainer
+        begins = trainer._may_begin
+        trainer._may_begin = lambda: begins() and all_at(node.rolls.epoch) and trainer.begun < half(node.rolls.epoch)
+
+    def half(epoch):
+        return (epoch + 2) * BATCH // 2  # of this round and those before: two do it together
+
+    def all_at(epoch):
+        servings = [serving for node in one.sim.nodes.values() for serving in node.servings]
+        return all(serving.seat.applied_round == epoch for serving in servings)
+
+    look, one._look = one._look, in_lockstep
+    one.run().check().check_finished()
+    model = build(one.plan.model, one.plan.run_seed).double()
+    optimizer, whole = one.plan.inner.build(model), Stage(model)
+    for number in range(steps):
+        keys = one.named[0][number]
+        assert all(rounds[number] == keys for rounds in one.named.values())
+        assert collections.Counter(peer for peer, _ in keys) == {me(one, 0): BATCH // 2, me(one, 1): BATCH // 2}
+        gradients = [whole.backward(*one.batch(key)).staged.gradients for key in keys]
+        for name, parameter in model.named_parameters():
+            parameter.grad = sum(entry[name] for entry in gradients) / TOKENS
+        optimizer.step()
+        for stage in range(3):
+            for weights in one._weights.get((stage, number), []):
+                for name, x in weights.items():
+                    torch.testing.assert_close(x, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    assert {number for _, number in one._weights} >= {-1, 0, 1, 2, 3}
+    assert not one.events["forward computed"], "an activation went to somebody"
+
+
+def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had():
+    one = audit(3, 0, 0, replicas=3, steps=8, rate=0.3).run().check().check_finished().check_memory()
+    assert in_step(one)
+    assert all(len(rounds) >= 8 for rounds in one.named.values())
+    assert set(counted(one)) == {me(one, number) for number in range(3)}
+    assert counted(one, 0) == counted(one, 2), "a microbatch that is here is here for all stages"
+
+
+# beside pipelines
+
+
+def test_replicas_and_pipelines_train_one_model():
+    one = audit(3, 2, 2, replicas=1, steps=8, rate=0.3).run().check().check_finished().check_memory()
+    assert in_step(one)
+    assert min(counted(one)[me(one, number)] for number in (6, 7, 8)) > 5, "somebody's work does not count"
+    replica = one.sim.nodes[8]
+    assert replica.role == "replica"
+    assert replica.work["backward"] > 0, "trainers do not ask it"
+    assert [len(servers) for servers in replica.rolls.serving().stages] == [3, 3, 3]
+    telling = {number for number, node in one.sim.nodes.items() if node.peer.loads._mine is not None}
+    assert telling == set(range(6)), "who tells its load may be told to move"
+    brought = {peer for (stage, _, peer), passes in one.brought.items() if passes and stage == 1}
+    assert brought == {me(one, number) for number in (1, 4, 8)}
+
+
+def mixed_with_churn(seed, steps=8):
+    """Two servers of each of three stages, two trainers, two full replicas; all but the trainers die now and then, and one
+    replica and one server for certain."""
+    one = audit(3, 2, 2, replicas=2, steps=steps, seed=seed, world={"churn_s": 5.0, "away_s": (3.0, 8.0)})
+
+    async def kill_two(sim):
+        for victim, rounds in ((8 + seed % 2, 2), (seed % 6, 4)):
+            await until(lambda rounds=rounds: sim.settled and len(one.named[1]) >= rounds)
+            sim.kill(victim, 4.0)
+
+    one.run(kill_two).check().check_finished().check_memory()
+    assert in_step(one)
+    return one
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_with_deaths_of_replicas_and_servers_nothing_is_lost_or_doubled_and_the_stages_stay_in_step(seed):
+    one = mixed_with_churn(seed)
+    assert one.tale.kills >= 2
+    assert min(counted(one)[me(one, number)] for number in (6, 7)) > 5
+    assert counted(one)[me(one, 8)] + counted(one)[me(one, 9)] > 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_many_seeds_of_a_mixed_swarm_with_churn():
+    failures = []
+    for seed in range(MANY):
+        try:
+            mixed_with_churn(seed)
+        except (AssertionError, TimeoutError, RuntimeError) as error:
+            failures.append(f"seed {seed}: {error!r:.300}")
+    assert not failures, "\n".join(failures)
+
+
+POINTS = [("whole begins", 0.0), ("whole computed", 0.0), ("offered", 0.0), ("offered", 0.1), ("closed", 0.0)]
+
+
+def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_for_the_rest():
+    one = audit(2, 1, 1, replicas=2)
+    points, dying, lost = list(POINTS), [], set()
+
+    def see(what, number):
+        ready = points and number == 4 and what == points[0][0] and one.sim.settled
+        if ready and one.sim.nodes[4] not in dying and one.sim.nodes[4].trainer.finished >= BATCH:
+            dying.append(one.sim.nodes[4])
+            lost.update(dying[-1].trainer._begun_s)
+            asyncio.get_running_loop().call_later(points.pop(0)[1], one.sim.kill, 4, 2.0)
+
+    async def until_all(sim):
+        await until(lambda: one.tale.kills == len(POINTS))
+        await until(lambda: sim.settled and sim.nodes[4].trainer.finished >= BATCH)
+        sim.end()
+
+    one.on_event = see
+    one.run(until_all).check().check_finished()
+    mine = me(one, 4)
+    asked = [peer for life in one.lives for peer, _ in life.computed if life.number != 4]
+    assert asked
+    assert mine not in asked, "its microbatches were computed by somebody else"
+    named = {number for keys in one.named[0].values() for peer, number in keys if peer == mine}
+    assert len({number // NUMBERS for number in named}) == len(POINTS) + 1, "a life's work does not count"
+    assert lost - named, "it never had anything that was lost with it"
+
+
+def test_a_replica_keeps_every_stage_when_all_their_servers_are_gone_and_newcomers_have_its_state():
+    one = audit(3, 1, 1, replicas=2)
+    seen = {}
+
+    async def die_out(sim):
+        await until(lambda: sim.settled and len(one.named) == 3 and min(map(len, one.named.values())) >= 2)
+        for number in (0, 1, 2):
+            sim.kill(number, 60.0 + number)
+            await until(lambda number=number: me(one, number) not in view_of(sim).peers)
+        gone = {stage: max(rounds) for stage, rounds in one.named.items()}
+        finished = sim.nodes[3].trainer.finished
+        await until(lambda: all(max(one.named[stage]) >= number + 4 for stage, number in gone.items()))
+        seen["alone"] = sorted(sim.nodes), sim.nodes[3].trainer.finished - finished
+        await until(lambda: sim.settled)
+        back = max(map(max, one.named.values()))
+        await until(lambda: min(map(max, one.named.values())) >= back + 4)
+        sim.end()
+
+    one.run(die_out).check().check_finished()
+    assert seen["alone"][0] == [3, 4, 5], "servers were there"
+    assert seen["alone"][1] > 0, "the trainer could not go on through the replicas"
+    anew = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
+    assert not anew, "a stage was made from something else than what the replicas had"
+    again = [life for life in one.lives if life.number in (0, 1, 2)][3:]
+    assert sorted(life.stage for life in again) == [0, 1, 2]
+    assert all(life.merged for life in again)
+
+
+def view_of(sim):
+    return max((node.peer.port.views.newest for node in sim.nodes.values()), key=lambda view: view.number)
+
+
+async def until(holds):
+    """Look on until it does."""
+    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
+        await asyncio.sleep(0.05)
