@@ -223,7 +223,7 @@ def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tenso
     """Such a tensor, projected; a few rows at a time, for products in float64 take many times its memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
     around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
-    parts = zip(rows_ND.split(ROWS), around_ND.to(rows_ND.device).split(ROWS), strict=True)
+    parts = zip(torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True)
     return torch.cat([_inside_rows(rows, frozen, basis) for rows, frozen in parts]).view(residual_last.shape)
 
 
