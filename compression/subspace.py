@@ -54,6 +54,7 @@ MAX_WIDTH = 65_536
 ORTHONORMAL = 1e-6  # the largest error of a number of UᵀU
 OUTSIDE = 0.05  # of an activation's norm that may lie outside the subspace; 40 layers in bf16 alone make 0.014
 KEPT = 8  # units in the last place of its largest value that a tensor may be off, and is left as it is
+ROWS = 2048  # of a tensor that are projected at once; another number gives other last bits
 MOST_PASSES = 3  # the first one is enough, but for a tensor whose rounding sums up in one place
 LARGEST = 2.0**60  # magnitudes of coordinates that are taken, so that their products with the basis stay finite
 
@@ -219,12 +220,19 @@ def project(
 
 
 def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tensor:
-    """Such a tensor, projected."""
-    slices = SLICES if residual_last.dtype == torch.float64 else 2
-    wide = residual_last.double() - (0.0 if around is None else around.double())
-    rows, columns_DK = wide.reshape(-1, basis.width), basis.exact_DK.to(wide.device)
-    inside = product(product(rows, columns_DK, slices), columns_DK.T, slices).view(wide.shape)
-    return (inside + (0.0 if around is None else around.double())).to(residual_last.dtype)
+    """Such a tensor, projected; a few rows at a time, for products in float64 take many times its memory."""
+    rows_ND = residual_last.reshape(-1, basis.width)
+    around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
+    parts = zip(torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True)
+    return torch.cat([_inside_rows(rows, frozen, basis) for rows, frozen in parts]).view(residual_last.shape)
+
+
+def _inside_rows(rows_ND: Tensor, around_ND: Tensor, basis: Basis) -> Tensor:
+    """around + (rows - around) P, in the rows' dtype."""
+    slices = SLICES if rows_ND.dtype == torch.float64 else 2
+    varying_ND, columns_DK = rows_ND.double() - around_ND.double(), basis.exact_DK.to(rows_ND.device)
+    inside_ND = product(product(varying_ND, columns_DK, slices), columns_DK.T, slices)
+    return (inside_ND + around_ND.double()).to(rows_ND.dtype)
 
 
 @torch.no_grad()

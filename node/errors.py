@@ -44,6 +44,7 @@ class Refused(FarflockError):
 
 
 EXPLAINED: dict[str, type[FarflockError]] = {
+    "farflock.compression.activation.Incompatible": Refused,  # this machine makes another basis than the run's
     "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged
     "farflock.node.checkpoint.CheckpointCorrupt": Failure,
     "farflock.node.checkpoint.CheckpointError": Failure,

@@ -47,7 +47,7 @@ def require_digest(basis: Basis, named: str | None) -> Basis:
     if named is not None and basis.digest.hex() != named:
         raise Incompatible(
             f"this machine makes the run's basis with digest {basis.digest.hex()[:16]}, the manifest names {named[:16]}:"
-            " its arithmetic, or its version, is another one; it cannot serve this run"
+            " its arithmetic, or its version, is another one, and it cannot serve this run; update it, or use another machine"
         )
     return basis
 

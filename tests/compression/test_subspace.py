@@ -17,6 +17,7 @@ from farflock.compression.activation_catalog import activation_codec, most_bytes
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace import (
+    ROWS,
     Basis,
     Subspace,
     id_bytes,
@@ -639,3 +640,13 @@ def test_a_tensor_around_a_frozen_one_keeps_that():
     project(tensors, {"e": 1}, basis, {"e": frozen})
     torch.testing.assert_close(tensors["e"].double(), expected, rtol=0, atol=1e-6)
     assert outside(tensors, {"e": 1}, basis, {"e": frozen}) < 1e-6
+
+
+def test_of_a_tall_tensor_each_part_of_its_rows_is_projected_by_itself():
+    basis = Basis.drawn(WIDTH, RANK, seed=3)
+    tall, frozen = normal(ROWS + 5, WIDTH), normal(ROWS + 5, WIDTH, seed=1)
+    whole, parts = {"e": tall.clone()}, ({"e": tall[:ROWS].clone()}, {"e": tall[ROWS:].clone()})
+    project(whole, {"e": 1}, basis, {"e": frozen})
+    for part, around in zip(parts, (frozen[:ROWS], frozen[ROWS:]), strict=True):
+        project(part, {"e": 1}, basis, {"e": around})
+    assert torch.equal(whole["e"], torch.cat([part["e"] for part in parts]))

@@ -6,6 +6,7 @@ import pytest
 
 from farflock.node.composition import Uncomposable
 from farflock.node.manifest import resolve
+from farflock.node.run_basis import basis_bytes
 from farflock.node.stage_room import (
     needed_replica_bytes,
     needed_stage_bytes,
@@ -37,6 +38,13 @@ def test_more_layers_gradients_and_waiting_passes_take_more_memory():
     assert needed_stage_bytes(*planned([1, 3, 2], places=5), 1) > needed
     assert needed_stage_bytes(*planned([1, 3, 2], queue=33), 1) > needed
     assert needed_stage_bytes(*planned([1, 3, 2], codec="raw"), 1) > needed
+
+
+def test_of_a_subspace_codec_the_basis_is_counted_and_its_payloads_are_small():
+    plan, pipeline = planned([1, 3, 2], codec="subspace:8")
+    more = needed_stage_bytes(*planned([1, 3, 2], codec="subspace:9"), 1) - needed_stage_bytes(plan, pipeline, 1)
+    a_payload = 2 * plan.batch * plan.seq  # of one coordinate more
+    assert more == 3 * pipeline.server.queue * a_payload + basis_bytes(96, 9, 256) - basis_bytes(96, 8, 256)
 
 
 def test_a_stage_that_fits_no_machine_is_refused_by_the_rules_name_with_one_that_fits():
