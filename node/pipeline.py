@@ -33,6 +33,7 @@ from farflock.node.stage_server import Pass, ServerTerms, StageServer
 from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of, scale_snapshot
 from farflock.node.stage_tensors import shapes_of
 from farflock.node.stage_trainee import Batch, StageTrainee, gated
+from farflock.node.stage_versions import ORIGIN, Asynchronous, origin_of, versions_of
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainer import Trainer, TrainerTerms, first_number
 from farflock.optimizers.catalog import SUMMING, method
@@ -61,6 +62,7 @@ class PipelinePlan:
     server: ServerTerms = field(default_factory=ServerTerms)
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
     balance: Balance = field(default_factory=Balance)
+    asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
 
 
 # Of the stages' numbers of layers, the run's seed, and who asks.
@@ -221,7 +223,11 @@ class PipelineNode:
     def _begin_stage(self, rounds: Mapping[str, int], tokens: int) -> None:
         assert self.serving is not None
         driver = self.serving.loop.driver
-        driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
+        state = driver.method.snapshot(
+            driver.replica
+        )  # the round begins here, before anybody can ask for it beside a step
+        if self.pipeline.asynchronous is not None and max(rounds.values(), default=-1) >= 0:
+            self.serving.seat.marks[ORIGIN] = origin_of(state)
         for entry in self._specimens_of(self.serving.index):
             after = rounds.get(entry.key.stream, -1)
             if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
@@ -289,6 +295,7 @@ class PipelineNode:
                 "microbatches": self.trainer.finished,
                 "under way": self.trainer.kept,
                 "in doubt": self.trainer.lost,
+                "dropped": self.trainer.dropped,
                 "doubled": self.trainer.doubled,
             }
         return counts
@@ -358,10 +365,22 @@ class PipelineNode:
     def _serve(self, index: int) -> Serving:
         plan, peer, means = self.plan, self.peer, self._means
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
-        stage, replica = Stage(model), PlainReplica(model, plan.inner.build(model), clip_of(plan, model))
+        inner = plan.inner.build(model)
+        stage, replica = Stage(model), PlainReplica(model, inner, clip_of(plan, model))
         driver = Driver(method(plan.method, **plan.options), replica)
         first = driver.method.streams(replica)[0]
         terms = replace(self.pipeline.server, staleness=self.pipeline.server.staleness * first.stride)
+        versions = versions_of(
+            self.pipeline.asynchronous,
+            terms.staleness,
+            model,
+            inner,
+            driver,
+            applied=lambda: seat.place.rounds[first.key.stream],
+            marks=lambda: seat.marks,
+            summing=plan.method in SUMMING,
+            report=lambda fields: means.report("delay", {"stage": index, **fields}),
+        )
         server = StageServer(
             index,
             stage,
@@ -372,6 +391,7 @@ class PipelineNode:
             run_pass=means.run_pass,
             now=lambda: asyncio.get_running_loop().time(),
             applied=lambda: seat.place.rounds[first.key.stream],
+            versions=versions,
         )
         seat = Seat(peer, driver, self._courier(index), means.compute, index, server)
         trainee = StageTrainee(
@@ -406,7 +426,8 @@ class PipelineNode:
         first, and find what comes then too old."""
         terms, rounds = self.pipeline.trainer, max(self.pipeline.server.staleness, 1)
         most = max(rounds * self.pipeline.batch_tokens // self._edges.tokens, 1)
-        return replace(terms, window=min(terms.window, most))
+        gone = terms.gone if self.pipeline.asynchronous is None else self.pipeline.asynchronous.gone
+        return replace(terms, window=min(terms.window, most), gone=gone)
 
     def _courier(self, index: int) -> Courier:
         return Courier(self.peer, self.plan.run_seed, self._means.compute, index)

@@ -13,7 +13,6 @@ from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import Tensors, What
 from farflock.optimizers.muon import Muon
 
-
 SCALARS = ("step", "mu_product")  # moments of one number a parameter
 
 

@@ -45,11 +45,11 @@ class StageTrainee:
         """Add what was merged to the stage's gradients; the loss in nats a token, as far as this stage knows one."""
         self.replica.lr = self.rate_factor() * self.schedule.rate(progress.tokens, step - self.joined_at)
         taken = self.server.take()
-        self.tokens_per_step = taken.staged.tokens
-        self.weight = taken.staged.tokens / self.tokens if self.summing else 1.0
+        self.tokens_per_step = taken.staged.tokens - taken.discarded * self.tokens
+        self.weight = self.tokens_per_step / self.tokens if self.summing else 1.0
         divisor = self.tokens if self.summing else max(taken.staged.tokens, 1)
         for name, parameter in self.stage.model.named_parameters():
-            if parameter.grad is None:
+            if parameter.grad is None or taken.discarded:
                 parameter.grad = torch.zeros_like(parameter)
             if name in taken.staged.gradients:
                 parameter.grad += taken.staged.gradients[name] / divisor

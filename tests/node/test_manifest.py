@@ -275,7 +275,7 @@ def test_a_methods_codec_is_one_thing_wherever_it_is_written():
         ("model.preset=dmeo", "model.preset: 'dmeo'", "'demo'"),
         ("exchange.codec=itn8", "'itn8'", "'int8'"),
         ("trust.level=public", "trust.level: 'public'", "choose from trusted"),
-        ("train.optimizer=adamv", "train.optimizer: 'adamv'", "'adamw'"),
+        ("train.optimizer=adamww", "train.optimizer: 'adamww'", "'adamw'"),
         ("data.tokenizer=byte", "data.tokenizer: 'byte'", "'bytes'"),
         ("train.momentum=0.9", "adamw has no momentum", "choose sgd"),
         ("train.momentum=1.0", "train.momentum: 1.0", "< 1.0"),

@@ -534,7 +534,7 @@ async def test_over_hundreds_of_microbatches_nothing_grows(bench):
             bench.server.absorb()
     await asyncio.sleep(5.0)
     server = bench.server
-    kept = [server._staged, server._replies, server._work, server._in_sum, server._closed, server._staging._slots]
+    kept = [server._staged, server._replies, server._work, server._sums.rounds, server._closed, server._staging._slots]
     assert [len(entries) for entries in kept] == [0] * 6
     assert server.tokens == 0
     assert server.served["merged"] == 34

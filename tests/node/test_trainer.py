@@ -50,7 +50,7 @@ class World:
         self.calls = self
         self.epoch, self.log, self.scripts = EPOCH, [], collections.defaultdict(list)
         self.order = {stage: [f"{stage}a", f"{stage}b"] for stage in range(STAGES)}
-        self.closed, self.gone, self.doubtful = [], [], []
+        self.closed, self.gone, self.doubtful, self.left_out = [], [], [], []
         self.results, self.events, self.under_way = [], [], collections.Counter()
         self.most = collections.Counter()
         edges = Edges(activation_codec("raw"), 1, TOKENS, 2, 16, 0)
