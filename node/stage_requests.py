@@ -27,7 +27,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True):
-    """Names a stage's weights: the last round in them, and what they come from if the stage was begun anew in the run, else 0."""
+    """Names a stage's weights: the last round in them, and what they come from if the stage was begun anew, else 0."""
 
     round: Round
     origin: Count = 0

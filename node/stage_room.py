@@ -30,7 +30,8 @@ def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
     )
     computed = max(server.together * plan.model.dim * 2, a_token) * edges.tokens
     waiting = server.queue * (2 * edges.max_bytes("forward") + edges.max_bytes("backward") + 3 * edges.token_bytes)
-    return plan.dtype.itemsize * (weights * (VALUES + server.places) + computed) + waiting
+    copies = VALUES + server.places + _kept_copies(pipeline)
+    return plan.dtype.itemsize * (weights * copies + computed) + waiting
 
 
 def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:
@@ -46,6 +47,13 @@ def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_byt
     others = [index for index in range(count) if needed_stage_bytes(plan, pipeline, index) <= largest]
     serve = f"serve stage {others[0]}, or " if others else ""
     raise Uncomposable(RULE, why, f"{serve}cut the model into more stages, or use a larger machine")
+
+
+def _kept_copies(pipeline: PipelinePlan) -> int:
+    """Of a stage that keeps versions: the old ones, and the sum of what was merged for each; what passes use in place of the
+    newest; and a trend with the weights of before a step."""
+    terms = pipeline.asynchronous
+    return 0 if terms is None else 2 * (terms.versions - 1) + 1 + 2 * terms.predicts
 
 
 def _is_last(plan: Plan, span: range) -> bool:

@@ -77,7 +77,9 @@ class Batch:
     stopping: Callable[[], bool]
     steps: int = 0  # since the last round
     _round: int = -1
-    _came: bool = False  # to this round, because it was called: once is enough, also where it lasts longer than its deadline
+    _came: bool = (
+        False  # to this round, because it was called: once is enough, also where it lasts longer than its deadline
+    )
 
     async def full(self) -> bool:
         """Wait until a step is due; False if there is to be none any more."""

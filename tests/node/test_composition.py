@@ -20,6 +20,7 @@ from farflock.node.participant import Plan
 from farflock.node.pipeline import POLICIES, PipelinePlan
 from farflock.node.stage import split
 from farflock.node.stage_server import ServerTerms
+from farflock.node.stage_versions import Asynchronous
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.inner import InnerConfig
@@ -29,6 +30,8 @@ from farflock.swarm.skipping import Plan as SkipPlan
 
 MODEL = ModelConfig(dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=32, context=64, tied=False)
 SIZES = (1, 2, 2, 1)
+PLAIN, HEAVY = InnerConfig("sgd"), InnerConfig("sgd", momentum=0.9)
+NESTEROV = InnerConfig("sgd", momentum=0.9, nesterov=True)
 
 
 class Ordered:
@@ -41,11 +44,25 @@ class Ordered:
         return self._orders[(microbatch.step + microbatch.lane) % len(self._orders)]
 
 
-def parts(policy="swarm", sizes=SIZES, name="ddp", options=None, codec="int8", batch=16, kept=256, window=8, **plan):
-    run = Plan(1, MODEL, InnerConfig(), Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
+def parts(
+    policy="swarm",
+    sizes=SIZES,
+    name="ddp",
+    options=None,
+    codec="int8",
+    batch=16,
+    kept=256,
+    window=8,
+    late=None,
+    staleness=1,
+    inner=InnerConfig(),  # noqa: B008 - a constant
+    **plan,
+):
+    run = Plan(1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
     trainer = TrainerTerms(window=window, kept=kept)
     called = policy if isinstance(policy, str) else "planned"
-    pipeline = PipelinePlan(split(MODEL, sizes), batch * run.batch * run.seq, codec, called, ServerTerms(), trainer)
+    server, tokens = ServerTerms(staleness=staleness), batch * run.batch * run.seq
+    pipeline = PipelinePlan(split(MODEL, sizes), tokens, codec, called, server, trainer, asynchronous=late)
     made = POLICIES[policy](sizes, 1, "me") if isinstance(policy, str) else policy
     return Parts(run, pipeline, method(name, **run.options), made)
 
@@ -63,6 +80,21 @@ def refusal(given):
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4,int8", "topk:410/4096", "hadamard4"])
 def test_what_fits_is_not_refused(policy, codec):
     require_composable(parts(policy, codec=codec))
+
+
+@pytest.mark.parametrize(
+    ("correction", "inner"),
+    [
+        *(("none", inner) for inner in (InnerConfig(), PLAIN, HEAVY, NESTEROV)),
+        *((correction, HEAVY) for correction in ("spike", "prediction", "spike+prediction", "braking")),
+        *((correction, InnerConfig(name)) for correction in ("prediction", "braking") for name in ("adamw", "nadam")),
+        *(("nesterov", inner) for inner in (NESTEROV, InnerConfig("nadam"))),
+    ],
+)
+def test_corrections_with_the_momentum_that_they_need_are_not_refused(correction, inner):
+    require_composable(parts(late=Asynchronous(2, correction), inner=inner))
+    if "prediction" not in correction:
+        require_composable(parts(name="diloco", options={"period": 2}, late=Asynchronous(2, correction), inner=inner))
 
 
 def test_a_pipeline_of_one_stage_is_one():
@@ -102,6 +134,50 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("rounds by steps", {"name": "diloco", "options": {"round_s": 60.0}}, "every 60 s", "name a period"),
     ("kept microbatches", {"kept": 39}, "1 steps of 16 microbatches, and a trainer keeps 39, with 8", "to 40 or more"),
     ("kept microbatches", {"name": "diloco", "options": {"period": 10}}, "10 steps of 16", "pipeline.kept to 328"),
+    (
+        "versions in use",
+        {"late": Asynchronous(4), "staleness": 2},
+        "4 versions are kept",
+        "staleness to 3, or versions to 3",
+    ),
+    (
+        "shared versions",
+        {"name": "demo", "late": Asynchronous(2)},
+        "weights of their own with method demo",
+        "ddp or diloco",
+    ),
+    (
+        "predicted steps",
+        {"name": "diloco", "options": {"period": 4}, "late": Asynchronous(2, "prediction")},
+        "with method diloco each has its own",
+        "method ddp",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "spike")},
+        "spike cannot be made with adamw",
+        "train.momentum to 0.9",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "spike"), "inner": NESTEROV},
+        "sgd with nesterov",
+        "nesterov to false",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "braking"), "inner": PLAIN},
+        "sgd without momentum",
+        "momentum to 0.9",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "prediction"), "inner": PLAIN},
+        "sgd without",
+        "another correction",
+    ),
+    ("corrected momentum", {"late": Asynchronous(2, "nesterov")}, "cannot be made with adamw", "optimizer to nadam"),
+    ("corrected momentum", {"late": Asynchronous(2, "nesterov"), "inner": HEAVY}, "made with sgd", "train.nesterov"),
     ("kept microbatches", {"batch": 9000, "kept": 16_384}, "of at most 16384", "lower pipeline.batch"),
 ]
 

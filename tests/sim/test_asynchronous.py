@@ -1,7 +1,6 @@
 """Pipelines that do not wait, on the simulated network: each gradient is that of one function, whoever computes its passes; how
 late it is is measured, agreed upon and bounded; and over slow links more gets done."""
 
-import asyncio
 import collections
 import logging
 import runpy
@@ -11,11 +10,10 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
+from farflock.node.pipeline_simulation import PipelineWorld, parts
 from farflock.node.stage_server import ServerTerms
 from farflock.node.stage_versions import Asynchronous
 from farflock.node.trainer import TrainerTerms
-from farflock.optimizers.inner import InnerConfig
 from farflock.swarm.sim import LinkModel
 
 _AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
