@@ -47,7 +47,7 @@ class Server:
 
     @property
     def weight(self):
-        return float(self.module.weight)
+        return float(self.module.weight.detach())
 
     def set(self, value):
         with torch.no_grad():
