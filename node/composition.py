@@ -23,6 +23,7 @@ from farflock.node.participant import Plan
 from farflock.node.pipeline import PipelinePlan, Shapes
 from farflock.node.run_basis import largest_rank
 from farflock.node.stage import BadSplit, even, split
+from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths import Microbatch, PathPolicy
 from farflock.swarm.payloads import MAX_PAYLOAD_BYTES
@@ -326,6 +327,52 @@ def steps_of(options: Method | Mapping[str, Any]) -> int:
     return 1
 
 
+# asynchronous passes
+
+
+def _versions_in_use(parts: Parts) -> Breach | None:
+    """No version is kept that nothing may be computed with."""
+    terms, staleness = parts.pipeline.asynchronous, parts.pipeline.server.staleness
+    if terms is None or terms.versions <= staleness + 1:
+        return None
+    why = f"{terms.versions} versions are kept, and gradients may be {staleness} rounds late"
+    return why, f"set pipeline.staleness to {terms.versions - 1}, or versions to {staleness + 1}"
+
+
+def _shared_versions(parts: Parts) -> Breach | None:
+    """A version is the same at all servers of its stage, or none could take another one's place."""
+    if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
+        return None
+    why = f"the members of a stage hold weights of their own with method {parts.plan.method}"
+    return why, "choose a method that keeps all members equal, such as ddp or diloco, or leave asynchronous out"
+
+
+def _predicted_steps(parts: Parts) -> Breach | None:
+    """What is predicted is the next step of all."""
+    terms = parts.pipeline.asynchronous
+    if terms is None or not terms.predicts or parts.plan.method in SUMMING:
+        return None
+    why = f"correction {terms.correction} goes ahead along the last step of all"
+    return f"{why}, and with method {parts.plan.method} each has its own", "choose method ddp, or another correction"
+
+
+def _corrected_momentum(parts: Parts) -> Breach | None:
+    """Corrections are made of the inner optimizer's momentum."""
+    inner, terms = parts.plan.inner, parts.pipeline.asynchronous
+    correction = "none" if terms is None else terms.correction
+    called = inner.name + (" with nesterov" if inner.nesterov else "" if inner.momentum else " without momentum")
+    velocity = inner.name in ("adamw", "nadam") or (inner.name == "sgd" and bool(inner.momentum))
+    if "spike" in correction and not (inner.name == "sgd" and inner.momentum and not inner.nesterov):
+        needs = "set train.optimizer to sgd, train.momentum to 0.9, and train.nesterov to false"
+    elif ("prediction" in correction or correction == "braking") and not velocity:
+        needs = "set train.momentum to 0.9" if inner.name == "sgd" else "set train.optimizer to adamw, nadam or sgd"
+    elif correction == "nesterov" and not (inner.nesterov or inner.name == "nadam"):
+        needs = "set train.optimizer to nadam, or to sgd with train.momentum at 0.99 and train.nesterov"
+    else:
+        return None
+    return f"correction {correction} cannot be made with {called}", f"{needs}, or choose another correction"
+
+
 RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
     "one batch": _one_batch,
     "one precision": _one_precision,
@@ -343,4 +390,8 @@ RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
     "rounds in step": _rounds_in_step,
     "rounds by steps": _rounds_by_steps,
     "kept microbatches": _kept,
+    "versions in use": _versions_in_use,
+    "shared versions": _shared_versions,
+    "predicted steps": _predicted_steps,
+    "corrected momentum": _corrected_momentum,
 }

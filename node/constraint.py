@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from farflock.compression.subspace import Basis, project, settled
 from farflock.node.model import Llama
 from farflock.node.replica import PlainReplica
-from farflock.node.stage import Backward, Gradients, Stage
+from farflock.node.stage import Gradients, Stage
 from farflock.optimizers.method import Tensors, What
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -93,11 +93,9 @@ class ConstrainedStage(Stage):
         super().__init__(model)
         self._constraint = constraint
 
-    def backward(self, x: Tensor, outside: Tensor) -> Backward:
-        """As `Stage.backward`."""
-        found = super().backward(x, outside)
-        staged = replace(found.staged, gradients=self._constraint.of_gradients(found.staged.gradients))
-        return replace(found, staged=staged)
+    def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
+        """As `Stage.of_weights`."""
+        return self._constraint.of_gradients(super().of_weights(gradients))
 
 
 class ConstrainedReplica(PlainReplica):

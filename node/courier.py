@@ -202,7 +202,8 @@ def _without_notes(outcome: Outcome) -> tuple[Outcome, bytes]:
         return replace(outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]), outcome.reduced[-1]
     if outcome.gathered is None:
         return outcome, b""
-    keys = notes.joined(shards[-1] for shards in outcome.gathered.values())[: notes.MAX_KEYS]  # the same for all
+    ages = notes.joined_ages(shards[-1] for shards in outcome.gathered.values())
+    keys = {key: ages[key] for key in sorted(ages)[: notes.MAX_KEYS]}  # the same for all
     bare = {peer: shards[:-1] for peer, shards in outcome.gathered.items()}
     return replace(outcome, gathered=bare, taken=outcome.taken[:-1]), notes.written(keys)
 

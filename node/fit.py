@@ -21,8 +21,9 @@ Inner = torch.optim.Optimizer | InnerConfig
 
 NONE: frozenset[str] = frozenset()
 ADAM, MOMENTUM = frozenset(("step", "exp_avg", "exp_avg_sq")), frozenset(("momentum_buffer",))
+NADAM = ADAM | {"mu_product"}
 SHARED_MOMENTS = {  # methods whose replicas all take the same inner steps, and the moments that they send to joiners
-    "ddp": frozenset(ddp.MOMENTS),
+    "ddp": frozenset((*ddp.MOMENTS, *ddp.OTHERS)),
     "demo": frozenset(decoupled.MOMENTS),
     "flexdemo": frozenset(decoupled.MOMENTS),
 }
@@ -40,7 +41,8 @@ def require_inner(name: str, made: Method, inner: Inner, clip_norm: float | None
             why = f"{clip_norm:g} would shorten {name}'s sign(q), whose norm is the root of the number of parameters"
             raise Usage("train.clip", why, "set it to 0")
     sent = SHARED_MOMENTS.get(name)
-    if sent is not None and any(moments is None or moments - sent for moments in kept):
+    mixed = name == "ddp" and len(kept) > 1  # Muon's matrix products have other bits on other machines
+    if sent is not None and (mixed or any(moments is None or moments - sent for moments in kept)):
         why, remedy = f"it cannot send the moments of {called} as it is set", "or sgd without momentum"
         remedy = remedy if name == "ddp" else "sgd or muon"
         raise Usage(f"method {name}", why, f"take adamw or adam without amsgrad, {remedy}")
@@ -80,7 +82,7 @@ def moments_of(inner: Inner) -> Sequence[frozenset[str] | None]:
     here. To build one only to ask would take torch seconds, and it would write files."""
     if isinstance(inner, InnerConfig):
         momentum = MOMENTUM if inner.momentum else NONE
-        return {"adamw": [ADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[inner.name]
+        return {"adamw": [ADAM], "nadam": [NADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[inner.name]
     if isinstance(inner, Muon):
         return [_kept(inner.part_of(group["params"][0])) for group in inner.param_groups]
     return [_kept(inner)]
@@ -90,6 +92,8 @@ def _kept(inner: torch.optim.Optimizer) -> frozenset[str] | None:
     groups = inner.param_groups
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         return ADAM | ({"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else NONE)
+    if isinstance(inner, torch.optim.NAdam):
+        return NADAM
     if isinstance(inner, torch.optim.SGD):
         return MOMENTUM if any(group["momentum"] for group in groups) else NONE
     return MOMENTUM if isinstance(inner, getattr(torch.optim, "Muon", Muon)) else None  # torch before 2.9 has no Muon

@@ -27,7 +27,8 @@ TICK_S = 0.05
 
 class FullTrainer:
     """One life of a full replica's own training. `servers` are its own, from the first stage's to the last one's; `batch(n)` is
-    the n-th microbatch of its stream, of so many `tokens`; `first` is this life's first number (`first_number`)."""
+    the n-th microbatch of its stream, of so many `tokens`, which visits the stages of `order`, as it would on the way that the
+    run's policy has for it; `first` is this life's first number (`first_number`)."""
 
     def __init__(
         self,
@@ -37,12 +38,13 @@ class FullTrainer:
         batch: Callable[[int], tuple[Tensor, Tensor]],
         tokens: int,
         terms: TrainerTerms,
+        order: Callable[[int], Sequence[int]],
         run_pass: Pass,
         report: Report = lambda kind, fields: None,
         first: int = 0,
     ) -> None:
         self._peer, self._rolls, self._servers, self._tokens = peer, rolls, tuple(servers), tokens
-        self._batch, self._terms, self._pass, self._report = batch, terms, run_pass, report
+        self._batch, self._terms, self._order, self._pass, self._report = batch, terms, order, run_pass, report
         self._ledger = Ledger(len(self._servers))
         self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
         self._named: list[set[int]] = [set() for _ in self._servers]
@@ -52,6 +54,8 @@ class FullTrainer:
         self.finished = 0  # microbatches that count at every stage
         self.doubled = 0  # named twice at one stage, which must not be
         self.lost = 0  # microbatches of which it is not known whether they count, for the log of rounds has moved on
+        self._late: set[int] = set()  # microbatches that some stage left out
+        self.dropped = 0  # gradients that never counted, for a round found them too late: each at one stage
         self.spoilt = 0  # microbatches whose gradient was not finite: they count nowhere
 
     async def run(self, enough: Callable[[], bool]) -> None:
@@ -89,20 +93,23 @@ class FullTrainer:
 
     async def _train(self, number: int) -> None:
         self._next, started_s = number + 1, self._now()
-        staged, loss = await self._pass(lambda: self._compute(number), BACKWARD_COST * len(self._servers))
+        visited = [self._servers[stage] for stage in self._order(number)]
+        staged, loss, rounds = await self._pass(lambda: self._compute(number), BACKWARD_COST * len(visited))
         if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
             self.spoilt += 1  # in the sum it would spoil everybody's
             return
-        self._ledger.begin(number)
+        self._ledger.begin(number, self._order(number))
         self._begun_s[number] = started_s
-        for server, part in zip(self._servers, staged, strict=True):
-            await server.contribute((self._peer.me, number), part, loss if server.stage.is_last else None)
+        for server, part, of in zip(visited, staged, rounds, strict=True):
+            await server.contribute((self._peer.me, number), part, loss if server.stage.is_last else None, of)
         self._losses.append(loss / self._tokens)
         self._report("loss", {"number": number, "loss": loss / self._tokens})
 
-    def _compute(self, number: int) -> tuple[tuple[Staged, ...], float]:
-        """In what computes: one microbatch, there and back, by the weights that all stages have now."""
-        return backward_through([server.stage for server in self._servers], *self._batch(number % NUMBERS))
+    def _compute(self, number: int) -> tuple[tuple[Staged, ...], float, list[int]]:
+        """In what computes: one microbatch, there and back, by the weights that all stages have now, and their rounds."""
+        visited = [self._servers[stage] for stage in self._order(number)]
+        staged, loss = backward_through([server.stage for server in visited], *self._batch(number % NUMBERS))
+        return staged, loss, [server.applied for server in visited]
 
     def _look_around(self) -> None:
         """Hear what rounds have named, and forget what counts everywhere."""
@@ -113,11 +120,25 @@ class FullTrainer:
             if len(self._named[stage]) > 2 * REMEMBERED:
                 self._named[stage] = set(sorted(self._named[stage])[-REMEMBERED:])
             self._ledger.committed(stage, mine)
+        self._hear_of_late()
         while (doubtful := self._rolls.skipped()) is not None:
             self._give_up(doubtful)
         for number in self._ledger.finish():
+            took_s = self._now() - self._begun_s.pop(number)
+            if number in self._late:
+                self._late.discard(number)
+                continue
             self.finished += 1
-            self._report("microbatch", {"number": number, "took_s": self._now() - self._begun_s.pop(number)})
+            self._report("microbatch", {"number": number, "took_s": took_s})
+
+    def _hear_of_late(self) -> None:
+        """What rounds named and left out counts at other stages alone."""
+        for stage, (trainer, number) in self._rolls.left_out:
+            if trainer == self._peer.me and number in self._begun_s:
+                self._late.add(number)
+                self.dropped += 1
+                self._report("dropped", {"number": number, "stage": stage})
+        self._rolls.left_out.clear()
 
     def _give_up(self, stage: int) -> None:
         """Rounds of a stage have left everybody's log before I heard of them: what waits for them may count or not."""

@@ -146,6 +146,7 @@ class Loop:
         """A method may step the inner optimizer in `apply` (DDP): at the rate of the round, however late this peer is."""
         if result.tokens:
             self.trainee.set_rate(result.tokens)
+        self.seat.applying(key, result)
         second_phase = apply()
         self.seat.applied(key, result)
         return second_phase

@@ -41,12 +41,14 @@ from farflock.node.stage_rolls import Rolls, StreamName
 from farflock.node.stage_server import Pass, ServerTerms, StageServer
 from farflock.node.stage_tensors import shapes_of
 from farflock.node.stage_trainee import Batch, StageTrainee, gated
+from farflock.node.stage_versions import Asynchronous, versions_of
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainer import Trainer, TrainerTerms, first_number
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange, Tensors, What
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.messages import Load
+from farflock.swarm.paths import Microbatch, PathPolicy
 from farflock.swarm.peer import Peer, Wait
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.snapshots import Progress as Downloaded
@@ -70,6 +72,7 @@ class PipelinePlan:
     balance: Balance = field(default_factory=Balance)
     end_copies: int = 0
     basis: str | None = None
+    asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -157,7 +160,10 @@ class PipelineNode:
         look_on = partial(self._open_as_onlooker, index)
         pipeline, report = self.pipeline, self._means.report
         copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
-        return Beginning(self.plan, pipeline.stages, serving, specimens, saved, look_on, report, copied, swapping)
+        versioned = pipeline.asynchronous is not None
+        return Beginning(
+            self.plan, pipeline.stages, serving, specimens, saved, look_on, report, copied, swapping, versioned
+        )
 
     def _look_on(self) -> None:
         for index in self._others:
@@ -217,6 +223,7 @@ class PipelineNode:
                 "microbatches": self.trainer.finished,
                 "under way": self.trainer.kept,
                 "in doubt": self.trainer.lost,
+                "dropped": self.trainer.dropped,
                 "doubled": self.trainer.doubled,
             }
         return counts
@@ -287,11 +294,22 @@ class PipelineNode:
     def _serve(self, index: int) -> Serving:
         plan, peer, means, share = self.plan, self.peer, self._means, self.pipeline.share(index)
         schedule = of_share(plan.schedule, share)
-        stage, replica = self._stage_and_replica(index)
+        stage, replica, inner = self._stage_and_replica(index)
         model = stage.model
         driver = Driver(method(plan.method, **plan.options), replica)
         first = driver.method.streams(replica)[0]
         terms = replace(self.pipeline.server, staleness=self.pipeline.server.staleness * first.stride)
+        versions = versions_of(
+            self.pipeline.asynchronous,
+            terms.staleness,
+            model,
+            inner,
+            driver,
+            applied=lambda: seat.place.rounds[first.key.stream],
+            marks=lambda: seat.marks,
+            summing=plan.method in SUMMING,
+            report=lambda fields: means.report("delay", {"stage": index, **fields}),
+        )
         server = StageServer(
             index,
             stage,
@@ -302,6 +320,7 @@ class PipelineNode:
             run_pass=means.run_pass,
             now=lambda: asyncio.get_running_loop().time(),
             applied=lambda: seat.place.rounds[first.key.stream],
+            versions=versions,
         )
         seat = Seat(peer, driver, self._courier(index), means.compute, index, server)
         trainee = StageTrainee(server, stage, replica, schedule, self._edges.tokens, summing=plan.method in SUMMING)
@@ -333,8 +352,8 @@ class PipelineNode:
 
         return with_stage
 
-    def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica]:
-        """With initial weights; constrained ones where the codec asks for that."""
+    def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica, torch.optim.Optimizer]:
+        """With initial weights, constrained ones where the codec asks for that; and the inner optimizer."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
         names = [name for name, _ in model.named_parameters()]
@@ -343,35 +362,44 @@ class PipelineNode:
             constraint.begin(model)
         inner, clip = plan.inner.build(model), clip_of(plan, model)
         if constraint is None:
-            return Stage(model), PlainReplica(model, inner, clip)
-        return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint)
+            return Stage(model), PlainReplica(model, inner, clip), inner
+        return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint), inner
 
     async def _over(self, reason: str) -> None:
         raise LifeOver(reason)
 
     def _trainer(self, tokens: Tokens) -> Trainer | FullTrainer:
-        plan, pipeline, me = self.plan, self.pipeline, self.peer.me
+        plan, me = self.plan, self.peer.me
         batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq)
         if self._stage == EVERY:
             return self._full_trainer(batches)
-        policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, me)
         first, report = first_number(self.peer.port.incarnation), self._means.report
         return Trainer(
-            self.peer, self.rolls, policy, self._edges, batches.batch, self._terms(), report, lane_of(me), first
+            self.peer, self.rolls, self._policy(), self._edges, batches.batch, self._terms(), report, lane_of(me), first
         )
 
     def _full_trainer(self, batches: Batches) -> FullTrainer:
         first, means = first_number(self.peer.port.incarnation), self._means
         servers = [serving.server for serving in self.servings]
+        policy, lane = self._policy(), lane_of(self.peer.me)
+
+        def order(number: int) -> tuple[int, ...]:
+            return policy.stage_order(Microbatch(number, 0, lane))
+
         work = servers, batches.batch, self._edges.tokens
-        return FullTrainer(self.peer, self.rolls, *work, self._terms(), means.run_pass, means.report, first)
+        return FullTrainer(self.peer, self.rolls, *work, self._terms(), order, means.run_pass, means.report, first)
+
+    def _policy(self) -> PathPolicy:
+        pipeline = self.pipeline
+        return policy_of(pipeline.policy, pipeline.layers, self.plan.run_seed, self.peer.me)
 
     def _terms(self) -> TrainerTerms:
         """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the
         first, and find what comes then too old."""
         terms, rounds = self.pipeline.trainer, max(self.pipeline.server.staleness, 1)
         most = max(rounds * self.pipeline.batch_tokens // self._edges.tokens, 1)
-        return replace(terms, window=min(terms.window, most))
+        gone = terms.gone if self.pipeline.asynchronous is None else self.pipeline.asynchronous.gone
+        return replace(terms, window=min(terms.window, most), gone=gone)
 
     def _courier(self, index: int) -> Courier:
         return Courier(self.peer, self.plan.run_seed, self._means.compute, index)

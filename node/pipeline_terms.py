@@ -29,6 +29,8 @@ from farflock.node.policies import NAMES, UnknownPolicy, policy_of
 from farflock.node.run_basis import run_basis
 from farflock.node.stage import BadSplit, even
 from farflock.node.stage_server import ServerTerms
+from farflock.node.stage_versions import Asynchronous, Correction, Gone
+from farflock.node.stash import MAX_VERSIONS
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.method import Method
 from farflock.swarm.partial import BadSkip
@@ -44,6 +46,17 @@ Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$"
 Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Microbatches = Annotated[int, msgspec.Meta(ge=1, le=notes.MAX_KEYS)]
 Seconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
+
+
+class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[pipeline.asynchronous]: passes that need not wait for rounds (docs/decisions/016). A server keeps the last `versions`
+    weights of its stage, newest included, and a gradient that would be more than pipeline.staleness rounds late counts nowhere.
+    `correction` says what is done about those that are late, and `gone` what becomes of a microbatch whose weights nobody has
+    any more: the rest of it is to be dropped, or differentiated at the newest weights."""
+
+    versions: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSIONS)]
+    correction: Correction = "none"
+    gone: Gone = "drop"
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +87,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     end_copies: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
     backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
+    asynchronous: AsynchronousTerms | None = None  # backward passes use the weights that are there
 
 
 def fill_pipeline(table: dict[str, Any]) -> None:
@@ -89,6 +103,9 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["kept"] = _TRAINER.kept if needed > notes.MAX_KEYS else max(needed, _TRAINER.kept)
     if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
         pipeline["basis"] = digest
+    asynchronous, staleness = pipeline.get("asynchronous"), pipeline.get("staleness", _SERVER.staleness)
+    if isinstance(asynchronous, dict) and "versions" not in asynchronous and isinstance(staleness, int):
+        pipeline["asynchronous"] = {"versions": min(max(staleness + 1, 1), MAX_VERSIONS)} | asynchronous
     table["pipeline"] = pipeline
 
 
@@ -128,6 +145,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
         end_copies=terms.end_copies,
         basis=terms.basis,
+        asynchronous=Asynchronous(late.versions, late.correction, late.gone) if (late := terms.asynchronous) else None,
     )
 
 

@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import Tensors, What
 from farflock.optimizers.muon import Muon
+
+SCALARS = ("step", "mu_product")  # moments of one number a parameter
 
 
 class Slots:
@@ -27,13 +30,14 @@ class Slots:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def find(self, name: str, what: What) -> Tensor:
-        """The tensor itself; zeros for what was never there yet (a gradient, a moment)."""
+        """The tensor itself; zeros for what was never there yet (a gradient, a moment). NAdam's product begins with 1."""
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
         stored = parameter.grad if what == "grad" else self._inner.state.get(parameter, {}).get(what)
         if stored is None:
-            return torch.zeros(()) if what == "step" else torch.zeros_like(parameter.detach())
+            begun = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
+            return torch.full((), float(begun)) if what in SCALARS else torch.zeros_like(parameter.detach())
         return torch.as_tensor(stored).detach()
 
     def ensure(self, name: str, what: What) -> Tensor | None:
@@ -47,9 +51,8 @@ class Slots:
             return parameter.grad
         state = self._inner.state[parameter]
         if state.get(what) is None:
-            state.update(
-                {name: zero for name, zero in self._first_moments(parameter).items() if state.get(name) is None}
-            )
+            first = self._first_moments(parameter) | ({TREND: torch.zeros_like(parameter)} if what == TREND else {})
+            state.update({name: zero for name, zero in first.items() if state.get(name) is None})
         stored: Tensor | None = state.get(what)
         return stored
 
@@ -66,10 +69,11 @@ class Slots:
         """The moments that the optimizer would begin with at its first step: all of them, or it would miss the rest."""
         inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
         options = inner.defaults
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
             on_device = options.get("fused") or options.get("capturable")
             step = torch.zeros((), device=parameter.device if on_device else "cpu")
-            return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            first = {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            return first | ({"mu_product": torch.ones_like(step)} if isinstance(inner, torch.optim.NAdam) else {})
         with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))  # torch before 2.9 has no Muon
         if isinstance(inner, with_momentum) and options["momentum"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}

@@ -18,10 +18,11 @@ from farflock.node.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.driver import Pending
 from farflock.node.participant import Participant
 from farflock.node.seat import Place
+from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import Exchange, Key, RandomGroups, Replica, Result, State
 from farflock.optimizers.state import WrongState, unnamed
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "mu_product", TREND)
 
 Parts = dict[str, dict[str, Tensor]]
 

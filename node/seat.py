@@ -50,6 +50,10 @@ class Books(Protocol):
         """The notes of my contribution to this round, which is being made now."""
         ...
 
+    def closing(self, number: int, noted: bytes) -> None:
+        """A round with these notes is about to be applied, by who calls this."""
+        ...
+
     def closed(self, number: int, noted: bytes) -> None:
         """A round is over, and these are its notes; called by whoever applied it."""
         ...
@@ -136,6 +140,11 @@ class Seat:
         own = self._own_tokens if first else 0
         self._offered[key] = own
         return await self._courier.carry(exchange, self._estimate() if pairs else own, state, noted)
+
+    def applying(self, key: Key, result: Result) -> None:
+        """Called by the worker before it applies a result."""
+        if self._books is not None and key.stream == self._streams[0].key.stream:
+            self._books.closing(key.round, result.notes)
 
     def applied(self, key: Key, result: Result) -> None:
         """Note what a result, which is in the method's state now, says of the run's progress. Called by the worker that applied

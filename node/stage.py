@@ -9,7 +9,8 @@ size, which is wrong as soon as a microbatch is lost or skips a stage).
 Shapes: B sequences, L positions, D model width, V vocabulary.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -105,26 +106,32 @@ class Stage:
         y = self.model(x)
         result = _summed_loss(y, outside) if self.is_last else y
         found = torch.autograd.grad(result, wanted, None if self.is_last else outside)
-        gradients = dict(zip(self._names, found[-len(self._names) :], strict=True))
+        gradients = self.of_weights(found[-len(self._names) :])
         return Backward(
             input_gradient=None if self.is_first else found[0],
             staged=Staged(gradients, x.shape[0] * x.shape[1]),
             loss_sum=float(result.detach()) if self.is_last else None,
         )
 
+    def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
+        """By name, what these gradients of the loss by the weights, in their order, come to."""
+        return dict(zip(self._names, gradients, strict=True))
+
 
 @torch.enable_grad()
 def backward_through(
     stages: Sequence[Stage], tokens_BL: Tensor, targets_BL: Tensor
 ) -> tuple[tuple[Staged, ...], float]:
-    """The same for a whole model whose stages are all here, from the first to the last: what each one's weights are to have,
-    and the loss, in nats, summed over tokens. No forward pass is done again: none was done before."""
+    """The same where all stages of a microbatch's path are here, from the first to the last: what each one's weights are to
+    have, and the loss, in nats, summed over tokens. No forward pass is done again: none was done before."""
     y = tokens_BL
     for stage in stages:
         y = stage.model(y)
     loss = _summed_loss(y, targets_BL)
     found = iter(torch.autograd.grad(loss, [weight for stage in stages for weight in stage._weights]))
-    staged = [Staged({name: next(found) for name in stage._names}, tokens_BL.numel()) for stage in stages]
+    staged = [
+        Staged(stage.of_weights(itertools.islice(found, len(stage._weights))), tokens_BL.numel()) for stage in stages
+    ]
     return tuple(staged), float(loss.detach())
 
 

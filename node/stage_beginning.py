@@ -18,6 +18,7 @@ from farflock.node.resume import cursors_of, take_up_state
 from farflock.node.stage_server import StageServer
 from farflock.node.stage_state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.stage_trainee import StageTrainee
+from farflock.node.stage_versions import ORIGIN, origin_of
 from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors
 from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
@@ -49,6 +50,7 @@ class Beginning:
     report: Report
     copied: bool = False  # whether the stages beside the ends keep copies of what these hold besides layers
     swapping: bool = False  # whether microbatches go out of order, as CheckFree+ has it
+    versioned: bool = False  # whether passes name the weights that they use
 
     def found(self) -> None:
         """The run's first: with initial weights, or the last checkpoint's."""
@@ -139,7 +141,9 @@ class Beginning:
 
     def _begin(self, rounds: Mapping[str, int], tokens: int) -> None:
         driver = self.serving.loop.driver
-        driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
+        state = driver.method.snapshot(driver.replica)  # the round begins here, before a step can
+        if self.versioned and max(rounds.values(), default=-1) >= 0:
+            self.serving.seat.marks[ORIGIN] = origin_of(state)
         for entry in self.specimens:
             after = rounds.get(entry.key.stream, -1)
             if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed

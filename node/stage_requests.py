@@ -26,6 +26,13 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     """Encoded as an array whose first item is the tag."""
 
 
+class Version(msgspec.Struct, frozen=True, array_like=True):
+    """Names a stage's weights: the last round in them, and what they come from if the stage was begun anew, else 0."""
+
+    round: Round
+    origin: Count = 0
+
+
 class Forward(_Body, frozen=True, tag="forward"):
     """Payloads: tokens, and unless the stage takes tokens the activation of `source`. Brings the stage's output."""
 
@@ -37,13 +44,15 @@ class Forward(_Body, frozen=True, tag="forward"):
 
 class Backward(_Body, frozen=True, tag="backward"):
     """Payloads: those of `Forward`, and the gradient of the stage's output, or of the last stage the target tokens. Brings the
-    gradient of the stage's input (nothing of the first). What it asks of the weights is put aside until `Confirm`."""
+    gradient of the stage's input (nothing of the first). What it asks of the weights is put aside until `Confirm`. It is that
+    of the weights that `version` names, if it names any: those that the stage's forward pass had."""
 
     number: Count
     stage: StageIndex
     source: Source
     epoch: Round
     attempt: Count
+    version: Version | None = None
 
 
 class Confirm(_Body, frozen=True, tag="confirm"):
@@ -67,13 +76,15 @@ Request = Forward | Backward | Confirm | Revoke
 
 class Done(_Body, frozen=True, tag="done"):
     """It is done, by this life of the server, under this attempt, in so many seconds of computing, after so many of waiting for
-    others; of the last stage's backward pass also the loss in nats, summed over tokens."""
+    others; of the last stage's backward pass also the loss in nats, summed over tokens. `version` is that of the weights that
+    it was computed with, where servers keep more than the newest."""
 
     life: Count
     attempt: Count = 0
     took_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     loss_sum: float | None = None
     waited_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    version: Version | None = None
 
 
 class Busy(_Body, frozen=True, tag="busy"):
@@ -84,6 +95,14 @@ class Stale(_Body, frozen=True, tag="stale"):
     """The stage is at this round, too far from the microbatch's."""
 
     round: Round
+
+
+class Gone(_Body, frozen=True, tag="gone"):
+    """The weights that a backward pass is to use are not here, where the newest are of this round; if it is `late`, nobody may
+    use them any more."""
+
+    round: Round
+    late: bool
 
 
 class Refused(_Body, frozen=True, tag="refused"):
@@ -100,7 +119,7 @@ class Unknown(_Body, frozen=True, tag="unknown"):
     """What was confirmed is not here and never will be."""
 
 
-Answer = Done | Busy | Stale | Refused | Merged | Unknown
+Answer = Done | Busy | Stale | Gone | Refused | Merged | Unknown
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

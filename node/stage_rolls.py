@@ -54,6 +54,7 @@ class Rolls:
         self._leaving: list[tuple[int, Server, int]] = []  # stage, who, the first round without it
         self._serving: tuple[tuple[object, ...], Serving] | None = None
         self._skipped: list[int] = []
+        self.left_out: list[tuple[int, Key]] = []  # by stage, what rounds named as too late; who reads it clears it
         self._silent_s: dict[int, tuple[int, float]] = {}  # by stage, a round that nobody may have, and since when
 
     @property
@@ -109,7 +110,9 @@ class Rolls:
                 if told is None:
                     self._skipped.append(stage)
                 else:
-                    yield stage, notes.joined(told)
+                    ages = notes.joined_ages(told)
+                    self.left_out += [(stage, key) for key, age in ages.items() if age == notes.LATE]
+                    yield stage, sorted(ages)
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
         """Whether the next round is over and all who brought anything to it are gone, so long that nobody seems to have its

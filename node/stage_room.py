@@ -42,7 +42,8 @@ def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
     waiting = server.queue * (2 * forward + backward + 3 * tokens * id_bytes(plan.model.vocab_size))
     terms = subspace_terms(pipeline.codec)
     shared = basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
-    return plan.dtype.itemsize * (weights * (VALUES + server.places) + computed) + waiting + shared
+    copies = VALUES + server.places + _kept_copies(pipeline)
+    return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared
 
 
 def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:
@@ -82,6 +83,13 @@ def require_replica_room(plan: Plan, pipeline: PipelinePlan, *free_bytes: int) -
         else "train without weights (--role trainer)"
     )
     raise Uncomposable(REPLICA_RULE, why, f"{serve}, or use a larger machine")
+
+
+def _kept_copies(pipeline: PipelinePlan) -> int:
+    """Of a stage that keeps versions: the old ones, and the sum of what was merged for each; what passes use in place of the
+    newest; and a trend with the weights of before a step."""
+    terms = pipeline.asynchronous
+    return 0 if terms is None else 2 * (terms.versions - 1) + 1 + 2 * terms.predicts
 
 
 def _is_last(plan: Plan, span: range) -> bool:

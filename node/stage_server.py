@@ -7,7 +7,7 @@ time, so that no pass sees weights which a step is just changing.
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.node import notes
-from farflock.node.stage import Accumulator, Stage, Staged
+from farflock.node.stage import Stage, Staged
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_queue import StageQueue
 from farflock.node.stage_requests import (
@@ -29,16 +29,20 @@ from farflock.node.stage_requests import (
     Confirm,
     Done,
     Forward,
+    Gone,
     Merged,
     Refused,
     Request,
     Revoke,
     Stale,
     Unknown,
+    Version,
     decode_answer,
     decode_request,
     encode,
 )
+from farflock.node.stage_sums import Sums
+from farflock.node.stage_versions import Lacking, Versions
 from farflock.swarm.links import PeerId
 from farflock.swarm.serving import Reply
 from farflock.swarm.staging import Key, Staging
@@ -78,17 +82,19 @@ class _Job:
 @dataclass(slots=True)
 class Taken:
     """What a step is made of: the sum of what was merged since the one before, and the loss that is known of it (nats a token,
-    None but at the last stage)."""
+    None but at the last stage). What earlier steps took of `discarded` microbatches, and no round did, is to be forgotten."""
 
     staged: Staged
     loss: float | None
+    discarded: int = 0
 
 
 class StageServer:
     """One life of one server of stage `index`. `life` is its incarnation; `applied` says up to which round its weights are.
 
     Its handler's part runs on the event loop, what touches tensors through `compute`, one after the other; passes through
-    `run_pass`, which also hears how many forward passes' work that is: simulations charge time for it."""
+    `run_pass`, which also hears how many forward passes' work that is: simulations charge time for it. With `versions` passes
+    compute with the weights that they name (docs/decisions/016); without, with those that are there."""
 
     def __init__(
         self,
@@ -102,18 +108,23 @@ class StageServer:
         run_pass: Pass,
         now: Callable[[], float],
         applied: Callable[[], int],
+        versions: Versions | None = None,
     ) -> None:
         self._index, self._stage, self._edges, self._terms = index, stage, edges, terms
         self._life, self._compute, self._pass, self._now, self._applied = life, compute, run_pass, now, applied
         self._queue: StageQueue[_Job] = StageQueue(terms.queue, terms.together)
         self._waiting = asyncio.Event()
         self._staging = Staging(terms.places, terms.lease_s)
-        self._staged: dict[Key, tuple[Staged, float | None]] = {}
+        self._versions = versions
+        self._staged: dict[Key, tuple[Staged, float | None, int]] = {}  # the gradient, the loss, and the weights' round
         self._replies: dict[Key, asyncio.Future[Reply]] = {}  # of backward passes that run or are put aside
-        self._sum = Accumulator()
-        self._in_sum: list[Key] = []  # touched by what computes alone, as is the sum
-        self._loss_sum = 0.0
-        self._work: set[Key] = set()  # what the steps since the last round that took my contribution are made of
+        self._sums = Sums()  # touched by what computes alone
+        self._work: dict[
+            Key, int
+        ] = {}  # what the steps since the last round that took my contribution are made of: `_age`
+        self._late: frozenset[Key] = (
+            frozenset()
+        )  # merged and left out: named by the next round, so that nobody waits for it
         self._closed: collections.deque[tuple[int, bytes]] = collections.deque()
         self._unclosed = 0  # microbatches merged and not known to count
         self._pass_s = Ema()
@@ -146,7 +157,14 @@ class StageServer:
         if isinstance(asked, Forward) and self._applied() - asked.epoch > self._terms.staleness:
             return Stale(self._applied())
         known = isinstance(asked, Backward) and key in self._replies
+        if isinstance(asked, Backward) and not known and (lack := self._lack(asked)) is not None:
+            return lack
         return None if known or self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()
+
+    def _lack(self, asked: Backward) -> Gone | None:
+        """Why this backward pass cannot be at the weights of its forward pass here."""
+        lack = self._versions.lack(asked.version) if self._versions is not None and asked.version is not None else None
+        return None if lack is None else Gone(self._applied(), lack == "late")
 
     def _largest(self, asked: Forward | Backward) -> tuple[int, ...]:
         """The most bytes of each payload that belongs to a request."""
@@ -213,27 +231,22 @@ class StageServer:
             case "merged":
                 return Merged()
             case "merge":
-                staged, loss = self._staged.pop(key)
+                staged, loss, number = self._staged.pop(key)
                 self._replies.pop(key, None)
-                await self._merge(key, staged, loss)
+                await self._merge(key, staged, loss, number)
                 return Merged()
 
-    async def contribute(self, key: Key, staged: Staged, loss: float | None) -> None:
-        """Merge the gradient of a microbatch that this node itself took through all stages: nobody was asked for it, and nobody
-        else has it. `loss` is for the last stage, nats summed over tokens."""
+    async def contribute(self, key: Key, staged: Staged, loss: float | None, number: int) -> None:
+        """Merge the gradient of a microbatch that this node itself took through all stages, by the weights of round `number`:
+        nobody was asked for it, and nobody else has it. `loss` is for the last stage, nats summed over tokens."""
         self._staging.own(key)
-        await self._merge(key, staged, loss)
+        await self._merge(key, staged, loss, number)
 
-    async def _merge(self, key: Key, staged: Staged, loss: float | None) -> None:
-        await self._compute(lambda: self._add(key, staged, loss))
+    async def _merge(self, key: Key, staged: Staged, loss: float | None, number: int) -> None:
+        await self._compute(lambda: self._sums.add(key, staged, loss, number))
         self._unclosed += 1
         self.served["merged"] += 1
         self.merged.set()
-
-    def _add(self, key: Key, staged: Staged, loss: float | None) -> None:
-        self._sum.add(staged)
-        self._in_sum.append(key)
-        self._loss_sum += loss or 0.0
 
     def _drop_unwanted(self) -> None:
         """Forget the gradients that no confirmation can merge any more."""
@@ -265,13 +278,21 @@ class StageServer:
             (job,) = jobs
             await self._do_backward(job, started_s)
             return
-        outputs = await self._pass(lambda: self._forward_all(jobs), len(jobs))
+        outputs, version = await self._pass(lambda: self._forward_at(jobs), len(jobs))
         took_s = (self._now() - started_s) / len(jobs)
         for job, output in zip(jobs, outputs, strict=True):
             waited_s = started_s - job.came_s
-            answer = output if isinstance(output, Refused) else Done(self._life, 0, took_s, waited_s=waited_s)
+            done = Done(self._life, 0, took_s, waited_s=waited_s, version=version)
+            answer = output if isinstance(output, Refused) else done
             self.served["forward"] += 1
             _resolve(job.reply, Reply(encode(answer), () if isinstance(output, Refused) else (output,)))
+
+    def _forward_at(self, jobs: list[_Job]) -> tuple[list[bytes | Refused], Version | None]:
+        """The forward passes, and the version of the weights that they are of."""
+        if self._versions is None:
+            return self._forward_all(jobs), None
+        with self._versions.using(None):
+            return self._forward_all(jobs), self._versions.newest
 
     def _forward_all(self, jobs: list[_Job]) -> list[bytes | Refused]:
         """One pass for all; what cannot be read is refused by itself."""
@@ -302,9 +323,9 @@ class StageServer:
 
     async def _do_backward(self, job: _Job, started_s: float) -> None:
         key = (job.caller, job.request.number)
-        found = await self._pass(lambda: self._backward_one(job), BACKWARD_COST)
+        found, version = await self._pass(lambda: self._backward_at(job), BACKWARD_COST)
         took_s = self._now() - started_s
-        if isinstance(found, Refused):
+        if isinstance(found, Refused | Gone):
             assert isinstance(job.request, Backward)
             self._staging.revoke(key, job.request.attempt)
             self._replies.pop(key, None)
@@ -316,11 +337,26 @@ class StageServer:
             self._replies.pop(key, None)
             _resolve(job.reply, Reply(encode(Refused("it was given up"))))
             return
-        self._staged[key] = (staged, loss)
+        self._staged[key] = (staged, loss, 0 if version is None else version.round)
         self.served["backward"] += 1
         share = BACKWARD_COST / (BACKWARD_COST + (0.0 if self._stage.is_last else 1.0))
         self._pass_s.update(share, started_s, self._now())
-        _resolve(job.reply, Reply(encode(Done(self._life, attempt, took_s, loss, started_s - job.came_s)), payloads))
+        done = Done(self._life, attempt, took_s, loss, started_s - job.came_s, version)
+        _resolve(job.reply, Reply(encode(done), payloads))
+
+    def _backward_at(
+        self, job: _Job
+    ) -> tuple[tuple[Staged, tuple[bytes, ...], float | None] | Refused | Gone, Version | None]:
+        """The backward pass at the weights that it names, and their version."""
+        assert isinstance(job.request, Backward)
+        if self._versions is None:
+            return self._backward_one(job), None
+        version = job.request.version or self._versions.newest
+        try:
+            with self._versions.using(version):
+                return self._backward_one(job), version
+        except Lacking as reason:  # gone while it waited
+            return Gone(self._applied(), reason.lack == "late"), None
 
     def _backward_one(self, job: _Job) -> tuple[Staged, tuple[bytes, ...], float | None] | Refused:
         request, read = job.request, self._read(job)
@@ -356,7 +392,12 @@ class StageServer:
 
     def untaken(self, trainer: PeerId) -> int:
         """A trainer's microbatches that are merged here and in no step yet."""
-        return sum(peer == trainer for peer, _ in list(self._in_sum))
+        return sum(peer == trainer for peer, _ in list(self._sums.rounds))
+
+    @property
+    def applied(self) -> int:
+        """Up to which round its weights are."""
+        return self._applied()
 
     @property
     def waiting(self) -> int:
@@ -373,23 +414,63 @@ class StageServer:
     @property
     def tokens(self) -> int:
         """What was merged here and is not known to count yet."""
-        return self._unclosed * self._edges.tokens
+        return (self._unclosed - len(self._late)) * self._edges.tokens
 
     def take(self) -> Taken:
         """In what computes: all that is merged, for a step. It is this server's work from now on."""
-        staged = self._sum.take()
-        keys, self._in_sum = self._in_sum, []
-        self._work |= set(keys)
-        loss, self._loss_sum = self._loss_sum / max(staged.tokens, 1), 0.0
-        return Taken(staged, loss if self._stage.is_last and keys else None)
+        oldest = None if self._versions is None else self._versions.oldest
+        taken, discarded = self._sums.take(oldest), self._discarded(oldest)
+        self._leave_out(taken.late)
+        self._work |= {key: self._measured(number) for key, number in taken.rounds.items()}
+        if self._versions is not None:
+            self._versions.begin_step([self._applied() - number for number in taken.rounds.values()])
+        loss = taken.loss_sum / max(taken.staged.tokens, 1)
+        return Taken(taken.staged, loss if self._stage.is_last and taken.rounds else None, discarded)
+
+    def _discarded(self, oldest: int | None) -> int:
+        """How many microbatches are given up that earlier steps took and no round did: they wait as one sum, which is late as
+        soon as one of them is."""
+        if oldest is None or self._versions is None or self._versions.agreed is not None:
+            return 0  # local steps have used theirs
+        waiting = {key: number for key, number in self._work.items() if not self._staging.is_offered(key)}
+        if min(waiting.values(), default=oldest) >= oldest:
+            return 0
+        self._work = {key: number for key, number in self._work.items() if key not in waiting}
+        self._leave_out(waiting)
+        return len(waiting)
+
+    def _leave_out(self, keys: Collection[Key]) -> None:
+        self._late |= set(keys)
+        self.served["late"] += len(keys)
+
+    def _measured(self, number: int) -> int:
+        """What is kept of a gradient of that round's weights: their round, as long as it waits for its own one; where a local
+        step has used it, how late it was."""
+        local = self._versions is not None and self._versions.agreed is not None
+        return self._applied() - number if local else number
+
+    def _age(self, key: Key, number: int) -> int:
+        """How late it is for that round."""
+        if self._versions is None or key in self._late:
+            return notes.LATE if key in self._late else 0
+        return self._work[key] if self._versions.agreed is not None else max(number - 1 - self._work[key], 0)
 
     def brought(self, number: int) -> bytes:
         """The keys of my contribution to this round, which is being made."""
-        return notes.written(self._staging.offer(number, self._work))
+        keys = self._staging.offer(number, self._work.keys() | self._late)
+        return notes.written({key: self._age(key, number) for key in keys})
+
+    def closing(self, number: int, noted: bytes) -> None:
+        """A round is about to be applied, by whoever calls this."""
+        if self._versions is not None:
+            ages = notes.joined_ages([noted]) if noted else {}
+            self._versions.begin_round([age for age in ages.values() if age != notes.LATE])
 
     def closed(self, number: int, noted: bytes) -> None:
         """A round is over; called by whoever applied it, so that it is only put down here, until `absorb`."""
         self._closed.append((number, noted))
+        if self._versions is not None:
+            self._versions.end_round()
 
     def absorb(self) -> None:
         """Take in what rounds said that are over."""
@@ -397,8 +478,9 @@ class StageServer:
             number, noted = self._closed.popleft()
             named = set(notes.joined([noted])) if noted else set()
             self._staging.close(number, named)
-            self._unclosed -= len(self._work & named)
-            self._work -= named
+            self._unclosed -= len((self._work.keys() | self._late) & named)
+            self._work = {key: number for key, number in self._work.items() if key not in named}
+            self._late -= named
 
 
 def _under(reply: Reply, attempt: int) -> Reply:

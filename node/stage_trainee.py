@@ -45,11 +45,11 @@ class StageTrainee:
         """Add what was merged to the stage's gradients; the loss in nats a token, as far as this stage knows one."""
         self.replica.lr = self.rate_factor() * self.schedule.rate(progress.tokens, step - self.joined_at)
         taken = self.server.take()
-        self.tokens_per_step = taken.staged.tokens
-        self.weight = taken.staged.tokens / self.tokens if self.summing else 1.0
+        self.tokens_per_step = taken.staged.tokens - taken.discarded * self.tokens
+        self.weight = self.tokens_per_step / self.tokens if self.summing else 1.0
         divisor = self.tokens if self.summing else max(taken.staged.tokens, 1)
         for name, parameter in self.stage.model.named_parameters():
-            if parameter.grad is None:
+            if parameter.grad is None or taken.discarded:
                 parameter.grad = torch.zeros_like(parameter)
             if name in taken.staged.gradients:
                 parameter.grad += taken.staged.gradients[name] / divisor
@@ -77,6 +77,9 @@ class Batch:
     stopping: Callable[[], bool]
     steps: int = 0  # since the last round
     _round: int = -1
+    _came: bool = (
+        False  # to this round, because it was called: once is enough, also where it lasts longer than its deadline
+    )
 
     async def full(self) -> bool:
         """Wait until a step is due; False if there is to be none any more."""
@@ -84,8 +87,9 @@ class Batch:
             self.server.merged.clear()
             self.tallies.changed.clear()
             self._tell()
-            if self.tallies.total(self.stream) >= self.tokens * (self.steps + 1) or self.rounds.called(self.stream):
-                self.steps += 1
+            called = self.rounds.called(self.stream) and not self._came
+            if self.tallies.total(self.stream) >= self.tokens * (self.steps + 1) or called:
+                self.steps, self._came = self.steps + 1, self._came or called
                 return True
             await _either(self.server.merged, self.tallies.changed)
         return False
@@ -94,7 +98,7 @@ class Batch:
         self.server.absorb()
         newest = self.rounds.newest(self.stream)
         if newest != self._round:
-            self._round, self.steps = newest, 0
+            self._round, self.steps, self._came = newest, 0, False
         self.tallies.say(self.stream, self.stage, max(newest + 1, 0), self.server.tokens)
 
 

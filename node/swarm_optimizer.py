@@ -60,7 +60,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     With one it joins: the constructor returns once the run's state is in the model. `method` and its options (`period`,
     `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave them out, and must not name others than the run's.
 
-    `inner` makes the steps between exchanges: "adamw", "sgd" or "muon" with `lr`, or a function from parameters to any
+    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a function from parameters to any
     torch optimizer. Its `param_groups` are this optimizer's, so that the learning rate is yours or your scheduler's. Some
     methods need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send.
     `tokens_per_step` is what a step counts for in the run's progress.

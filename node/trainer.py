@@ -24,16 +24,19 @@ from farflock.node.stage_requests import (
     Confirm,
     Done,
     Forward,
+    Gone,
     Merged,
     Refused,
     Request,
     Revoke,
     Stale,
     Unknown,
+    Version,
     decode_answer,
     encode,
 )
 from farflock.node.stage_rolls import Rolls, Server
+from farflock.node.stage_versions import Gone as WhenGone
 from farflock.swarm.calls import CallFailed
 from farflock.swarm.depth import Depth
 from farflock.swarm.ledger import Ledger, Place
@@ -48,6 +51,7 @@ FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = FORWARD_TIMEOUT_S * BACKWARD_SIZE
 CONFIRM_TIMEOUT_S = 10.0
 TICK_S = 0.1
+ASKED_IN_VAIN = 2  # times as often as there are servers, until nobody seems to have some weights
 RECENT = 32  # microbatches whose mean loss is shown
 REMEMBERED = 4096  # numbers named, of each stage
 NUMBERS, LIVES = 2**32, 2**29  # microbatches of one life, and lives whose numbers differ
@@ -58,12 +62,14 @@ Report = Callable[[str, dict[str, object]], None]
 @dataclass(frozen=True, slots=True)
 class TrainerTerms:
     """At most `window` microbatches are on their way, fewer where that keeps all servers busy (swarm/depth.py), and at most
-    `kept` are there in all, with those that wait to be named."""
+    `kept` are there in all, with those that wait to be named. `gone` says what becomes of a microbatch whose weights no server
+    of a stage has any more (node/stage_versions.py)."""
 
     window: int = 64
     kept: int = 256
     forward_timeout_s: float = FORWARD_TIMEOUT_S
     backward_timeout_s: float = BACKWARD_TIMEOUT_S
+    gone: WhenGone = "drop"
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept:
@@ -73,7 +79,7 @@ class TrainerTerms:
 @dataclass(slots=True)
 class _Parcel:
     """One microbatch as its trainer keeps it: by stage the payload of its input, what that is the output of, and the payload of
-    the gradient of its output."""
+    the gradient of its output; and the versions of the weights on its way, with how often each was asked for in vain."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
@@ -82,6 +88,9 @@ class _Parcel:
     epoch: int
     inputs: dict[int, bytes] = field(default_factory=dict)
     outside: dict[int, bytes] = field(default_factory=dict)
+    versions: dict[int, Version] = field(default_factory=dict)
+    lacked: collections.Counter[int] = field(default_factory=collections.Counter)
+    dropped: bool = False  # it counts at some stages alone
     begun_s: float = 0.0
     trip_s: float = 0.0  # of its passes that brought something, without waiting at servers
 
@@ -136,6 +145,9 @@ class Trainer:
         self._named: dict[int, set[int]] = {stage: set() for stage in range(rolls.stages)}  # mine, since `finished`
         self.finished = 0  # microbatches that count at every stage
         self.doubled = 0  # named twice at one stage, which must not be
+        self.dropped = (
+            0  # gradients that never counted, for their weights were gone: each of one microbatch at one stage
+        )
         self.lost = 0  # microbatches of which it is not known whether they count, for the log of rounds has moved on
 
     # running
@@ -179,13 +191,16 @@ class Trainer:
             if len(self._named[stage]) > 2 * REMEMBERED:
                 self._named[stage] = set(sorted(self._named[stage])[-REMEMBERED:])
             self._ledger.committed(stage, mine)
+        self._hear_of_late()
         while (doubtful := self._rolls.skipped()) is not None:  # before those are asked again whose server has left
             self._give_up(doubtful)
         for stage, server in self._rolls.left():
             self._ledger.lost(stage, server)
         for number in self._ledger.finish():
-            self.finished += 1
             parcel = self._parcels.pop(number)
+            if parcel.dropped:
+                continue
+            self.finished += 1
             self._report("microbatch", {"number": number, "took_s": self._now() - parcel.begun_s})
         for place in self._ledger.open():
             parcel = self._parcels[place[0]]
@@ -202,6 +217,18 @@ class Trainer:
             self._ledger.begin(number, parcel.order)
             self._walking.add(number)
             self._spawn(self._walk(number, parcel))
+
+    def _hear_of_late(self) -> None:
+        """What rounds named and left out counts at other stages alone."""
+        for stage, (trainer, number) in self._rolls.left_out:
+            if trainer == self._peer.me and (parcel := self._parcels.get(number)) is not None:
+                self._drop(parcel, stage)
+        self._rolls.left_out.clear()
+
+    def _drop(self, parcel: _Parcel, stage: int) -> None:
+        parcel.dropped = True
+        self.dropped += 1
+        self._report("dropped", {"number": parcel.microbatch.step, "stage": stage})
 
     def _give_up(self, stage: int) -> None:
         """Rounds of a stage have left everybody's log before I heard of them: what waits for them may count or not."""
@@ -227,6 +254,7 @@ class Trainer:
             while not await self._forward(parcel):
                 parcel.epoch = self._rolls.epoch
                 parcel.inputs.clear()
+                parcel.versions.clear()
                 parcel.trip_s = 0.0
             for stage in reversed(parcel.order):
                 await self._backward(parcel, (number, stage))
@@ -260,6 +288,8 @@ class Trainer:
             after = parcel.after(stage)
             assert after is not None
             parcel.inputs[after] = reply[0]
+            if answer.version is not None:
+                parcel.versions[stage] = answer.version
         return True
 
     async def _backward(self, parcel: _Parcel, place: Place) -> None:
@@ -285,20 +315,40 @@ class Trainer:
         if self._ledger.phase(place) not in ("open", "sent"):
             return None  # a round has named it meanwhile, as nobody honest would have
         attempt = self._ledger.send(place, server.name)
-        request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt)
+        version = parcel.versions.get(stage)
+        request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt, version)
         answer, reply = await self._ask(server, request, payloads)
         whole = len(reply) == (0 if parcel.source(stage) < 0 else 1)
         if not isinstance(answer, Done) or not whole or answer.life != server.life:
             self._ledger.silent(place, attempt)
+            if isinstance(answer, Gone) and version is not None:
+                self._lacks(parcel, stage, answer, version)
             return None
         if not self._ledger.replied(place, server.name, answer.attempt):
             self._spawn(self._revoke(server, place, answer.attempt))
             return None
         self._spawn(self._confirm(place, server.name, attempt))
+        if answer.version is not None:
+            parcel.versions[stage] = answer.version
         if answer.loss_sum is not None:
             self._losses.append(answer.loss_sum / self._edges.tokens)
             self._report("loss", {"number": number, "loss": answer.loss_sum / self._edges.tokens})
         return reply[0] if reply else b""
+
+    def _lacks(self, parcel: _Parcel, stage: int, answer: Gone, version: Version) -> None:
+        """A server has not got the weights of the forward pass. If no other has, the last stage counts this microbatch already,
+        so that it cannot begin anew: the rest of it is dropped, or differentiated at other weights."""
+        if not answer.late:
+            parcel.lacked[stage] += answer.round >= version.round  # else it has yet to come there
+            if parcel.lacked[stage] < ASKED_IN_VAIN * max(len(self._rolls.serving().stages[stage]), 1):
+                return
+        if self._terms.gone == "newest":
+            del parcel.versions[stage]
+            return
+        before = [known for known in parcel.order[: parcel.order.index(stage)] if known not in parcel.outside]
+        for known in (stage, *before):
+            self._ledger.committed(known, [parcel.microbatch.step])
+            self._drop(parcel, known)
 
     async def _confirm(self, place: Place, name: str, attempt: int) -> None:
         """Once; `_look_around` does it again until it is answered."""
@@ -381,7 +431,7 @@ class Trainer:
                 parcel.trip_s += max(0.0, self._now() - started_s - answer.waited_s)
         else:
             self._learn(server, request, "busy", started_s)
-        if isinstance(answer, Busy | Refused):
+        if isinstance(answer, Busy | Refused | Gone):
             await asyncio.sleep(PAUSE_S)
         return answer, reply.payloads
 

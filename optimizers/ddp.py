@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_unbiased
 from farflock.optimizers.outer import scaled
@@ -13,6 +14,7 @@ from farflock.optimizers.state import counter, kept, named, unnamed
 
 STREAM = "grad"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+OTHERS = ("momentum_buffer", "mu_product", TREND)  # in the state only where the inner optimizer has them
 
 
 @dataclass(slots=True)
@@ -89,12 +91,15 @@ class DDP:
         state = named("param", dict(replica.read(replica.names, "param")))
         for moment in MOMENTS:
             state |= named(moment, replica.read(replica.names, moment))
+        for moment in OTHERS:
+            state |= named(moment, replica.read(replica.names, moment)) if _has(replica, moment) else {}
         return {**state, "round": torch.tensor(self._round)}
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over everything; gradients that did not count yet, the pending one too, are carried or dropped."""
-        shapes = {moment: _shapes(replica, moment) for moment in MOMENTS}
+        shapes = {moment: _shapes(replica, moment) for moment in (*MOMENTS, *OTHERS)}
         new = {what: unnamed(what, state, shapes.get(what, replica.shapes)) for what in ("param", *MOMENTS)}
+        new |= {what: _other(what, state, replica, shapes[what]) for what in OTHERS}
         self._round = counter("round", state)
         for what, tensors in new.items():
             replica.write(tensors, what)
@@ -144,6 +149,17 @@ class DDP:
 def _counted(result: Result) -> bool:
     """Whether mine is in: as a whole or not at all, for it has one weight, and its parts cannot wait for different rounds."""
     return any(result.taken.values())
+
+
+def _has(replica: Replica, moment: str) -> bool:
+    """Whether anything is there that a joiner would lack; looked at tensor by tensor, for most optimizers have nothing."""
+    return any(bool(replica.read((name,), moment)[name].any()) for name in replica.names)
+
+
+def _other(what: str, state: State, replica: Replica, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """A moment that a state need not have; without it zeros, where this replica has something in its place."""
+    new = kept(what, state, shapes)
+    return new if new or not _has(replica, what) else {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 
 def _shapes(replica: Replica, moment: str) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """The inner optimizers: what a replica does between exchanges.
 
-Moments stay on the replica, unless a method exchanges them by name (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`).
+Moments stay on the replica, unless a method exchanges them by name (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`,
+`mu_product`).
 """
 
 import math
@@ -11,17 +12,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from farflock.optimizers.corrections import nadam
 from farflock.optimizers.muon import Muon, hidden_matrices
 
-InnerName = Literal["adamw", "sgd", "muon"]
+InnerName = Literal["adamw", "sgd", "muon", "nadam"]
 
 
 @dataclass(frozen=True, slots=True)
 class InnerConfig:
-    """AdamW, SGD or Muon; weight decay on matrices only (norms and biases are left alone).
+    """AdamW, SGD, Muon or NAdam; weight decay on matrices only (norms and biases are left alone).
 
     `momentum` is that of SGD (None: 0, plain SGD) and of Muon (None: 0.95); `nesterov` is SGD's, Muon's is always so.
-    AdamW, also for what Muon is not for, has `betas` and `eps`.
+    AdamW, also for what Muon is not for, and NAdam, whose decay is decoupled, too, have `betas` and `eps`.
     """
 
     name: InnerName = "adamw"
@@ -34,7 +36,7 @@ class InnerConfig:
 
     def __post_init__(self) -> None:
         if self.name not in get_args(InnerName):
-            raise ValueError(f"inner optimizer {self.name!r} is not known; choose adamw, sgd or muon")
+            raise ValueError(f"inner optimizer {self.name!r} is not known; choose adamw, sgd, muon or nadam")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"a learning rate of {self.lr} trains nothing; choose a finite one above 0, usually 1e-3")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -47,8 +49,10 @@ class InnerConfig:
 
     def _require_momentum(self) -> None:
         if self.momentum is not None:
-            if self.name == "adamw":
-                raise ValueError(f"adamw has no momentum of {self.momentum}; set the first of betas, or choose sgd")
+            if self.name in ("adamw", "nadam"):
+                raise ValueError(
+                    f"{self.name} has no momentum of {self.momentum}; set the first of betas, or choose sgd"
+                )
             if not 0 <= self.momentum < 1:
                 raise ValueError(f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9")
         if self.nesterov and (self.name != "sgd" or not self.momentum):
@@ -66,6 +70,8 @@ class InnerConfig:
         groups = self._groups(parameters)
         if self.name == "sgd":
             return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum or 0.0, nesterov=self.nesterov)
+        if self.name == "nadam":
+            return nadam(groups, self.lr, self.betas, self.eps)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
 
     def _groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

@@ -120,6 +120,11 @@ class Staging:
         """This server left its group or adopted another state: nothing that it has put aside will ever count."""
         self._slots.clear()
 
+    def is_offered(self, key: Key) -> bool:
+        """Whether a contribution with it is on its way into a round."""
+        slot = self._slots.get(key)
+        return slot is not None and slot.phase == "offered"
+
     @property
     def kept(self) -> set[Key]:
         """Whose gradients are put aside: all others may be dropped."""

@@ -22,6 +22,7 @@ from farflock.node.pipeline import PipelinePlan
 from farflock.node.policies import POLICIES, policy_of
 from farflock.node.stage import split
 from farflock.node.stage_server import ServerTerms
+from farflock.node.stage_versions import Asynchronous
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.inner import InnerConfig
@@ -31,6 +32,8 @@ from farflock.swarm.skipping import Plan as SkipPlan
 
 MODEL = ModelConfig(dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=32, context=64, tied=False)
 SIZES = (1, 2, 2, 1)
+PLAIN, HEAVY = InnerConfig("sgd"), InnerConfig("sgd", momentum=0.9)
+NESTEROV = InnerConfig("sgd", momentum=0.9, nesterov=True)
 
 
 class Ordered:
@@ -56,13 +59,17 @@ def parts(
     kept=256,
     window=8,
     end_copies=0,
+    late=None,
+    staleness=1,
+    inner=InnerConfig(),  # noqa: B008 - a constant
     **plan,
 ):
-    run = Plan(1, MODEL, InnerConfig(), Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
-    trainer = TrainerTerms(window=window, kept=kept)
+    run = Plan(1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
+    trainer, server = TrainerTerms(window=window, kept=kept), ServerTerms(staleness=staleness)
     called = policy if isinstance(policy, str) else "planned"
+    terms = {"end_copies": end_copies, "asynchronous": late}
     cut, tokens = split(MODEL, sizes), batch * run.batch * run.seq
-    pipeline = PipelinePlan(cut, tokens, codec, called, ServerTerms(), trainer, end_copies=end_copies)
+    pipeline = PipelinePlan(cut, tokens, codec, called, server, trainer, **terms)
     made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
     return Parts(run, pipeline, method(name, **run.options), made)
 
@@ -82,6 +89,21 @@ def refusal(given):
 )
 def test_what_fits_is_not_refused(policy, codec):
     require_composable(parts(policy, codec=codec))
+
+
+@pytest.mark.parametrize(
+    ("correction", "inner"),
+    [
+        *(("none", inner) for inner in (InnerConfig(), PLAIN, HEAVY, NESTEROV)),
+        *((correction, HEAVY) for correction in ("spike", "prediction", "spike+prediction", "braking")),
+        *((correction, InnerConfig(name)) for correction in ("prediction", "braking") for name in ("adamw", "nadam")),
+        *(("nesterov", inner) for inner in (NESTEROV, InnerConfig("nadam"))),
+    ],
+)
+def test_corrections_with_the_momentum_that_they_need_are_not_refused(correction, inner):
+    require_composable(parts(late=Asynchronous(2, correction), inner=inner))
+    if "prediction" not in correction:
+        require_composable(parts(name="diloco", options={"period": 2}, late=Asynchronous(2, correction), inner=inner))
 
 
 def test_a_pipeline_of_one_stage_is_one():
@@ -132,6 +154,50 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("rounds by steps", {"name": "diloco", "options": {"round_s": 60.0}}, "every 60 s", "name a period"),
     ("kept microbatches", {"kept": 39}, "1 steps of 16 microbatches, and a trainer keeps 39, with 8", "to 40 or more"),
     ("kept microbatches", {"name": "diloco", "options": {"period": 10}}, "10 steps of 16", "pipeline.kept to 328"),
+    (
+        "versions in use",
+        {"late": Asynchronous(4), "staleness": 2},
+        "4 versions are kept",
+        "staleness to 3, or versions to 3",
+    ),
+    (
+        "shared versions",
+        {"name": "demo", "late": Asynchronous(2)},
+        "weights of their own with method demo",
+        "ddp or diloco",
+    ),
+    (
+        "predicted steps",
+        {"name": "diloco", "options": {"period": 4}, "late": Asynchronous(2, "prediction")},
+        "with method diloco each has its own",
+        "method ddp",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "spike")},
+        "spike cannot be made with adamw",
+        "train.momentum to 0.9",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "spike"), "inner": NESTEROV},
+        "sgd with nesterov",
+        "nesterov to false",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "braking"), "inner": PLAIN},
+        "sgd without momentum",
+        "momentum to 0.9",
+    ),
+    (
+        "corrected momentum",
+        {"late": Asynchronous(2, "prediction"), "inner": PLAIN},
+        "sgd without",
+        "another correction",
+    ),
+    ("corrected momentum", {"late": Asynchronous(2, "nesterov")}, "cannot be made with adamw", "optimizer to nadam"),
+    ("corrected momentum", {"late": Asynchronous(2, "nesterov"), "inner": HEAVY}, "made with sgd", "train.nesterov"),
     ("kept microbatches", {"batch": 9000, "kept": 16_384}, "of at most 16384", "lower pipeline.batch"),
 ]
 

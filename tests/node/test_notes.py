@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.compression.codec import CorruptPayload
-from farflock.node.notes import MAX_BYTES, MAX_KEYS, joined, read, union, written
+from farflock.node.notes import LATE, MAX_BYTES, MAX_KEYS, joined, joined_ages, read, read_ages, union, written
 
 KEYS = st.sets(st.tuples(st.text(max_size=8), st.integers(0, 2**62)), max_size=30)
 ODD = {
@@ -24,6 +24,12 @@ ODD = {
     "a long name": msgspec.msgpack.encode({"t" * 129: [1]}),
     "deep": b"\x91" * 5000,
     "too long": bytes(MAX_BYTES + 1),
+    "fewer ages than numbers": msgspec.msgpack.encode([{"t": [3, 1]}, [1]]),
+    "ages that are all 0": msgspec.msgpack.encode([{"t": [3]}, [0]]),
+    "an age that is none": msgspec.msgpack.encode([{"t": [3]}, [-2]]),
+    "ages of nothing": msgspec.msgpack.encode([{}, []]),
+    "twice the same, aged": msgspec.msgpack.encode([{"t": [3, 0]}, [1, 1]]),
+    "more than ages": msgspec.msgpack.encode([{"t": [3]}, [1], 1]),
     "too many": msgspec.msgpack.encode({"a": [1] * MAX_KEYS, "b": [1]}),
 }
 
@@ -84,3 +90,21 @@ def test_a_union_that_would_be_no_list_is_none():
 def test_more_than_fits_is_our_own_fault():
     with pytest.raises(AssertionError, match="microbatches in one contribution"):
         written([("t", number) for number in range(MAX_KEYS + 1)])
+
+
+AGED = st.dictionaries(st.tuples(st.text(max_size=8), st.integers(0, 2**62)), st.integers(LATE, 64), max_size=30)
+
+
+@given(AGED, AGED)
+def test_ages_are_read_as_they_were_written_and_joined_as_keys_are(mine, yours):
+    yours = {key: age for key, age in yours.items() if key not in mine}
+    assert read_ages(written(mine)) == mine
+    assert read(written(mine)) == sorted(mine)
+    both = union([("a", 1.0, written(mine)), ("b", 1.0, written(yours))])
+    assert both.data == written(mine | yours)
+    assert joined_ages([written(mine), b"\xc1", written(yours)]) == mine | yours
+
+
+@given(KEYS)
+def test_where_nothing_is_late_the_bytes_are_those_of_a_run_that_waits(keys):
+    assert written(dict.fromkeys(keys, 0)) == written(keys)

@@ -14,6 +14,7 @@ from farflock.node.pipeline import PipelinePlan, basis_of, edges_of
 from farflock.node.policies import POLICIES
 from farflock.node.run_basis import run_basis
 from farflock.node.stage_server import ServerTerms
+from farflock.node.stage_versions import Asynchronous
 from farflock.node.trainer import TrainerTerms
 
 SHA = "0" * 64
@@ -32,8 +33,14 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
     assert manifest.pipeline.stages == (1, 2, 1)
     text = manifest.canonical().decode()
     assert '[pipeline]\nstages = [1, 2, 1]\nbatch = 16\ncodec = "int8"\npolicy = "swarm"\n' in text
-    spelt = [name for name in manifest.pipeline.__struct_fields__ if name != "basis"]  # which int8 has none of
-    assert all(f"\n{name} = " in text for name in spelt)
+    spelt_out = set(manifest.pipeline.__struct_fields__) - {"asynchronous", "basis"}  # int8 has no basis
+    assert all(
+        f"\
+{name} = "
+        in text
+        for name in spelt_out
+    )
+    assert "asynchronous" not in text, "what a run does not do is not in its terms, or its id would have changed"
     assert manifest == resolved({"stages": [1, 2, 1]})
     assert manifest.hash() == resolved({"stages": [1, 2, 1]}).hash()
 
@@ -93,6 +100,8 @@ def test_a_trainer_keeps_as_many_microbatches_as_two_rounds_take():
     policy=st.sampled_from(sorted(set(POLICIES) - {"swap"})),
     lease_s=st.floats(1, 3600),
     staleness=st.integers(0, 9),
+    asynchronous=st.none()
+    | st.fixed_dictionaries({"gone": st.sampled_from(["drop", "newest"])}, optional={"versions": st.just(1)}),
 )
 def test_any_pipeline_survives_the_round_trip(stages, **terms):
     tables = {"model": {"preset": "demo", "tied": False, "layers": sum(stages)}}
@@ -112,8 +121,24 @@ def test_a_pipelines_id_depends_on_every_one_of_its_terms():
         {"staleness": 2},
         {"kept": 300},
         {"places": 5},
+        {"asynchronous": {}},
+        {"asynchronous": {"versions": 1}},
+        {"asynchronous": {"gone": "newest"}},
+        {"asynchronous": {"correction": "braking"}},
     ]
     assert len({resolved({"stages": 2, **change}).run_id("founder") for change in changes}) == len(changes)
+
+
+def test_as_many_versions_are_kept_as_may_be_used_unless_fewer_are_named():
+    for staleness in (0, 1, 4):
+        assert (
+            resolved({"stages": 2, "staleness": staleness, "asynchronous": {}}).pipeline.asynchronous.versions
+            == staleness + 1
+        )
+    assert resolved({"stages": 2, "staleness": 4, "asynchronous": {"versions": 2}}).pipeline.asynchronous.versions == 2
+    made = resolved({"stages": 2, "staleness": 4, "asynchronous": {"correction": "braking", "gone": "newest"}})
+    assert made.pipeline_plan().asynchronous == Asynchronous(5, "braking", "newest")
+    assert resolved({"stages": 2}).pipeline_plan().asynchronous is None
 
 
 def test_the_run_that_is_shipped_can_be_started(pytestconfig):
@@ -155,6 +180,17 @@ WRONG = [
     ({"stages": 4, "policy": "skip:3", "batch": 7}, "'whole batches'", "set pipeline.batch to 8"),
     ({"stages": 3, "policy": "swap"}, "'swap of unequal stages'", "take 4 or 6 or more stages"),
     ({"stages": 2, "staleness": -1}, "pipeline.staleness: -1", ">= 0"),
+    ({"stages": 2, "asynchronous": {"versions": 0}}, "pipeline.asynchronous.versions: 0", ">= 1"),
+    (
+        {"stages": 2, "asynchronous": {"versions": 3}},
+        "'versions in use'",
+        "set pipeline.staleness to 2, or versions to 2",
+    ),
+    ({"stages": 2, "asynchronous": {"corection": "none"}}, "corection: there is no such key", "'correction'"),
+    ({"stages": 2, "asynchronous": {"correction": "spyke"}}, "'spyke' is not known", "spike"),
+    ({"stages": 2, "asynchronous": {"gone": "ask"}}, "'ask' is not known", "drop"),
+    ({"stages": 2, "asynchronous": {"correction": "spike"}}, "'corrected momentum'", "set train.optimizer to sgd"),
+    ({"stages": 2, "staleness": 100, "asynchronous": {"versions": 101}}, "asynchronous.versions: 101", "<= 64"),
     ({"stages": 2, "lease_s": float("nan")}, "pipeline.lease_s: nan", ">= 1.0"),
     ({"stages": 2, "forward_timeout_s": 0}, "pipeline.forward_timeout_s: 0", ">= 1"),
 ]

@@ -15,6 +15,7 @@ from farflock.node.fit import SHARED_MOMENTS, moments_of, nearest_divisor, requi
 from farflock.node.manifest import parse, resolve, simulated_default
 from farflock.node.swarm_optimizer import SwarmOptimizer
 from farflock.optimizers.catalog import METHODS, method, options_of
+from farflock.optimizers.corrections import TREND, Trend
 from farflock.optimizers.inner import InnerConfig
 
 UNBIASED_ONLY = sorted(set(METHODS) - {"local", "sparseloco", "demo", "flexdemo", "lean"})
@@ -154,8 +155,12 @@ def vectors_of_moments():
         from farflock.node.replica import PlainReplica
 
         model = nn.Linear(2, 2)
-        momentum = what == "momentum_buffer"
-        inner = torch.optim.SGD(model.parameters(), 0.1, 0.9) if momentum else torch.optim.AdamW(model.parameters())
+        if what in ("momentum_buffer", TREND):
+            inner = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+            Trend(inner)
+        else:
+            kind = torch.optim.NAdam if what == "mu_product" else torch.optim.AdamW
+            inner = kind(model.parameters())
         model(torch.ones(1, 2)).sum().backward()
         inner.step()
         state = method(name).snapshot(PlainReplica(model, inner))
@@ -164,11 +169,11 @@ def vectors_of_moments():
     return found
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "nadam"])
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_what_is_known_of_an_optimizer_without_building_it_is_what_it_keeps(name, momentum):
-    if (name, momentum) == ("adamw", 0.9):
-        pytest.skip("adamw has no momentum")
+    if name in ("adamw", "nadam") and momentum:
+        pytest.skip(f"{name} has betas in place of a momentum")
     model, config = nn.Linear(2, 2), InnerConfig(name, momentum=momentum)
     built = config.build(model)
     assert moments_of(built) == moments_of(config)
@@ -299,4 +304,4 @@ def test_a_local_swarm_of_two_never_has_three_arrivals():
 
 def test_the_docstring_names_the_inner_optimizers_that_there_are():
     text = inspect.getdoc(SwarmOptimizer)
-    assert all(f'"{name}"' in text for name in ("adamw", "sgd", "muon"))
+    assert all(f'"{name}"' in text for name in ("adamw", "sgd", "muon", "nadam"))

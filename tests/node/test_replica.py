@@ -80,6 +80,7 @@ HELD = [  # the moments of the matrix, and of the vector
     ("sgd", {"momentum": 0.9}, ("momentum_buffer",), ("momentum_buffer",)),
     ("sgd", {"momentum": 0.9, "nesterov": True}, ("momentum_buffer",), ("momentum_buffer",)),
     ("muon", {}, ("momentum_buffer",), ADAM),
+    ("nadam", {}, ADAM, ADAM),
 ]
 each_inner = pytest.mark.parametrize(("name", "options", "matrix", "vector"), HELD)
 
@@ -108,7 +109,7 @@ def test_a_moment_that_the_inner_optimizer_has_is_written_also_before_its_first_
 @each_inner
 def test_reading_and_writing_zeros_before_the_first_step_changes_no_step(name, options, matrix, vector):
     fresh, touched = linear(name, **options), linear(name, **options)
-    for what in (*ADAM, "momentum_buffer", "step"):
+    for what in (*ADAM, "momentum_buffer", "step", "mu_product"):
         touched.write(touched.read(touched.names, what), what)
     for _ in range(2):
         stepped(fresh), stepped(touched)
@@ -121,11 +122,11 @@ def test_all_moments_and_step_counts_of_another_replica_give_its_future(name, op
     teacher, joiner = linear(name, **options), linear(name, **options)
     for gradient in (1.0, -0.5, 0.25):
         stepped(teacher, gradient)
-    for what in ("param", *ADAM, "momentum_buffer", "step"):
+    for what in ("param", *ADAM, "momentum_buffer", "step", "mu_product"):
         joiner.write(teacher.read(teacher.names, what), what)
     for replica in (teacher, joiner):
         stepped(stepped(replica, 0.3), -2.0)
-    for what in ("param", *ADAM, "momentum_buffer", "step"):
+    for what in ("param", *ADAM, "momentum_buffer", "step", "mu_product"):
         for parameter, x in teacher.read(teacher.names, what).items():
             assert torch.equal(joiner.read([parameter], what)[parameter], x), what
 

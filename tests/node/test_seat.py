@@ -157,11 +157,14 @@ class Books:
     """Brings a note of its own with each contribution, and writes down what it is told."""
 
     def __init__(self):
-        self.brought_to, self.told = [], []
+        self.brought_to, self.announced, self.told = [], [], []
 
     def brought(self, number):
         self.brought_to.append(number)
         return notes.written([("t", number)])
+
+    def closing(self, number, noted):
+        self.announced.append((number, noted))
 
     def closed(self, number, noted):
         self.told.append((number, noted))
@@ -180,6 +183,7 @@ def test_the_books_bring_notes_to_each_round_and_are_told_what_it_named(bench, t
     run_virtual(main())
     assert len(books.told) >= 4
     assert books.told == [(number, notes.written([("t", number)])) for number in range(len(books.told))]
+    assert books.announced == books.told
     assert books.brought_to == list(range(len(books.told)))
 
 

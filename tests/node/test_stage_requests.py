@@ -13,14 +13,16 @@ from farflock.swarm.roles import MAX_STAGES
 COUNT, ROUND = st.integers(0, 2**62), st.integers(-1, 2**62)
 STAGE, SOURCE = st.integers(0, MAX_STAGES - 1), st.integers(-1, MAX_STAGES - 1)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
+VERSION = st.none() | st.builds(said.Version, ROUND, COUNT)
 REQUESTS = st.one_of(
     st.builds(Forward, COUNT, STAGE, SOURCE, ROUND),
-    st.builds(Backward, COUNT, STAGE, SOURCE, ROUND, COUNT),
+    st.builds(Backward, COUNT, STAGE, SOURCE, ROUND, COUNT, VERSION),
     st.builds(said.Confirm, COUNT, STAGE, COUNT),
     st.builds(said.Revoke, COUNT, STAGE, COUNT),
 )
 ANSWERS = st.one_of(
-    st.builds(Done, COUNT, COUNT, st.floats(0, 1e6), st.none() | FINITE, st.floats(0, 1e6)),
+    st.builds(Done, COUNT, COUNT, st.floats(0, 1e6), st.none() | FINITE, st.floats(0, 1e6), VERSION),
+    st.builds(said.Gone, ROUND, st.booleans()),
     st.builds(said.Busy),
     st.builds(said.Stale, ROUND),
     st.builds(said.Refused, st.text(max_size=200)),
@@ -91,3 +93,12 @@ def test_odd_bytes_are_refused(raw):
     for decode in (decode_request, decode_answer):
         with pytest.raises(BadRequest):
             decode(raw)
+
+
+def test_who_knows_no_versions_is_understood_and_understands():
+    """The version is the last field, and what is left out of the end of an array has its default; more of it is passed over."""
+    old = msgspec.msgpack.encode(["backward", 1, 2, 1, 5, 3])
+    assert decode_request(old) == Backward(1, 2, 1, 5, 3, None)
+    assert decode_answer(msgspec.msgpack.encode(["done", 7, 1, 0.5, None, 0.0])) == Done(7, 1, 0.5)
+    later = msgspec.msgpack.decode(encode(Done(7, 1, 0.5, version=said.Version(4, 9))))
+    assert decode_answer(msgspec.msgpack.encode([*later, "more"])) == Done(7, 1, 0.5, version=said.Version(4, 9))

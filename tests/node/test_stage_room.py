@@ -75,3 +75,14 @@ def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead()
     with pytest.raises(Uncomposable) as refused:
         require_replica_room(plan, pipeline)
     assert refused.value.remedy.startswith("train without weights (--role trainer)")
+
+
+def test_versions_and_predictions_take_memory():
+    none, two = (needed_stage_bytes(*planned([1, 3, 2], **terms), 1) for terms in ({}, {"asynchronous": {}}))
+    terms = {"staleness": 3, "asynchronous": {}}
+    plan, pipeline = planned([1, 3, 2], **terms)
+    weights = stage_parameters(plan.model, pipeline.stages[1]) * plan.dtype.itemsize
+    assert two - none == 3 * weights
+    assert needed_stage_bytes(plan, pipeline, 1) - two == 4 * weights
+    predicted = planned([1, 3, 2], staleness=3, asynchronous={"correction": "prediction"})
+    assert needed_stage_bytes(*predicted, 1) - needed_stage_bytes(plan, pipeline, 1) == 2 * weights

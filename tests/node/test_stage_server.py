@@ -18,15 +18,18 @@ from farflock.node.stage_requests import (
     Confirm,
     Done,
     Forward,
+    Gone,
     Merged,
     Refused,
     Revoke,
     Stale,
     Unknown,
+    Version,
     decode_answer,
     encode,
 )
 from farflock.node.stage_server import BACKWARD_COST, ServerTerms, StageServer
+from farflock.node.stage_versions import ORIGIN, Asynchronous, Versions
 from farflock.swarm.virtual import run_virtual
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
@@ -38,7 +41,8 @@ PASS_S = 0.5
 class Bench:
     """A server of one of three stages in fp64, and what is sent to it. A forward pass takes half a virtual second."""
 
-    def __init__(self, index=1, codec="raw", **terms):
+    def __init__(self, index=1, codec="raw", versions=None, **terms):
+        self.marks = {}
         self.stage = Stage(build(MODEL, 3, SPANS[index]).double())
         self.edges = Edges(activation_codec(codec), 1, TOKENS, MODEL.dim, MODEL.vocab_size, 9, torch.float64)
         self.index, self.applied, self.passes = index, EPOCH, []
@@ -52,7 +56,22 @@ class Bench:
             run_pass=self.run_pass,
             now=lambda: asyncio.get_running_loop().time(),
             applied=lambda: self.applied,
+            versions=self.versioned(versions, terms.get("staleness", 1)) if versions else None,
         )
+
+    def versioned(self, keep, bound):
+        inner = torch.optim.SGD(self.stage.model.parameters(), 0.1)
+        return Versions(self.stage.model, inner, Asynchronous(keep), bound, lambda: self.applied, lambda: self.marks)
+
+    def apply_round(self, noted=b""):
+        """A round changes the weights."""
+        self.server.closing(self.applied + 1, noted)
+        with torch.no_grad():
+            for parameter in self.stage.model.parameters():
+                parameter.add_(0.01)
+        self.applied += 1
+        self.server.closed(self.applied, noted)
+        self.server.absorb()
 
     async def compute(self, work):
         return work()
@@ -560,7 +579,87 @@ async def test_over_hundreds_of_microbatches_nothing_grows(bench):
             bench.server.absorb()
     await asyncio.sleep(5.0)
     server = bench.server
-    kept = [server._staged, server._replies, server._work, server._in_sum, server._closed, server._staging._slots]
+    kept = [server._staged, server._replies, server._work, server._sums.rounds, server._closed, server._staging._slots]
     assert [len(entries) for entries in kept] == [0] * 6
     assert server.tokens == 0
     assert server.served["merged"] == 34
+
+
+# versions
+
+
+@served(versions=3, staleness=2)
+async def test_a_backward_pass_is_that_of_the_weights_that_its_forward_pass_had(bench):
+    answer, _ = await bench.ask(*bench.forward(1))
+    assert answer.version == Version(EPOCH)
+    wanted = bench.stage.backward(bench.inside(1), bench.outside(1))
+    bench.apply_round()
+    bench.apply_round()
+    newest = bench.stage.backward(bench.inside(1), bench.outside(1))
+    for number, version, expected in ((1, Version(EPOCH), wanted), (2, None, None), (3, Version(EPOCH + 2), None)):
+        done, payloads = await bench.ask(*bench.backward(number, version=version))
+        assert done.version == (version or Version(EPOCH + 2))
+        if expected is not None:
+            assert payloads == (_bytes(expected.input_gradient),)
+            assert payloads != (_bytes(newest.input_gradient),)
+            staged = bench.server._staged["t", number][0]
+            assert all(torch.equal(x, expected.staged.gradients[name]) for name, x in staged.gradients.items())
+
+
+@served(versions=2, staleness=2)
+async def test_weights_that_are_not_here_are_named_as_gone_before_anything_is_sent(bench):
+    bench.apply_round()
+    bench.apply_round()
+    for version, late in ((EPOCH, False), (EPOCH - 1, True), (EPOCH + 3, False)):
+        assert bench.admit(*bench.backward(1, version=Version(version))) == Gone(EPOCH + 2, late)
+    assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1, 9))) == Gone(EPOCH + 2, True)
+    assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1))) is None
+    bench.marks[ORIGIN] = 9  # the stage was begun anew
+    assert bench.admit(*bench.backward(1, version=Version(EPOCH + 1))) == Gone(EPOCH + 2, True)
+    assert bench.server.served["gone"] == 5
+
+
+@served(versions=2, staleness=1)
+async def test_weights_that_go_while_a_pass_waits_are_gone_and_its_place_is_free(bench):
+    asking = asyncio.create_task(bench.ask(*bench.backward(1, version=Version(EPOCH))))
+    first = asyncio.create_task(bench.ask(*bench.backward(2)))
+    bench.apply_round()
+    bench.apply_round()
+    assert (await asking)[0] == Gone(EPOCH + 2, True)
+    assert isinstance((await first)[0], Done)
+    assert len(bench.server._staged) == 1
+    assert bench.server._staging.taken == 1
+
+
+@served(versions=2, staleness=1)
+async def test_what_is_too_late_when_its_step_comes_is_left_out_and_named(bench):
+    await bench.merge(1)
+    bench.apply_round()
+    await bench.merge(2)
+    bench.apply_round()
+    await bench.merge(3)
+    assert bench.server.tokens == 3 * TOKENS
+    taken = bench.server.take()
+    assert (taken.staged.tokens, taken.discarded) == (2 * TOKENS, 0)
+    assert bench.server.served["late"] == 1
+    assert bench.server.tokens == 2 * TOKENS, "what is left out fills no batch"
+    noted = bench.server.brought(EPOCH + 3)
+    assert notes.read_ages(noted) == {("t", 1): notes.LATE, ("t", 2): 1, ("t", 3): 0}
+    bench.apply_round(noted)
+    assert bench.server.tokens == 0
+    assert not bench.server._work
+    assert not bench.server._late
+
+
+@served(versions=2, staleness=1)
+async def test_what_came_back_from_a_round_is_given_up_as_a_whole_once_a_part_of_it_is_too_late(bench):
+    await bench.merge(1)
+    bench.apply_round()
+    await bench.merge(2)
+    assert bench.server.take().staged.tokens == 2 * TOKENS
+    assert notes.read_ages(bench.server.brought(EPOCH + 2)) == {("t", 1): 1, ("t", 2): 0}
+    bench.apply_round()  # without it
+    await bench.merge(3)
+    taken = bench.server.take()
+    assert (taken.staged.tokens, taken.discarded) == (TOKENS, 2)
+    assert notes.read_ages(bench.server.brought(EPOCH + 3)) == {("t", 1): notes.LATE, ("t", 2): notes.LATE, ("t", 3): 0}

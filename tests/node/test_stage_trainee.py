@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -222,3 +223,15 @@ def test_the_rate_is_the_schedule_s_and_a_round_s_step_is_alike_for_newcomers():
     assert made.replica.lr == schedule.rate(500, 1)
     made.set_rate(500)
     assert made.replica.lr == schedule.rate(500, 10**6) > schedule.rate(500, 1)
+
+
+def test_what_is_given_up_leaves_the_sum_and_its_weight():
+    made, model = trainee(summing=True)
+    made.server.batches = [taken(model, 1.0, 3), replace(taken(model, 2.0, 1), discarded=3)]
+    weight = tokens = 0.0
+    for step in range(2):
+        made.forward_backward(step, Progress(step, 0))
+        weight, tokens = weight + made.weight, tokens + made.tokens_per_step
+    assert (weight, tokens) == (1.0, MICROBATCH)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 2 / MICROBATCH))

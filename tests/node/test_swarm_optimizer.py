@@ -314,7 +314,7 @@ def test_what_a_step_counts_for_moves_the_run():
     [
         ({"method": "dilocko"}, "did you mean 'diloco'|diloco"),
         ({"perod": 5}, "period"),
-        ({"inner": "adamax"}, "adamw, sgd or muon"),
+        ({"inner": "adamax"}, "adamw, sgd, muon or nadam"),
         ({"inner": adamw, "lr": 0.1}, "leave lr out"),
         ({"inner": lambda parameters: torch.optim.LBFGS(parameters)}, "first-order"),
         ({"inner": lambda parameters: torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, "not the model's"),

@@ -14,7 +14,7 @@ class Layers(nn.Module):
         self.head.weight = self.embed.weight
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "nadam"])
 def test_matrices_decay_and_vectors_do_not(name):
     module = Layers()
     optimizer = InnerConfig(name, weight_decay=0.3).build(module)
@@ -69,7 +69,7 @@ def test_a_module_of_vectors_only_has_no_empty_group():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "adam"}, "'adam' is not known; choose adamw, sgd or muon"),
+        ({"name": "adam"}, "'adam' is not known; choose adamw, sgd, muon or nadam"),
         ({"lr": 0.0}, "rate of 0.0"),
         ({"lr": float("nan")}, "rate of nan"),
         ({"lr": float("inf")}, "rate of inf"),
@@ -89,3 +89,19 @@ def test_a_module_of_vectors_only_has_no_empty_group():
 def test_a_value_that_cannot_train_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         InnerConfig(**options)
+
+
+def test_nadam_is_torchs_own_with_decoupled_decay_of_matrices():
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    groups = [{"params": [theirs.weight], "weight_decay": 0.2}, {"params": [theirs.bias], "weight_decay": 0.0}]
+    oracle = torch.optim.NAdam(groups, 0.05, (0.9, 0.8), 1e-6, momentum_decay=4e-3, decoupled_weight_decay=True)
+    inner = InnerConfig("nadam", 0.05, (0.9, 0.8), 0.2, 1e-6).build(ours)
+    for seed in range(5):
+        for module, optimizer in ((ours, inner), (theirs, oracle)):
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in module.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)

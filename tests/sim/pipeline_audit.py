@@ -90,7 +90,24 @@ class Life:
     serving: Any
     computed: dict[tuple[str, int], Pass] = field(default_factory=dict)  # the backward pass whose gradient is put aside
     merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
+    used: Any = None  # the weights that the stage computed with last
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
+
+
+@dataclass
+class WatchedSums:
+    """A server's sums, of which `add` is watched."""
+
+    sums: Any
+    add: Any
+
+    def __getattr__(self, name):
+        return getattr(self.sums, name)
+
+
+def counted(noted):
+    """What counts of a round's notes, with how late it is; what is left out does not."""
+    return {key: age for key, age in notes.joined_ages([noted]).items() if age != notes.LATE}
 
 
 class Audit:
@@ -107,6 +124,7 @@ class Audit:
         self.taken = []  # (life, sums, keys) of every step
         self.brought = {}  # by stage, round and peer, the backward passes of each key of its contribution
         self.named = collections.defaultdict(dict)  # by stage and round, the keys
+        self.ages = collections.defaultdict(dict)  # by stage and round, how late each key is that counts
         self.applied = collections.defaultdict(dict)  # by stage and round, the results that servers applied
         self.most = collections.Counter()  # the greatest numbers seen, of what must stay small
         self.events = collections.Counter()
@@ -161,6 +179,17 @@ class Audit:
     def _watch_passes(self, life):
         server, audit = life.serving.server, self
         forward_all, backward_one, do = server._forward_all, server._backward_one, server._do
+        stage = server._stage
+
+        def watched(compute):
+            def computing(*given):
+                life.used = dict(stage.model.named_parameters())
+                life.used = {name: x.detach().clone() for name, x in life.used.items()}
+                return compute(*given)
+
+            return computing
+
+        stage.forward, stage.backward = watched(stage.forward), watched(stage.backward)
 
         def forwarding(jobs):
             replies = forward_all(jobs)
@@ -172,10 +201,11 @@ class Audit:
         def going_back(job):
             audit._event("backward begins", life)
             found = backward_one(job)
-            one = audit._pass(life, *job.payloads[-2:])
+            if isinstance(found, Refused):
+                return found
+            one = audit._pass(life, *job.payloads[-2:], version=job.request.version)
             life.computed[job.caller, job.request.number] = one
-            if not isinstance(found, Refused):
-                audit._made |= dict.fromkeys(found[1], one)
+            audit._made |= dict.fromkeys(found[1], one)
             return found
 
         async def doing(jobs):
@@ -200,8 +230,11 @@ class Audit:
 
         node.trainer._compute = computing
 
-    def _pass(self, life, x, outside=None):
-        return Pass(life.stage, life.serving.seat.applied_round, self._weights_of(life), x, outside)
+    def _pass(self, life, x, outside=None, version=None):
+        if self.pipeline.asynchronous is None:
+            return Pass(life.stage, life.serving.seat.applied_round, self._weights_of(life), x, outside)
+        number = life.serving.seat.applied_round if version is None else version.round
+        return Pass(life.stage, number, self._seen_weights((life.stage, number), life.used), x, outside)
 
     def _weights_of(self, life):
         """Of this server now: the same as every server's of the stage that has applied as many rounds."""
@@ -221,7 +254,13 @@ class Audit:
 
     def _watch_books(self, life, peer):
         server, audit = life.serving.server, self
-        confirm, add, take, brought, closed = server._confirm, server._add, server.take, server.brought, server.closed
+        confirm, add, take, brought, closed = (
+            server._confirm,
+            server._sums.add,
+            server.take,
+            server.brought,
+            server.closed,
+        )
 
         async def confirming(key, attempt):
             audit._event("confirm came", life)
@@ -229,20 +268,20 @@ class Audit:
             audit._event("confirm answered", life)
             return answer
 
-        def adding(key, staged, loss):
+        def adding(key, staged, loss, number):
             life.merged[key] = life.computed[key]
-            add(key, staged, loss)
+            add(key, staged, loss, number)
 
         def taking():
-            keys = list(server._in_sum)
+            waiting = list(server._sums.rounds)
             taken = take()
-            audit.taken.append((life, taken.staged, keys))
+            audit.taken.append((life, taken.staged, [key for key in waiting if key not in server._late]))
             return taken
 
         def bringing(number):
             noted = brought(number)
             if number not in audit.named[life.stage]:  # else it is over, and the contribution goes into the next one
-                audit.brought[life.stage, number, peer] = {key: life.merged[key] for key in notes.joined([noted])}
+                audit.brought[life.stage, number, peer] = {key: life.merged[key] for key in counted(noted)}
             audit._event("offered", life)
             return noted
 
@@ -250,10 +289,12 @@ class Audit:
             keys = notes.joined([noted]) if noted else []
             known = audit.named[life.stage].setdefault(number, keys)
             assert known == keys, f"two servers of stage {life.stage} heard different keys of round {number}"
+            audit.ages[life.stage][number] = counted(noted) if noted else {}
             closed(number, noted)
             audit._event("closed", life)
 
-        server._confirm, server._add, server.take = confirming, adding, taking
+        server._confirm, server.take = confirming, taking
+        server._sums = WatchedSums(server._sums, adding)
         server.brought, server.closed = bringing, closing
 
     def _watch_rounds(self, life):
@@ -405,7 +446,7 @@ class Audit:
 
     def _check_round(self, stage, number, results):
         """The keys of a round are those of its contributions, each of one of them; its mean is theirs."""
-        passes, keys = {}, self.named[stage][number]
+        passes, keys = {}, sorted(self.ages[stage][number])
         for peer in results[0].participants:
             mine = self.brought[stage, number, peer]
             assert not mine.keys() & passes.keys(), f"two contributions to round {number} of stage {stage} share some"
