@@ -22,10 +22,12 @@ class Server:
 
     def __init__(self, span):
         self.stage, self.here, self.taken = Stage(build(MODEL, 3, span).double()), [], 0
+        self.applied, self.rounds = -1, []
 
-    async def contribute(self, key, staged, loss):
+    async def contribute(self, key, staged, loss, number):
         await asyncio.sleep(0)
         self.here.append((key, staged, loss))
+        self.rounds.append(number)
 
     def untaken(self, trainer):
         assert trainer == "me"
@@ -37,13 +39,14 @@ class World:
 
     me = "me"
 
-    def __init__(self, window=100, kept=100, agreed=0):
+    def __init__(self, window=100, kept=100, agreed=0, order=lambda number: range(STAGES)):
         self.membership, self.is_member = self, True
         self.servers = [Server(span) for span in even(MODEL, STAGES)]
         self.closed, self.doubtful, self.events, self.costs, self.agreed = [], [], [], [], agreed
+        self.left_out = []
         terms, report = TrainerTerms(window=window, kept=kept), lambda kind, fields: self.events.append((kind, fields))
         self.trainer = FullTrainer(
-            self, self, self.servers, self.batch, TOKENS, terms, self.run_pass, report, first=FIRST
+            self, self, self.servers, self.batch, TOKENS, terms, order, self.run_pass, report, first=FIRST
         )
 
     def batch(self, number):
@@ -106,6 +109,48 @@ def test_each_stage_has_the_gradient_of_the_unsplit_model_under_the_microbatchs_
     losses = [fields["loss"] for kind, fields in world.events if kind == "loss"]
     assert world.trainer.recent_loss == pytest.approx(sum(losses) / 2)
     assert losses[0] == pytest.approx(world.servers[-1].here[0][2] / TOKENS)
+
+
+def test_one_that_leaves_a_stage_out_has_the_gradient_of_the_others_and_counts_without_it():
+    world = World(window=1, kept=1, order=lambda number: (0, 2))
+    for server in world.servers:
+        server.taken = 100
+    trainer = world.run(4 * BACKWARD_COST, at_7=lambda: world.close(0, FIRST), at_8=lambda: world.close(2, FIRST))
+    assert world.costs == [2 * BACKWARD_COST] * 2
+    assert world.servers[1].here == []
+    assert (trainer.finished, trainer.doubled) == (1, 0)
+    x, targets = world.batch(0)
+    for server in (world.servers[0], world.servers[2]):
+        x = server.stage.model(x)
+    loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+    weights = dict(world.servers[0].stage.model.named_parameters())
+    expected = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+    for name, x in world.servers[0].here[0][1].gradients.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_the_rounds_of_the_weights_are_those_of_the_moment_when_they_were_used():
+    world = World()
+
+    def apply(stage, number):
+        world.servers[stage].applied = number
+
+    world.run(2 * WHOLE_S, at_5=lambda: apply(1, 4))
+    assert [server.rounds for server in world.servers] == [[-1, -1], [-1, 4], [-1, -1]]
+
+
+def test_what_a_round_left_out_as_too_late_is_dropped_and_does_not_count_as_finished():
+    world = World(window=2, kept=2)
+
+    def close():
+        for stage in range(STAGES):
+            world.close(stage, FIRST, FIRST + 1)
+        world.left_out += [(1, ("me", FIRST)), (0, ("me", FIRST + 99)), (2, ("you", FIRST + 1))]
+
+    trainer = world.run(4 * WHOLE_S, at_25=close)
+    assert (trainer.finished, trainer.dropped) == (1, 1)
+    assert [fields for kind, fields in world.events if kind == "dropped"] == [{"number": FIRST, "stage": 1}]
+    assert world.left_out == []
 
 
 def test_it_begins_in_its_stream_where_the_run_is():

@@ -512,7 +512,7 @@ async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_
     for number in range(1, 8):  # more than there are places
         back = bench.stage.backward(bench.inside(number), bench.outside(number))
         server.merged.clear()
-        await server.contribute(("me", number), back.staged, back.loss_sum)
+        await server.contribute(("me", number), back.staged, back.loss_sum, 0)
         assert server.merged.is_set()
         wanted.add(back.staged)
     await bench.merge(20)
