@@ -19,6 +19,7 @@ from farflock.compression.subspace import outside
 from farflock.node.constraint import EMBEDDING
 from farflock.node.pipeline import basis_of
 from farflock.node.pipeline_simulation import PipelineWorld, parts
+from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.inner import InnerConfig
 
 _AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
@@ -72,13 +73,27 @@ class Subspaced(Audit):
 
     def gradient(self, key):
         if key not in self._gradients:
-            leaves = {name: x.detach().requires_grad_() for name, x in self.reference.model.named_parameters()}
-            tokens, targets = self.batch(key)
-            weights = {name: self.projected(name, x) for name, x in leaves.items()}
-            logits = functional_call(self.reference.model, weights, (tokens,))
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            self._gradients[key] = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+            self._gradients[key] = self.gradient_now(key)
         return self._gradients[key]
+
+    def gradient_now(self, key):
+        """By the weights that the unsplit model has now."""
+        leaves = {name: x.detach().requires_grad_() for name, x in self.reference.model.named_parameters()}
+        tokens, targets = self.batch(key)
+        weights = {name: self.projected(name, x) for name, x in leaves.items()}
+        logits = functional_call(self.reference.model, weights, (tokens,))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    def train_unsplit(self, keys):
+        """Of the unsplit model a step with the mean gradient of these, and the projection after it."""
+        gradients = [self.gradient_now(key) for key in keys]
+        for name, parameter in self.reference.model.named_parameters():
+            parameter.grad = sum(one[name] for one in gradients) / TOKENS
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.reference.model.named_parameters():
+                parameter.copy_(self.projected(name, parameter))
 
     def _call(self, stage, weights, x):
         return super()._call(stage, {name: self.projected(name, w.double()) for name, w in weights.items()}, x)
@@ -147,6 +162,40 @@ def test_gradients_are_those_of_the_unsplit_constrained_model_wherever_it_is_cut
 def test_with_weights_that_move_each_gradient_is_that_of_the_constrained_weights_along_its_way():
     one = audit(stages=3, servers=1, trainers=2, steps=4, rate=0.3).run().check().check_finished()
     assert one.mixed_versions > 0, "no microbatch was on its way while weights changed"
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_model(inner):
+    waits = TrainerTerms(window=BATCH, kept=BATCH, forward_timeout_s=4.0, backward_timeout_s=6.0)
+    config = InnerConfig(inner, 0.05, (0.9, 0.95), 0.1)
+    one = audit(stages=3, servers=1, steps=4, rate=config.lr, inner=config)
+    one.pipeline = dataclasses.replace(one.pipeline, trainer=waits)
+    one.optimizer = config.build(one.reference.model)
+    look = one._look
+
+    def in_lockstep(number, node):
+        look(number, node)
+        if node.trainer is not None:
+            begin = node.trainer._begin_more
+            node.trainer._begin_more = lambda: begin() if all_at(node.rolls.epoch) else None
+
+    def all_at(epoch):
+        servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
+        return all(serving.seat.applied_round == epoch for serving in servers)
+
+    one._look = in_lockstep
+    one.run().check_inside()
+    start = {name: x.detach().clone() for name, x in one.reference.model.named_parameters()}
+    for number in range(3):
+        assert one.named[0][number] == one.named[1][number] == one.named[2][number]
+        one.train_unsplit(one.named[0][number])
+        seen = [weights for stage in range(3) for weights in one._weights.get((stage, number), [])]
+        assert seen
+        for weights in seen:
+            for name, x in weights.items():
+                expected = one.reference.model.get_parameter(name).detach()
+                torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
+    assert any(float((x - start[name]).abs().amax()) > 0.01 for name, x in one.reference.model.state_dict().items())
 
 
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
