@@ -137,7 +137,7 @@ def test_a_process_sees_what_each_node_is_how_far_it_is_and_what_it_has_done():
     assert trainer.trained_tokens == TOKENS * finished[1]
 
     assert set(server.work) == {"forward", "backward", "merged", "busy"}
-    assert set(trainer.work) == {"microbatches", "under way", "in doubt", "doubled"}
+    assert set(trainer.work) == {"microbatches", "under way", "in doubt", "dropped", "doubled"}
     assert both.work == {
         **{name: both.serving.server.served[name] for name in server.work},
         "microbatches": finished[0],

@@ -304,3 +304,22 @@ def test_over_a_slow_line_more_gets_done_without_waiting():
     asynchronous, loss = pace(4, Asynchronous(5))
     assert asynchronous > 1.5 * waiting
     assert loss < 2.9, "it does not learn"
+
+
+def test_a_stage_that_is_begun_anew_has_other_versions_under_the_same_numbers():
+    one = late(steps=7, link=LinkModel(latency_s=0.05))
+    one.begun_anew = True
+
+    async def die_out(sim):
+        while not (sim.settled and len(one.named[1]) >= 2):
+            await asyncio.sleep(0.05)
+        for number, part in enumerate(one.world.parts):
+            if part.stage == 1:
+                sim.kill(number, 3.0 + number)
+
+    one.run(die_out).check().check_finished()
+    Ways(one).check()
+    origins = {life.serving.server._versions.newest.origin for life in one.lives if life.stage == 1}
+    assert 0 in origins
+    assert len(origins) == 2, "the second server to come back has the first one's state"
+    check_ages(one)
