@@ -14,7 +14,7 @@ from farflock.node.participant import Participant, Plan, Report
 from farflock.node.resume import cursors_of, take_up_state
 from farflock.node.stage_server import StageServer
 from farflock.node.stage_state import SCALE, begin_anew, fill, living, round_of, scale_snapshot
-from farflock.node.stage_trainee import StageTrainee
+from farflock.node.stage_trainee import Batch, StageTrainee
 from farflock.optimizers.method import Exchange, Key, Progress, Result
 from farflock.swarm.snapshots import Progress as Downloaded
 from farflock.swarm.snapshots import Snapshot
@@ -28,6 +28,7 @@ class Serving(Participant):
 
     index: int = 0
     server: StageServer = field(kw_only=True)
+    batch: Batch = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
