@@ -5,46 +5,61 @@ No activation goes over a wire, nothing is asked of anybody and nothing is put a
 servers or nowhere. So what no round has named is gone with this peer, as a dead trainer's is, and is asked of nobody again; and
 a microbatch counts once at each stage, for its key goes with the sum that it is in (node/notes.py).
 
-It is held back as trainers are: as many microbatches as a trainer may have on their way, a replica may have that some stage has
-not taken into a step yet; and either keeps so many that no round has named.
+It is held back as trainers are. As many batches as theirs may be late, a replica may have ready for a stage that has all it
+needs and does not step yet, for a round is open; more would be of weights that are too old by then. And like a trainer it keeps
+only so many that no round has named.
 """
 
 import asyncio
 import collections
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from farflock.node.stage import Staged, backward_through
 from farflock.node.stage_rolls import Rolls
 from farflock.node.stage_server import BACKWARD_COST, Pass, StageServer
-from farflock.node.trainer import NUMBERS, RECENT, REMEMBERED, Report, TrainerTerms
+from farflock.node.stage_trainee import Batch
+from farflock.node.trainer import NUMBERS, RECENT, REMEMBERED, Report
 from farflock.swarm.ledger import Ledger
 from farflock.swarm.peer import Peer, Wait
 
 TICK_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of one stage: what counts, and when a step of it is due."""
+
+    server: StageServer
+    batch: Batch
+
+
 class FullTrainer:
-    """One life of a full replica's own training. `servers` are its own, from the first stage's to the last one's; `batch(n)` is
+    """One life of a full replica's own training. `parts` are those of all stages, from the first to the last; `batch(n)` is
     the n-th microbatch of its stream, of so many `tokens`, which visits the stages of `order`, as it would on the way that the
-    run's policy has for it; `first` is this life's first number (`first_number`)."""
+    run's policy has for it. At most `ahead` wait for a step of a stage that has enough, and at most `kept` to be named. `first`
+    is this life's first number (`first_number`)."""
 
     def __init__(
         self,
         peer: Peer,
         rolls: Rolls,
-        servers: Sequence[StageServer],
+        parts: Sequence[Part],
         batch: Callable[[int], tuple[Tensor, Tensor]],
         tokens: int,
-        terms: TrainerTerms,
+        ahead: int,
+        kept: int,
         order: Callable[[int], Sequence[int]],
         run_pass: Pass,
         report: Report = lambda kind, fields: None,
         first: int = 0,
     ) -> None:
-        self._peer, self._rolls, self._servers, self._tokens = peer, rolls, tuple(servers), tokens
-        self._batch, self._terms, self._order, self._pass, self._report = batch, terms, order, run_pass, report
+        self._peer, self._rolls, self._parts, self._tokens = peer, rolls, tuple(parts), tokens
+        self._batch, self._ahead, self._most_kept, self._order = batch, ahead, kept, order
+        self._pass, self._report = run_pass, report
+        self._servers = [part.server for part in self._parts]
         self._ledger = Ledger(len(self._servers))
         self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
         self._named: list[set[int]] = [set() for _ in self._servers]
@@ -88,8 +103,10 @@ class FullTrainer:
         return []
 
     def _may_begin(self) -> bool:
-        untaken = max(server.untaken(self._peer.me) for server in self._servers)
-        return self._peer.membership.is_member and untaken < self._terms.window and self.kept < self._terms.kept
+        if self.kept >= self._most_kept or not self._peer.membership.is_member:
+            return False
+        ready = [part for part in self._parts if part.server.untaken(self._peer.me) >= self._ahead]
+        return not any(part.batch.is_full() for part in ready)  # one that lacks something may lack it of me alone
 
     async def _train(self, number: int) -> None:
         self._next, started_s = number + 1, self._now()

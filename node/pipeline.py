@@ -23,7 +23,7 @@ from farflock.node.courier import Courier
 from farflock.node.data import Batches
 from farflock.node.driver import Driver
 from farflock.node.end_copies import EndCopies
-from farflock.node.full_trainer import FullTrainer
+from farflock.node.full_trainer import FullTrainer, Part
 from farflock.node.loop import Loop
 from farflock.node.model import Llama, build
 from farflock.node.participant import Compute, Plan, Report
@@ -337,7 +337,7 @@ class PipelineNode:
         trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
         report = self._report_of(index)
         loop = Loop(driver, seat, trainee, means.compute, gated(batch, means.train), report, adopt=self._over)
-        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server)
+        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server, batch=batch)
 
     def _report_of(self, index: int) -> Report:
         """What a stage's loop says. A full replica has a loop for each: rounds say of which stage they are, and of the steps,
@@ -379,15 +379,15 @@ class PipelineNode:
         )
 
     def _full_trainer(self, batches: Batches) -> FullTrainer:
-        first, means = first_number(self.peer.port.incarnation), self._means
-        servers = [serving.server for serving in self.servings]
+        first, means, ahead = first_number(self.peer.port.incarnation), self._means, self._most_late()
+        parts = [Part(serving.server, serving.batch) for serving in self.servings]
         policy, lane = self._policy(), lane_of(self.peer.me)
 
         def order(number: int) -> tuple[int, ...]:
             return policy.stage_order(Microbatch(number, 0, lane))
 
-        work = servers, batches.batch, self._edges.tokens
-        return FullTrainer(self.peer, self.rolls, *work, self._terms(), order, means.run_pass, means.report, first)
+        work = parts, batches.batch, self._edges.tokens, ahead, self.pipeline.trainer.kept, order
+        return FullTrainer(self.peer, self.rolls, *work, means.run_pass, means.report, first)
 
     def _policy(self) -> PathPolicy:
         pipeline = self.pipeline
@@ -396,10 +396,14 @@ class PipelineNode:
     def _terms(self) -> TrainerTerms:
         """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the
         first, and find what comes then too old."""
-        terms, rounds = self.pipeline.trainer, max(self.pipeline.server.staleness, 1)
-        most = max(rounds * self.pipeline.batch_tokens // self._edges.tokens, 1)
-        gone = terms.gone if self.pipeline.asynchronous is None else self.pipeline.asynchronous.gone
-        return replace(terms, window=min(terms.window, most), gone=gone)
+        terms, asynchronous = self.pipeline.trainer, self.pipeline.asynchronous
+        gone = terms.gone if asynchronous is None else asynchronous.gone
+        return replace(terms, window=min(terms.window, self._most_late()), gone=gone)
+
+    def _most_late(self) -> int:
+        """The microbatches of so many batches."""
+        rounds = max(self.pipeline.server.staleness, 1)
+        return max(rounds * self.pipeline.batch_tokens // self._edges.tokens, 1)
 
     def _courier(self, index: int) -> Courier:
         return Courier(self.peer, self.plan.run_seed, self._means.compute, index)

@@ -17,7 +17,7 @@ from farflock.node.recovery import Unrecoverable
 from farflock.node.resume import cursors_of, take_up_state
 from farflock.node.stage_server import StageServer
 from farflock.node.stage_state import SCALE, begin_anew, living, round_of, scale_snapshot
-from farflock.node.stage_trainee import StageTrainee
+from farflock.node.stage_trainee import Batch, StageTrainee
 from farflock.node.stage_versions import ORIGIN, origin_of
 from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors
 from farflock.swarm.snapshots import Progress as Downloaded
@@ -34,6 +34,7 @@ class Serving(Participant):
 
     index: int = 0
     server: StageServer = field(kw_only=True)
+    batch: Batch = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

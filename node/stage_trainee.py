@@ -88,11 +88,21 @@ class Batch:
             self.tallies.changed.clear()
             self._tell()
             called = self.rounds.called(self.stream) and not self._came
-            if self.tallies.total(self.stream) >= self.tokens * (self.steps + 1) or called:
+            if self._has_enough() or called:
                 self.steps, self._came = self.steps + 1, self._came or called
                 return True
             await _either(self.server.merged, self.tallies.changed)
         return False
+
+    def is_full(self) -> bool:
+        """Whether the next step has all that it waits for. Asked by who would bring more, also while a round is open, and tells
+        the others what has come here since; a round that is just over is for `full` to take in first."""
+        if self.rounds.newest(self.stream) == self._round:
+            self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.server.tokens)
+        return self._has_enough()
+
+    def _has_enough(self) -> bool:
+        return self.tallies.total(self.stream) >= self.tokens * (self.steps + 1)
 
     def _tell(self) -> None:
         self.server.absorb()

@@ -6,11 +6,11 @@ import collections
 import pytest
 import torch
 
-from farflock.node.full_trainer import FullTrainer
+from farflock.node.full_trainer import FullTrainer, Part
 from farflock.node.model import ModelConfig, build
 from farflock.node.stage import Stage, even
 from farflock.node.stage_server import BACKWARD_COST
-from farflock.node.trainer import NUMBERS, TrainerTerms
+from farflock.node.trainer import NUMBERS
 from farflock.swarm.virtual import run_virtual
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
@@ -23,6 +23,10 @@ class Server:
     def __init__(self, span):
         self.stage, self.here, self.taken = Stage(build(MODEL, 3, span).double()), [], 0
         self.applied, self.rounds = -1, []
+        self.enough = True  # whether the stage's next step has all it needs
+
+    def is_full(self):
+        return self.enough
 
     async def contribute(self, key, staged, loss, number):
         await asyncio.sleep(0)
@@ -39,14 +43,15 @@ class World:
 
     me = "me"
 
-    def __init__(self, window=100, kept=100, agreed=0, order=lambda number: range(STAGES)):
+    def __init__(self, ahead=100, kept=100, agreed=0, order=lambda number: range(STAGES)):
         self.membership, self.is_member = self, True
         self.servers = [Server(span) for span in even(MODEL, STAGES)]
         self.closed, self.doubtful, self.events, self.costs, self.agreed = [], [], [], [], agreed
         self.left_out = []
-        terms, report = TrainerTerms(window=window, kept=kept), lambda kind, fields: self.events.append((kind, fields))
+        parts = [Part(server, server) for server in self.servers]
+        report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
         self.trainer = FullTrainer(
-            self, self, self.servers, self.batch, TOKENS, terms, order, self.run_pass, report, first=FIRST
+            self, self, parts, self.batch, TOKENS, ahead, kept, order, self.run_pass, report, first=FIRST
         )
 
     def batch(self, number):
@@ -112,7 +117,7 @@ def test_each_stage_has_the_gradient_of_the_unsplit_model_under_the_microbatchs_
 
 
 def test_one_that_leaves_a_stage_out_has_the_gradient_of_the_others_and_counts_without_it():
-    world = World(window=1, kept=1, order=lambda number: (0, 2))
+    world = World(ahead=1, kept=1, order=lambda number: (0, 2))
     for server in world.servers:
         server.taken = 100
     trainer = world.run(4 * BACKWARD_COST, at_7=lambda: world.close(0, FIRST), at_8=lambda: world.close(2, FIRST))
@@ -140,7 +145,7 @@ def test_the_rounds_of_the_weights_are_those_of_the_moment_when_they_were_used()
 
 
 def test_what_a_round_left_out_as_too_late_is_dropped_and_does_not_count_as_finished():
-    world = World(window=2, kept=2)
+    world = World(ahead=2, kept=2)
 
     def close():
         for stage in range(STAGES):
@@ -160,8 +165,8 @@ def test_it_begins_in_its_stream_where_the_run_is():
     assert world.trainer.begun == 1
 
 
-def test_no_more_wait_for_a_step_than_a_trainer_may_have_on_their_way():
-    world, seen = World(window=3), []
+def test_no_more_wait_for_a_step_that_is_due_than_may_be_late():
+    world, seen = World(ahead=3), []
 
     def take(*counts):
         seen.append(len(world.numbers()))
@@ -172,8 +177,23 @@ def test_no_more_wait_for_a_step_than_a_trainer_may_have_on_their_way():
     assert seen == [3, 3, 5], "one stage had not stepped"
 
 
+def test_a_step_that_lacks_something_is_not_waited_for_at_the_same_time_as_it_waits_for_this_peer():
+    """As when others are gone, and what they had told with them."""
+    world, seen = World(ahead=3), []
+
+    def enough(stage, enough):
+        seen.append(len(world.numbers()))
+        world.servers[stage].enough = enough
+
+    for server in world.servers:
+        server.enough = False
+    world.run(100, at_40=lambda: enough(1, True), at_80=lambda: enough(0, True))
+    assert seen[0] >= 4
+    assert len(world.numbers()) == seen[1] <= seen[0] + 1
+
+
 def test_no_more_wait_to_be_named_than_may_be_kept_and_one_counts_when_every_stage_has_named_it():
-    world, seen = World(window=2, kept=2), []
+    world, seen = World(kept=2), []
     for server in world.servers:
         server.taken = 100
 
@@ -197,13 +217,13 @@ def test_no_more_wait_to_be_named_than_may_be_kept_and_one_counts_when_every_sta
 
 
 def test_what_is_named_twice_at_a_stage_is_told():
-    world = World(window=1, kept=1)
+    world = World(kept=1)
     world.run(2 * WHOLE_S, at_10=lambda: world.close(1, FIRST), at_11=lambda: world.close(1, FIRST))
     assert world.trainer.doubled == 1
 
 
 def test_rounds_that_nobody_can_tell_of_any_more_leave_what_waited_for_them_in_doubt():
-    world = World(window=2, kept=2)
+    world = World(ahead=2, kept=2)
     trainer = world.run(
         4 * WHOLE_S,
         at_20=lambda: [world.close(stage, FIRST, FIRST + 1) for stage in (0, 2)],

@@ -387,6 +387,8 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
     saved, last = {}, steps - 1
 
     async def save(sim):
+        while not sim.nodes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         for stage, number in ((0, 2), (1, 3)):
             serving = sim.nodes[0].servings[stage]
             while serving.seat.applied_round < number:  # noqa: ASYNC110

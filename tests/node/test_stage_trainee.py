@@ -107,6 +107,24 @@ async def test_less_than_a_batch_is_waited_on_for(batch, server, group, stop):
 
 
 @waiting
+async def test_whether_the_next_step_has_enough_is_known_and_told_also_while_a_round_is_open(
+    batch, server, group, stop
+):
+    group.others, server.tokens = MICROBATCH, 2 * MICROBATCH
+    assert (await until_full(batch))[0]  # and now its round is open, with all of this
+    absorbed = server.absorbed
+    assert not batch.is_full()
+    server.tokens = 5 * MICROBATCH
+    assert batch.is_full()
+    assert group.said[-1] == ("grad/2", 2, 4, 5 * MICROBATCH), "others do not know what is here"
+    assert server.absorbed == absorbed, "what a round says is taken in between steps"
+    group.round, told = 4, len(group.said)
+    server.tokens = 6 * MICROBATCH
+    batch.is_full()
+    assert len(group.said) == told, "it would count again what the round has counted"
+
+
+@waiting
 async def test_the_second_step_of_a_round_is_due_with_the_second_batch(batch, server, group, stop):
     group.others = 3 * MICROBATCH
     assert await until_full(batch) == (True, 0.0)
