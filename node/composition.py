@@ -20,7 +20,7 @@ from farflock.node import notes
 from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
 from farflock.node.participant import Plan
-from farflock.node.pipeline import PipelinePlan, Shapes
+from farflock.node.pipeline_plan import PipelinePlan, Shapes
 from farflock.node.run_basis import largest_rank
 from farflock.node.stage import BadSplit, even, split
 from farflock.optimizers.catalog import SUMMING

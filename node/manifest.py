@@ -24,7 +24,7 @@ from farflock.node.fit import nearest_divisor, require_inner, require_layers, re
 from farflock.node.model import PRESETS, ModelConfig
 from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
-from farflock.node.pipeline import PipelinePlan
+from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.pipeline_terms import METHOD as PIPELINE_METHOD
 from farflock.node.pipeline_terms import Pipeline, fill_pipeline, plan_of, require_pipeline
 from farflock.node.tokenizer import TOKENIZERS

@@ -6,47 +6,30 @@ simulations assemble their nodes here, alike.
 """
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from farflock.compression.activation_catalog import activation_codec, subspace_terms
-from farflock.compression.subspace import Basis
 from farflock.node.checkpoint import Checkpoint
-from farflock.node.constraint import ConstrainedReplica, ConstrainedStage, Constraint
 from farflock.node.courier import Courier
 from farflock.node.data import Batches
-from farflock.node.driver import Driver
 from farflock.node.end_copies import EndCopies
 from farflock.node.full_trainer import FullTrainer, Part
-from farflock.node.loop import Loop
-from farflock.node.model import Llama, build
-from farflock.node.participant import Compute, Plan, Report
-from farflock.node.policies import SWAP, lane_of, policy_of, shares_of
-from farflock.node.rebalancer import Balance, LifeOver, Rebalancer
-from farflock.node.recovery import LR_BUMP
-from farflock.node.replica import PlainReplica
-from farflock.node.run_basis import require_digest, run_basis
-from farflock.node.seat import Seat
-from farflock.node.stage import Stage
+from farflock.node.participant import Plan
+from farflock.node.pipeline_plan import PipelinePlan, Shapes, edges_of
+from farflock.node.policies import SWAP, lane_of, policy_of
+from farflock.node.rebalancer import Rebalancer
+from farflock.node.stage_assembly import Assembly, Means
 from farflock.node.stage_beginning import SETTLE_S, Beginning, Serving
 from farflock.node.stage_dispatch import Dispatch
-from farflock.node.stage_edges import Edges
 from farflock.node.stage_rolls import Rolls, StreamName
-from farflock.node.stage_server import Pass, ServerTerms, StageServer
 from farflock.node.stage_tensors import shapes_of
-from farflock.node.stage_trainee import Batch, StageTrainee, gated
-from farflock.node.stage_versions import Asynchronous, versions_of
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainer import Trainer, TrainerTerms, first_number
-from farflock.optimizers.catalog import SUMMING, method
-from farflock.optimizers.method import Exchange, Tensors, What
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.catalog import method
+from farflock.optimizers.method import Exchange
 from farflock.swarm.messages import Load
 from farflock.swarm.paths import Microbatch, PathPolicy
 from farflock.swarm.peer import Peer, Wait
@@ -54,46 +37,6 @@ from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.snapshots import Progress as Downloaded
 
 ENDLESS = 2**62  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PipelinePlan:
-    """How a run's model is cut, and what is agreed upon the way through it. A stage that all microbatches visit steps once its
-    group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
-    activation codec's, `basis` the digest of what all peers share for it, if the manifest names one. After every
-    `end_copies` rounds, if any, the stages beside the ends copy what those hold besides layers."""
-
-    stages: tuple[range, ...]
-    batch_tokens: int
-    codec: str = "int8"
-    policy: str = "swarm"
-    server: ServerTerms = field(default_factory=ServerTerms)
-    trainer: TrainerTerms = field(default_factory=TrainerTerms)
-    balance: Balance = field(default_factory=Balance)
-    end_copies: int = 0
-    basis: str | None = None
-    asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """How many each stage has."""
-        return tuple(map(len, self.stages))
-
-    def share(self, stage: int) -> Fraction:
-        """Of all microbatches, how many visit this stage."""
-        return shares_of(self.policy, self.layers)[stage]
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What a node is given to work with: how it computes, and where it reports."""
-
-    compute: Compute
-    run_pass: Pass
-    train: Callable[[Callable[[], float]], Awaitable[float]]
-    report: Report = lambda kind, fields: None
-    memory_bytes: int = 1 << 62  # for a stage, should this node go to another one
-    needs_bytes: tuple[int, ...] = ()  # by stage, what it takes to serve it; nothing where room does not matter
 
 
 class PipelineNode:
@@ -113,20 +56,23 @@ class PipelineNode:
         self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
         self._stage, self._saved = stage, saved or {}
         self._edges = edges_of(plan, pipeline)
-        self._streams: dict[int, StreamName] = {}
         self._specimens: dict[int, list[Exchange]] = {}
         self._began_s = 0.0
         stages = range(len(pipeline.stages))
-        self.servings = tuple(self._serve(index) for index in stages if stage in (index, EVERY))
+        self._streams = {index: self._stream_of(index) for index in stages}
+        assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY)
+        self.servings = tuple(
+            assembly.serving(index, self._specimens_of(index)[0], self._courier(index))
+            for index in stages
+            if stage in (index, EVERY)
+        )
         if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
             peer.calls.handler = Dispatch({serving.index: serving.server for serving in self.servings})
         for serving in self.servings:
             if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
                 serving.loop.step = serving.trainee.joined_at = before.step
         self._others = [index for index in stages if stage not in (index, EVERY)]
-        for index in self._others:
-            self._note_stream(index, self._specimens_of(index)[0])
-        self.rolls = Rolls(peer, self._streams_of())
+        self.rolls = Rolls(peer, self._streams)
         self.trainer = self._trainer(tokens) if tokens is not None else None
 
     # beginning
@@ -291,83 +237,6 @@ class PipelineNode:
 
     # putting together
 
-    def _serve(self, index: int) -> Serving:
-        plan, peer, means, share = self.plan, self.peer, self._means, self.pipeline.share(index)
-        schedule = of_share(plan.schedule, share)
-        stage, replica, inner = self._stage_and_replica(index)
-        model = stage.model
-        driver = Driver(method(plan.method, **plan.options), replica)
-        first = driver.method.streams(replica)[0]
-        terms = replace(self.pipeline.server, staleness=self.pipeline.server.staleness * first.stride)
-        versions = versions_of(
-            self.pipeline.asynchronous,
-            terms.staleness,
-            model,
-            inner,
-            driver,
-            applied=lambda: seat.place.rounds[first.key.stream],
-            marks=lambda: seat.marks,
-            summing=plan.method in SUMMING,
-            report=lambda fields: means.report("delay", {"stage": index, **fields}),
-        )
-        server = StageServer(
-            index,
-            stage,
-            self._edges,
-            terms,
-            life=peer.port.incarnation,
-            compute=means.compute,
-            run_pass=means.run_pass,
-            now=lambda: asyncio.get_running_loop().time(),
-            applied=lambda: seat.place.rounds[first.key.stream],
-            versions=versions,
-        )
-        seat = Seat(peer, driver, self._courier(index), means.compute, index, server)
-        trainee = StageTrainee(server, stage, replica, schedule, self._edges.tokens, summing=plan.method in SUMMING)
-        self._note_stream(index, first)
-        batch = Batch(
-            server,
-            peer.rounds,
-            peer.tallies,
-            self._streams[index].name,
-            index,
-            int(self.pipeline.batch_tokens * share),
-            stopping=lambda: loop.stopping,
-        )
-        trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
-        report = self._report_of(index)
-        loop = Loop(driver, seat, trainee, means.compute, gated(batch, means.train), report, adopt=self._over)
-        return Serving(peer, model, seat, loop, trainee, role_of(index), index, server=server, batch=batch)
-
-    def _report_of(self, index: int) -> Report:
-        """What a stage's loop says. A full replica has a loop for each: rounds say of which stage they are, and of the steps,
-        which stages take together, those are noted that know a loss."""
-        report, last = self._means.report, len(self.pipeline.stages) - 1
-        if self._stage != EVERY:
-            return report
-
-        def with_stage(kind: str, fields: dict[str, object]) -> None:
-            if kind != "step" or index == last:
-                report(kind, fields if kind == "step" else {**fields, "stage": index})
-
-        return with_stage
-
-    def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica, torch.optim.Optimizer]:
-        """With initial weights, constrained ones where the codec asks for that; and the inner optimizer."""
-        plan, basis = self.plan, basis_of(self.plan, self.pipeline)
-        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self._edges.dtype)
-        names = [name for name, _ in model.named_parameters()]
-        constraint = Constraint.on(names, self.pipeline.stages, basis) if basis is not None else None
-        if constraint is not None:
-            constraint.begin(model)
-        inner, clip = plan.inner.build(model), clip_of(plan, model)
-        if constraint is None:
-            return Stage(model), PlainReplica(model, inner, clip), inner
-        return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint), inner
-
-    async def _over(self, reason: str) -> None:
-        raise LifeOver(reason)
-
     def _trainer(self, tokens: Tokens) -> Trainer | FullTrainer:
         plan, me = self.plan, self.peer.me
         batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq)
@@ -417,12 +286,10 @@ class PipelineNode:
                 self._specimens[index] = method(self.plan.method, **self.plan.options).streams(Shapes(shapes))
         return self._specimens[index]
 
-    def _note_stream(self, index: int, first: Exchange) -> None:
-        share = self.pipeline.share(index)
-        self._streams[index] = StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride, share)
-
-    def _streams_of(self) -> dict[int, StreamName]:
-        return dict(sorted(self._streams.items()))
+    def _stream_of(self, index: int) -> StreamName:
+        """The first stream of a stage: its notes tell which microbatches count."""
+        first = self._specimens_of(index)[0]
+        return StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride, self.pipeline.share(index))
 
 
 class _Together:
@@ -448,60 +315,3 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """A replica of which only the shapes are known: enough to say which streams a method has."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the tensors, in order."""
-        return tuple(self.shapes)
-
-    def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Zeros."""
-        return {name: torch.zeros(self.shapes[name]) for name in names}
-
-    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """There is nothing to write to."""
-
-    def inner_step(self, lr: float | None = None) -> None:
-        """There is nothing to step."""
-
-
-def of_share(schedule: Schedule, share: Fraction) -> Schedule:
-    """The same schedule for a stage that this share of the microbatches visit: it is as far along after as much less."""
-    return replace(
-        schedule,
-        total_tokens=max(int(schedule.total_tokens * share), 1),
-        warmup_tokens=int(schedule.warmup_tokens * share),
-    )
-
-
-def clip_of(plan: Plan, stage: Llama) -> float | None:
-    """The greatest norm of a stage's gradient: that of the whole model's by the root of the stage's share of the parameters, as
-    if all were of one size (node0's rule; a norm of the whole is known to nobody)."""
-    if plan.clip_norm is None:
-        return None
-    share = sum(parameter.numel() for parameter in stage.parameters()) / plan.model.parameters()
-    return plan.clip_norm * math.sqrt(share)
-
-
-def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
-    """What all peers of a run know of the edges between its stages."""
-    config = plan.model
-    codec = activation_codec(pipeline.codec, basis=basis_of(plan, pipeline))
-    return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype)
-
-
-def basis_of(plan: Plan, pipeline: PipelinePlan) -> Basis | None:
-    """What all peers of a run share for its codec, if that needs something; `Incompatible` if this machine makes another one
-    than the manifest names."""
-    terms = subspace_terms(pipeline.codec)
-    if terms is None:
-        return None
-    made = run_basis(plan.run_seed, plan.model.dim, terms.rank, plan.model.vocab_size)
-    return require_digest(made, pipeline.basis)

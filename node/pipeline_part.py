@@ -15,7 +15,9 @@ from farflock.node.manifest import Manifest
 from farflock.node.network import Machine
 from farflock.node.participant import Report
 from farflock.node.paths import RunFolder
-from farflock.node.pipeline import Means, PipelineNode, PipelinePlan
+from farflock.node.pipeline import PipelineNode
+from farflock.node.pipeline_plan import PipelinePlan
+from farflock.node.stage_assembly import Means
 from farflock.node.stage_room import needed_stage_bytes, require_replica_room, require_stage_room
 from farflock.node.stage_state import living
 from farflock.node.tokenizer import Tokens

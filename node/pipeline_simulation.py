@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farflock.node.participant import Plan
-from farflock.node.pipeline import Means, PipelineNode, PipelinePlan
+from farflock.node.pipeline import PipelineNode
+from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.rebalancer import LifeOver
+from farflock.node.stage_assembly import Means
 from farflock.node.tokenizer import Tokens
 from farflock.swarm.identity import Identity
 from farflock.swarm.memory import MemoryDirectory, MemoryTable

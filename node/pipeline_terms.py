@@ -24,7 +24,7 @@ from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
 from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
-from farflock.node.pipeline import PipelinePlan
+from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.policies import NAMES, UnknownPolicy, policy_of
 from farflock.node.run_basis import run_basis
 from farflock.node.stage import BadSplit, even

@@ -9,7 +9,7 @@ from farflock.compression.subspace import id_bytes
 from farflock.node.composition import Uncomposable
 from farflock.node.model import ModelConfig
 from farflock.node.participant import Plan
-from farflock.node.pipeline import PipelinePlan
+from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.room import VALUES, layer_values
 from farflock.node.run_basis import basis_bytes
 

@@ -18,7 +18,7 @@ from farflock.node.composition import (
 from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
 from farflock.node.participant import Plan
-from farflock.node.pipeline import PipelinePlan
+from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.policies import POLICIES, policy_of
 from farflock.node.stage import split
 from farflock.node.stage_server import ServerTerms

@@ -16,7 +16,8 @@ from msgspec import structs
 
 from farflock.node import checkpoint
 from farflock.node.model import build
-from farflock.node.pipeline import PipelineNode, _Together, edges_of, of_share
+from farflock.node.pipeline import PipelineNode, _Together
+from farflock.node.pipeline_plan import edges_of, of_share
 from farflock.node.pipeline_simulation import Part, PipelineWorld, identity_of, parts
 from farflock.node.policies import POLICIES, policy_of
 from farflock.node.rebalancer import LifeOver
@@ -429,7 +430,7 @@ def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness
 
 
 def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options):
-    from farflock.node.pipeline import Means
+    from farflock.node.stage_assembly import Means
 
     async def build_it():
         return PipelineNode(made, cut, bench(TEXT).peer(0), Means(None, None, None, report), stage, **options)

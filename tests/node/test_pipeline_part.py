@@ -17,8 +17,8 @@ from farflock.node.keeper import folder_of
 from farflock.node.manifest import resolve
 from farflock.node.network import Machine
 from farflock.node.paths import RunFolder
-from farflock.node.pipeline import PipelinePlan
 from farflock.node.pipeline_part import emptiest, founders, held, joiners, last_of_part, part_of
+from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.resume import memory_of
 from farflock.node.stage_room import needed_stage_bytes
 from farflock.swarm.roles import EVERY, NOTHING, role_of

@@ -10,7 +10,7 @@ from farflock.compression.activation import Incompatible
 from farflock.node.composition import Uncomposable
 from farflock.node.errors import Refused, Usage
 from farflock.node.manifest import load, parse, resolve
-from farflock.node.pipeline import PipelinePlan, basis_of, edges_of
+from farflock.node.pipeline_plan import PipelinePlan, basis_of, edges_of
 from farflock.node.policies import POLICIES
 from farflock.node.run_basis import run_basis
 from farflock.node.stage_server import ServerTerms

@@ -23,7 +23,7 @@ from farflock.node.data import Batches
 from farflock.node.full_trainer import FullTrainer
 from farflock.node.model import ModelConfig, build
 from farflock.node.participant import Plan
-from farflock.node.pipeline import PipelinePlan
+from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.pipeline_simulation import PipelineSimulation, identity_of
 from farflock.node.policies import lane_of, policy_of
 from farflock.node.stage import Stage, even

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from farflock.compression.subspace import outside
 from farflock.node.constraint import EMBEDDING
-from farflock.node.pipeline import basis_of
+from farflock.node.pipeline_plan import basis_of
 from farflock.node.pipeline_simulation import PipelineWorld, parts
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.inner import InnerConfig
