@@ -143,6 +143,7 @@ def test_a_process_sees_what_each_node_is_how_far_it_is_and_what_it_has_done():
         **{name: both.serving.server.served[name] for name in server.work},
         "microbatches": finished[0],
         "under way": both.trainer.kept,
+        "dropped": 0,
         "in doubt": 0,
         "doubled": 0,
     }

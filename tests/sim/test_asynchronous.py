@@ -311,7 +311,7 @@ def test_a_stage_that_is_begun_anew_has_other_versions_under_the_same_numbers():
     one.begun_anew = True
 
     async def die_out(sim):
-        while not (sim.settled and len(one.named[1]) >= 2):  # noqa: ASYNC110
+        while not (sim.settled and len(one.named[1]) >= 2):  # noqa: ASYNC110 - the product's own has no event for it
             await asyncio.sleep(0.05)
         for number, part in enumerate(one.world.parts):
             if part.stage == 1:
