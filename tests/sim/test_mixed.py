@@ -100,7 +100,8 @@ def test_replicas_at_their_own_pace_bring_gradients_of_the_weights_that_they_had
     assert in_step(one)
     assert all(len(rounds) >= 8 for rounds in one.named.values())
     assert set(counted(one)) == {me(one, number) for number in range(3)}
-    assert counted(one, 0) == counted(one, 2), "a microbatch that is here is here for all stages"
+    keys = [{key for named in rounds.values() for key in named} for rounds in one.named.values()]
+    assert len(set.union(*keys) - set.intersection(*keys)) <= BATCH, "only what the end cut off is not at all stages"
 
 
 # beside pipelines
