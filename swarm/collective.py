@@ -48,6 +48,7 @@ from farflock.swarm.messages import (
 RESEND_S = 0.5
 FIRST_PROPOSERS = 3  # hear at once who holds what; others at the next repetition
 TAKEOVER_S = 1.0  # each later proposer waits this much longer before it steps in for a silent one
+MOST_DOUBLED = 6  # a proposer that is overtaken waits twice as long each time: over long lines one has to get through
 SOFT = 0.5  # of the deadline: until then the live but slow are waited for
 LATE_REDUCER = 0.7  # of the deadline: from then on a live but silent reducer is replaced
 
@@ -178,6 +179,7 @@ class Collective:
     _reported: bytes = b""
     _sent_s: float = 0.0
     _proposed_s: float | None = None
+    _proposals: int = 0
     _ready_s: float | None = None
     _gathered: tuple[int, list[int]] = (-1, [])  # whose payload is agreed whole, as of a version of the holdings
 
@@ -461,9 +463,10 @@ class Collective:
         self._ready_s = now_s if self._ready_s is None else self._ready_s
         waiting_for = sum(member not in self.suspects for member in self.ordered[: self._place])
         turn_s = self._ready_s + TAKEOVER_S * waiting_for
-        again_s = 0.0 if self._proposed_s is None else self._proposed_s + TAKEOVER_S * (2 + self._place)
+        patience_s = TAKEOVER_S * (2 + self._place) * 2 ** min(self._proposals - 1, MOST_DOUBLED)
+        again_s = 0.0 if self._proposed_s is None else self._proposed_s + patience_s
         if now_s >= turn_s and now_s >= again_s and (value := self._proposal(items, now_s)) is not None:
-            self._proposed_s = now_s
+            self._proposed_s, self._proposals = now_s, self._proposals + 1
             self._actions += self.decision.propose(value)
 
     def _proposal(self, agreed: Iterable[int], now_s: float) -> bytes | None:

@@ -50,9 +50,22 @@ class World:
     """`n` machines in virtual time. Chunks are JSON that says whose contributions are in them, so that a result can
     be checked against its mask. Of the `n` machines the last `voters` only vote."""
 
-    def __init__(self, seed, n=3, kind="mean", shards=3, *, loss=0.0, deadline_s=DEADLINE_S, voters=0, witnessed=False):
+    def __init__(
+        self,
+        seed,
+        n=3,
+        kind="mean",
+        shards=3,
+        *,
+        loss=0.0,
+        deadline_s=DEADLINE_S,
+        voters=0,
+        witnessed=False,
+        trip_s=0.2,
+    ):
         self.chance = random.Random(seed)
-        self.n, self.shards, self.loss = n, shards, loss
+        self.n, self.shards, self.loss, self.trip_s = n, shards, loss, trip_s
+        self.waits = (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)  # of a trip: long lines are not so by chance
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
         self.terms = Terms("gather" if kind == "gather" else "mean", shards, deadline_s, **kinds)
         self.now_s, self.serial = 0.0, itertools.count()
@@ -141,14 +154,16 @@ class World:
     def act(self, me, action):
         match action:
             case Fetch():
-                self.at(self.now_s + self.chance.uniform(0.02, 0.2), self.fetch, me, action, self.now_s + 10.0)
+                wait_s = self.chance.uniform(0.1, 1.0) * self.trip_s
+                self.at(self.now_s + wait_s, self.fetch, me, action, self.now_s + 10.0)
             case Reduce():
                 self.at(self.now_s + self.chance.uniform(0.0, 0.1), self.reduce, me, action)
             case (to, message):
                 self.sent[type(message).__name__] += 1
                 self.sent_bytes += len(msgspec.msgpack.encode(message))
                 if self.chance.random() >= self.loss:
-                    self.at(self.now_s + self.chance.uniform(0.01, 0.2), self.arrive, to, me, message)
+                    wait_s = self.chance.uniform(*self.waits) * self.trip_s
+                    self.at(self.now_s + wait_s, self.arrive, to, me, message)
                 if self.loss and self.chance.random() < 0.1:
                     self.at(self.now_s + self.chance.uniform(0.01, 3.0), self.arrive, to, me, message)
 
@@ -433,6 +448,17 @@ def test_a_witness_costs_a_round_less_than_half_a_second():
         world = offering_world(seed, n=6, kind="uniform", voters=4, witnessed=True).run()
         assert max(world.finished_s.values()) < 3.0
         assert sum(bool(world.holds[voter]) for voter in range(2, 6)) >= 2
+
+
+@KINDS
+@pytest.mark.parametrize("trip_s", [1.0, 2.0])
+def test_over_lines_so_long_that_proposers_overtake_each_other_they_soon_give_each_other_time(kind, trip_s):
+    """A ballot takes two round trips and more, and a proposer does not wait so long for the one before it."""
+    times = []
+    for seed in range(20):
+        world = offering_world(seed, n=7, kind=kind, voters=4, witnessed=True, trip_s=trip_s).run(until_s=300.0)
+        times.append(max(world.finished_s.values()))
+    assert max(times) < 30 * trip_s, times
 
 
 def test_the_round_of_a_stage_that_nobody_is_left_of_is_closed_by_the_others_as_soon_as_they_look():

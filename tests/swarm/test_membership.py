@@ -22,6 +22,7 @@ from farflock.swarm.messages import (
     Views,
 )
 from farflock.swarm.round_log import LOG_ROUNDS
+from farflock.swarm.sim import LinkModel
 from farflock.swarm.views import Member, View, view_key
 
 _HERD = runpy.run_path(str(Path(__file__).with_name("herd.py")))
@@ -71,6 +72,19 @@ async def test_the_dead_leave_the_view_and_the_others_hardly_wait(herd):
     await until(lambda: all(victim.id not in herd.nodes[n].members for n in (0, 1, 3)), 15, "a view without the dead")
     assert now() - died_s < 5 + VIEW_S + 3
     assert not any(event[2] in ("failed", "lost") for n in (0, 1, 3) for event in herd.nodes[n].events)
+
+
+@in_virtual_time(6)
+async def test_over_lines_with_two_seconds_there_and_back_views_change_too(herd):
+    for node in herd.nodes.values():
+        herd.network.set_link(node.id, LinkModel(latency_s=0.5))
+    await asyncio.sleep(5.0)
+    herd.kill(4)
+    for number in (5, 3, None):
+        left = len(herd.nodes)
+        await until(lambda left=left: all(len(node.members) == left for node in herd.nodes.values()), 90.0, "a view")
+        if number is not None:
+            herd.kill(number)
 
 
 @in_virtual_time(3)
