@@ -13,7 +13,8 @@ from farflock.node.output import Output
 @click.option("--force", is_flag=True, help="Replace files of the same names in TARGET.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
 def command(folder: Path, target: Path, force: bool, as_json: bool) -> None:
-    """Write the model of CHECKPOINT (a folder `step-N`, or one that holds such folders) to TARGET for transformers."""
+    """Write the model of CHECKPOINT to TARGET for transformers: a folder `step-N`, one that holds such folders, or one with a
+    folder of them for each stage, `stage-0`, `stage-1`, …"""
     from farflock.node.export import export, model_card
     from farflock.node.saved import open_model
     from farflock.node.tokenizer import ByteTokenizer

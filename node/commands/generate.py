@@ -16,7 +16,8 @@ from farflock.node.output import Output
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
 def command(folder: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, as_json: bool) -> None:
-    """Sample text from CHECKPOINT: a folder `step-N`, or one that holds such folders (then from the newest)."""
+    """Sample text from CHECKPOINT: a folder `step-N`, one that holds such folders (then from the newest), or one with a folder
+    of them for each stage, `stage-0`, `stage-1`, …"""
     from farflock.node.generate import generate
     from farflock.node.saved import open_model
     from farflock.node.tokenizer import ByteTokenizer

@@ -6,7 +6,7 @@ import torch
 
 from farflock.node import checkpoint
 from farflock.node.checkpoint import CheckpointCorrupt, CheckpointError
-from farflock.node.model import PRESETS, build
+from farflock.node.model import PRESETS, ModelConfig, build
 from farflock.node.saved import open_model
 
 TINY = PRESETS["tiny"]
@@ -72,3 +72,60 @@ def test_an_absurd_size_is_refused_before_memory_is_taken(tmp_path):
     huge = msgspec.structs.replace(TINY, dim=65_536, layers=1_024, heads=1, kv_heads=1, ffn_dim=262_144)
     with pytest.raises(CheckpointError, match="must be damaged"):
         open_model(write(tmp_path, files={"config.json": msgspec.json.encode(huge)}))
+
+
+CUT = ModelConfig(vocab_size=256, dim=24, layers=3, heads=2, kv_heads=1, ffn_dim=48, context=64, tied=False)
+STAGES = (range(1), range(1, 2), range(2, 3))
+
+
+def write_stage(folder, index, *, step=3, seed=0, config=CUT, run="ab12", tokens=640):
+    weights = dict(build(config, seed, STAGES[index]).named_parameters())
+    files = {"config.json": msgspec.json.encode(config)}
+    meta = {"run": run, "step": step, "tokens": tokens}
+    return checkpoint.save(folder / f"stage-{index}", step, {"model": weights}, meta, files)
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoints"])
+def test_the_newest_checkpoints_of_all_stages_make_up_the_model(tmp_path, inside):
+    for index in range(3):
+        write_stage(tmp_path / inside, index, step=1, seed=9)
+        write_stage(tmp_path / inside, index, step=5 + index, seed=4, tokens=640 - 8 * index)
+    saved = open_model(tmp_path)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(saved.model(tokens), build(CUT, 4)(tokens))
+    assert saved.facts() == {"run": "ab12", "step": "7", "tokens": "624"}, "as far as the stage that is behind"
+    assert saved.folder.samefile(tmp_path / inside)
+
+
+def test_a_stage_that_is_missing_is_named_with_the_remedy(tmp_path):
+    for index in (0, 2):
+        write_stage(tmp_path, index)
+    with pytest.raises(CheckpointError, match=r"stage-0, stage-2 .* lack \d+ .*model.layers.1.*; copy the folders"):
+        open_model(tmp_path)
+
+
+def test_stages_of_several_runs_or_models_make_up_none(tmp_path):
+    for index in range(3):
+        write_stage(tmp_path / "runs", index, run=f"run{index // 2}")
+        write_stage(tmp_path / "models", index, config=msgspec.structs.replace(CUT, context=64 + index))
+    for name in ("runs", "models"):
+        with pytest.raises(CheckpointError, match="are of several runs"):
+            open_model(tmp_path / name)
+
+
+def test_stages_of_another_cut_that_contradict_each_other_make_up_none(tmp_path):
+    for index in range(3):
+        write_stage(tmp_path, index)
+    whole = dict(build(CUT, 7).named_parameters())
+    files = {"config.json": msgspec.json.encode(CUT)}
+    checkpoint.save(tmp_path / "stage-7", 3, {"model": whole}, {"run": "ab12", "tokens": 1}, files)
+    with pytest.raises(CheckpointCorrupt, match=r"do not make up a model: .* in two pieces that differ"):
+        open_model(tmp_path)
+
+
+def test_whole_checkpoints_beside_stages_come_first_and_other_folders_are_not_looked_at(tmp_path):
+    write_stage(tmp_path, 0)
+    (tmp_path / "stage-x").mkdir()
+    newest = write(tmp_path, 4, seed=2)
+    assert open_model(tmp_path).folder == newest
