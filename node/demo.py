@@ -21,6 +21,7 @@ from farflock.node.errors import Failure
 from farflock.node.status import Status, read_status
 
 KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # until a newcomer is in, one half of the run is over
+STOP_BY = 0.8  # while the founder is stopped nobody is let in: in a run of seconds it waits so long for a newcomer
 STOPPED_S = 8.0
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
@@ -134,7 +135,7 @@ class Demo:
             self._start("newcomer", ["join", invite])
             self.news.append("a newcomer joins by invite")
         founder = self.children[0]
-        if share >= STOP_AT and not self._stop_done and self._stopped_s is None and self.peers > 2 and founder.running:
+        if self._stop_is_due(share) and founder.running:
             founder.process.send_signal(signal.SIGSTOP)
             founder.stopped, self._stopped_s = True, time.monotonic()
             self.news.append(f"the founder is stopped for {STOPPED_S:.0f} s (SIGSTOP)")
@@ -142,6 +143,11 @@ class Demo:
             founder.process.send_signal(signal.SIGCONT)
             founder.stopped, self._stopped_s, self._stop_done = False, None, True
             self.news.append("the founder is back")
+
+    def _stop_is_due(self, share: float) -> bool:
+        """Once, with somebody else there who can decide."""
+        once = self._stopped_s is None and not self._stop_done and self.peers > 2
+        return once and share >= (STOP_AT if self.joined else STOP_BY)
 
     def _share(self) -> float:
         statuses = [status for child in self.children if (status := child.status()) is not None]

@@ -77,9 +77,6 @@ class Batch:
     stopping: Callable[[], bool]
     steps: int = 0  # since the last round
     _round: int = -1
-    _came: bool = (
-        False  # to this round, because it was called: once is enough, also where it lasts longer than its deadline
-    )
 
     async def full(self) -> bool:
         """Wait until a step is due; False if there is to be none any more."""
@@ -87,9 +84,8 @@ class Batch:
             self.server.merged.clear()
             self.tallies.changed.clear()
             self._tell()
-            called = self.rounds.called(self.stream) and not self._came
-            if self._has_enough() or called:
-                self.steps, self._came = self.steps + 1, self._came or called
+            if self._has_enough() or self.rounds.called(self.stream):
+                self.steps += 1
                 return True
             await _either(self.server.merged, self.tallies.changed)
         return False
@@ -108,7 +104,7 @@ class Batch:
         self.server.absorb()
         newest = self.rounds.newest(self.stream)
         if newest != self._round:
-            self._round, self.steps, self._came = newest, 0, False
+            self._round, self.steps = newest, 0
         self.tallies.say(self.stream, self.stage, max(newest + 1, 0), self.server.tokens)
 
 

@@ -118,10 +118,10 @@ class Rounds:
         return self._streams[name].newest
 
     def called(self, name: str) -> bool:
-        """Whether others have brought theirs to the stream's next round."""
+        """Whether others have brought theirs to the stream's next round, and I have not."""
         state = self._streams[name]
         machine = self._machines.get(Key(name, state.next))
-        return machine is not None and any(member != machine.me for member in machine.offers)
+        return machine is not None and bool(machine.offers) and state.next not in state.offers
 
     def close(self, name: str) -> None:
         """End a stream at this peer; to have another part in it, it is opened again."""

@@ -36,7 +36,7 @@ def of_this_demo(folder: Path) -> list[psutil.Process]:
 
 
 def test_the_demo_trains_a_real_swarm_loses_a_peer_takes_one_in_and_leaves_nothing_behind(tmp_path: Path):
-    command = [sys.executable, "-m", "farflock.node.cli", "demo", "--peers", "3", "--steps", "180", "--json"]
+    command = [sys.executable, "-m", "farflock.node.cli", "demo", "--peers", "3", "--steps", "260", "--json"]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path)],
         capture_output=True,

@@ -319,7 +319,7 @@ def test_what_a_step_counts_for_moves_the_run():
         ({"inner": lambda parameters: torch.optim.LBFGS(parameters)}, "first-order"),
         ({"inner": lambda parameters: torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, "not the model's"),
         ({"lr": -1.0}, "learning rate"),
-        ({"method": "ddp", "inner": lambda parameters: torch.optim.SGD(parameters, momentum=0.9)}, "moments of SGD"),
+        ({"method": "ddp", "inner": lambda parameters: torch.optim.RMSprop(parameters)}, "moments of RMSprop"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(alone, options, says):

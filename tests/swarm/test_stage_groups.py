@@ -327,7 +327,10 @@ async def test_a_round_is_called_once_somebody_else_has_brought_its_part_to_it(m
     await asyncio.sleep(0.5)
     assert other.rounds.called(name_of(0))
     assert not one.rounds.called(name_of(0)), "its own part calls nobody"
-    await asyncio.gather(bringing, other.step())
+    joining = asyncio.create_task(other.step())
+    await asyncio.sleep(0.01)
+    assert not other.rounds.called(name_of(0)), "who has brought its own waits for the end"
+    await asyncio.gather(bringing, joining)
     assert one.statuses[-1] == other.statuses[-1] == "ok"
     assert not other.rounds.called(name_of(0))
 
