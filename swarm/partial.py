@@ -9,27 +9,24 @@ may come and go.
 """
 
 import random
-from collections.abc import Collection
 from fractions import Fraction
 
-from farflock.swarm.links import PeerId
-from farflock.swarm.paths import Call, Microbatch, Outcome, PathPolicy, Serving
+from farflock.swarm.paths import Microbatch, PathPolicy, Reordered
 
 
 class BadSkip(ValueError):
     """So many of these stages cannot be visited; the message says how many can."""
 
 
-class Partial:
+class Partial(Reordered):
     """Any policy, on paths of `visited` of its `stages`. `BadSkip` if that leaves out one of the ends, or stages between that
     nobody would ever train."""
-
-    pinned = False  # a lane's edges differ between its microbatches
 
     def __init__(self, policy: PathPolicy, stages: int, visited: int, seed: str) -> None:
         if not min(3, stages) <= visited <= stages:
             raise BadSkip(f"paths visit {visited} of {stages} stages; choose from {min(3, stages)} to {stages}")
-        self._policy, self._seed = policy, seed
+        super().__init__(policy)
+        self._seed = seed
         self._between, self._visited = max(stages - 2, 1), max(visited - 2, 0)
         self._last = stages - 1
 
@@ -40,23 +37,6 @@ class Partial:
     def share(self, stage: int) -> Fraction:
         inner = Fraction(self._visited, self._between) if 0 < stage < self._last else Fraction(1)
         return inner * self._policy.share(stage)
-
-    def next_hop(
-        self,
-        microbatch: Microbatch,
-        stage: int,
-        serving: Serving,
-        now_s: float,
-        size: float = 1.0,
-        exclude: Collection[PeerId] = (),
-    ) -> PeerId | None:
-        return self._policy.next_hop(microbatch, stage, serving, now_s, size, exclude)
-
-    def on_result(self, call: Call, outcome: Outcome, now_s: float) -> None:
-        self._policy.on_result(call, outcome, now_s)
-
-    def retry_s(self, stage: int) -> float | None:
-        return self._policy.retry_s(stage)
 
     def _left_out(self, microbatch: Microbatch) -> frozenset[int]:
         """The stages between the ends of which this microbatch visits none: in a cycle's order, laid out as a ring, each

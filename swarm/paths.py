@@ -141,6 +141,33 @@ class Wired:
         return self._balancers[stage].next_ban_ends_s
 
 
+class Reordered:
+    """What policies have in common that change the stages of a microbatch's path, and leave to another one who serves them. A
+    lane's edges then differ between its microbatches."""
+
+    pinned = False
+
+    def __init__(self, policy: PathPolicy) -> None:
+        self._policy = policy
+
+    def next_hop(
+        self,
+        microbatch: Microbatch,
+        stage: int,
+        serving: Serving,
+        now_s: float,
+        size: float = 1.0,
+        exclude: Collection[PeerId] = (),
+    ) -> PeerId | None:
+        return self._policy.next_hop(microbatch, stage, serving, now_s, size, exclude)
+
+    def on_result(self, call: Call, outcome: Outcome, now_s: float) -> None:
+        self._policy.on_result(call, outcome, now_s)
+
+    def retry_s(self, stage: int) -> float | None:
+        return self._policy.retry_s(stage)
+
+
 class Planned:
     """A line of servers that follows from the microbatch alone: results teach it nothing, and the first of the line that is
     not excluded is next. Made by `fixed` and `mixed`."""

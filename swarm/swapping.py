@@ -17,11 +17,10 @@ are out, since a lane's edges differ between its microbatches: `pinned` is false
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
-from farflock.swarm.links import PeerId
-from farflock.swarm.paths import Call, Microbatch, Outcome, PathPolicy, Serving
+from farflock.swarm.paths import Microbatch, PathPolicy, Reordered
 
 RULE = "swap of unequal stages"
 
@@ -51,7 +50,7 @@ def partners(layers: Sequence[int]) -> dict[int, int]:
     return {here: there for one, other in pairs for here, there in ((one, other), (other, one))}
 
 
-class Swapped:
+class Swapped(Reordered):
     """Any policy, with the swap for exactly n of each 2n consecutive microbatches of a lane's step.
 
     Without a seed they alternate, over lanes and steps too: with one microbatch a step every second step is swapped. With
@@ -60,10 +59,9 @@ class Swapped:
     be wrapped.
     """
 
-    pinned = False
-
     def __init__(self, policy: PathPolicy, layers: Sequence[int], seed: int | None = None) -> None:
-        self._policy, self._seed = policy, seed
+        super().__init__(policy)
+        self._seed = seed
         self._partners = partners(layers)
 
     def is_swapped(self, microbatch: Microbatch) -> bool:
@@ -82,23 +80,6 @@ class Swapped:
     def share(self, stage: int) -> Fraction:
         other = self._partners.get(stage, stage)
         return (self._policy.share(stage) + self._policy.share(other)) / 2
-
-    def next_hop(
-        self,
-        microbatch: Microbatch,
-        stage: int,
-        serving: Serving,
-        now_s: float,
-        size: float = 1.0,
-        exclude: Collection[PeerId] = (),
-    ) -> PeerId | None:
-        return self._policy.next_hop(microbatch, stage, serving, now_s, size, exclude)
-
-    def on_result(self, call: Call, outcome: Outcome, now_s: float) -> None:
-        self._policy.on_result(call, outcome, now_s)
-
-    def retry_s(self, stage: int) -> float | None:
-        return self._policy.retry_s(stage)
 
 
 def _drawn(seed: int, microbatch: Microbatch) -> int:
