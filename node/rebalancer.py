@@ -49,6 +49,9 @@ class Balance:
 
 
 def _lost(snapshot: Snapshot) -> set[int]:
+    """Stages that nobody holds."""
+    if snapshot.replicas:
+        return set()
     return {stage for stage, servers in enumerate(snapshot.stages) if not servers}
 
 

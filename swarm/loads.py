@@ -8,6 +8,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Load
 from farflock.swarm.port import Port
 from farflock.swarm.rebalance import Server, Snapshot
+from farflock.swarm.roles import EVERY
 
 REPEAT_S = 1.0
 
@@ -47,15 +48,17 @@ class Loads:
         if self._mine is not None:
             told[self._port.me] = self._mine
         stages: list[list[Server]] = [[] for _ in needs_bytes]
+        replicas = 0
         for member in view.members:
             gone = member.peer != self._port.me and self._port.gone(view, member.peer)
+            replicas += not gone and member.stage == EVERY
             if gone or not 0 <= member.stage < len(stages):
                 continue  # replicas and trainers do not move, and nobody holds others up by naming a stage that there is not
             load = told.get(member.peer)
             if load is None or load.number != number:
                 return None
             stages[member.stage].append(Server(member.peer, load.queue, load.rate, load.memory_bytes, load.resident_s))
-        return Snapshot(number, tuple(map(tuple, stages)), needs_bytes)
+        return Snapshot(number, tuple(map(tuple, stages)), needs_bytes, replicas)
 
     def _send(self) -> None:
         assert self._mine is not None

@@ -37,11 +37,13 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Who serves which stage in period `number`, in any order, and how many bytes each stage needs."""
+    """Who serves which stage in period `number`, in any order, and how many bytes each stage needs; and how many full replicas
+    there are, which hold all stages and never move."""
 
     number: int
     stages: tuple[tuple[Server, ...], ...]
     needs_bytes: tuple[int, ...]
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         if len(self.stages) != len(self.needs_bytes):

@@ -1,6 +1,7 @@
 """When a server moves: not at the first look at a stage without servers, one at a time, and for load only now and then."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,15 @@ def test_a_stage_that_is_empty_for_the_first_time_may_be_waiting_for_its_first_s
     assert balance.move(snapshot(number, ["a", "b"], []), snapshot(number - 1, ["a", "b"], ["c"])) is None
     assert balance.move(snapshot(number, ["a", "b"], []), snapshot(number - 2, ["a", "b"], [])) is None
     assert balance.move(snapshot(number, ["a", "b"], []), None) is None
+
+
+def test_a_stage_that_a_full_replica_holds_is_not_lost():
+    balance, number = Balance(every_s=0.0), RESCUE_EVERY * 3
+    held = replace(snapshot(number, ["a", "b"], []), replicas=1)
+    assert balance.move(held, replace(held, number=number - 1)) is None
+    gone = snapshot(number + RESCUE_EVERY, ["a", "b"], [])
+    assert balance.move(gone, replace(held, number=gone.number - 1)) is None, "it may be back, or servers may come"
+    assert balance.move(gone, replace(gone, number=gone.number - 1)).target == 1
 
 
 def test_for_load_a_server_moves_only_in_every_so_many_periods():

@@ -77,6 +77,16 @@ def test_who_is_gone_is_not_waited_for_and_serves_nothing(port):
     assert next_move(snapshot).target == 1
 
 
+def test_full_replicas_that_live_are_counted_and_tell_nothing(port):
+    port.view = View(2, bytes(32), 0, (Member("a", 1, 0), Member("r", 2, -1), Member("s", 3, -1), Member("c", 4, 1)))
+    loads = Loads(port)
+    loads.say(load())
+    loads.receive("c", 4, load())
+    assert loads.snapshot(7, NEEDS).replicas == 2
+    port.gone_peers = {"r"}
+    assert loads.snapshot(7, NEEDS).replicas == 1
+
+
 def test_all_who_hear_the_same_compute_the_same_move():
     moves = set()
     for me, _life in (("a", 1), ("b", 2), ("c", 3)):
