@@ -204,9 +204,8 @@ def assembled(plan, pieces):
 
 
 def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is_trained(run, text):
-    """With so little room (E11) that servers which held some of it while they waited for others' would stop for ever."""
     steps = 40
-    manifest = described(6, steps, places=1, queue=2, window=24)
+    manifest = described(6, steps)
     plan = manifest.plan()
     founder = run.found(manifest)
     run.servers(3, first=2)
@@ -231,6 +230,20 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
     best = held_out_loss(unsplit, text)
     assert whole < unigram_loss(*text, 256) < untrained
     assert best - 0.1 < whole < best + 0.1 * (untrained - best)  # gradients are up to a step late
+
+
+def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
+    """E11: servers that held some of their room while they waited for others' would stop each other."""
+    manifest = described(4, 15, stages=2, places=1, queue=1, window=24)
+    founder = run.found(manifest)
+    run.servers(2, first=2)
+    for node in run.nodes:
+        node.is_done()
+    assert founder.status()["tokens"] >= manifest.run.total_tokens
+    assert {
+        (node.status()["work"].get("doubled", 0), node.status()["work"].get("in doubt", 0)) for node in run.nodes
+    } == {(0, 0)}
+    assert all(node.status()["work"]["merged"] > 0 for node in run.nodes)
 
 
 def test_a_server_and_then_a_whole_stage_are_killed_and_a_newcomer_takes_the_stage_up(run):
