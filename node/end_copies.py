@@ -8,12 +8,16 @@ as of the round that it names. The paper copies after each step, to all nodes of
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from farflock.node.recovery import EndCopy, Unrecoverable
+from farflock.node.model import ModelConfig
+from farflock.node.recovery import EndCopy, Unrecoverable, end_shapes
 from farflock.node.seat import CorruptSnapshot, decode_state, encode_state
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer import Peer
@@ -27,6 +31,7 @@ KEEPERS = 2
 LOOK_EVERY_S = 0.5
 FETCH_TIMEOUT_S = 60.0
 FIND_TIMEOUT_S = 5.0
+HEAD_BYTES = 1 << 16  # of names and shapes before the values
 
 
 def ends_beside(index: int, stages: int) -> tuple[int, ...]:
@@ -35,10 +40,20 @@ def ends_beside(index: int, stages: int) -> tuple[int, ...]:
 
 
 class EndCopies:
-    """One server's part: its own end offered, and copies of the ends beside it kept. `streams` names each stage's stream."""
+    """One server's part: its own end offered, and copies of the ends beside it kept. `streams` names each stage's stream,
+    `spans` are the layers of each."""
 
-    def __init__(self, peer: Peer, serving: "Serving", streams: Mapping[int, str], every: int) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        serving: "Serving",
+        config: ModelConfig,
+        spans: Sequence[range],
+        streams: Mapping[int, str],
+        every: int,
+    ) -> None:
         self._peer, self._serving, self._streams, self._every = peer, serving, dict(streams), every
+        self._config, self._spans = config, spans
         self._beside = ends_beside(serving.index, len(streams))
         self._copies: dict[int, EndCopy] = {}
         self._next = dict.fromkeys(self._beside, 0)  # the first round whose copy is wanted
@@ -57,8 +72,9 @@ class EndCopies:
     async def _keep(self, end: int) -> None:
         newest = self._peer.rounds.newest(self._streams[end])
         try:
-            snapshot = await self._peer.snapshots.fetch(f"{OWN}/{end}", FETCH_TIMEOUT_S, least=newest, stage=end)
-            tensors = decode_state(snapshot)
+            wanted = _Wanted(self._config, self._spans[end])
+            snapshot = await wanted.fetch(self._peer, f"{OWN}/{end}", FETCH_TIMEOUT_S, newest, end)
+            tensors = wanted.tensors(snapshot)
         except (SnapshotUnavailable, CorruptSnapshot):
             return  # its servers are leaving, or busy: the next look asks again
         self._next[end] = snapshot.round + self._every
@@ -88,19 +104,39 @@ class EndCopies:
         return port.me in sorted(living, key=_rank)[:KEEPERS]
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an end stage hands out: nothing larger is downloaded, and nothing else is kept."""
+
+    config: ModelConfig
+    span: range
+
+    async def fetch(self, peer: Peer, name: str, timeout_s: float, least: int, stage: int) -> Snapshot:
+        most = HEAD_BYTES + 4 * sum(math.prod(shape) for shape in end_shapes(self.config, self.span).values())
+        return await peer.snapshots.fetch(name, timeout_s, least=least, stage=stage, most_bytes=most)
+
+    def tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
+        """`CorruptSnapshot` for anything but these tensors in float32."""
+        found = decode_state(snapshot)
+        shapes = {name: tuple(x.shape) for name, x in found.items()}
+        if shapes != end_shapes(self.config, self.span) or any(x.dtype != torch.float32 for x in found.values()):
+            raise CorruptSnapshot(f"the copy of round {snapshot.round} holds other tensors than its stage has")
+        return found
+
+
 def _rank(peer: PeerId) -> bytes:
     return hashlib.sha256(f"farflock-keeper-v1 {peer}".encode()).digest()
 
 
-async def find_copy(peer: Peer, stages: Sequence[range], index: int) -> dict[str, Tensor] | None:
+async def find_copy(peer: Peer, config: ModelConfig, stages: Sequence[range], index: int) -> dict[str, Tensor] | None:
     """The exact copy of an end stage's own tensors that the stage beside it has; None if it has none. `Unrecoverable` if what
     comes is not what its hash says."""
+    wanted = _Wanted(config, stages[index])
     for beside in (index - 1, index + 1):
         if not 0 <= beside < len(stages):
             continue
         try:
-            snapshot = await peer.snapshots.fetch(f"{KEPT}/{index}", FIND_TIMEOUT_S, stage=beside)
-            return decode_state(snapshot)
+            return wanted.tensors(await wanted.fetch(peer, f"{KEPT}/{index}", FIND_TIMEOUT_S, -1, beside))
         except SnapshotUnavailable:
             continue
         except CorruptSnapshot as error:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from farflock.node.heard import Heard
 from farflock.node.stage import Staged, backward_through
 from farflock.node.stage_rolls import Rolls
 from farflock.node.stage_server import BACKWARD_COST, Pass, StageServer
 from farflock.node.stage_trainee import Batch
-from farflock.node.trainer import NUMBERS, RECENT, REMEMBERED, Report
+from farflock.node.trainer import NUMBERS, RECENT, Report
 from farflock.swarm.ledger import Ledger
 from farflock.swarm.peer import Peer, Wait
 
@@ -62,12 +63,11 @@ class FullTrainer:
         self._servers = [part.server for part in self._parts]
         self._ledger = Ledger(len(self._servers))
         self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
-        self._named: list[set[int]] = [set() for _ in self._servers]
+        self._heard = Heard(peer.me, len(self._servers))
         self._first = self._next = first
         self.stopping = False
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
         self.finished = 0  # microbatches that count at every stage
-        self.doubled = 0  # named twice at one stage, which must not be
         self.lost = 0  # microbatches of which it is not known whether they count, for the log of rounds has moved on
         self._late: set[int] = set()  # microbatches that some stage left out
         self.dropped = 0  # gradients that never counted, for a round found them too late: each at one stage
@@ -92,6 +92,11 @@ class FullTrainer:
     def recent_loss(self) -> float | None:
         """Mean of the last microbatches' losses, in nats a token."""
         return sum(self._losses) / len(self._losses) if self._losses else None
+
+    @property
+    def doubled(self) -> int:
+        """Microbatches named twice at one stage, which must not be."""
+        return self._heard.doubled
 
     @property
     def begun(self) -> int:
@@ -131,12 +136,7 @@ class FullTrainer:
     def _look_around(self) -> None:
         """Hear what rounds have named, and forget what counts everywhere."""
         for stage, keys in self._rolls.named():
-            mine = [number for trainer, number in keys if trainer == self._peer.me]
-            self.doubled += len(self._named[stage].intersection(mine))
-            self._named[stage].update(mine)
-            if len(self._named[stage]) > 2 * REMEMBERED:
-                self._named[stage] = set(sorted(self._named[stage])[-REMEMBERED:])
-            self._ledger.committed(stage, mine)
+            self._ledger.committed(stage, self._heard.of_round(stage, keys))
         self._hear_of_late()
         while (doubtful := self._rolls.skipped()) is not None:
             self._give_up(doubtful)

@@ -189,7 +189,8 @@ class PipelineNode:
             serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
-            serve += [EndCopies(self.peer, each, names, self.pipeline.end_copies).run() for each in self.servings]
+            terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
+            serve += [EndCopies(self.peer, each, *terms).run() for each in self.servings]
         train = [serving.loop.run(ENDLESS, drain_s) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))

@@ -1,5 +1,6 @@
 """Path policies by the names that a manifest has for them."""
 
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,8 @@ def lane_of(me: PeerId) -> int:
     return int.from_bytes(hashlib.sha256(f"farflock-lane-v1 {me}".encode()).digest()[:4])
 
 
-def shares_of(name: str, layers: Sequence[int]) -> tuple[Fraction, ...]:
+@functools.cache
+def shares_of(name: str, layers: tuple[int, ...]) -> tuple[Fraction, ...]:
     """By stage, the share of all microbatches that visit it."""
     policy = policy_of(name, layers, 0, "")
     return tuple(policy.share(stage) for stage in range(len(layers)))

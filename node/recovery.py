@@ -111,6 +111,11 @@ def end_tensors(tensors: Tensors) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in tensors.items() if not _LAYER.fullmatch(name)}
 
 
+def end_shapes(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of what `end_tensors` leaves of such a stage."""
+    return {name: shape for name, shape in _shapes(config, span).items() if not _LAYER.fullmatch(name)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EndCopy:
     """An end stage's own tensors after a round, as a neighbour keeps them, and the hash under which they came."""

@@ -132,7 +132,7 @@ class Beginning:
         if not self.copied or index not in (0, len(self.stages) - 1):
             return None
         try:
-            return await find_copy(peer, self.stages, index)
+            return await find_copy(peer, self.plan.model, self.stages, index)
         except Unrecoverable as reason:
             log.warning("stage %d: %s", index, reason)
             return None

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from farflock.node.heard import Heard
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_requests import (
     Answer,
@@ -53,7 +54,6 @@ CONFIRM_TIMEOUT_S = 10.0
 TICK_S = 0.1
 ASKED_IN_VAIN = 2  # times as often as there are servers, until nobody seems to have some weights
 RECENT = 32  # microbatches whose mean loss is shown
-REMEMBERED = 4096  # numbers named, of each stage
 NUMBERS, LIVES = 2**32, 2**29  # microbatches of one life, and lives whose numbers differ
 
 Report = Callable[[str, dict[str, object]], None]
@@ -142,9 +142,8 @@ class Trainer:
         self._failure: BaseException | None = None  # a bug in one of our tasks
         self.stopping = False
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
-        self._named: dict[int, set[int]] = {stage: set() for stage in range(rolls.stages)}  # mine, since `finished`
+        self._heard = Heard(peer.me, rolls.stages)
         self.finished = 0  # microbatches that count at every stage
-        self.doubled = 0  # named twice at one stage, which must not be
         self.dropped = (
             0  # gradients that never counted, for their weights were gone: each of one microbatch at one stage
         )
@@ -178,6 +177,11 @@ class Trainer:
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property
+    def doubled(self) -> int:
+        """Microbatches named twice at one stage, which must not be."""
+        return self._heard.doubled
+
+    @property
     def begun(self) -> int:
         """Microbatches so far."""
         return self._next - self._first
@@ -185,12 +189,7 @@ class Trainer:
     def _look_around(self) -> None:
         """Hear what rounds have named and who has left; ask again for what is lost; forget what counts everywhere."""
         for stage, keys in self._rolls.named():
-            mine = [number for trainer, number in keys if trainer == self._peer.me]
-            self.doubled += len(self._named[stage].intersection(mine))
-            self._named[stage].update(mine)
-            if len(self._named[stage]) > 2 * REMEMBERED:
-                self._named[stage] = set(sorted(self._named[stage])[-REMEMBERED:])
-            self._ledger.committed(stage, mine)
+            self._ledger.committed(stage, self._heard.of_round(stage, keys))
         self._hear_of_late()
         while (doubtful := self._rolls.skipped()) is not None:  # before those are asked again whose server has left
             self._give_up(doubtful)

@@ -63,6 +63,7 @@ class Snapshots:
         self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
         self._offers: dict[str, dict[PeerId, StateOffer]] = {}
         self._stages: dict[str, int | None] = {}  # of a running download: whose state it is
+        self._most_bytes: dict[str, int | None] = {}
         self._least: dict[str, int] = {}  # of a running download: older states are of no use
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
@@ -118,10 +119,12 @@ class Snapshots:
         progress: Progress = lambda here, total: None,
         least: int = -1,
         stage: int | None = None,
+        most_bytes: int | None = None,
     ) -> Snapshot:
         """Download the state that most members (of a stage) announce of those after round `least` or later: no log leads on
-        from an earlier one, however many lag behind with it. `SnapshotUnavailable` if that fails in time."""
-        self._least[name], self._stages[name] = least, stage
+        from an earlier one, however many lag behind with it. One of more than `most_bytes` is not begun.
+        `SnapshotUnavailable` if that fails in time."""
+        self._least[name], self._stages[name], self._most_bytes[name] = least, stage, most_bytes
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(name, timeout_s, progress)
@@ -134,6 +137,7 @@ class Snapshots:
             self._offers.pop(name, None)
             self._least.pop(name, None)
             self._stages.pop(name, None)
+            self._most_bytes.pop(name, None)
 
     async def _fetch(self, name: str, timeout_s: float, progress: Progress) -> Snapshot:
         while True:
@@ -168,6 +172,10 @@ class Snapshots:
             listing = msgspec.msgpack.decode(self._port.store.get(offer.digest) or b"", type=Listing)
         except (msgspec.MsgspecError, RecursionError):
             self._port.drop("undecodable snapshot listing")
+            return None
+        most = self._most_bytes.get(offer.stream)
+        if most is not None and sum(size for _, size in listing.chunks) > most:
+            self._port.drop("snapshot too large")
             return None
         gate, here = asyncio.Semaphore(PARALLEL), 0
 

@@ -11,14 +11,16 @@ import pytest
 import torch
 from msgspec import structs
 
-from farflock.node.end_copies import KEEPERS, EndCopies, ends_beside
+from farflock.node.end_copies import KEEPERS, EndCopies, _Wanted, ends_beside
 from farflock.node.pipeline_simulation import PipelineWorld, parts
 from farflock.node.recovery import LR_BUMP, end_tensors
+from farflock.node.seat import CorruptSnapshot, encode_state
 from farflock.node.stage import even
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "sim" / "pipeline_audit.py"))
 Audit, MODEL, TOKENS = (_AUDIT[name] for name in ("Audit", "MODEL", "TOKENS"))
 BATCH = 8
+EMBEDDING = "model.embed_tokens.weight"
 EQUAL = structs.replace(MODEL, layers=6)
 
 
@@ -136,3 +138,19 @@ def test_where_stages_change_places_a_lost_one_begins_as_its_partner(kept):
 )
 def test_ends_are_kept_by_the_stages_beside_them(stages, beside):
     assert [ends_beside(index, stages) for index in range(stages)] == beside
+
+
+def test_of_what_an_end_hands_out_nothing_but_its_own_tensors_is_kept():
+    span = even(EQUAL, 3)[0]
+    wanted = _Wanted(EQUAL, span)
+    embedding = torch.ones(EQUAL.vocab_size, EQUAL.dim)
+    assert same(wanted.tensors(encode_state({EMBEDDING: embedding}, 4, 0)), {EMBEDDING: embedding})
+    for other in (
+        {},
+        {EMBEDDING: embedding[:-1].clone()},
+        {EMBEDDING: embedding.double()},
+        {EMBEDDING: embedding, "more": embedding.clone()},
+        {"another": embedding},
+    ):
+        with pytest.raises(CorruptSnapshot, match="holds other tensors"):
+            wanted.tensors(encode_state(other, 4, 0))

@@ -424,6 +424,17 @@ async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only
 
 
 @in_a_world
+async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
+    host, joiner = world.peer("a").serve(snapshot()), Peer(world, "another")
+    total = sum(map(len, snapshot().chunks))
+    with pytest.raises(SnapshotUnavailable):
+        await joiner.fetch(timeout_s=5.0, most_bytes=total - 1)
+    assert joiner.store.size_bytes < 1000, "of the chunks none has come"
+    assert await joiner.fetch(most_bytes=total) == snapshot()
+    assert host.built == 1
+
+
+@in_a_world
 async def test_whose_download_was_let_go_meanwhile_asks_for_a_newer_one(world):
     host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
     download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
