@@ -141,6 +141,11 @@ class Courier:
         outcome = self._peer.decided(line.name, round_number)
         return None if outcome is None else self._result(line, outcome, None)
 
+    def newest(self, stream: str) -> int:
+        """The last round of a group's stream that is known to be decided; below 0 for pairs, whose rounds are their own."""
+        name, rounds = self._lines[stream].name, self._peer.rounds
+        return rounds.newest(name) if name in rounds.names else -1
+
     def memory(self) -> dict[str, Tensor]:
         """What this peer owes as a reducer, for a checkpoint."""
         lines = self._lines.items()

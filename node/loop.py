@@ -20,6 +20,7 @@ from farflock.optimizers.method import Drifted, Exchange, Key, Progress, Result
 ADOPT_TIMEOUT_S = 300.0
 STOPPING_WAIT_S = 2.0  # for an answer on its way: who trains alone stops at the same state whenever it is asked to
 LEAST_WAIT_S = 0.001  # a wait shorter than the clock can tell would never end in virtual time
+LOOK_EVERY_S = 0.05  # for a content that is on its way
 
 
 class Trainee(Protocol):
@@ -179,10 +180,14 @@ class Loop:
     async def drain(self, timeout_s: float) -> None:
         """Take in what is still on its way, so that nothing is in doubt afterwards."""
         if timeout_s > 0:
+            until_s = asyncio.get_running_loop().time() + timeout_s
             if self._carrying:
                 await asyncio.wait(self._carrying.values(), timeout=timeout_s)
             await self._settle()
             await self._replay_missed()
+            while self.seat.is_behind and asyncio.get_running_loop().time() < until_s:
+                await asyncio.sleep(LOOK_EVERY_S)  # for the content of a last round that was decided without this peer
+                await self._replay_missed()
 
     async def drop(self) -> None:
         """End the exchanges that are still on their way; their results will not come."""

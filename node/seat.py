@@ -161,6 +161,13 @@ class Seat:
         if result.taken or pairs:
             self._own_tokens -= offered
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a round is known to be decided that is not in the method's state, and no exchange of its stream is open."""
+        busy = {pending.stream for pending in self._driver.pending}
+        names = [entry.key.stream for entry in self._streams if entry.key.stream not in busy]
+        return any(self._courier.newest(name) > self._applied[name] for name in names)
+
     def missed(self) -> tuple[Key, Result] | None:
         """The next round that was decided without this node, if its stream is idle and the content is here; of several streams'
         the first on their axis."""

@@ -119,3 +119,28 @@ def test_a_loop_that_is_stopped_waits_for_nobody_but_an_answer_that_is_about_to_
     took_s, asked = run_virtual(main())
     assert took_s == pytest.approx(ends_s, abs=0.01)
     assert (asked is None) == (answer_s < 500)
+
+
+@pytest.mark.parametrize(("comes_s", "takes_s"), [(1.0, (1.0, 1.2)), (100.0, (3.0, 3.2))])
+def test_at_its_end_it_waits_for_the_content_of_a_round_that_was_decided_without_it_and_no_longer_than_it_may(
+    bench, text, monkeypatch, comes_s, takes_s
+):
+    async def main():
+        made = bench(text, "ddp", peers=1)
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.found()
+            loop = asyncio.get_running_loop()
+            begun_s, replayed = loop.time(), []
+
+            async def replay(self):
+                if loop.time() - begun_s >= comes_s and not replayed:
+                    replayed.append(loop.time())
+
+            monkeypatch.setattr(Loop, "_replay_missed", replay)
+            monkeypatch.setattr(type(node.loop.seat), "is_behind", property(lambda seat: not replayed))
+            await node.loop.drain(3.0)
+            return loop.time() - begun_s
+
+    low, high = takes_s
+    assert low <= run_virtual(main()) <= high
