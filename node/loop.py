@@ -64,17 +64,20 @@ class Loop:
     )
     last_loss: float | None = None
     _carrying: dict[Key, asyncio.Task[Result]] = field(default_factory=dict)
+    _drain_s: float = 0.0
     _halt: asyncio.Future[None] | None = None  # done once `stop` was called
 
-    def stop(self) -> None:
-        """End after the step that is running; who is waited for then is waited for `STOPPING_WAIT_S` longer."""
+    def stop(self, drain_s: float = 0.0) -> None:
+        """End after the step that is running; who is waited for then is waited for `STOPPING_WAIT_S` longer, and what is on its
+        way after that up to `drain_s`."""
         self.stopping = True
+        self._drain_s = max(self._drain_s, drain_s)
         if self._halt is not None and not self._halt.done():
             self._halt.set_result(None)
 
     async def run(self, total_tokens: int, drain_s: float = 0.0) -> None:
         """Train until the run has its tokens, or until `stop` is called; then wait for open exchanges up to `drain_s`."""
-        self._halt = asyncio.get_running_loop().create_future()
+        self._halt, self._drain_s = asyncio.get_running_loop().create_future(), max(self._drain_s, drain_s)
         try:
             while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
                 progress = await self.begin_step()
@@ -84,7 +87,7 @@ class Loop:
                 await self.end_step(loss)
                 if self.pause is not None:
                     await self.pause()
-            await self.drain(drain_s)
+            await self.drain(self._drain_s)
         finally:
             await self.drop()
 

@@ -37,6 +37,7 @@ from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.snapshots import Progress as Downloaded
 
 ENDLESS = 2**62  # tokens
+END_S = 30.0  # at most, for the others of a stage and for open rounds when the run is over
 
 
 class PipelineNode:
@@ -180,7 +181,7 @@ class PipelineNode:
 
     # running
 
-    async def run(self, total_tokens: int, drain_s: float = 0.0) -> None:
+    async def run(self, total_tokens: int) -> None:
         """Serve and train until every stage has the run's tokens, or until `stop`."""
         self._began_s = self._now()
         serve = [serving.server.run() for serving in self.servings]  # until all else is over
@@ -191,7 +192,7 @@ class PipelineNode:
             names = {index: stream.name for index, stream in self._streams.items()}
             terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
             serve += [EndCopies(self.peer, each, *terms).run() for each in self.servings]
-        train = [serving.loop.run(ENDLESS, drain_s) for serving in self.servings]
+        train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))
         if self.trainer is not None:
@@ -217,11 +218,19 @@ class PipelineNode:
 
     async def _end(self, total_tokens: int) -> None:
         """Stop the loop once every stage has agreed upon the run's tokens: it goes by estimates of its own stage's itself, and
-        would end before the round that the others wait for."""
+        would end before the round that the others wait for. The others of a stage are waited for: none is to go with a state
+        of its own."""
         while self.rolls.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
+        ends_s = self._now() + END_S
+        while not self.stopping and self._now() < ends_s:
+            over = [serving.batch.is_over() for serving in self.servings]
+            if all(over):
+                break
+            await asyncio.sleep(SETTLE_S / 10)
+        drain_s = 0.0 if self.stopping else END_S
         for serving in self.servings:
-            serving.loop.stop()
+            serving.loop.stop(drain_s)
 
     @property
     def stopping(self) -> bool:

@@ -100,8 +100,8 @@ class Rolls:
         rounds = self._peer.rounds
         for stage, stream in self._streams.items():
             while True:
-                if rounds.oldest(stream.name) > self._heard[stage]:
-                    self._heard[stage] = rounds.oldest(stream.name)
+                if (oldest := rounds.oldest_told(stream.name)) > self._heard[stage]:
+                    self._heard[stage] = oldest
                     self._skipped.append(stage)
                 told = rounds.told(stream.name, self._heard[stage])
                 if told is None and not self._is_past_hope(stage, stream.name):

@@ -97,6 +97,12 @@ class Batch:
             self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.server.tokens)
         return self._has_enough()
 
+    def is_over(self) -> bool:
+        """Say that to this node the run is over; whether it is to all who serve the stage, and none has brought to a round what
+        this node has not."""
+        self.tallies.end(self.stream, self.stage)
+        return self.tallies.is_over(self.stream) and not self.rounds.called(self.stream)
+
     def _has_enough(self) -> bool:
         return self.tallies.total(self.stream) >= self.tokens * (self.steps + 1)
 

@@ -9,7 +9,7 @@ import asyncio
 import collections
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -76,7 +76,14 @@ class Store:
 
     def release(self, pin: Hashable) -> None:
         """This user needs its chunks no longer; they stay while there is room."""
-        for digest in self._pinned_by.pop(pin, ()):
+        self.keep_only((), pin)
+
+    def keep_only(self, digests: Collection[bytes], pin: Hashable) -> None:
+        """This user needs no more than these of its chunks; the others stay while there is room."""
+        pinned = self._pinned_by.pop(pin, set())
+        if kept := pinned.intersection(digests):
+            self._pinned_by[pin] = kept
+        for digest in pinned - kept:
             pins = self._pins[digest]
             pins.discard(pin)
             if not pins:

@@ -1,8 +1,8 @@
 """The directory over libp2p: hivemind's daemon and Kademlia protocol inside our own event loop.
 
-The only module that imports hivemind, and with it torch: import it as late as possible. What needs no hivemind lives
-beside it: the layout and rules of the table (`dht_validator`), what is stored (`dht_shelf`), quotas (`dht_quota`), the
-search (`dht_lookup`), the judgement of the first answers (`dht_greeting`), locks and sockets (`dht_files`).
+This module and the daemon's (`p2p_daemon`) alone import hivemind, and with it torch: import them as late as possible. What
+needs no hivemind lives beside them: the layout and rules of the table (`dht_validator`), what is stored (`dht_shelf`), quotas
+(`dht_quota`), the search (`dht_lookup`), the judgement of the first answers (`dht_greeting`), locks and sockets (`dht_files`).
 
 Of hivemind we take `P2P` (the libp2p daemon and its calls), the routing table and `DHTProtocol`'s messages, so that any
 hivemind peer can read the table. We do not take `hivemind.DHT` (a forked process that hangs on values from 16 kB) nor
@@ -14,17 +14,14 @@ Everything here runs in the event loop that called `open`; the daemon dies with 
 
 import asyncio
 import contextlib
-import contextvars
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hivemind.dht.protocol import DHTProtocol as HivemindProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time as wall_s  # expiries are wall-clock times, as everywhere in hivemind's table
@@ -53,6 +50,7 @@ from farflock.swarm.dht_validator import (
 )
 from farflock.swarm.directory import MAX_RECORD_AGE_S
 from farflock.swarm.identity import BadIdentity, Identity, public_key
+from farflock.swarm.p2p_daemon import BoundDaemon, finds_no_door
 from farflock.swarm.record import BadRecord, unseal
 
 OPEN_TIMEOUT_S = 90.0
@@ -62,7 +60,6 @@ GREETING_TIMEOUT_S = 10.0  # longer than a call: the greeted peer dials back bef
 CALL_TIMEOUT_S = 3.0
 STORE_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 15.0
-CLOSE_TIMEOUT_S = 5.0
 
 REPLICAS = 5
 HEAD_LIFETIME_S = 300.0
@@ -76,84 +73,10 @@ MAX_TABLE_PEERS = 2048
 MAX_CONTACTS = 64
 MAX_INITIAL_PEERS = 16
 MAX_ADDRESS_CHARS = 256
-NO_DOOR_OPENS = ("bootstrap", "failed to find any peer")  # what the daemon says last, in one of two orders
 MAX_PEER_ID_BYTES = 64
 
 _SOCKET_FOLDER = Path("/tmp")  # hivemind's choice
-_DIE_WITH_PARENT = (  # PR_SET_PDEATHSIG = 1, SIGKILL = 9; then the parent may already be gone. A terminal's Ctrl-C is for us.
-    "import ctypes,os,sys;os.setpgid(0,0);ctypes.CDLL(None).prctl(1,9);"
-    "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
-)
-_starting: contextvars.ContextVar[list["BoundDaemon"]] = contextvars.ContextVar("starting")
-
 _log = logging.getLogger(__name__)
-
-
-class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's libp2p daemon, which on Linux is killed with the thread that started it, however that ends.
-
-    Elsewhere the daemon ends with its client's connection, or after `DAEMON_IDLE_TIMEOUT_S` if there never was one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _starting.get().append(self)
-
-    @staticmethod
-    def _make_process_args(*args: object, **options: object) -> list[str]:
-        command: list[str] = P2P._make_process_args(*args, **options)
-        if sys.platform != "linux":
-            return command
-        return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
-
-    @classmethod
-    async def start(cls, **options: object) -> "BoundDaemon":
-        """Start a daemon; whatever goes wrong, none is left behind."""
-        started: list[BoundDaemon] = []
-        token = _starting.set(started)
-        try:
-            daemon: BoundDaemon = await cls.create(**options)
-        except BaseException:
-            for daemon in started:
-                await daemon.stop()
-            raise
-        finally:
-            _starting.reset(token)
-        return daemon
-
-    @property
-    def pid(self) -> int:
-        """The daemon's process id."""
-        return int(self._child.pid)
-
-    @property
-    def deaf(self) -> bool:
-        """Whether the daemon or the connection to it is gone, so that no call can ever be answered."""
-        return self._child.returncode is not None or self._client.control._read_task.done()
-
-    async def stop(self) -> None:
-        """End all calls in flight, the daemon and the tasks that serve it; harmless when done twice."""
-        control = self._client.control if self._client is not None else None
-        if control is not None:
-            for call in control._pending_calls.values():
-                if not call.done():
-                    call.set_exception(P2PDaemonError("the directory is closed"))
-        self._terminate()
-        tasks = [self._reader_task, self._listen_task]
-        if control is not None:
-            tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
-            for handler in control._handler_tasks.values():
-                handler.cancel()
-        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
-        if self._child is not None:
-            await self._end_child()
-
-    async def _end_child(self) -> None:
-        try:
-            await asyncio.wait_for(self._child.wait(), CLOSE_TIMEOUT_S)
-        except TimeoutError:
-            self._child.kill()
-            await self._child.wait()
-        self._child._transport.close()
 
 
 class RunValidator(RecordValidatorBase):  # type: ignore[misc]
@@ -370,7 +293,7 @@ class DhtDirectory:
         try:
             remove_dead_sockets(_SOCKET_FOLDER, wall_s())
             async with asyncio.timeout(timeout_s):
-                daemon = await BoundDaemon.start(
+                daemon = await BoundDaemon.start_patiently(
                     initial_peers=[address for addresses in doors.values() for address in addresses],
                     identity_path=str(identity_path),
                     check_if_identity_free=False,  # it reads RSA keys only; the lock does its work
@@ -561,7 +484,7 @@ def _bad_address(address: str, reason: str) -> DirectoryUnreachable:
 def _explained(error: BaseException, timeout_s: float, doors: int) -> DirectoryUnreachable:
     if isinstance(error, TimeoutError):
         return DirectoryUnreachable(f"the directory did not open within {timeout_s:.0f} s; is this machine overloaded?")
-    if any(sign in str(error) for sign in NO_DOOR_OPENS):
+    if finds_no_door(error):
         return DirectoryUnreachable(
             f"none of the {doors} peers in the invite could be reached; check this machine's network, or ask any member"
             " for a fresh invite"

@@ -6,6 +6,7 @@ on without: to the stage, that round has failed.
 """
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from farflock.swarm.views import View
 FOLLOW_S = 0.5
 ASK_ANYWAY_S = 2.0  # who only looks on has no offer of its own by which it would notice that it missed a decision
 FETCH_TIMEOUT_S = 10.0
+TOLD_AT_ONCE = 4  # decisions in answer to a query, for rounds may be over faster than they can be asked for one by one
 HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
 
 
@@ -56,18 +58,28 @@ class Following:
         if not (watching or overdue or state.seen > number):
             return
         others = [peer for peer in view.peers if peer != self._port.me and self._port.life(peer) != "dead"]
-        if others:
+        if others and (askable := [peer for peer in others if not self._has_forgotten(state, peer)]):
             state.asked_s = now_s
-            self._port.send(self._random.choice(others), LogQuery(Key(state.stream.name, number)))
+            notes = state.stream.wants == "last"
+            self._port.send(self._random.choice(askable), LogQuery(Key(state.stream.name, number), notes))
+        elif others:
+            self._skip_to(state, min(state.forgotten[peer].oldest for peer in others))
+
+    def _has_forgotten(self, state: StreamState, peer: PeerId) -> bool:
+        return peer in state.forgotten and state.forgotten[peer].key.round == state.next
 
     def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> None:
-        entry = state.log.get(query.key.round)
-        if entry is not None:
-            self._port.send(sender, entry.decided)
-        elif query.key.round <= state.newest:
-            oldest = next(
-                iter(state.log), state.next
-            )  # before I came in I can tell nothing, nor of the last round then
+        """Send the decision and some of those after it; for want of it, say so, or begin the round that nobody has begun."""
+        numbers = itertools.islice(itertools.count(query.key.round, state.stream.stride), TOLD_AT_ONCE)
+        entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
+        told = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
+        for decided in told:
+            self._port.send(sender, decided)
+        if told:
+            return
+        if query.key.round <= state.newest:
+            first = iter(state.annals) if query.notes and state.annals else iter(state.log)
+            oldest = next(first, state.next)  # before I came in I can tell nothing, nor of the last round then
             self._port.send(sender, Forgotten(query.key, oldest, state.newest))
         elif (view := self._port.views.at(query.key.round, state.stream.stage)) is not None and self._is_forsaken(
             state, view
@@ -91,16 +103,19 @@ class Following:
             return
         if message.key.round != state.next or message.oldest <= message.key.round:
             return
-        if state.stream.wants != "all":  # no state of mine depends on those rounds: I go on with the oldest there is
-            self._skip_to(state, message.oldest if state.log else max(message.oldest, message.newest))
+        if (
+            state.stream.wants != "all"
+        ):  # no state of mine depends on those rounds: I go on with the oldest that anybody has
+            if not state.log:
+                self._skip_to(state, max(message.oldest, message.newest))
+            state.forgotten[sender], state.asked_s = message, 0.0
             return
         self._port.counters["lost rounds"] += 1
         self._log.give_up(state, message.newest + state.stream.stride)
         state.seen = max(state.seen, message.newest)
 
     def _skip_to(self, state: StreamState, number: int) -> None:
-        for old in list(state.log):
-            self._log.evict(state, old)
+        self._log.clear(state)
         state.newest = state.stream.upto(number - 1)
         state.skipped = True
 
@@ -160,7 +175,7 @@ class Following:
 
         async def fill(item: Item) -> None:
             hopeless_s: float | None = None  # since when nobody had it
-            while state.log.get(key.round) is entry and entry.close.items:
+            while state.entry(key.round) is entry and entry.close.items:
                 asked_s = self._port.now()
                 if await self._port.chunks.fetch(item.digest, item.size, holders, key, FETCH_TIMEOUT_S, final=True):
                     return
@@ -175,7 +190,7 @@ class Following:
             self._port.drop("item too large")
             return
         await asyncio.gather(*(fill(item) for item in wanted))
-        if state.log.get(key.round) is entry:
+        if state.entry(key.round) is entry:
             self._log.completed(state, key.round)
         else:  # it has left the log meanwhile: nobody else would release what has come since
             self._port.store.release(key)

@@ -105,10 +105,12 @@ class Holds(_Message, frozen=True, tag="holds"):
 
 
 class Tally(_Message, frozen=True, tag="tally"):
-    """For this round, which is the stream's next one here, I have taken in so many tokens (swarm/tallies.py)."""
+    """For this round, which is the stream's next one here, I have taken in so many tokens; and whether the run is over to me,
+    so that I begin no more rounds (swarm/tallies.py)."""
 
     key: Key
     tokens: Count
+    over: bool = False
 
 
 class Load(_Message, frozen=True, tag="load"):
@@ -184,9 +186,11 @@ class Decided(_Message, frozen=True, tag="decided"):
 
 
 class LogQuery(_Message, frozen=True, tag="log?"):
-    """Which close list was decided for this key?"""
+    """Which close list was decided for this key? Whoever asks for `notes` alone, what the round was about, can have that long
+    after the round's content is gone."""
 
     key: Key
+    notes: bool = False
 
 
 class Forgotten(_Message, frozen=True, tag="forgotten"):

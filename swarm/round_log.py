@@ -1,18 +1,21 @@
 """The log of a stream's last rounds: what was decided, whether its content is here, and who waits for that.
 
 A member that was away learns from the logs of others what it missed, in order; a round that has left everybody's log is lost to
-who still waits for it.
+who still waits for it. What a witnessed round was about stays in the annals when its content goes: those who have no part in
+its state, a pipeline's trainers, follow at their own pace, and must miss none.
 """
 
 from collections.abc import Callable
 
-from farflock.swarm.collective import CloseList
+from farflock.swarm.collective import CloseList, told
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key
 from farflock.swarm.port import Port
 from farflock.swarm.streams import Logged, Outcome, StreamState, outcome, work_pin
 
 LOG_ROUNDS = 8
+ANNALS_ROUNDS = 256
+ANNALS_BYTES = 16 * 1024 * 1024  # of one stream's
 
 
 class RoundLog:
@@ -37,7 +40,35 @@ class RoundLog:
         state.tokens, state.skipped = close.tokens, False
         state.log[key.round] = Logged(close, group, contributors, decided, taken)
         while len(state.log) > LOG_ROUNDS:
-            self.evict(state, next(iter(state.log)))
+            self._retire(state, next(iter(state.log)))
+
+    def _retire(self, state: StreamState, number: int) -> None:
+        """A round leaves the log for the annals; for nowhere if what it was about is not noted, or not known here."""
+        entry = state.log[number]
+        if not (state.stream.witnessed and (entry.complete or state.stream.wants == "last")):
+            self.evict(state, number)
+            self._shorten(state, 0)
+            return
+        key = Key(state.stream.name, number)
+        state.annals[number] = state.log.pop(number)
+        self._drop(key)
+        self._port.store.keep_only([item.digest for item in told(entry.close, state.stream.shards)], key)
+        self._port.store.release(work_pin(key))
+        self._shorten(state, ANNALS_ROUNDS)
+
+    def _shorten(self, state: StreamState, most: int) -> None:
+        """Drop the oldest annals until they are no longer, nor larger, than they may be; no round is missing between them."""
+        size_bytes = sum(_size_bytes(state, entry) for entry in state.annals.values())
+        while state.annals and (len(state.annals) > most or size_bytes > ANNALS_BYTES):
+            number, entry = state.annals.popitem(last=False)
+            size_bytes -= _size_bytes(state, entry)
+            self._port.store.release(Key(state.stream.name, number))
+
+    def clear(self, state: StreamState) -> None:
+        """Forget all rounds, and what waits for their content."""
+        for number in list(state.log):
+            self.evict(state, number)
+        self._shorten(state, 0)
 
     def evict(self, state: StreamState, number: int) -> None:
         """Take a round from the log, and whatever still waits for its content."""
@@ -52,7 +83,7 @@ class RoundLog:
 
     def completed(self, state: StreamState, number: int) -> None:
         """What this peer wants of a round is here: whoever waits for it has its outcome."""
-        entry = state.log.get(number)
+        entry = state.entry(number)
         if entry is None:
             return
         key = Key(state.stream.name, number)
@@ -69,3 +100,8 @@ class RoundLog:
         for number, future in state.waiting.items():
             if not future.done():
                 future.set_result(Outcome(Key(state.stream.name, number), "lost", next_round))
+
+
+def _size_bytes(state: StreamState, entry: Logged) -> int:
+    """What a round in the annals takes, roughly."""
+    return len(entry.decided.value) + sum(item.size for item in told(entry.close, state.stream.shards))

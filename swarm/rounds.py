@@ -103,7 +103,7 @@ class Rounds:
         """Everybody's last shard of a decided round, or the one that it was reduced to; none of a round that failed. None if
         that is not here yet."""
         state = self._streams[name]
-        entry = state.log.get(number)
+        entry = state.entry(number)
         if entry is None or not entry.complete:
             return None
         return tuple(self._port.store.get(item.digest) or b"" for item in told(entry.close, state.stream.shards))
@@ -112,6 +112,10 @@ class Rounds:
         """The first round that the log still has, or the next one."""
         state = self._streams[name]
         return next(iter(state.log), state.next)
+
+    def oldest_told(self, name: str) -> int:
+        """The first round of which `told` may still know something, or the next one."""
+        return next(iter(self._streams[name].annals), self.oldest(name))
 
     def newest(self, name: str) -> int:
         """The last round of a stream that is known here to be decided."""
@@ -162,9 +166,10 @@ class Rounds:
         self._machines = {key: machine for key, machine in self._machines.items() if key.round < first_round}
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
-            for number in [number for number in state.log if number >= first_round]:
-                del state.log[number]
-                self._port.store.release(Key(state.stream.name, number))
+            for rounds in (state.annals, state.log):
+                for number in [number for number in rounds if number >= first_round]:
+                    del rounds[number]
+                    self._port.store.release(Key(state.stream.name, number))
             if state.newest >= first_round:
                 state.newest = state.seen = state.stream.upto(first_round - 1)
                 state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens
@@ -173,8 +178,7 @@ class Rounds:
         """Drop what a stream held: a snapshot has taken its place."""
         if state is None:
             return
-        for number in list(state.log):
-            self._log.evict(state, number)
+        self._log.clear(state)
         for key in [key for key in self._machines if key.stream == state.stream.name]:
             del self._machines[key]
             self._port.store.release(work_pin(key))

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -10,7 +11,7 @@ from farflock.swarm.chunks import Store
 from farflock.swarm.collective import CloseList, Terms, told
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
+from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Forgotten, Key, Offer
 
 Status = Literal["ok", "partial", "alone", "failed", "lost"]
 
@@ -140,10 +141,14 @@ class StreamState:
     opened_tokens: int = 0  # those before the first round of the log
     seen: int = -1  # the highest round that I heard of (-1 and the like: none)
     log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
+    annals: collections.OrderedDict[int, Logged] = field(
+        default_factory=collections.OrderedDict
+    )  # rounds before the log
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
     ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
+    forgotten: dict[PeerId, Forgotten] = field(default_factory=dict)  # who has said that the next round left its log
     skipped: bool = False  # the tokens are not known before the next decision
 
     @property
@@ -151,10 +156,15 @@ class StreamState:
         """The round after the newest."""
         return self.newest + self.stream.stride
 
+    def entry(self, number: int) -> Logged | None:
+        """A decided round, from the log or the annals."""
+        return self.log.get(number) or self.annals.get(number)
+
     @property
     def whole(self) -> int:
         """The last round up to which everything is decided and here."""
-        incomplete = (number for number, entry in self.log.items() if not entry.complete)
+        entries = itertools.chain(self.annals.items(), self.log.items())
+        incomplete = (number for number, entry in entries if not entry.complete)
         return min(incomplete, default=self.next) - self.stream.stride
 
 

@@ -2,10 +2,15 @@
 
 Everybody tells its own number and adds up what it hears, so that all notice at nearly the same time and nobody is asked. A
 wrong number makes the steps of its round early or late, and no more than that: what a contribution weighs goes with it.
+
+At the end of a run they tell each other that too, and go when all have: who went before might miss a round that the others
+began, and leave with another state than theirs.
 """
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key, Tally
@@ -14,13 +19,21 @@ from farflock.swarm.port import Port
 REPEAT_S = 1.0  # what may have been lost is told again
 
 
+class Told(NamedTuple):
+    """What a member has said; the greater of two is the later."""
+
+    over: bool = False
+    round: int = -1
+    tokens: int = 0
+
+
 @dataclass(slots=True)
 class _Book:
     """One stream: its stage, its next round, and who has how much for it."""
 
     stage: int
     round: int
-    told: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # round, tokens
+    told: dict[PeerId, Told] = field(default_factory=dict)
     sent_s: float = 0.0
 
 
@@ -35,23 +48,40 @@ class Tallies:
     def say(self, stream: str, stage: int, number: int, tokens: int) -> None:
         """I have so many tokens for this round of the stream, which is its next one."""
         book = self._books.setdefault(stream, _Book(stage, number))
-        mine = (number, tokens)
-        if book.round != number or book.told.get(self._port.me) != mine:
+        known = book.told.get(self._port.me)
+        mine = Told(known is not None and known.over, number, tokens)
+        if mine != known:
             book.round = number
             book.told[self._port.me] = mine
             self._send(stream, book)
             self.changed.set()
+
+    def end(self, stream: str, stage: int) -> None:
+        """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin."""
+        book = self._books.setdefault(stream, _Book(stage, 0))
+        mine = book.told.get(self._port.me, Told(round=book.round))
+        if not mine.over:
+            book.told[self._port.me] = mine._replace(over=True)
+            self._send(stream, book)
+            self.changed.set()
+
+    def is_over(self, stream: str) -> bool:
+        """Whether the run is over to all living members of the stage."""
+        book = self._books[stream]
+        return all(book.told.get(peer, Told()).over for peer in self._living(book))
 
     def total(self, stream: str) -> int:
         """What the living members of the stage have for its next round, together."""
         book = self._books.get(stream)
         if book is None:
             return 0
+        told = (book.told.get(peer, Told()) for peer in self._living(book))
+        return sum(each.tokens for each in told if each.round == book.round and not each.over)
+
+    def _living(self, book: _Book) -> Iterator[PeerId]:
         view = self._port.views.newest
         peers = (view.peers[index] for index in view.serving(book.stage))
-        living = (peer for peer in peers if peer == self._port.me or not self._port.gone(view, peer))
-        numbers = (book.told.get(peer, (-1, 0)) for peer in living)
-        return sum(tokens for number, tokens in numbers if number == book.round)
+        return (peer for peer in peers if peer == self._port.me or not self._port.gone(view, peer))
 
     def receive(self, sender: PeerId, incarnation: int, message: Tally) -> None:
         """A member's number."""
@@ -60,9 +90,8 @@ class Tallies:
         if book is None or index is None or index not in view.serving(book.stage):
             self._port.drop("tally of somebody else")
             return
-        known = book.told.get(sender, (-1, 0))
-        told = (message.key.round, message.tokens)
-        if told > known:
+        told = Told(message.over, message.key.round, message.tokens)
+        if told > book.told.get(sender, Told()):
             book.told = {peer: numbers for peer, numbers in book.told.items() if peer in view.peers}
             book.told[sender] = told
             self.changed.set()
@@ -75,8 +104,8 @@ class Tallies:
 
     def _send(self, stream: str, book: _Book) -> None:
         book.sent_s = self._port.now()
-        number, tokens = book.told[self._port.me]
+        mine = book.told[self._port.me]
         view = self._port.views.newest
         for index in view.serving(book.stage):
             if (peer := view.peers[index]) != self._port.me:
-                self._port.send(peer, Tally(Key(stream, number), tokens))
+                self._port.send(peer, Tally(Key(stream, mine.round), mine.tokens, mine.over))

@@ -342,6 +342,38 @@ def test_a_life_that_is_over_says_why_and_where_to():
     assert (str(over), over.stage) == ("goes from stage 1 to stage 2", 2)
 
 
+# the run's end
+
+
+def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_stage_ends_with_one_state():
+    total, over_s, rolls = 6 * BATCH * TOKENS, [], []
+    one = audit((Part(EVERY, trains=True), Part(0), Part(1)), plan(total, rate=1e-3), 2)
+
+    def late(number, node):
+        tokens = node.rolls.tokens
+
+        def heard():
+            over_s.extend([asyncio.get_running_loop().time()] if tokens() >= total else [])
+            return (
+                tokens() if over_s and asyncio.get_running_loop().time() > over_s[0] + 6.0 else min(tokens(), total - 1)
+            )
+
+        if number == 0:
+            rolls.append(tokens)
+            node.rolls.tokens = heard
+        look(number, node)
+
+    look, one._look = one._look, late
+    one.run().check()
+    ended = collections.defaultdict(set)
+    for node in one.sim.nodes.values():
+        for serving in node.servings:
+            assert serving.loop.stopping
+            ended[serving.index].add(serving.seat.applied_round)
+    assert all(len(rounds) == 1 for rounds in ended.values()), ended
+    assert rolls[0]() > total + BATCH * TOKENS, "nothing came after the end"
+
+
 # from a checkpoint
 
 

@@ -44,7 +44,7 @@ class Swarm:
     def told(self, name, number):
         return self.logs[name].get(number)
 
-    def oldest(self, name):
+    def oldest_told(self, name):
         return next(iter(self.logs[name]), self.firsts[name])
 
     def newest(self, name):

@@ -19,6 +19,7 @@ from hivemind.dht.protocol import DHTProtocol as PlainProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
@@ -30,6 +31,7 @@ from farflock.swarm.dht_quota import BURST_UNITS, UNITS_PER_S
 from farflock.swarm.dht_shelf import Item
 from farflock.swarm.dht_validator import cell_name, head_name, key_hash, pack_items, unpack_items, wrap
 from farflock.swarm.identity import Identity, peer_id
+from farflock.swarm.p2p_daemon import BoundDaemon
 from farflock.swarm.record import BadRecord, Record, seal
 
 RUN = "run-1"
@@ -457,6 +459,29 @@ def test_an_invite_that_leads_nowhere_is_explained_and_leaves_nothing(tmp_path, 
         await opened(stack, folder, 1)
 
     attempt(tmp_path)
+
+
+@in_loop
+async def test_a_peer_of_the_invite_that_does_not_answer_at_once_is_tried_again(stack, folder):
+    a = await opened(stack, folder, 1)
+    (address,) = a.addresses
+    await a.close()
+    attempts, start = [], BoundDaemon.start
+
+    async def watched(**options):
+        attempts.append(options)
+        try:
+            return await start(**options)
+        except P2PDaemonError:  # and the door opens
+            if len(attempts) == 1:
+                await opened(stack, folder, 1, listen=[address.partition("/p2p/")[0]])
+            raise
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundDaemon, "start", watched)
+        b = await opened(stack, folder, 2, [address])
+    assert len(attempts) == 3  # of them one is the door's own
+    assert await b.announce(RUN, record(2))
 
 
 @in_loop

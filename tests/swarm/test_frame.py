@@ -175,7 +175,7 @@ def filled(kind, chance):
         "digests": offer.digests,
         "sizes": offer.sizes,
         "weight": offer.weight,
-        "ask": chance.choice([False, True]),
+        **dict.fromkeys(("ask", "over", "notes"), chance.choice([False, True])),
         "sent_s": chance.uniform(-1e9, 1e9),
         "run_s": chance.uniform(-1e9, 1e9),
         "shard": chance.randrange(MAX_SHARDS),
@@ -258,7 +258,7 @@ def test_the_head_is_as_documented():
     assert checksum == zlib.crc32(packed[:20] + packed[24:])
 
 
-@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 3}], ids=str)
+@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 4}], ids=str)
 def test_another_magic_flag_or_version_is_refused(wrong):
     raw = msgspec.msgpack.encode(Leave())
     assert unpack(sealed(raw)).message == Leave()

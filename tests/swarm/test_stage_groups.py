@@ -33,7 +33,7 @@ def name_of(stage):
     return f"grad/{stage}"
 
 
-def stream(stage, wants="all"):
+def stream(stage, wants="all", witnessed=False):
     return Stream(
         name_of(stage),
         "mean",
@@ -43,6 +43,7 @@ def stream(stage, wants="all"):
         lambda number, shard, data: True,
         deadline_s=6.0,
         uniform=True,
+        witnessed=witnessed,
         stage=stage,
         wants=wants,
     )
@@ -91,10 +92,10 @@ class Node:
     def begin(self):
         for stage in range(self.flock.stages):
             if stage == self.stage:
-                self.peer.open(stream(stage), self.applied, self.tokens)
+                self.peer.open(stream(stage, witnessed=self.flock.witnessed), self.applied, self.tokens)
                 self.peer.snapshots.serve(f"state/{stage}", self.snapshot)
             elif name_of(stage) not in self.rounds.names:
-                self.peer.open(stream(stage, self.wants))
+                self.peer.open(stream(stage, self.wants, self.flock.witnessed))
 
     async def join(self):
         """With the state of a mate, or where there is none, after the last round that anybody knows of."""
@@ -104,7 +105,7 @@ class Node:
             await self.adopt()
         elif self.stage != NOTHING:
             name = name_of(self.stage)
-            self.peer.open(stream(self.stage, "last"))
+            self.peer.open(stream(self.stage, "last", self.flock.witnessed))
             await asyncio.sleep(6.0)
             self.applied, self.tokens = self.rounds.newest(name), self.rounds.tokens(name)
             self.rounds.close(name)
@@ -144,8 +145,8 @@ class Node:
 class Flock:
     """Nodes of some stages on one network, and the laws that hold over all of them at all times."""
 
-    def __init__(self, stages, seed=1):
-        self.stages, self.network = stages, SimNetwork(seed)
+    def __init__(self, stages, seed=1, witnessed=False):
+        self.stages, self.network, self.witnessed = stages, SimNetwork(seed), witnessed
         self.pace_s = collections.defaultdict(lambda: 0.5)
         self.nodes, self.lives, self.serving = {}, 100, {}
         self.quiet = set()  # stages that bring nothing by themselves
@@ -216,13 +217,13 @@ class Flock:
                 raise ended
 
 
-def flock(*stages, wants="last", seed=1, pace_s=None):
+def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):
     """Run a test `main(flock)` whose nodes serve these stages, in virtual time; check that all laws held."""
 
     def decorate(main):
         def test():
             async def whole():
-                made = Flock(max(stages) + 1, seed)
+                made = Flock(max(stages) + 1, seed, witnessed)
                 made.pace_s.update(pace_s or {})
                 for number, stage in enumerate(stages):
                     made.start(number, stage, wants)

@@ -89,6 +89,54 @@ def test_what_is_for_another_round_does_not_count_till_this_one_is_there():
     assert tallies.total(STREAM) == 0
 
 
+def over(tallies, sender, life=1):
+    tallies.receive(sender, life, Tally(Key(STREAM, 4), 3, over=True))
+    return tallies.is_over(STREAM)
+
+
+def test_a_run_is_over_to_a_stage_once_it_is_to_all_of_it_that_live():
+    port, tallies = made()
+    assert not tallies.is_over(STREAM)
+    assert not over(tallies, "mate")
+    assert not over(tallies, "other"), "it serves another stage"
+    assert not over(tallies, "all")
+    port.sent.clear()
+    tallies.end(STREAM, 1)
+    tallies.end(STREAM, 1)
+    assert port.sent == [(peer, Tally(Key(STREAM, 4), 10, over=True)) for peer in ("mate", "all")]
+    assert tallies.is_over(STREAM)
+    assert tallies.total(STREAM) == 0, "nobody begins a round any more"
+
+
+def test_who_is_gone_is_not_waited_for_at_the_end_and_another_life_of_it_is():
+    port, tallies = made()
+    tallies.end(STREAM, 1)
+    assert not over(tallies, "mate")
+    port.dead.add("all")
+    assert tallies.is_over(STREAM)
+    port.dead.clear()
+    assert not over(tallies, "all", life=2), "that life is in no view"
+
+
+def test_what_is_over_stays_so_whatever_else_is_said():
+    port, tallies = made()
+    tallies.end(STREAM, 1)
+    tallies.say(STREAM, 1, 5, 2)
+    assert port.sent[-1][1] == Tally(Key(STREAM, 5), 2, over=True)
+    heard(tallies, "mate", 5, 9)
+    assert tallies.total(STREAM) == 9, "of who has not heard of the end yet"
+    over(tallies, "mate")
+    assert not heard(tallies, "mate", 6, 9), "said before the end, and come after it"
+    assert tallies.total(STREAM) == 0
+
+
+def test_the_end_of_a_stream_that_nothing_was_said_of_is_told_as_well():
+    port = Port()
+    tallies = Tallies(port)
+    tallies.end(STREAM, 1)
+    assert port.sent == [(peer, Tally(Key(STREAM, 0), 0, over=True)) for peer in ("mate", "all")]
+
+
 def test_others_lives_stages_and_streams_are_dropped_and_counted():
     port, tallies = made()
     for sender, life, stream in (("other", 1, STREAM), ("t", 1, STREAM), ("mate", 2, STREAM), ("stranger", 1, STREAM)):

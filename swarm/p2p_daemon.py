@@ -1,0 +1,102 @@
+"""hivemind's libp2p daemon as a child of this process: started with patience, and gone with the thread that started it."""
+
+import asyncio
+import contextvars
+import os
+import sys
+
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+CLOSE_TIMEOUT_S = 5.0
+DOOR_WAITS_S = (0.5, 2.0)  # before the second and the third attempt to reach somebody
+_NO_DOOR_OPENS = ("bootstrap", "failed to find any peer")  # what the daemon says last, in one of two orders
+_DIE_WITH_PARENT = (  # PR_SET_PDEATHSIG = 1, SIGKILL = 9; then the parent may already be gone. A terminal's Ctrl-C is for us.
+    "import ctypes,os,sys;os.setpgid(0,0);ctypes.CDLL(None).prctl(1,9);"
+    "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
+)
+_starting: contextvars.ContextVar[list["BoundDaemon"]] = contextvars.ContextVar("starting")
+
+
+class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
+    """hivemind's libp2p daemon, which on Linux is killed with the thread that started it, however that ends.
+
+    Elsewhere the daemon ends with its client's connection, or after `DAEMON_IDLE_TIMEOUT_S` if there never was one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _starting.get().append(self)
+
+    @staticmethod
+    def _make_process_args(*args: object, **options: object) -> list[str]:
+        command: list[str] = P2P._make_process_args(*args, **options)
+        if sys.platform != "linux":
+            return command
+        return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+    @classmethod
+    async def start(cls, **options: object) -> "BoundDaemon":
+        """Start a daemon; whatever goes wrong, none is left behind."""
+        started: list[BoundDaemon] = []
+        token = _starting.set(started)
+        try:
+            daemon: BoundDaemon = await cls.create(**options)
+        except BaseException:
+            for daemon in started:
+                await daemon.stop()
+            raise
+        finally:
+            _starting.reset(token)
+        return daemon
+
+    @classmethod
+    async def start_patiently(cls, **options: object) -> "BoundDaemon":
+        """As `start`, and again if no peer of the invite could be reached: one that is only busy opens later."""
+        for wait_s in DOOR_WAITS_S:
+            try:
+                return await cls.start(**options)
+            except P2PDaemonError as error:
+                if not finds_no_door(error):
+                    raise
+            await asyncio.sleep(wait_s)
+        return await cls.start(**options)
+
+    @property
+    def pid(self) -> int:
+        """The daemon's process id."""
+        return int(self._child.pid)
+
+    @property
+    def deaf(self) -> bool:
+        """Whether the daemon or the connection to it is gone, so that no call can ever be answered."""
+        return self._child.returncode is not None or self._client.control._read_task.done()
+
+    async def stop(self) -> None:
+        """End all calls in flight, the daemon and the tasks that serve it; harmless when done twice."""
+        control = self._client.control if self._client is not None else None
+        if control is not None:
+            for call in control._pending_calls.values():
+                if not call.done():
+                    call.set_exception(P2PDaemonError("the directory is closed"))
+        self._terminate()
+        tasks = [self._reader_task, self._listen_task]
+        if control is not None:
+            tasks += [control._read_task, control._write_task, *control._handler_tasks.values()]
+            for handler in control._handler_tasks.values():
+                handler.cancel()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        if self._child is not None:
+            await self._end_child()
+
+    async def _end_child(self) -> None:
+        try:
+            await asyncio.wait_for(self._child.wait(), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+        self._child._transport.close()
+
+
+def finds_no_door(error: BaseException) -> bool:
+    """Whether a daemon ended because it reached none of the peers that it was given."""
+    return any(sign in str(error) for sign in _NO_DOOR_OPENS)

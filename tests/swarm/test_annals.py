@@ -1,0 +1,107 @@
+"""What rounds were about is kept long after their content: who only looks on misses none, however far behind it is."""
+
+import asyncio
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from farflock.swarm import round_log
+from farflock.swarm.messages import Forgotten, Key
+from farflock.swarm.roles import NOTHING
+from farflock.swarm.round_log import LOG_ROUNDS
+
+_GROUPS = runpy.run_path(str(Path(__file__).with_name("test_stage_groups.py")))
+flock, name_of, until, SHARDS = (_GROUPS[name] for name in ("flock", "name_of", "until", "SHARDS"))
+
+
+class Ears:
+    """What a looker-on hears of stage 0 from now on, as a trainer reads it: in order, as soon as it is there."""
+
+    def __init__(self, looker):
+        self.looker, self.name, self.heard, self.skipped = looker, name_of(0), {}, 0
+        self.next = looker.rounds.newest(self.name) + 1
+
+    def listen(self):
+        rounds = self.looker.rounds
+        if rounds.oldest_told(self.name) > self.next:
+            self.skipped += rounds.oldest_told(self.name) - self.next
+            self.next = rounds.oldest_told(self.name)
+        while (told := rounds.told(self.name, self.next)) is not None:
+            self.heard[self.next] = tuple(json.loads(told[0])["names"]) if told else ()
+            self.next += 1
+
+    async def all_of(self, made, number):
+        await until(lambda: self.listen() or self.next > number, 60.0, f"round {number} at the looker-on")
+        assert {at: made.results[0][at][0] for at in self.heard} == self.heard
+
+
+async def away(made, looker, rounds):
+    """Cut it off from all the others for so many rounds of stage 0."""
+    made.network.partition({looker.id}, {node.id for node in made.nodes.values()} - {looker.id})
+    await asyncio.sleep(1.0)
+    await made.go_on(0, rounds, 10.0 * rounds)
+    made.network.heal()
+
+
+@flock(0, 0, 1, NOTHING, witnessed=True)
+async def test_who_looks_on_and_was_away_for_longer_than_the_log_hears_of_every_round(made):
+    ears = Ears(made.nodes[3])
+    await away(made, made.nodes[3], 3 * LOG_ROUNDS)
+    await ears.all_of(made, made.newest(0))
+    assert (ears.skipped, len(ears.heard) >= 3 * LOG_ROUNDS) == (0, True)
+    assert made.nodes[3].peer.port.counters["lost rounds"] == 0
+
+
+@flock(0, 0, 1, NOTHING, witnessed=True)
+async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
+    await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
+    await asyncio.sleep(1.0)
+    for node in made.nodes.values():
+        state, store = node.rounds._streams[name_of(0)], node.peer.port.store
+        assert len(state.log) == LOG_ROUNDS
+        assert list(state.annals) + list(state.log) == list(range(node.rounds.newest(name_of(0)) + 1))
+        for number, entry in state.annals.items():
+            pinned = store._pinned_by.get(Key(name_of(0), number), set())
+            assert pinned == {item.digest for item in entry.close.items if item.index == SHARDS - 1}
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
+    await made.go_on(0, LOG_ROUNDS + 3, 60.0)
+    assert not any(node.rounds._streams[name_of(0)].annals for node in made.nodes.values())
+    assert made.nodes[3].rounds.oldest_told(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
+
+
+@pytest.mark.parametrize(("limit", "most"), [("ANNALS_ROUNDS", 4), ("ANNALS_BYTES", 900)])
+def test_annals_are_bounded_and_what_has_left_them_is_said_to_be_skipped(monkeypatch, limit, most):
+    monkeypatch.setattr(round_log, limit, most)
+
+    @flock(0, 0, 1, NOTHING, witnessed=True)
+    async def main(made):
+        ears = Ears(made.nodes[3])
+        await away(made, made.nodes[3], 4 * LOG_ROUNDS)
+        await ears.all_of(made, made.newest(0))
+        assert 0 < ears.skipped < 4 * LOG_ROUNDS
+        for node in made.nodes.values():
+            state = node.rounds._streams[name_of(0)]
+            assert 0 < len(state.annals) <= 8
+            assert node.peer.port.store.size_bytes < 100_000
+
+    main()
+
+
+@flock(0, 0, 1, NOTHING, witnessed=True)
+async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another_has_it(made):
+    looker, ears = made.nodes[3], Ears(made.nodes[3])
+    made.network.partition({looker.id}, {node.id for node in made.nodes.values()} - {looker.id})
+    await asyncio.sleep(1.0)
+    await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
+    state, one = looker.rounds._streams[name_of(0)], made.nodes[0]
+    told = Forgotten(Key(name_of(0), state.next), made.newest(0), made.newest(0))
+    looker.rounds.receive(one.id, one.life, told)
+    assert state.forgotten == {one.id: told}
+    made.network.heal()
+    await ears.all_of(made, made.newest(0))
+    assert ears.skipped == 0
