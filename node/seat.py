@@ -5,6 +5,7 @@ Everything here is the same in a process and in the simulator; what computes goe
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ STATE = "state"  # the name under which a method's whole state is served
 MARK = "mark."  # in a snapshot, before a name of `Seat.marks`
 NEXT = "next."  # in a snapshot, before a stream's name: its first round that is not in the state
 CHUNK_BYTES = 1024 * 1024
+STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
+HEAD_BYTES = 1024 * 1024  # names, shapes and counters
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +190,9 @@ class Seat:
         method, replica = self._driver.method, self._driver.replica
         async with asyncio.timeout(timeout_s):
             while True:
+                least, most = self._peer.reach(self._stage), most_state_bytes(replica.shapes)
                 snapshot = await self._peer.snapshots.fetch(
-                    self._state_name, timeout_s, downloaded, self._peer.reach(self._stage), self._stage
+                    self._state_name, timeout_s, downloaded, least, self._stage, most
                 )
                 try:
                     state = decode_state(snapshot)
@@ -221,6 +225,11 @@ class Seat:
             state[NEXT + entry.key.stream] = torch.tensor(self._applied[entry.key.stream] + entry.stride)
         state |= {MARK + name: torch.tensor(number) for name, number in self.marks.items()}
         return encode_state(state, min(self._applied.values(), default=-1), self._agreed_tokens)
+
+
+def most_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """What the state of any method takes at most for parameters of these shapes: whoever serves more is not downloaded."""
+    return HEAD_BYTES + STATE_COPIES * 4 * sum(math.prod(shape) for shape in shapes.values())
 
 
 def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:

@@ -20,7 +20,7 @@ from farflock.node.rebalancer import LifeOver
 from farflock.node.recovery import GradientScale, Neighbour, Unrecoverable, neighbour_mean, partner_copy
 from farflock.node.recovery_policy import Situation, source
 from farflock.node.replica import PlainReplica
-from farflock.node.seat import MARK, NEXT, STATE, CorruptSnapshot, decode_state
+from farflock.node.seat import MARK, NEXT, STATE, CorruptSnapshot, decode_state, most_state_bytes
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.state import WrongState
@@ -109,9 +109,10 @@ async def _mean(peer: Peer, plan: Plan, stages: Sequence[range], index: int) -> 
 
 async def _neighbour(peer: Peer, plan: Plan, stages: Sequence[range], stage: int) -> Neighbour:
     """A stage's tensors, as its members would evaluate them, and its gradient's scale."""
-    snapshot = await peer.snapshots.fetch(f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage)
     model = build(plan.model, plan.run_seed, stages[stage])
     replica = PlainReplica(model, plan.inner.build(model))
+    most = most_state_bytes(replica.shapes)
+    snapshot = await peer.snapshots.fetch(f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, most_bytes=most)
     kept = method(plan.method, **plan.options)
     try:
         state = {name: x for name, x in decode_state(snapshot).items() if not name.startswith((NEXT, MARK))}
@@ -124,7 +125,9 @@ async def _neighbour(peer: Peer, plan: Plan, stages: Sequence[range], stage: int
 async def _scale(peer: Peer, stage: int) -> float:
     """The weight of a stage in the mean; 0, as of one that never trained, if nobody tells: two of these weigh alike."""
     try:
-        snapshot = await peer.snapshots.fetch(f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage)
+        snapshot = await peer.snapshots.fetch(
+            f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage, most_bytes=_SCALE.size
+        )
         (omega,) = _SCALE.unpack(b"".join(snapshot.chunks))
     except (SnapshotUnavailable, struct.error):
         return 0.0

@@ -1,6 +1,7 @@
 """A node's seat: the state it serves and adopts, and how far it says the run is."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -8,7 +9,7 @@ import torch
 
 from farflock.node import notes
 from farflock.node.courier import Courier
-from farflock.node.seat import CorruptSnapshot, Place, Seat, decode_state
+from farflock.node.seat import CorruptSnapshot, Place, Seat, decode_state, most_state_bytes
 from farflock.optimizers.method import Key, Result
 from farflock.optimizers.state import state_hash
 from farflock.swarm.roles import NOTHING
@@ -129,6 +130,25 @@ def joined(bench, text, broken):
 def test_a_newcomer_does_not_take_a_broken_snapshot_and_asks_again(bench, text, broken):
     truth, found, _ = joined(bench, text, broken)
     assert found == truth
+
+
+def padded(state, size_bytes):
+    chunk = bytes(1024 * 1024)
+    return replace(snapshot(state), chunks=(*snapshot(state).chunks, *[chunk] * (size_bytes // len(chunk))))
+
+
+@pytest.mark.parametrize(("over", "comes"), [(0.0, True), (1.5, False)])
+def test_of_a_state_that_is_larger_than_any_method_s_not_a_byte_is_downloaded(bench, text, over, comes):
+    seen = []
+
+    def broken(state):
+        shapes = {name: x.shape for name, x in state.items() if not name.startswith("next.")}
+        seen.append(most_state_bytes(shapes))  # twice what the model alone says, for the state has two copies
+        return padded(state, int(over * seen[0]))
+
+    truth, found, counters = joined(bench, text, broken)
+    assert found == truth
+    assert (counters["dropped: snapshot too large"] == 0) == comes
 
 
 def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_state(bench, text):
