@@ -18,7 +18,7 @@ from farflock.node.participant import Plan
 from farflock.node.recovery import GradientScale
 from farflock.node.recovery_policy import MAX_AGE_ROUNDS
 from farflock.node.replica import PlainReplica
-from farflock.node.seat import CHUNK_BYTES, MARK, NEXT, STATE
+from farflock.node.seat import CHUNK_BYTES, MARK, NEXT, STATE, most_state_bytes
 from farflock.node.stage_state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.optimizers.catalog import method
 from farflock.optimizers.inner import InnerConfig
@@ -56,9 +56,9 @@ class Swarm:
     def gone(self, view, peer):
         return peer in self._gone
 
-    async def fetch(self, name, timeout_s, progress=None, least=-1, stage=None):
+    async def fetch(self, name, timeout_s, *, stage, most_bytes):
         self.asked.append((name, stage))
-        if name not in self.served:
+        if name not in self.served or sum(map(len, self.served[name].chunks)) > most_bytes:
             raise SnapshotUnavailable(f"no snapshot of {name} within {timeout_s:.0f} s")
         return self.served[name]
 
@@ -313,6 +313,18 @@ def test_a_neighbours_state_that_is_not_one_is_refused_and_the_stage_begins_with
     found = begun(swarm, plan)
     assert (found.kind, found.tensors) == ("initial", None)
     assert "the state of stage 0 cannot be used" in found.reason
+
+
+def test_a_neighbours_state_that_is_larger_than_any_is_not_downloaded():
+    plan = plan_of()
+    swarm, drivers = beside(plan)
+    state = state_of(drivers[0])
+    swarm.served[f"{STATE}/0"] = snapshot_of(
+        state | {"more": torch.zeros(most_state_bytes(drivers[0].replica.shapes) // 4)}
+    )
+    found = begun(swarm, plan)
+    assert (found.kind, found.tensors) == ("initial", None)
+    assert "no snapshot" in found.reason
 
 
 def test_a_neighbour_that_dies_before_it_gave_its_state_leaves_initial_weights():
