@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from farflock.node import cli, process
+from farflock.swarm.frame import VERSION
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -195,7 +196,10 @@ def test_a_run_of_another_version_is_refused_at_once(farflock, tmp_path):
         took_s = time.monotonic() - began_s
     finally:
         later.end()
-    assert (code, sentence) == (3, "the run has another protocol: 3, this program speaks 2; update farflock")
+    assert (code, sentence) == (
+        3,
+        f"the run has another protocol: {VERSION + 1}, this program speaks {VERSION}; update farflock",
+    )
     assert took_s < 30  # and not after the time that members have for an answer
 
 
