@@ -51,6 +51,7 @@ class RoundLog:
             return
         key = Key(state.stream.name, number)
         state.annals[number] = state.log.pop(number)
+        state.annals_bytes += _size_bytes(state, entry)
         self._drop(key)
         self._port.store.keep_only([item.digest for item in told(entry.close, state.stream.shards)], key)
         self._port.store.release(work_pin(key))
@@ -58,10 +59,18 @@ class RoundLog:
 
     def _shorten(self, state: StreamState, most: int) -> None:
         """Drop the oldest annals until they are no longer, nor larger, than they may be; no round is missing between them."""
-        size_bytes = sum(_size_bytes(state, entry) for entry in state.annals.values())
-        while state.annals and (len(state.annals) > most or size_bytes > ANNALS_BYTES):
+        while state.annals and (len(state.annals) > most or state.annals_bytes > ANNALS_BYTES):
             number, entry = state.annals.popitem(last=False)
-            size_bytes -= _size_bytes(state, entry)
+            state.annals_bytes -= _size_bytes(state, entry)
+            self._port.store.release(Key(state.stream.name, number))
+
+    def rewind(self, state: StreamState, first_round: int) -> None:
+        """Forget the rounds from this one on."""
+        for number in [number for number in state.annals if number >= first_round]:
+            state.annals_bytes -= _size_bytes(state, state.annals.pop(number))
+            self._port.store.release(Key(state.stream.name, number))
+        for number in [number for number in state.log if number >= first_round]:
+            del state.log[number]
             self._port.store.release(Key(state.stream.name, number))
 
     def clear(self, state: StreamState) -> None:

@@ -166,10 +166,7 @@ class Rounds:
         self._machines = {key: machine for key, machine in self._machines.items() if key.round < first_round}
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
-            for rounds in (state.annals, state.log):
-                for number in [number for number in rounds if number >= first_round]:
-                    del rounds[number]
-                    self._port.store.release(Key(state.stream.name, number))
+            self._log.rewind(state, first_round)
             if state.newest >= first_round:
                 state.newest = state.seen = state.stream.upto(first_round - 1)
                 state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens

@@ -144,6 +144,7 @@ class StreamState:
     annals: collections.OrderedDict[int, Logged] = field(
         default_factory=collections.OrderedDict
     )  # rounds before the log
+    annals_bytes: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
     ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
