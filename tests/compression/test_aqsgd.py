@@ -358,7 +358,7 @@ GOOD = encoded(end(), normal(0, 1), context(1))
     ("payload", "words"),
     [
         (b"", "begins with 0 kinds"),
-        (b"\x03" + GOOD[1:], "one is unknown"),
+        (b"\x04" + GOOD[1:], "one is unknown"),
         (GOOD[:-1], "needs 113 bytes, got 112"),
         (b"\x02" + GOOD[1:], r"needs \d+ bytes"),
         (GOOD[:1] + b"x" * 8 + GOOD[9:], "does not have the value that its tag names"),

@@ -33,7 +33,7 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
     assert manifest.pipeline.stages == (1, 2, 1)
     text = manifest.canonical().decode()
     assert '[pipeline]\nstages = [1, 2, 1]\nbatch = 16\ncodec = "int8"\npolicy = "swarm"\n' in text
-    spelt_out = set(manifest.pipeline.__struct_fields__) - {"asynchronous", "basis"}  # int8 has no basis
+    spelt_out = set(manifest.pipeline.__struct_fields__) - {"asynchronous", "basis", "cache_bytes"}  # int8 shares and remembers nothing
     assert all(
         f"\
 {name} = "
@@ -168,6 +168,9 @@ WRONG = [
     ({"stages": 2, "codec": "itn8"}, "pipeline.codec: activation codec 'itn8' is not known", "'int8'"),
     ({"stages": 2, "codec": "int8,raw"}, "pipeline.codec", "raw goes both ways"),
     ({"stages": 2, "codec": "aqsgd4"}, "'pinned routes'", "int4"),
+    ({"stages": 2, "codec": "aqsgd4", "policy": "fixed"}, "'recurring samples'", "train.samples"),
+    ({"stages": 2, "cache_bytes": 2**20}, "'room for samples': codec int8 remembers nothing", "leave"),
+    ({"stages": 2, "cache_bytes": -1}, "pipeline.cache_bytes", ">= 0"),
     ({"stages": 2, "codec": "subspace:49+bf16"}, "'shared basis'", "subspace:48"),
     ({"stages": 2, "codec": "subspace:x"}, "pipeline.codec: 'subspace:x' is not known", "subspace:40"),
     ({"stages": 2, "codec": "int8", "basis": "0" * 64}, "'shared basis': codec int8 has no basis", "leave"),

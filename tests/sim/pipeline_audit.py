@@ -361,7 +361,9 @@ class Audit:
 
     def batch(self, key):
         """Its tokens and targets."""
-        return Batches(TEXT, self.plan.run_seed, key[0], self.plan.batch, self.plan.seq).batch(key[1] % NUMBERS)
+        plan = self.plan
+        batches = Batches(TEXT, plan.run_seed, key[0], plan.batch, plan.seq, recurring=plan.samples)
+        return batches.batch(key[1] % NUMBERS)
 
     def gradient_of(self, key, back):
         """What the backward pass `back` is to give, by name: one graph through all stages, whose activations are those of the
