@@ -169,10 +169,9 @@ class TrainerMemory:
         return tuple(rows)
 
     def handed(self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row]) -> bytes:
-        """The payload of a stage's input for this life of a server. Until `taken` says what became of it, that server is not
-        known to hold anything of these samples."""
+        """The payload of a stage's input for this life of a server, by what that is known to hold."""
         there, parts = self._there.setdefault(stage, {}), []
-        latest = {sample: there.pop((server, sample), NO_TAG) for sample in samples}
+        latest = {sample: there.get((server, sample), NO_TAG) for sample in samples}
         for sample, row in zip(samples, rows, strict=True):
             parts.append(row.part(latest[sample]))
             latest[sample] = row.tag if row.kept else NO_TAG
@@ -181,7 +180,8 @@ class TrainerMemory:
     def taken(
         self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row], lacking: Collection[int] = ()
     ) -> None:
-        """A server has read this input, all but the rows that it lacked something for."""
+        """A server has read this input, all but the rows that it lacked something for. Of a call that brought nothing nothing
+        is known: it has the sample's m of before, or that of after, and a difference can be read by both."""
         there = self._there.setdefault(stage, {})
         for at, (sample, row) in enumerate(zip(samples, rows, strict=True)):
             there.pop((server, sample), None)
