@@ -173,6 +173,8 @@ class PipelineNode:
                 "dropped": self.trainer.dropped,
                 "doubled": self.trainer.doubled,
             }
+        if isinstance(self.trainer, Trainer):
+            counts |= self.trainer.visits
         return counts
 
     def waits(self) -> list[Wait]:

@@ -191,6 +191,11 @@ class Trainer:
         return self._heard.doubled
 
     @property
+    def visits(self) -> dict[str, int]:
+        """Of a codec that remembers samples: how many came whole, and as differences, and how often a server lacked one."""
+        return dict(self._memory.counts) if self._memory is not None else {}
+
+    @property
     def begun(self) -> int:
         """Microbatches so far."""
         return self._next - self._first

@@ -238,6 +238,7 @@ def stages_of(entries):
 @trained()
 async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_all_stages_name_it(world):
     await world.merged()
+    assert world.trainer.visits == {}
     assert stages_of(world.asked(Forward)) == [0, 1], "the last stage's own pass is part of its way back"
     assert stages_of(world.asked(Backward)) == [2, 1, 0]
     assert sorted(stages_of(world.asked(Confirm))) == [0, 1, 2]
@@ -640,6 +641,9 @@ async def test_the_first_visit_of_a_sample_goes_whole_and_later_ones_as_what_cha
     assert (first.samples, first.held) == ((0,), bytes(8))
     assert third.held == world.asked(Forward, stage=1)[0].payloads[1][9:17], "the tag of what came then"
     assert all(entry.request.visit.held == b"" for entry in world.asked(Backward))
+    visits = world.trainer.visits
+    assert (visits["whole samples"], visits["not held"]) == (4, 0), "two samples, out of two stages"
+    assert visits["differences"] >= 4
 
 
 def test_a_server_that_lacks_what_is_meant_gets_it_whole_at_once_and_later_the_change_again():

@@ -20,6 +20,8 @@ from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
 from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
 from farflock.node.sample_memory import NotHeld, ServerMemory, _names
 from farflock.node.stage_requests import Forward, Lacks, Visit
+from farflock.node.stage_server import ServerTerms
+from farflock.node.stage_versions import Asynchronous
 from farflock.swarm.sim import Faults
 
 _AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
@@ -104,9 +106,13 @@ def audit(stages, servers, trainers=1, steps=None, seed=0, rate=STILL, codec="aq
     """One to run: so many steps, or as long as the test wants."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
-    cut = {"policy": "fixed", "cache_bytes": options.pop("cache_bytes", None)}
+    cut = {
+        "policy": "fixed",
+        **{name: options.pop(name) for name in ("cache_bytes", "asynchronous", "server") if name in options},
+    }
+    replicas = options.pop("replicas", 0)
     made = dataclasses.replace(plan(seed, total, rate), **({"samples": SAMPLES} | options))
-    surroundings = PipelineWorld(parts(stages, servers, trainers), total, **around)
+    surroundings = PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around)
     return Remembered(made, pipeline(stages, BATCH, codec, **cut), surroundings)
 
 
@@ -142,6 +148,20 @@ def test_a_cache_for_half_of_the_samples_saves_less_and_harms_nothing():
     assert 0.2 < one.share("forward", DIFFERENCE) < 0.6
     assert one.share("forward", FULL) > 0.3
     assert 0 < one.memory_bytes <= 2 * (SAMPLES // 2) * each
+
+
+def test_a_full_replica_beside_them_serves_a_trainer_and_takes_samples_of_its_own_through_all_stages():
+    one = audit(stages=3, servers=1, replicas=1, steps=10, seed=1).run().check().check_finished()
+    replica = identity_of(one.plan, 4).peer
+    assert {key[0] for key in one.finished()} == {replica, identity_of(one.plan, 3).peer}
+    assert one.share("forward", DIFFERENCE) > 0.3
+
+
+def test_backward_passes_at_kept_versions_use_the_activations_of_their_forward_passes():
+    terms = {"asynchronous": Asynchronous(3), "server": ServerTerms(lease_s=8.0, staleness=2)}
+    one = audit(stages=3, servers=1, trainers=2, steps=8, rate=0.1, **terms).run().check()
+    assert one.mixed_versions > 0
+    assert one.share("forward", DIFFERENCE) > 0.3
 
 
 # what goes wrong
