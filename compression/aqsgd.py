@@ -10,13 +10,16 @@ what m was before and what it will be after, as 64 bits of its BLAKE2b. A receiv
 and raises `ResyncNeeded`; the sender forgets these samples and sends them whole. Nothing else has to be remembered: after
 any history, what a receiver returns is the sender's m or nothing.
 
+Where somebody else carries messages between the two, and hands them in once more for a backward pass, a sample that is held
+there already goes as its tag alone; `written`, `parts` and `value` are for such a carrier (node/sample_memory.py).
+
 Deviations from the paper's code: tags instead of trust; differences in blocks of 64 with a scale each instead of one scale a
 tensor; what no longer fits into the cache is sent whole instead of being an error.
 """
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -42,10 +45,10 @@ from farflock.compression.payload import append
 MAX_SAMPLES = 20_000  # that one end remembers, as in the paper's code
 MAX_CACHE_BYTES = 1 << 30
 PATIENCE = 4  # cachefuls of samples that pass before one that stayed away makes room
-FULL, KEPT, DIFFERENCE = 0, 1, 2
-_TAG_BYTES = 8
-_NO_TAG = bytes(_TAG_BYTES)
-_HEAD_BYTES = 1 + 2 * _TAG_BYTES  # of a sample
+FULL, KEPT, DIFFERENCE, HELD = 0, 1, 2, 3
+TAG_BYTES = 8
+NO_TAG = bytes(TAG_BYTES)
+_HEAD_BYTES = 1 + 2 * TAG_BYTES  # of a sample
 _LIMIT = torch.finfo(torch.float16).max
 _WHOLE = Half("fp16")
 
@@ -117,8 +120,8 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One sample in a message."""
+class Part:
+    """One sample in a message: m before and after, and what is sent, which is nothing of a sample that is held as it is."""
 
     kind: int
     before: bytes
@@ -179,6 +182,11 @@ class AqSgd:
         each = ctx.shape[1] * ctx.shape[2]
         return ctx.shape[0] * (_HEAD_BYTES + max(_WHOLE.max_bytes(each), self.difference.max_bytes(each)))
 
+    def tag(self, sample: int) -> bytes:
+        """That of what is held of this sample; 0 if nothing is."""
+        entry = self._cache.get(sample)
+        return NO_TAG if entry is None else entry.tag
+
     def forget(self, samples: Iterable[int]) -> None:
         """Send these whole when they come next; a receiver that forgets asks for them."""
         for sample in samples:
@@ -189,19 +197,15 @@ class AqSgd:
         self._require_pinned(ctx)
         rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
         parts = [self._send(sample, row, ctx) for sample, row in zip(ctx.samples, rows, strict=True)]
-        before = len(out)
-        out += bytes(part.kind for part in parts)
-        for part in parts:
-            out += part.before + part.after
-        for part in parts:
-            out += part.payload
-        return len(out) - before
+        message = written(parts)
+        out += message
+        return len(message)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
         """The sender's m of all samples. `ResyncNeeded` names those that cannot be had; the others are taken over."""
         self._require_pinned(ctx)
         require_direction(ctx, "forward")
-        parts = self._parts(memoryview(payload), ctx)
+        parts = self.parts(payload, ctx)
         rows = torch.empty(ctx.shape)
         for part, row in zip(parts, rows, strict=True):
             self._read(part, ctx, row)
@@ -230,7 +234,7 @@ class AqSgd:
         if len(ctx.samples) != ctx.shape[0]:
             raise ValueError(f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}")
 
-    def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> _Part:
+    def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> Part:
         """What travels of one sample (L, D), after which both ends hold the same of it."""
         self._cache.clock += 1
         entry, payload = self._cache.get(sample), bytearray()
@@ -240,58 +244,90 @@ class AqSgd:
             self.difference.decode(payload, ctx.flat(), change)
             values = _advanced(entry.values, change)
             self._cache.put(sample, values, _tag(values))
-            return _Part(DIFFERENCE, entry.tag, _tag(values), payload)
+            return Part(DIFFERENCE, entry.tag, _tag(values), payload)
         self._cache.drop(sample)
         values = row.to(torch.float16)
-        append(payload, values.view(-1))
         keep = self._cache.admits(values.nbytes)
         if keep:
             self._cache.put(sample, values, _tag(values))
-        return _Part(KEPT if keep else FULL, _NO_TAG, _tag(values), payload)
+        return whole(values, _tag(values), keep)
 
-    def _parts(self, payload: memoryview, ctx: ActivationContext) -> list[_Part]:
-        """The message cut into its samples; all lengths are right."""
+    def value(self, part: Part, before: Entry | None, ctx: ActivationContext) -> Tensor | None:
+        """m after this part, float16 (L, D), for who held `before`; None if it says nothing to them. `CorruptPayload` for
+        what no sender writes."""
+        row = torch.empty(ctx.shape[1:])
+        self._read(part, ctx, row)
+        return _after(part, before, row)
+
+    def parts(self, payload: Buffer, ctx: ActivationContext) -> list[Part]:
+        """The message cut into its samples; all lengths are right. Nothing is copied."""
+        payload = memoryview(payload)
         count, each = ctx.shape[0], ctx.shape[1] * ctx.shape[2]
         kinds = bytes(payload[:count])
-        if len(kinds) < count or max(kinds, default=0) > DIFFERENCE:
+        if len(kinds) < count or max(kinds, default=0) > HELD:
             raise CorruptPayload(f"{self.name} of {count} samples begins with {len(kinds)} kinds, or one is unknown")
         whole, change = _WHOLE.max_bytes(each), self.difference.max_bytes(each)
-        lengths = [change if kind == DIFFERENCE else whole for kind in kinds]
+        size = {FULL: whole, KEPT: whole, DIFFERENCE: change, HELD: 0}
+        lengths = [size[kind] for kind in kinds]
         require_length(payload, count * _HEAD_BYTES + sum(lengths), f"{self.name} of {count} samples of {each} values")
         parts, tags, at = [], count, count * _HEAD_BYTES
         for kind, length in zip(kinds, lengths, strict=True):
             before, after = struct.unpack_from("8s8s", payload, tags)
-            parts.append(_Part(kind, before, after, payload[at : at + length]))
-            tags, at = tags + 2 * _TAG_BYTES, at + length
+            parts.append(Part(kind, before, after, payload[at : at + length]))
+            tags, at = tags + 2 * TAG_BYTES, at + length
         return parts
 
-    def _read(self, part: _Part, ctx: ActivationContext, row: Tensor) -> None:
-        """Fill `row` (L, D) with the whole sample or its difference; refuse what no sender writes."""
+    def _read(self, part: Part, ctx: ActivationContext, row: Tensor) -> None:
+        """Fill `row` (L, D) with the whole sample or its difference, if either is sent; refuse what no sender writes."""
+        if part.kind == HELD:
+            if part.before != part.after:
+                raise CorruptPayload(f"a sample of {self.name} that is held as it is has two tags")
+            return
         if part.kind == DIFFERENCE:
             self.difference.decode(part.payload, ctx.flat(), row.view(-1))
             return
         _WHOLE.decode(part.payload, ctx.flat(), row.view(-1))
-        if part.before != _NO_TAG or part.after != _tag(row.to(torch.float16)):
+        if part.before != NO_TAG or part.after != _tag(row.to(torch.float16)):
             raise CorruptPayload(f"a whole sample of {self.name} does not have the value that its tag names")
 
-    def _take_over(self, sample: int, part: _Part, row: Tensor) -> bool:
+    def _take_over(self, sample: int, part: Part, row: Tensor) -> bool:
         """Hold what the sender holds and put it into `row`; False, with nothing changed, if that is not possible."""
         self._cache.clock += 1
         if part.kind == FULL:
             self._cache.drop(sample)
             return True
-        entry, values = self._cache.get(sample), row.to(torch.float16)
-        if part.kind == DIFFERENCE:
-            if entry is None or entry.values.shape != row.shape:
-                return False
-            values = entry.values
-            if entry.tag == part.before:
-                values = _advanced(entry.values, row.view(-1))
-            if _tag(values) != part.after:
-                return False
+        values = _after(part, self._cache.get(sample), row)
+        if values is None:
+            return False
         self._cache.put(sample, values, part.after)
         row.copy_(values)
         return True
+
+
+def written(parts: Sequence[Part]) -> bytes:
+    """A message of these samples: all kinds, all tags, then what is sent of each."""
+    kinds = bytes(part.kind for part in parts)
+    tags = b"".join(part.before + part.after for part in parts)
+    return kinds + tags + b"".join(part.payload for part in parts)
+
+
+def whole(values: Tensor, tag: bytes, kept: bool) -> Part:
+    """A sample of this value, float16 (L, D), for who has nothing of it; `kept` asks them to hold it."""
+    payload = bytearray()
+    append(payload, values.reshape(-1))
+    return Part(KEPT if kept else FULL, NO_TAG, tag, payload)
+
+
+def _after(part: Part, before: Entry | None, row: Tensor) -> Tensor | None:
+    """m after a part whose content was read into `row` (L, D); None if it does not follow from what was held before."""
+    if part.kind in (FULL, KEPT):
+        return row.to(torch.float16)
+    if before is None or before.values.shape != row.shape:
+        return None
+    values = before.values
+    if part.kind == DIFFERENCE and before.tag == part.before:
+        values = _advanced(values, row.view(-1))
+    return values if _tag(values) == part.after else None
 
 
 def _advanced(values: Tensor, change: Tensor) -> Tensor:
@@ -304,4 +340,4 @@ def _tag(values: Tensor) -> bytes:
     """64 bits that name a value (L, D) to the bit."""
     shape = struct.pack("<II", *values.shape)
     raw = values.contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(shape + raw.tobytes(), digest_size=_TAG_BYTES).digest()
+    return hashlib.blake2b(shape + raw.tobytes(), digest_size=TAG_BYTES).digest()

@@ -22,7 +22,9 @@ def train_arm(
     """Train one model on the batches of these streams together, as long as a run of `peers` peers and `steps` steps."""
     model = build(plan.model, plan.run_seed)
     inner = plan.inner.build(model)
-    sources = [Batches(tokens, plan.run_seed, stream, plan.batch, plan.seq) for stream in streams]
+    sources = [
+        Batches(tokens, plan.run_seed, stream, plan.batch, plan.seq, recurring=plan.samples) for stream in streams
+    ]
     run_tokens_per_step = peers * plan.batch * plan.seq * plan.accumulate
     for step in range(steps):
         for group in inner.param_groups:

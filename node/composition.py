@@ -22,7 +22,9 @@ from farflock.node.model import ModelConfig
 from farflock.node.participant import Plan
 from farflock.node.pipeline_plan import PipelinePlan, Shapes
 from farflock.node.run_basis import largest_rank
+from farflock.node.sample_memory import value_bytes
 from farflock.node.stage import BadSplit, even, split
+from farflock.node.stage_requests import MAX_VISIT
 from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths import Microbatch, PathPolicy
@@ -135,14 +137,37 @@ def _pinned_routes(parts: Parts) -> Breach | None:
     return why, f"choose a codec that remembers nothing, such as {_without_memory(codec)}"
 
 
-def _no_memory(parts: Parts) -> Breach | None:
-    """Any server may compute a backward pass from its payloads, again and in any order."""
-    codec = parts.pipeline.codec
+def _recurring_samples(parts: Parts) -> Breach | None:
+    """A codec that sends what changed since the last visit sends first visits whole, in 16 bits a value."""
+    plan, codec, choice = parts.plan, parts.pipeline.codec, f"choose {_without_memory(parts.pipeline.codec)}"
     if scope_of(codec) != "edge_sample":
         return None
-    why = f"codec {codec} reads a payload once, with what came before it, and a backward pass reads it again, anywhere"
-    gain = "it sends what was not seen before whole, and no sequence of a run comes twice"
-    return f"{why}; {gain}", f"choose {_without_memory(codec)}, which has as many bits"
+    most = plan.schedule.total_tokens // (2 * plan.seq)
+    if plan.samples == 0:
+        why = f"codec {codec} sends whole what it sees first, and without train.samples each sequence is drawn anew"
+        return why, f"set train.samples to what each trainer is to see again and again, or {choice}"
+    if plan.samples > most:
+        why = f"the run's {plan.schedule.total_tokens:,} tokens visit {plan.samples} samples of {plan.seq} less than twice"
+        return why, f"set train.samples to {most} or less, or {choice}" if most else choice
+    if plan.batch > MAX_VISIT:
+        why = f"a request names each sample of its microbatch, {MAX_VISIT} at most, and train.batch is {plan.batch}"
+        return why, f"set train.batch to {MAX_VISIT} or less, or {choice}"
+    return None
+
+
+def _room_for_samples(parts: Parts) -> Breach | None:
+    """Ends that hold less than a microbatch hold nothing until it comes again; others hold nothing at all."""
+    plan, pipeline = parts.plan, parts.pipeline
+    if scope_of(pipeline.codec) != "edge_sample":
+        if pipeline.cache_bytes is None:
+            return None
+        return f"codec {pipeline.codec} remembers nothing", "leave pipeline.cache_bytes out"
+    least = value_bytes(plan.batch, plan.seq, plan.model.dim)
+    if pipeline.cache_bytes is None or pipeline.cache_bytes >= least:
+        return None
+    why = f"a microbatch's activation takes {least:,} bytes, and an end of an edge holds {pipeline.cache_bytes:,}"
+    each = value_bytes(1, plan.seq, plan.model.dim)
+    return why, f"set pipeline.cache_bytes to {plan.samples * each:,} for each trainer of a server"
 
 
 def _shared_basis(parts: Parts) -> Breach | None:
@@ -377,7 +402,8 @@ RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
     "one batch": _one_batch,
     "one precision": _one_precision,
     "pinned routes": _pinned_routes,
-    "no memory": _no_memory,
+    "recurring samples": _recurring_samples,
+    "room for samples": _room_for_samples,
     "shared basis": _shared_basis,
     "payload": _payloads,
     "first stage": _first_stage,

@@ -3,10 +3,14 @@ evaluates on.
 
 A peer's order of data must not depend on who else is there, and must be taken up again from two integers: so
 the windows of a batch are drawn by a counter-based generator (Philox), not by one that has to be run forward.
+
+Windows are drawn anew for each batch, or, with `recurring`, so many once, which then come again in epochs of another order
+each: fine-tuning's data, and what codecs need that remember samples (compression/aqsgd.py).
 """
 
+import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from farflock.node.tokenizer import Tokenizer, Tokens, tokenizer_hash
 
+MAX_RECURRING = 1 << 20  # samples of one peer: their order is made anew for each epoch
 _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
 
 
@@ -38,7 +43,9 @@ class Batches:
 
     Each sequence starts at an independent, uniform position: raw 64-bit Philox outputs modulo the number of
     positions (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and peer. Counter: step,
-    round.
+    round. If the peer has `recurring` samples, the n-th sequence that it draws is number n mod `recurring` of
+    epoch n div `recurring`, whose order is that of `recurring` such outputs (another key; counter: epoch,
+    round + 1); the samples start where the outputs of counter 0 say.
     """
 
     tokens: Tokens
@@ -46,8 +53,11 @@ class Batches:
     peer: str
     batch_size: int
     seq: int
+    recurring: int = field(default=0, kw_only=True)  # each sequence is a new one
 
     def __post_init__(self) -> None:
+        if not 0 <= self.recurring <= MAX_RECURRING:
+            raise BadData(f"{self.recurring} samples that come again are not possible; use 0 to {MAX_RECURRING}")
         if self.batch_size < 1 or self.seq < 1:
             raise BadData(
                 f"a batch of {self.batch_size} sequences of {self.seq} tokens is empty; use 1 or more of each"
@@ -62,11 +72,26 @@ class Batches:
 
     def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
         """First positions of the batch's sequences."""
-        if not (0 <= step < _CURSOR_LIMIT and 0 <= round < _CURSOR_LIMIT):
-            raise BadData(f"step {step} of round {round} is out of range; both are 0 or more and fit 63 bits")
+        count = np.uint64(len(self.tokens) - self.seq)
+        if self.recurring:
+            draws = _sample_draws(self.run_seed, self.peer, self.recurring)[list(self.samples(step, round))]
+            return (draws % count).astype(np.int64)
+        self._require_cursor(step, round)
         philox = np.random.Philox(key=_philox_key(self.run_seed, self.peer), counter=_words(0, 0, step, round))
         draws = np.asarray(philox.random_raw(self.batch_size), dtype=np.uint64)
-        return (draws % np.uint64(len(self.tokens) - self.seq)).astype(np.int64)
+        return (draws % count).astype(np.int64)
+
+    def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
+        """Which of the recurring samples the batch's sequences are, from 0 on: the same in each life of the peer."""
+        self._require_cursor(step, round)
+        first = step * self.batch_size
+        places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]
+        given = self.run_seed, self.peer, self.recurring, round
+        return tuple(int(_epoch_order(*given, epoch % _CURSOR_LIMIT)[place]) for epoch, place in places)
+
+    def _require_cursor(self, step: int, round: int) -> None:
+        if not (0 <= step < _CURSOR_LIMIT and 0 <= round < _CURSOR_LIMIT):
+            raise BadData(f"step {step} of round {round} is out of range; both are 0 or more and fit 63 bits")
 
 
 def evaluation(held_out: Tokens, seq: int, sequences: int) -> tuple[Tensor, Tensor]:
@@ -118,9 +143,25 @@ def _header_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def _philox_key(run_seed: int, peer: str) -> NDArray[np.uint64]:
-    digest = hashlib.sha256(f"farflock-data-order-v1 {run_seed} {peer}".encode()).digest()
+def _philox_key(run_seed: int, peer: str, domain: str = "data-order") -> NDArray[np.uint64]:
+    digest = hashlib.sha256(f"farflock-{domain}-v1 {run_seed} {peer}".encode()).digest()
     return np.frombuffer(digest[:16], dtype="<u8")
+
+
+@functools.lru_cache(maxsize=8)
+def _sample_draws(run_seed: int, peer: str, recurring: int) -> NDArray[np.uint64]:
+    return _raw(run_seed, peer, recurring, _words(0, 0, 0, 0))
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_order(run_seed: int, peer: str, recurring: int, round: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation; equal draws, of which there are hardly any, keep their order."""
+    return np.argsort(_raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable")
+
+
+def _raw(run_seed: int, peer: str, count: int, counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    philox = np.random.Philox(key=_philox_key(run_seed, peer, "recurring-samples"), counter=counter)
+    return np.asarray(philox.random_raw(count), dtype=np.uint64)
 
 
 def _words(*values: int) -> NDArray[np.uint64]:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from farflock.node.corpus import SHIPPED, BadCorpus, load_corpus
+from farflock.node.data import MAX_RECURRING
 from farflock.node.errors import Refused, Usage
 from farflock.node.fit import nearest_divisor, require_inner, require_layers, require_members
 from farflock.node.model import PRESETS, ModelConfig
@@ -86,12 +87,13 @@ class Data(_Section, frozen=True, kw_only=True):
 class Train(_Section, frozen=True, kw_only=True):
     """[train]: the inner steps. A step takes `accumulate` batches of `batch` sequences of `seq` tokens. The rate rises to
     `lr` over `warmup_tokens` and falls to `min_lr_ratio` of it; a joiner's rate also grows over `joiner_steps` of its
-    own. `momentum` and `nesterov` are for sgd and muon (optimizers/inner.py). `clip` is the greatest gradient norm, 0 for
-    none."""
+    own. With `samples` each trainer draws so many sequences once, which come again in epochs; without each is a new one.
+    `momentum` and `nesterov` are for sgd and muon (optimizers/inner.py). `clip` is the greatest gradient norm, 0 for none."""
 
     batch: Count = 8
     seq: Count = 64
     accumulate: Count = 1
+    samples: Annotated[int, msgspec.Meta(ge=1, le=MAX_RECURRING)] | None = None
     optimizer: InnerName = "adamw"
     lr: Annotated[float, msgspec.Meta(gt=0, le=100)] = 3e-3
     warmup_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
@@ -177,6 +179,7 @@ class Manifest(_Section, frozen=True, kw_only=True):
             batch=train.batch,
             seq=train.seq,
             accumulate=train.accumulate,
+            samples=train.samples or 0,
             clip_norm=train.clip or None,
             autocast=train.autocast,
         )

@@ -44,6 +44,7 @@ class Plan:
     accumulate: int = 1
     clip_norm: float | None = 1.0
     autocast: bool = False
+    samples: int = 0  # of each trainer, that come again; with 0 each sequence is drawn anew
     dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
 
 
@@ -191,7 +192,7 @@ def participant(
     """Assemble a node on this peer; `tokens` is the run's training text."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
-    batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq)
+    batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     trainee = LanguageModel(model, replica, batches, plan.schedule, plan.accumulate, plan.autocast)
     driver = Driver(method(plan.method, **plan.options), replica)
     courier = Courier(peer, plan.run_seed, compute)

@@ -173,6 +173,8 @@ class PipelineNode:
                 "dropped": self.trainer.dropped,
                 "doubled": self.trainer.doubled,
             }
+        if isinstance(self.trainer, Trainer):
+            counts |= self.trainer.visits
         return counts
 
     def waits(self) -> list[Wait]:
@@ -249,13 +251,12 @@ class PipelineNode:
 
     def _trainer(self, tokens: Tokens) -> Trainer | FullTrainer:
         plan, me = self.plan, self.peer.me
-        batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq)
+        batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
         if self._stage == EVERY:
             return self._full_trainer(batches)
         first, report = first_number(self.peer.port.incarnation), self._means.report
-        return Trainer(
-            self.peer, self.rolls, self._policy(), self._edges, batches.batch, self._terms(), report, lane_of(me), first
-        )
+        walk = self._policy(), self._edges, batches.batch, self._terms(), report, lane_of(me), first
+        return Trainer(self.peer, self.rolls, *walk, batches.samples)
 
     def _full_trainer(self, batches: Batches) -> FullTrainer:
         first, means, ahead = first_number(self.peer.port.incarnation), self._means, self._most_late()

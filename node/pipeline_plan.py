@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from farflock.compression.activation_catalog import activation_codec, subspace_terms
+from farflock.compression.aqsgd import AqSgd
 from farflock.compression.subspace import Basis
 from farflock.node.model import Llama
 from farflock.node.participant import Plan
@@ -29,7 +30,8 @@ class PipelinePlan:
     """How a run's model is cut, and what is agreed upon the way through it. A stage that all microbatches visit steps once its
     group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
     activation codec's, `basis` the digest of what all peers share for it, if the manifest names one. After every
-    `end_copies` rounds, if any, the stages beside the ends copy what those hold besides layers."""
+    `end_copies` rounds, if any, the stages beside the ends copy what those hold besides layers. Of a codec that remembers
+    samples each end of an edge holds at most `cache_bytes` of values."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -40,6 +42,7 @@ class PipelinePlan:
     balance: Balance = field(default_factory=Balance)
     end_copies: int = 0
     basis: str | None = None
+    cache_bytes: int | None = None  # the codec's own bound
     asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
 
     @property
@@ -96,6 +99,8 @@ def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
     """What all peers of a run know of the edges between its stages."""
     config = plan.model
     codec = activation_codec(pipeline.codec, basis=basis_of(plan, pipeline))
+    if isinstance(codec, AqSgd) and pipeline.cache_bytes is not None:
+        codec = replace(codec, max_cache_bytes=pipeline.cache_bytes)
     return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype)
 
 

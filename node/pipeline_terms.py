@@ -40,6 +40,7 @@ from farflock.swarm.swapping import BadSwap
 
 METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual one syncs in pairs
 BATCH = 16
+CACHE_BYTES = 1 << 28  # of samples' values at each end of an edge, unless a manifest says otherwise
 _SERVER, _TRAINER = ServerTerms(), TrainerTerms()
 
 Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -64,7 +65,8 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     equally many layers each (unequal ones, for machines that were measured, come from the planner, node/asymmetric.py, and are
     then written down here). A stage steps once its group has taken in `batch` microbatches, which are train.batch sequences of
     train.seq tokens. Activations go as `codec` between stages, on paths of a `policy`. `basis` is the SHA-256 of what all peers
-    share for a subspace codec; each makes it from the run's seed (node/run_basis.py), and does not begin with another one.
+    share for a subspace codec; each makes it from the run's seed (node/run_basis.py), and does not begin with another one. Of
+    a codec that remembers samples (docs/decisions/018), each end of an edge holds at most `cache_bytes` of their values.
 
     Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
     gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
@@ -76,6 +78,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch: Microbatches = BATCH
     codec: Name = "int8"
     basis: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")] | None = None
+    cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
     policy: Name = "swarm"
     queue: Few = _SERVER.queue
     together: Few = _SERVER.together
@@ -103,6 +106,8 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["kept"] = _TRAINER.kept if needed > notes.MAX_KEYS else max(needed, _TRAINER.kept)
     if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
         pipeline["basis"] = digest
+    if "cache_bytes" not in pipeline and _remembers(pipeline.get("codec")):
+        pipeline["cache_bytes"] = CACHE_BYTES
     asynchronous, staleness = pipeline.get("asynchronous"), pipeline.get("staleness", _SERVER.staleness)
     if isinstance(asynchronous, dict) and "versions" not in asynchronous and isinstance(staleness, int):
         pipeline["asynchronous"] = {"versions": min(max(staleness + 1, 1), MAX_VERSIONS)} | asynchronous
@@ -119,6 +124,13 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
         return [len(span) for span in even(config, stages)]
     except BadSplit as error:
         raise Uncomposable("all layers", str(error), f"choose {min(max(stages, 1), config.layers)}") from None
+
+
+def _remembers(codec: object) -> bool:
+    try:
+        return isinstance(codec, str) and scope_of(codec) == "edge_sample"
+    except ValueError:
+        return False  # said later
 
 
 def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
@@ -145,6 +157,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
         end_copies=terms.end_copies,
         basis=terms.basis,
+        cache_bytes=terms.cache_bytes,
         asynchronous=Asynchronous(late.versions, late.correction, late.gone) if (late := terms.asynchronous) else None,
     )
 

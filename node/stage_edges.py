@@ -84,6 +84,11 @@ class Edges:
         """Whether gradients can be read only with the activation that they belong to."""
         return self.codec.name.endswith(",mask")
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the codec sends what changed since a sample's last visit (node/sample_memory.py)."""
+        return self.codec.scope == "edge_sample"
+
     def _context(
         self,
         direction: Direction,

@@ -18,6 +18,12 @@ StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
 Source = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)]
 
 
+MAX_VISIT = 256  # sequences of a microbatch whose samples are named: a request is small
+Samples = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_VISIT)]
+Tags = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_VISIT)]
+Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VISIT)], ...], msgspec.Meta(max_length=MAX_VISIT)]
+
+
 class BadRequest(ValueError):
     """Bytes that are no request, or no answer."""
 
@@ -33,6 +39,14 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
     origin: Count = 0
 
 
+class Visit(msgspec.Struct, frozen=True, array_like=True):
+    """Which of its trainer's samples a microbatch's sequences are, for a codec that remembers them; in a forward request also
+    the tags of what the trainer holds of the stage's output of each, 8 bytes, 0 if nothing."""
+
+    samples: Samples
+    held: Tags = b""
+
+
 class Forward(_Body, frozen=True, tag="forward"):
     """Payloads: tokens, and unless the stage takes tokens the activation of `source`. Brings the stage's output."""
 
@@ -40,6 +54,7 @@ class Forward(_Body, frozen=True, tag="forward"):
     stage: StageIndex
     source: Source
     epoch: Round
+    visit: Visit | None = None
 
 
 class Backward(_Body, frozen=True, tag="backward"):
@@ -53,6 +68,7 @@ class Backward(_Body, frozen=True, tag="backward"):
     epoch: Round
     attempt: Count
     version: Version | None = None
+    visit: Visit | None = None
 
 
 class Confirm(_Body, frozen=True, tag="confirm"):
@@ -105,6 +121,12 @@ class Gone(_Body, frozen=True, tag="gone"):
     late: bool
 
 
+class Lacks(_Body, frozen=True, tag="lacks"):
+    """What these rows of the activation refer to is not held here, or no more: send them whole."""
+
+    rows: Rows
+
+
 class Refused(_Body, frozen=True, tag="refused"):
     """It makes no sense here, or can never be done: another stage, payloads that nobody encodes, an attempt that is over."""
 
@@ -119,7 +141,7 @@ class Unknown(_Body, frozen=True, tag="unknown"):
     """What was confirmed is not here and never will be."""
 
 
-Answer = Done | Busy | Stale | Gone | Refused | Merged | Unknown
+Answer = Done | Busy | Stale | Gone | Lacks | Refused | Merged | Unknown
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

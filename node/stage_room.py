@@ -27,7 +27,7 @@ def stage_parameters(model: ModelConfig, span: range) -> int:
 def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
     """Bytes that serving this stage takes beside the program itself, an estimate from above, counted as for whole models
     (node/room.py) and more: the gradients that are put aside, what passes keep of the microbatches that are computed at once,
-    the payloads of those that wait, and the basis of a codec that has one."""
+    the payloads of those that wait, the basis of a codec that has one, and what one remembers of samples that come and go."""
     span, server, tokens = pipeline.stages[stage], pipeline.server, plan.batch * plan.seq
     weights = stage_parameters(plan.model, span)
     a_token = len(span) * layer_values(plan.model, plan.seq) + (
@@ -42,8 +42,9 @@ def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
     waiting = server.queue * (2 * forward + backward + 3 * tokens * id_bytes(plan.model.vocab_size))
     terms = subspace_terms(pipeline.codec)
     shared = basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
+    remembered = (2 - (span.start == 0) - _is_last(plan, span)) * (pipeline.cache_bytes or 0)
     copies = VALUES + server.places + _kept_copies(pipeline)
-    return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared
+    return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared + remembered
 
 
 def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:

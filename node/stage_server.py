@@ -18,6 +18,7 @@ from torch import Tensor
 from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.node import notes
+from farflock.node.sample_memory import NotHeld, ServerMemory, misfit
 from farflock.node.stage import Stage, Staged
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_queue import StageQueue
@@ -30,6 +31,7 @@ from farflock.node.stage_requests import (
     Done,
     Forward,
     Gone,
+    Lacks,
     Merged,
     Refused,
     Request,
@@ -50,6 +52,7 @@ from farflock.swarm.wiring import Ema
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
+Unread = Refused | Lacks  # an activation that cannot be read
 BACKWARD_COST = 3.0  # forward passes: one that is done again, and twice as much for two gradients
 EXPIRE_EVERY_S = 1.0
 FIRST_RATE = 1.0
@@ -116,6 +119,7 @@ class StageServer:
         self._waiting = asyncio.Event()
         self._staging = Staging(terms.places, terms.lease_s)
         self._versions = versions
+        self._memory = ServerMemory(edges) if edges.remembers else None
         self._staged: dict[Key, tuple[Staged, float | None, int]] = {}  # the gradient, the loss, and the weights' round
         self._replies: dict[Key, asyncio.Future[Reply]] = {}  # of backward passes that run or are put aside
         self._sums = Sums()  # touched by what computes alone
@@ -151,6 +155,8 @@ class StageServer:
             return Refused("payloads with it") if sizes else None
         if (asked.source < 0) != self._stage.is_first or asked.source == self._index:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
+        if (unfit := misfit(self._edges, asked)) is not None:
+            return Refused(unfit)
         most = self._largest(asked)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             return Refused(f"payloads of {sizes} bytes; at most {most} belong to it")
@@ -283,41 +289,50 @@ class StageServer:
         for job, output in zip(jobs, outputs, strict=True):
             waited_s = started_s - job.came_s
             done = Done(self._life, 0, took_s, waited_s=waited_s, version=version)
-            answer = output if isinstance(output, Refused) else done
+            answer = done if isinstance(output, bytes) else output
             self.served["forward"] += 1
-            _resolve(job.reply, Reply(encode(answer), () if isinstance(output, Refused) else (output,)))
+            _resolve(job.reply, Reply(encode(answer), (output,) if isinstance(output, bytes) else ()))
 
-    def _forward_at(self, jobs: list[_Job]) -> tuple[list[bytes | Refused], Version | None]:
+    def _forward_at(self, jobs: list[_Job]) -> tuple[list[bytes | Unread], Version | None]:
         """The forward passes, and the version of the weights that they are of."""
         if self._versions is None:
             return self._forward_all(jobs), None
         with self._versions.using(None):
             return self._forward_all(jobs), self._versions.newest
 
-    def _forward_all(self, jobs: list[_Job]) -> list[bytes | Refused]:
+    def _forward_all(self, jobs: list[_Job]) -> list[bytes | Unread]:
         """One pass for all; what cannot be read is refused by itself."""
-        read: list[tuple[Tensor, Tensor] | Refused] = [self._read(job) for job in jobs]
-        inputs = [x for entry in read if not isinstance(entry, Refused) for x in [entry[1]]]
+        read: list[tuple[Tensor, Tensor] | Unread] = [self._read(job) for job in jobs]
+        inputs = [entry[1] for entry in read if isinstance(entry, tuple)]
         outputs = iter(torch.split(self._stage.forward(torch.cat(inputs)), self._edges.batch) if inputs else ())
-        replies: list[bytes | Refused] = []
+        replies: list[bytes | Unread] = []
         for job, entry in zip(jobs, read, strict=True):
-            if isinstance(entry, Refused):
+            if not isinstance(entry, tuple):
                 replies.append(entry)
                 continue
-            assert isinstance(job.request, Forward)
             try:
-                replies.append(self._edges.output(next(outputs), job.request, entry[0]))
+                replies.append(self._output(job, next(outputs), entry[0]))
             except UnencodableTensor as error:
                 replies.append(Refused(str(error)[:200]))
         return replies
 
-    def _read(self, job: _Job) -> tuple[Tensor, Tensor] | Refused:
+    def _output(self, job: _Job, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
+        assert isinstance(job.request, Forward)
+        if self._memory is not None:
+            return self._memory.output(job.caller, y_BLD, job.request)
+        return self._edges.output(y_BLD, job.request, tokens_BL)
+
+    def _read(self, job: _Job) -> tuple[Tensor, Tensor] | Unread:
         """The token ids, and the stage's input."""
         try:
             tokens_BL = self._edges.unpack(job.payloads[0])
             if self._stage.is_first:
                 return tokens_BL, tokens_BL
+            if self._memory is not None:
+                return tokens_BL, self._memory.input(job.caller, job.payloads[1], job.request)
             return tokens_BL, self._edges.input(job.payloads[1], job.request, tokens_BL)
+        except NotHeld as lacking:
+            return Lacks(lacking.rows)
         except (CorruptPayload, Incompatible) as error:
             return Refused(str(error)[:200])
 
@@ -325,7 +340,7 @@ class StageServer:
         key = (job.caller, job.request.number)
         found, version = await self._pass(lambda: self._backward_at(job), BACKWARD_COST)
         took_s = self._now() - started_s
-        if isinstance(found, Refused | Gone):
+        if not isinstance(found, tuple):
             assert isinstance(job.request, Backward)
             self._staging.revoke(key, job.request.attempt)
             self._replies.pop(key, None)
@@ -346,7 +361,7 @@ class StageServer:
 
     def _backward_at(
         self, job: _Job
-    ) -> tuple[tuple[Staged, tuple[bytes, ...], float | None] | Refused | Gone, Version | None]:
+    ) -> tuple[tuple[Staged, tuple[bytes, ...], float | None] | Unread | Gone, Version | None]:
         """The backward pass at the weights that it names, and their version."""
         assert isinstance(job.request, Backward)
         if self._versions is None:
@@ -358,10 +373,10 @@ class StageServer:
         except Lacking as reason:  # gone while it waited
             return Gone(self._applied(), reason.lack == "late"), None
 
-    def _backward_one(self, job: _Job) -> tuple[Staged, tuple[bytes, ...], float | None] | Refused:
+    def _backward_one(self, job: _Job) -> tuple[Staged, tuple[bytes, ...], float | None] | Unread:
         request, read = job.request, self._read(job)
         assert isinstance(request, Backward)
-        if isinstance(read, Refused):
+        if not isinstance(read, tuple):
             return read
         tokens_BL, x = read
         try:

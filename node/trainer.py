@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from farflock.compression.codec import CorruptPayload
 from farflock.node.heard import Heard
+from farflock.node.sample_memory import Row, TrainerMemory, refers
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_requests import (
     Answer,
@@ -26,6 +28,7 @@ from farflock.node.stage_requests import (
     Done,
     Forward,
     Gone,
+    Lacks,
     Merged,
     Refused,
     Request,
@@ -33,6 +36,7 @@ from farflock.node.stage_requests import (
     Stale,
     Unknown,
     Version,
+    Visit,
     decode_answer,
     encode,
 )
@@ -78,15 +82,17 @@ class TrainerTerms:
 
 @dataclass(slots=True)
 class _Parcel:
-    """One microbatch as its trainer keeps it: by stage the payload of its input, what that is the output of, and the payload of
-    the gradient of its output; and the versions of the weights on its way, with how often each was asked for in vain."""
+    """One microbatch as its trainer keeps it: which samples it is, where the codec wants that; by stage the payload of its
+    input, or of such a codec its rows, and the payload of the gradient of its output; and the versions of the weights on its
+    way, with how often each was asked for in vain."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
     tokens: bytes
     targets: bytes
     epoch: int
-    inputs: dict[int, bytes] = field(default_factory=dict)
+    samples: tuple[int, ...] = ()
+    inputs: dict[int, bytes | tuple[Row, ...]] = field(default_factory=dict)
     outside: dict[int, bytes] = field(default_factory=dict)
     versions: dict[int, Version] = field(default_factory=dict)
     lacked: collections.Counter[int] = field(default_factory=collections.Counter)
@@ -113,7 +119,8 @@ def first_number(life: int) -> int:
 
 class Trainer:
     """One life of one trainer. `batch(n)` is the n-th microbatch of its stream, tokens and targets (B, L); `first` is this
-    life's first number (`first_number`). A trainer that comes later begins in its stream where the run is."""
+    life's first number (`first_number`). A trainer that comes later begins in its stream where the run is. `samples(n)` are the
+    ids of that microbatch's sequences, which a codec that remembers samples needs."""
 
     def __init__(
         self,
@@ -126,9 +133,11 @@ class Trainer:
         report: Report = lambda kind, fields: None,
         lane: int = 0,
         first: int = 0,
+        samples: Callable[[int], tuple[int, ...]] = lambda number: (),
     ) -> None:
         self._peer, self._rolls, self._policy, self._edges = peer, rolls, policy, edges
         self._batch, self._terms, self._report, self._lane = batch, terms, report, lane
+        self._samples, self._memory = samples, TrainerMemory(edges) if edges.remembers else None
         self._ledger = Ledger(rolls.stages)
         self._depth = Depth(min(rolls.stages, terms.window), terms.window)
         self._parcels: dict[int, _Parcel] = {}
@@ -180,6 +189,11 @@ class Trainer:
     def doubled(self) -> int:
         """Microbatches named twice at one stage, which must not be."""
         return self._heard.doubled
+
+    @property
+    def visits(self) -> dict[str, int]:
+        """Of a codec that remembers samples: how many came whole, and as differences, and how often a server lacked one."""
+        return dict(self._memory.counts) if self._memory is not None else {}
 
     @property
     def begun(self) -> int:
@@ -268,28 +282,42 @@ class Trainer:
         order = self._policy.stage_order(microbatch)
         parcel = _Parcel(microbatch, order, tokens, targets, self._rolls.epoch, begun_s=self._now())
         parcel.outside[order[-1]] = targets
+        if self._memory is not None:
+            parcel.samples = self._samples(number % NUMBERS)
         return parcel
 
     async def _forward(self, parcel: _Parcel) -> bool:
         """The inputs of all stages; False if some stage is too far from the round that the microbatch set out in. The last
         stage's own pass is part of its way back."""
         for stage in parcel.order[:-1]:
-            request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch)
-            payloads = self._with_input(parcel, stage)
-            while True:
-                server = await self._next_hop(parcel, stage, 1.0)
-                answer, reply = await self._ask(server, request, payloads)
-                if isinstance(answer, Stale):
-                    await asyncio.sleep(PAUSE_S)
-                    return False
-                if isinstance(answer, Done) and len(reply) == 1:
-                    break
-            after = parcel.after(stage)
-            assert after is not None
-            parcel.inputs[after] = reply[0]
+            while (answer := await self._forward_once(parcel, stage)) is None:
+                pass
+            if isinstance(answer, Stale):
+                await asyncio.sleep(PAUSE_S)
+                return False
             if answer.version is not None:
                 parcel.versions[stage] = answer.version
         return True
+
+    async def _forward_once(self, parcel: _Parcel, stage: int) -> Done | Stale | None:
+        """What one server says to it, with the next stage's input put down if it is done; None if it brought nothing."""
+        server, after = await self._next_hop(parcel, stage, 1.0), parcel.after(stage)
+        assert after is not None
+        known = self._memory.known(stage, parcel.samples) if self._memory is not None else None
+        visit = known.visit if known is not None else None
+        request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch, visit)
+        answer, reply = await self._ask_with_input(server, request, parcel)
+        if not isinstance(answer, Done) or len(reply) != 1:
+            return answer if isinstance(answer, Stale) else None
+        if self._memory is None or known is None:
+            parcel.inputs[after] = reply[0]
+            return answer
+        try:
+            parcel.inputs[after] = self._memory.received(reply[0], request, known)
+        except CorruptPayload:
+            await asyncio.sleep(PAUSE_S)
+            return None
+        return answer
 
     async def _backward(self, parcel: _Parcel, place: Place) -> None:
         """Ask until somebody has answered under the attempt that counts; what it put aside is then to be confirmed."""
@@ -309,14 +337,15 @@ class Trainer:
     async def _backward_once(self, parcel: _Parcel, place: Place) -> bytes | None:
         """The gradient of the stage's input (b"" of the first), or None if this attempt brought nothing."""
         number, stage = place
-        payloads = [*self._with_input(parcel, stage), parcel.outside[stage], *self._mask(parcel, stage)]
         server = await self._next_hop(parcel, stage, BACKWARD_SIZE)
         if self._ledger.phase(place) not in ("open", "sent"):
             return None  # a round has named it meanwhile, as nobody honest would have
         attempt = self._ledger.send(place, server.name)
         version = parcel.versions.get(stage)
-        request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt, version)
-        answer, reply = await self._ask(server, request, payloads)
+        visit = Visit(parcel.samples) if self._memory is not None else None
+        request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt, version, visit)
+        rest = [parcel.outside[stage], *self._mask(parcel, stage)]
+        answer, reply = await self._ask_with_input(server, request, parcel, rest)
         whole = len(reply) == (0 if parcel.source(stage) < 0 else 1)
         if not isinstance(answer, Done) or not whole or answer.life != server.life:
             self._ledger.silent(place, attempt)
@@ -368,13 +397,31 @@ class Trainer:
     async def _revoke(self, server: Server, place: Place, attempt: int) -> None:
         await self._ask(server, Revoke(place[0], place[1], attempt))
 
-    def _with_input(self, parcel: _Parcel, stage: int) -> list[bytes]:
-        return [parcel.tokens, *([parcel.inputs[stage]] if stage in parcel.inputs else [])]
+    async def _ask_with_input(
+        self, server: Server, request: Forward | Backward, parcel: _Parcel, rest: Sequence[bytes] = ()
+    ) -> tuple[Answer | None, tuple[bytes, ...]]:
+        """Hand in tokens, the stage's input unless that is tokens, and the rest. Who lacks what the input refers to is asked
+        again, with more of it: by whoever asks."""
+        kept, stage = parcel.inputs.get(request.stage), request.stage
+        if kept is None or isinstance(kept, bytes):
+            given = [] if kept is None else [kept]
+            return await self._ask(server, request, [parcel.tokens, *given, *rest])
+        assert self._memory is not None
+        payload = self._memory.handed(stage, server.name, parcel.samples, kept)
+        answer, reply = await self._ask(server, request, [parcel.tokens, payload, *rest])
+        if isinstance(answer, Done):
+            self._memory.taken(stage, server.name, parcel.samples, kept)
+        elif isinstance(answer, Lacks):
+            self._memory.taken(stage, server.name, parcel.samples, kept, answer.rows)
+            if not refers(payload, answer.rows, len(parcel.samples)):
+                await asyncio.sleep(PAUSE_S)  # it would not know better at once
+        return answer, reply
 
     def _mask(self, parcel: _Parcel, stage: int) -> list[bytes]:
         """The activation that a gradient belongs to, where the codec needs it to read that."""
         after = parcel.after(stage)
-        return [parcel.inputs[after]] if self._edges.masked and after is not None else []
+        arrived = parcel.inputs[after] if self._edges.masked and after is not None else None
+        return [arrived] if isinstance(arrived, bytes) else []
 
     # asking
 

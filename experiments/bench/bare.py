@@ -27,7 +27,7 @@ class Bare:
         self._plan = plan
         self._model = build(plan.model, plan.run_seed)
         self._inner = plan.inner.build(self._model)
-        self._batches = Batches(tokens, plan.run_seed, peer, plan.batch, plan.seq)
+        self._batches = Batches(tokens, plan.run_seed, peer, plan.batch, plan.seq, recurring=plan.samples)
         self._step = 0
         self.loss = float("nan")
 

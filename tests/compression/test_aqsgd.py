@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.compression.activation import ActivationContext
-from farflock.compression.aqsgd import AqSgd, Cache, ResyncNeeded
+from farflock.compression.aqsgd import HELD, AqSgd, Cache, Entry, Part, ResyncNeeded, whole, written
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 
@@ -127,6 +127,37 @@ def test_a_message_that_comes_twice_gives_the_same_values_twice():
         once = receiver.decode(message, ctx)
         assert torch.equal(receiver.decode(message, ctx), once)
     assert torch.equal(held(receiver, 1), held(sender, 1))
+
+
+def test_a_sample_that_is_held_as_it_is_needs_its_tag_alone_and_another_one_is_asked_for():
+    sender, receiver, ctx = end(), end(), context(1, 2)
+    used, _ = delivered(sender, receiver, normal(0, 1, 2), ctx)
+    parts = [Part(HELD, sender.tag(sample), sender.tag(sample), b"") for sample in (1, 2)]
+    assert torch.equal(receiver.decode(written(parts), ctx), used)
+    assert len(written(parts)) == 2 * 17
+    delivered(sender, receiver, normal(1, 2), context(2))
+    with pytest.raises(ResyncNeeded) as needed:
+        receiver.decode(written(parts), ctx)
+    assert needed.value.samples == (2,)
+    assert torch.equal(held(receiver, 2), held(sender, 2))
+    with pytest.raises(CorruptPayload, match="has two tags"):
+        receiver.decode(written([Part(HELD, bytes(8), sender.tag(1), b"")]), context(1))
+
+
+def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_sends_a_value_whole():
+    sender, ctx = end(), context(1)
+    (first,) = end().parts(encoded(sender, normal(0, 1), ctx), ctx)
+    value = end().value(first, None, ctx)
+    (second,) = end().parts(encoded(sender, normal(1, 1), ctx), ctx)
+    assert end().value(second, None, ctx) is None
+    assert end().value(second, Entry(value, bytes(8), 0), ctx) is None
+    after = end().value(second, Entry(value, first.after, 0), ctx)
+    assert torch.equal(after.float(), held(sender, 1))
+    assert end().tag(1) == bytes(8) != sender.tag(1) == second.after
+    receiver = end()
+    for kept in (False, True):
+        assert torch.equal(receiver.decode(written([whole(after, second.after, kept)]), ctx)[0], after.float())
+        assert len(receiver._cache) == kept
 
 
 def test_a_message_that_was_overtaken_is_refused_and_harms_nothing():
@@ -358,7 +389,7 @@ GOOD = encoded(end(), normal(0, 1), context(1))
     ("payload", "words"),
     [
         (b"", "begins with 0 kinds"),
-        (b"\x03" + GOOD[1:], "one is unknown"),
+        (b"\x04" + GOOD[1:], "one is unknown"),
         (GOOD[:-1], "needs 113 bytes, got 112"),
         (b"\x02" + GOOD[1:], r"needs \d+ bytes"),
         (GOOD[:1] + b"x" * 8 + GOOD[9:], "does not have the value that its tag names"),

@@ -62,12 +62,14 @@ def parts(
     late=None,
     staleness=1,
     inner=InnerConfig(),  # noqa: B008 - a constant
+    cache_bytes=None,
+    batch_size=2,
     **plan,
 ):
-    run = Plan(1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
+    run = Plan(1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": batch_size, "seq": 8} | plan))
     trainer, server = TrainerTerms(window=window, kept=kept), ServerTerms(staleness=staleness)
     called = policy if isinstance(policy, str) else "planned"
-    terms = {"end_copies": end_copies, "asynchronous": late}
+    terms = {"end_copies": end_copies, "asynchronous": late, "cache_bytes": cache_bytes}
     cut, tokens = split(MODEL, sizes), batch * run.batch * run.seq
     pipeline = PipelinePlan(cut, tokens, codec, called, server, trainer, **terms)
     made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
@@ -106,6 +108,11 @@ def test_corrections_with_the_momentum_that_they_need_are_not_refused(correction
         require_composable(parts(name="diloco", options={"period": 2}, late=Asynchronous(2, correction), inner=inner))
 
 
+def test_a_codec_that_remembers_fits_pinned_routes_samples_that_come_again_and_room_for_a_microbatch():
+    require_composable(parts(**SEEN))
+    require_composable(parts(**{**SEEN, "codec": "aqsgd8,hadamard8", "samples": 62, "cache_bytes": 512}))
+
+
 def test_a_pipeline_of_one_stage_is_one():
     require_composable(parts(sizes=(6,)))
 
@@ -115,12 +122,29 @@ def skipping(*orders):
     return Following(SkipPlan((paths,), 1), len(SIZES))
 
 
+SEEN = {"codec": "aqsgd4", "policy": "fixed", "samples": 20}
+
 BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("one batch", {"accumulate": 3}, "train.accumulate is 3", "3 times as many"),
     ("one precision", {"autocast": True}, "train.autocast", "false"),
     ("pinned routes", {"codec": "aqsgd4"}, "policy swarm takes another one each time", "int4"),
     ("pinned routes", {"codec": "aqsgd8,int8", "policy": "noloco"}, "policy noloco", "int8"),
-    ("no memory", {"codec": "aqsgd8", "policy": "fixed"}, "reads it again", "choose int8"),
+    ("recurring samples", {"codec": "aqsgd8", "policy": "fixed"}, "each sequence is drawn anew", "or choose int8"),
+    (
+        "recurring samples",
+        {**SEEN, "samples": 63},
+        "1,000 tokens visit 63 samples of 8 less than twice",
+        "to 62 or less",
+    ),
+    ("recurring samples", {**SEEN, "seq": 501, "samples": 1}, "less than twice", "choose int4"),
+    ("recurring samples", {**SEEN, "batch_size": 257}, "names each sample of its microbatch, 256", "to 256 or less"),
+    (
+        "room for samples",
+        {**SEEN, "cache_bytes": 511},
+        "takes 512 bytes, and an end of an edge holds 511",
+        "to 5,120 for",
+    ),
+    ("room for samples", {"cache_bytes": 512}, "codec int8 remembers nothing", "leave pipeline.cache_bytes out"),
     ("shared basis", {"codec": "subspace:9"}, "9 numbers for 16", "subspace:8 or less"),
     ("shared basis", {"codec": "subspace:9999+int8,raw"}, "9999 numbers for 16", "subspace:8 or less"),
     ("first stage", {"policy": skipping((1, 2, 3))}, "stages [1, 2, 3]", "begin with stage 0"),

@@ -17,8 +17,8 @@ counters = st.integers(0, 2**63 - 1)
 peers = st.text(min_size=1, max_size=60)
 
 
-def batches(peer="alice", run_seed=1, tokens=TOKENS, batch_size=4, seq=8):
-    return Batches(tokens, run_seed, peer, batch_size, seq)
+def batches(peer="alice", run_seed=1, tokens=TOKENS, batch_size=4, seq=8, **more):
+    return Batches(tokens, run_seed, peer, batch_size, seq, **more)
 
 
 @given(peer=peers, seed=st.integers(0, 2**64), step=counters, round_=counters)
@@ -55,6 +55,42 @@ def test_targets_are_the_next_tokens_and_every_window_lies_inside(batch_size, se
     assert torch.equal(x + 1, y)
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert int(y.max()) <= seq + extra
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**40), st.integers(1, 3))
+def test_recurring_samples_come_once_in_each_epoch_always_with_the_same_text(recurring, batch_size, first, epochs):
+    one = batches(batch_size=batch_size, recurring=recurring)
+    start = first * recurring  # a multiple of both: at the beginning of an epoch, and of a batch
+    steps = range(start, start + epochs * recurring)
+    seen = [sample for step in steps for sample in one.samples(step)]
+    for at in range(0, len(seen), recurring):
+        assert sorted(seen[at : at + recurring]) == list(range(recurring))
+    text = {}
+    for step in steps:
+        for sample, begin in zip(one.samples(step), one.starts(step).tolist(), strict=True):
+            assert text.setdefault(sample, begin) == begin
+    assert all(0 <= begin < len(TOKENS) - one.seq for begin in text.values())
+
+
+def test_each_epoch_has_an_order_of_its_own_and_each_peer_samples_of_its_own():
+    one, other = batches(recurring=64, batch_size=64), batches("bob", recurring=64, batch_size=64)
+    assert one.samples(0) != one.samples(1) != one.samples(1, round=1)
+    assert sorted(one.starts(0)) == sorted(one.starts(1)) == sorted(one.starts(1, 1)) != sorted(other.starts(0))
+    assert len(set(one.starts(0).tolist())) > 32, "hardly two at one place"
+    assert sorted(one.starts(0)) != sorted(batches(recurring=64, batch_size=64, run_seed=2).starts(0))
+
+
+def test_recurring_samples_are_the_same_on_every_machine():
+    """As first written down: another order would be another run."""
+    one = batches(recurring=5, batch_size=7)
+    assert one.samples(3) == (1, 4, 3, 2, 4, 1, 0), "21 to 27: all but one of epoch 4, and three of the next"
+    assert one.starts(3).tolist() == [659, 324, 145, 520, 324, 659, 810]
+
+
+@pytest.mark.parametrize("recurring", [-1, 2**20 + 1])
+def test_impossible_numbers_of_samples_are_refused(recurring):
+    with pytest.raises(BadData, match="samples that come again"):
+        batches(recurring=recurring)
 
 
 def test_seed_peer_round_and_step_each_change_the_batch():

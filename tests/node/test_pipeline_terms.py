@@ -11,6 +11,7 @@ from farflock.node.composition import Uncomposable
 from farflock.node.errors import Refused, Usage
 from farflock.node.manifest import load, parse, resolve
 from farflock.node.pipeline_plan import PipelinePlan, basis_of, edges_of
+from farflock.node.pipeline_terms import CACHE_BYTES
 from farflock.node.policies import POLICIES
 from farflock.node.run_basis import run_basis
 from farflock.node.stage_server import ServerTerms
@@ -33,7 +34,7 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
     assert manifest.pipeline.stages == (1, 2, 1)
     text = manifest.canonical().decode()
     assert '[pipeline]\nstages = [1, 2, 1]\nbatch = 16\ncodec = "int8"\npolicy = "swarm"\n' in text
-    spelt_out = set(manifest.pipeline.__struct_fields__) - {"asynchronous", "basis"}  # int8 has no basis
+    spelt_out = set(manifest.pipeline.__struct_fields__) - {"asynchronous", "basis", "cache_bytes"}  # not for int8
     assert all(
         f"\
 {name} = "
@@ -43,6 +44,17 @@ def test_a_number_of_stages_becomes_the_layers_of_each_and_all_else_is_spelt_out
     assert "asynchronous" not in text, "what a run does not do is not in its terms, or its id would have changed"
     assert manifest == resolved({"stages": [1, 2, 1]})
     assert manifest.hash() == resolved({"stages": [1, 2, 1]}).hash()
+
+
+def test_of_a_codec_that_remembers_samples_the_bytes_of_its_memory_are_spelt_out_and_used():
+    given = {"stages": 2, "codec": "aqsgd8", "policy": "fixed"}
+    manifest = resolved(given, "train.samples=50")
+    assert manifest.pipeline.cache_bytes == CACHE_BYTES
+    assert parse(manifest.canonical()) == manifest
+    small = resolved(given, "train.samples=50", "pipeline.cache_bytes=1000000")
+    plan, pipeline = small.plan(), small.pipeline_plan()
+    assert (plan.samples, edges_of(plan, pipeline).codec.max_cache_bytes) == (50, 1_000_000)
+    assert resolved({"stages": 2}).pipeline.cache_bytes is None
 
 
 def test_the_basis_of_a_subspace_codec_is_named_and_follows_from_the_seed_and_the_sizes():
@@ -168,6 +180,9 @@ WRONG = [
     ({"stages": 2, "codec": "itn8"}, "pipeline.codec: activation codec 'itn8' is not known", "'int8'"),
     ({"stages": 2, "codec": "int8,raw"}, "pipeline.codec", "raw goes both ways"),
     ({"stages": 2, "codec": "aqsgd4"}, "'pinned routes'", "int4"),
+    ({"stages": 2, "codec": "aqsgd4", "policy": "fixed"}, "'recurring samples'", "train.samples"),
+    ({"stages": 2, "cache_bytes": 2**20}, "'room for samples': codec int8 remembers nothing", "leave"),
+    ({"stages": 2, "cache_bytes": -1}, "pipeline.cache_bytes", ">= 0"),
     ({"stages": 2, "codec": "subspace:49+bf16"}, "'shared basis'", "subspace:48"),
     ({"stages": 2, "codec": "subspace:x"}, "pipeline.codec: 'subspace:x' is not known", "subspace:40"),
     ({"stages": 2, "codec": "int8", "basis": "0" * 64}, "'shared basis': codec int8 has no basis", "leave"),

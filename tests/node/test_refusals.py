@@ -65,6 +65,12 @@ IMPOSSIBLE = [
     (["pipeline.stages=3", "model.tied=false"], "'all layers': 2 layers make 1 to 2 stages", "choose 2"),
     (["pipeline.stages=2", "model.tied=false"], "'one group': method noloco", "choose ddp"),
     ([*PIPELINE, "pipeline.codec=aqsgd4"], "'pinned routes': codec aqsgd4", "such as int4"),
+    (
+        [*PIPELINE, "pipeline.codec=aqsgd8", "pipeline.policy=fixed"],
+        "'recurring samples': codec aqsgd8",
+        "or choose int8",
+    ),
+    ([*PIPELINE, "train.samples=0"], "train.samples", ">= 1"),
     ([*PIPELINE, "pipeline.policy=swap"], "'swap of unequal stages': the first of 2 stages", "4 or 6 or more stages"),
     ([*PIPELINE, "pipeline.polcy=swap"], "pipeline.polcy: there is no such key", "'policy'"),
 ]

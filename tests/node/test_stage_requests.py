@@ -14,15 +14,18 @@ COUNT, ROUND = st.integers(0, 2**62), st.integers(-1, 2**62)
 STAGE, SOURCE = st.integers(0, MAX_STAGES - 1), st.integers(-1, MAX_STAGES - 1)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 VERSION = st.none() | st.builds(said.Version, ROUND, COUNT)
+SAMPLES = st.lists(COUNT, min_size=1, max_size=said.MAX_VISIT).map(tuple)
+VISIT = st.none() | st.builds(said.Visit, SAMPLES, st.binary(max_size=8 * said.MAX_VISIT))
 REQUESTS = st.one_of(
-    st.builds(Forward, COUNT, STAGE, SOURCE, ROUND),
-    st.builds(Backward, COUNT, STAGE, SOURCE, ROUND, COUNT, VERSION),
+    st.builds(Forward, COUNT, STAGE, SOURCE, ROUND, VISIT),
+    st.builds(Backward, COUNT, STAGE, SOURCE, ROUND, COUNT, VERSION, VISIT),
     st.builds(said.Confirm, COUNT, STAGE, COUNT),
     st.builds(said.Revoke, COUNT, STAGE, COUNT),
 )
 ANSWERS = st.one_of(
     st.builds(Done, COUNT, COUNT, st.floats(0, 1e6), st.none() | FINITE, st.floats(0, 1e6), VERSION),
     st.builds(said.Gone, ROUND, st.booleans()),
+    st.builds(said.Lacks, st.lists(st.integers(0, said.MAX_VISIT - 1), max_size=said.MAX_VISIT).map(tuple)),
     st.builds(said.Busy),
     st.builds(said.Stale, ROUND),
     st.builds(said.Refused, st.text(max_size=200)),

@@ -47,6 +47,18 @@ def test_of_a_subspace_codec_the_basis_is_counted_and_its_payloads_are_small():
     assert more == 3 * pipeline.server.queue * a_payload + basis_bytes(96, 9, 256) - basis_bytes(96, 8, 256)
 
 
+def test_what_a_codec_remembers_of_samples_is_counted_at_each_end_that_a_stage_has():
+    terms = {"codec": "aqsgd4", "policy": "fixed"}
+    model = {"preset": "demo", "layers": 6, "tied": False}
+    for stage, ends in enumerate((1, 2, 1)):
+        needed = []
+        for size in (2**20, 2**20 + 1000):
+            cut = {"stages": [1, 3, 2], "cache_bytes": size, **terms}
+            manifest = resolve({"model": model, "train": {"samples": 9}, "data": {"sha256": "0" * 64}, "pipeline": cut})
+            needed.append(needed_stage_bytes(manifest.plan(), manifest.pipeline_plan(), stage))
+        assert needed[1] - needed[0] == 1000 * ends
+
+
 def test_a_stage_that_fits_no_machine_is_refused_by_the_rules_name_with_one_that_fits():
     plan, pipeline = planned([1, 4, 1])
     small, large = (needed_stage_bytes(plan, pipeline, stage) for stage in (0, 1))

@@ -7,9 +7,12 @@ import itertools
 import pytest
 import torch
 
+from farflock.compression import aqsgd
 from farflock.compression.activation_catalog import activation_codec
+from farflock.compression.aqsgd import written
 from farflock.node import notes
 from farflock.node.model import ModelConfig, build
+from farflock.node.sample_memory import Row, TrainerMemory
 from farflock.node.stage import Accumulator, Stage, even
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_requests import (
@@ -19,12 +22,14 @@ from farflock.node.stage_requests import (
     Done,
     Forward,
     Gone,
+    Lacks,
     Merged,
     Refused,
     Revoke,
     Stale,
     Unknown,
     Version,
+    Visit,
     decode_answer,
     encode,
 )
@@ -249,6 +254,59 @@ def test_who_is_admitted_while_others_are_quicker_is_busy_after_all_and_may_come
             await bench.put_aside(2)
 
     run_virtual(main())
+
+
+# Samples that are remembered.
+
+SAMPLE = 3
+
+
+def remembered(bench, values, there=bytes(8), back=False):
+    """A request for a pass with this m, float16 (L, D), at a server that is thought to hold the tag `there`."""
+    part = Row(values, tag_of(values), bytes(8), b"", True).part(there)
+    request, payloads = bench.backward(1) if back else bench.forward(1)
+    payloads[1] = written([part])
+    payloads[2:] = [_bytes(bench.outside(1).float())] if back else []
+    return _changed(request, {"visit": Visit((SAMPLE,), b"" if back else bytes(8))}), payloads
+
+
+def tag_of(values):
+    return aqsgd._tag(values)
+
+
+@served(codec="aqsgd4,fp32")
+async def test_a_pass_is_that_of_the_activation_whose_tag_is_named_whatever_the_sample_is_by_now(bench):
+    first, second = (bench.values(number, 1)[0].half() for number in (1, 2))
+    answer, (output,) = await bench.ask(*remembered(bench, first))
+    assert isinstance(answer, Done)
+    trainer, request = TrainerMemory(bench.edges), remembered(bench, first)[0]
+    (row,) = trainer.received(output, request, trainer.known(1, (SAMPLE,)))
+    expected = bench.stage.forward(first.double()[None])[0]
+    assert torch.equal(row.values, expected.half())
+    answer, payloads = await bench.ask(*remembered(bench, first, tag_of(first), back=True))
+    assert isinstance(answer, Done)
+    back = bench.stage.backward(first.double()[None], bench.outside(1).float().double())
+    staged = bench.server._staged["t", 1][0]
+    assert all(torch.equal(x, back.staged.gradients[name]) for name, x in staged.gradients.items())
+    assert await bench.say(Revoke(1, 1, 1)) == Unknown()
+    await bench.ask(*remembered(bench, second))
+    for back in (False, True):
+        assert await bench.ask(*remembered(bench, first, tag_of(first), back)) == (Lacks((0,)), ())
+    assert not bench.server._staged
+    assert not bench.server._replies
+    answer, again = await bench.ask(*remembered(bench, first, back=True))
+    assert isinstance(answer, Done)
+    assert again == payloads, "the same gradient of the same activation"
+
+
+@pytest.mark.parametrize(
+    ("codec", "visit"), [("raw", Visit((1,), bytes(8))), ("aqsgd4", None), ("aqsgd4", Visit((1, 2)))]
+)
+def test_samples_are_named_where_they_are_remembered_alone(codec, visit):
+    bench = Bench(codec=codec)
+    refusal = bench.admit(*bench.forward(1, visit=visit))
+    assert isinstance(refusal, Refused)
+    assert "samples" in refusal.why
 
 
 # Passes.

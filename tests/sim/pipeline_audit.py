@@ -27,7 +27,7 @@ from farflock.node.pipeline_plan import PipelinePlan
 from farflock.node.pipeline_simulation import PipelineSimulation, identity_of
 from farflock.node.policies import lane_of, policy_of
 from farflock.node.stage import Stage, even
-from farflock.node.stage_requests import Backward, Refused
+from farflock.node.stage_requests import Backward, Forward
 from farflock.node.stage_server import ServerTerms
 from farflock.node.stage_tensors import names_of
 from farflock.node.trainer import NUMBERS, TrainerTerms
@@ -115,6 +115,7 @@ class Audit:
     server of this peer number just does: tests kill it there."""
 
     close = CLOSE  # of sums of gradients
+    lossy = False  # whether activations arrive as others than they were computed: `arrived`
     check_means = True  # whether rounds are means of gradients, sent without loss
 
     def __init__(self, plan, pipeline, world):
@@ -194,18 +195,20 @@ class Audit:
         def forwarding(jobs):
             replies = forward_all(jobs)
             for job, reply in zip(jobs, replies, strict=True):
-                audit._made[reply] = audit._pass(life, job.payloads[-1])
+                if isinstance(reply, bytes):
+                    audit._made[audit.output_of(job, reply)] = audit._pass(life, audit.input_of(job))
             audit._event("forward computed", life)
             return replies
 
         def going_back(job):
             audit._event("backward begins", life)
             found = backward_one(job)
-            if isinstance(found, Refused):
+            if not isinstance(found, tuple):
                 return found
-            one = audit._pass(life, *job.payloads[-2:], version=job.request.version)
+            given = audit.input_of(job), audit.gradient_named(job, job.payloads[-1])
+            one = audit._pass(life, *given, version=job.request.version)
             life.computed[job.caller, job.request.number] = one
-            audit._made |= dict.fromkeys(found[1], one)
+            audit._made |= {audit.gradient_named(job, payload): one for payload in found[1]}
             return found
 
         async def doing(jobs):
@@ -214,6 +217,22 @@ class Audit:
             audit._event("backward computed" if back else "forward answered", life)
 
         server._forward_all, server._backward_one, server._do = forwarding, going_back, doing
+
+    def input_of(self, job):
+        """Names the input that a pass was given."""
+        return job.payloads[-1 if isinstance(job.request, Forward) else -2]
+
+    def output_of(self, job, reply):
+        """Names the output that a forward pass gave, as `input_of` names it where it comes in."""
+        return reply
+
+    def gradient_named(self, job, payload):
+        """Names a gradient, alike where it comes from and where it comes in."""
+        return payload
+
+    def arrived(self, named, value):
+        """The activation of this name as it came in, of the `value` that went out."""
+        return value
 
     def _watch_whole(self, node, lives):
         """A full replica's own microbatches."""
@@ -361,12 +380,14 @@ class Audit:
 
     def batch(self, key):
         """Its tokens and targets."""
-        return Batches(TEXT, self.plan.run_seed, key[0], self.plan.batch, self.plan.seq).batch(key[1] % NUMBERS)
+        plan = self.plan
+        batches = Batches(TEXT, plan.run_seed, key[0], plan.batch, plan.seq, recurring=plan.samples)
+        return batches.batch(key[1] % NUMBERS)
 
     def gradient_of(self, key, back):
         """What the backward pass `back` is to give, by name: one graph through all stages, whose activations are those of the
         forward passes and whose derivatives those of the backward passes."""
-        if self.plan.inner.lr == STILL and not self.begun_anew:
+        if self.plan.inner.lr == STILL and not self.begun_anew and not self.lossy:
             return self.gradient(key)
         if isinstance(back, Whole):
             return self._whole_gradient(key, back)
@@ -383,7 +404,12 @@ class Audit:
             assert one.stage == stage
             assert stage == 0 or self._made[one.x] is forwards[source[stage]], "a pass whose input is of another way"
         marks = [id(one.weights) for one in (*forwards.values(), *backs.values())]
-        mark = key, back.stage, *marks
+        mark = (
+            key,
+            back.stage,
+            *marks,
+            *((one.x for one in (*forwards.values(), *backs.values())) if self.lossy else ()),
+        )
         if mark not in self._expected:
             rounds = {one.round for one in (*forwards.values(), *backs.values())}
             self.mixed_versions += len(rounds) > 1
@@ -411,6 +437,8 @@ class Audit:
             there = forwards[stage].weights if stage in forwards else None
             with torch.no_grad():
                 value = self._call(stage, there, x) if there is not None else None
+                if value is not None:
+                    value = self.arrived((backs | forwards)[order[place + 1]].x, value)
             if place < order.index(wanted):
                 x = value
                 continue
