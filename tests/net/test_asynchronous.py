@@ -1,5 +1,5 @@
-"""An asynchronous pipeline of real processes: passes of several rounds are on their way, a server is killed and another one comes,
-and each microbatch counts once, no later than it may."""
+"""An asynchronous pipeline of real processes: passes of several rounds are on their way, a server is killed and another one
+comes, and each microbatch counts once, no later than it may."""
 
 import collections
 import runpy
