@@ -30,7 +30,7 @@ from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths import Microbatch, PathPolicy
 from farflock.swarm.payloads import MAX_PAYLOAD_BYTES
 
-LOOKED_AT = 64  # microbatches of each of two lanes, whose paths are tried
+LOOKED_AT = 64  # microbatches of each of two lanes, whose paths are tried; of planned ones whole rounds of them
 
 Breach = tuple[str, str]  # why it cannot be, and what to do
 
@@ -64,14 +64,20 @@ class Parts:
         return self.pipeline.batch_tokens // (self.plan.batch * self.plan.seq)
 
     @property
+    def looked_at(self) -> int:
+        """How many microbatches of a lane are tried."""
+        turns = len(self.pipeline.paths.lanes[0]) if self.pipeline.paths is not None else 1
+        return -(-LOOKED_AT // turns) * turns
+
+    @property
     def orders(self) -> list[tuple[int, ...]]:
         """The different orders in which microbatches take the stages, as far as they are tried."""
-        numbers = ((step, lane) for step in range(LOOKED_AT) for lane in range(2))
+        numbers = ((step, lane) for step in range(self.looked_at) for lane in range(2))
         return sorted({self.policy.stage_order(Microbatch(step, 0, lane)) for step, lane in numbers})
 
     def visits(self, stage: int) -> int:
         """How many of the first microbatches of a lane take this stage."""
-        return sum(stage in self.policy.stage_order(Microbatch(step, 0, 0)) for step in range(LOOKED_AT))
+        return sum(stage in self.policy.stage_order(Microbatch(step, 0, 0)) for step in range(self.looked_at))
 
     @property
     def streams(self) -> list[Exchange]:
@@ -237,10 +243,10 @@ def _every_stage(parts: Parts) -> Breach | None:
             return f"policy {parts.pipeline.policy} takes stages {list(order)}", "visit each stage once"
     for stage in range(parts.count):
         visits, share = parts.visits(stage), parts.policy.share(stage)
-        if not share or abs(visits - share * LOOKED_AT) > 1:
-            why = f"policy {parts.pipeline.policy} visits stage {stage} {visits} times of {LOOKED_AT}, not {share} of them"
+        if not share or abs(visits - share * parts.looked_at) > 1:
+            why = f"policy {parts.pipeline.policy} visits stage {stage} {visits} times of {parts.looked_at}"
             return (
-                f"{why}, so that its rounds would stay behind",
+                f"{why}, not {share} of them, so that its rounds would stay behind",
                 "visit each stage as often as the policy says that it does",
             )
     return None

@@ -271,7 +271,7 @@ class PipelineNode:
 
     def _policy(self) -> PathPolicy:
         pipeline = self.pipeline
-        return policy_of(pipeline.policy, pipeline.layers, self.plan.run_seed, self.peer.me)
+        return policy_of(pipeline.policy, pipeline.layers, self.plan.run_seed, self.peer.me, pipeline.paths)
 
     def _terms(self) -> TrainerTerms:
         """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the

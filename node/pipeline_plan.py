@@ -23,6 +23,7 @@ from farflock.node.stage_versions import Asynchronous
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.method import Tensors, What
 from farflock.optimizers.schedule import Schedule
+from farflock.swarm.skipping import Plan as Paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class PipelinePlan:
     basis: str | None = None
     cache_bytes: int | None = None  # the codec's own bound
     asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
+    paths: Paths | None = None  # which policy `planned` follows
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -52,7 +54,7 @@ class PipelinePlan:
 
     def share(self, stage: int) -> Fraction:
         """Of all microbatches, how many visit this stage."""
-        return shares_of(self.policy, self.layers)[stage]
+        return shares_of(self.policy, self.layers, self.paths)[stage]
 
 
 @dataclass(frozen=True, slots=True)

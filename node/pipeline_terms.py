@@ -25,6 +25,7 @@ from farflock.node.model import ModelConfig
 from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
 from farflock.node.pipeline_plan import PipelinePlan
+from farflock.node.planned_paths import PathTerms, fill_plan, plan_of_texts, require_plan
 from farflock.node.policies import NAMES, UnknownPolicy, policy_of
 from farflock.node.run_basis import run_basis
 from farflock.node.stage import BadSplit, even
@@ -35,6 +36,7 @@ from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.method import Method
 from farflock.swarm.partial import BadSkip
 from farflock.swarm.paths import PathPolicy
+from farflock.swarm.skipping import BadPlan
 from farflock.swarm.swapping import RULE as SWAP_RULE
 from farflock.swarm.swapping import BadSwap
 
@@ -91,6 +93,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
     backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
     asynchronous: AsynchronousTerms | None = None  # backward passes use the weights that are there
+    plan: PathTerms | None = None  # paths for policy `planned`
 
 
 def fill_pipeline(table: dict[str, Any]) -> None:
@@ -111,7 +114,24 @@ def fill_pipeline(table: dict[str, Any]) -> None:
     asynchronous, staleness = pipeline.get("asynchronous"), pipeline.get("staleness", _SERVER.staleness)
     if isinstance(asynchronous, dict) and "versions" not in asynchronous and isinstance(staleness, int):
         pipeline["asynchronous"] = {"versions": min(max(staleness + 1, 1), MAX_VERSIONS)} | asynchronous
+    if "plan" in pipeline:
+        _fill_paths(pipeline, table)
     table["pipeline"] = pipeline
+
+
+def _fill_paths(pipeline: dict[str, Any], table: dict[str, Any]) -> None:
+    """Lanes in place of hosts, as far as all else allows."""
+    seed = table.get("run", {}).get("seed", 0)
+    layers = pipeline.get("stages")
+    fits = isinstance(layers, list) and all(isinstance(many, int) for many in layers) and isinstance(seed, int)
+    if not (fits and layers and isinstance(pipeline["plan"], dict)):
+        return
+    try:
+        pipeline["plan"] = fill_plan(pipeline["plan"], layers, seed)
+    except BadPlan as error:
+        raise Uncomposable(error.rule, error.why, error.remedy) from None
+    except ValueError as error:
+        raise Usage("pipeline.plan", str(error), "") from None
 
 
 def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
@@ -159,6 +179,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         basis=terms.basis,
         cache_bytes=terms.cache_bytes,
         asynchronous=Asynchronous(late.versions, late.correction, late.gone) if (late := terms.asynchronous) else None,
+        paths=None if terms.plan is None else plan_of_texts(terms.plan.lanes),
     )
 
 
@@ -172,16 +193,29 @@ def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
         scope_of(terms.codec)
     except ValueError as error:
         raise Usage("pipeline.codec", str(error), "") from None
+    _require_paths(terms)
     pipeline = plan_of(terms, plan)
-    require_composable(Parts(plan, pipeline, made, _policy(terms, plan)))
+    require_composable(Parts(plan, pipeline, made, _policy(pipeline, plan)))
     _require_named(terms)
 
 
-def _policy(terms: Pipeline, plan: Plan) -> PathPolicy:
+def _require_paths(terms: Pipeline) -> None:
+    """`Uncomposable` for planned paths that no run of these stages can follow."""
+    if terms.plan is None:
+        return
     try:
-        return policy_of(terms.policy, terms.stages, plan.run_seed, "")
+        require_plan(plan_of_texts(terms.plan.lanes), terms.plan.servers, terms.stages, terms.batch)
+    except BadPlan as error:
+        raise Uncomposable(error.rule, error.why, error.remedy) from None
+
+
+def _policy(pipeline: PipelinePlan, plan: Plan) -> PathPolicy:
+    try:
+        return policy_of(pipeline.policy, pipeline.layers, plan.run_seed, "", pipeline.paths)
     except UnknownPolicy as error:
-        raise Usage("pipeline.policy", str(error), nearest(terms.policy, NAMES)) from None
+        raise Usage("pipeline.policy", str(error), nearest(pipeline.policy, NAMES)) from None
+    except BadPlan as error:
+        raise Usage("pipeline.plan", error.why, error.remedy) from None
     except BadSwap as error:
         raise Uncomposable(SWAP_RULE, str(error).removeprefix(f"{SWAP_RULE}: "), "") from None
     except BadSkip as error:

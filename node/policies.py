@@ -9,10 +9,12 @@ from fractions import Fraction
 from farflock.swarm.links import PeerId
 from farflock.swarm.partial import BadSkip, Partial
 from farflock.swarm.paths import PathPolicy, Wired, fixed, mixed
+from farflock.swarm.skipping import BadPlan, Following, Plan
 from farflock.swarm.swapping import Swapped
 
 SWAP = "swap"
 SKIP = "skip"  # with how many stages a path visits: `skip:3`
+PLANNED = "planned"  # the paths are terms of the run
 
 # Of the stages' numbers of layers, the run's seed, and who asks.
 Policy = Callable[[Sequence[int], int, str], PathPolicy]
@@ -32,12 +34,12 @@ POLICIES: Mapping[str, Policy] = {
     "noloco": lambda layers, seed, me: mixed(len(layers), seed),
     SWAP: lambda layers, seed, me: Swapped(_wired(layers, seed, me), layers),
 }
-NAMES = (*POLICIES, f"{SKIP}:K")
+NAMES = (*POLICIES, PLANNED, f"{SKIP}:K")
 
 
-def policy_of(name: str, layers: Sequence[int], seed: int, me: str) -> PathPolicy:
-    """The policy of this name for stages of so many layers. `UnknownPolicy` if there is none; `BadSwap` or `BadSkip` if it
-    cannot be with these stages."""
+def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: Plan | None = None) -> PathPolicy:
+    """The policy of this name for stages of so many layers, with the run's planned paths, if any. `UnknownPolicy` if there is
+    none; `BadSwap`, `BadSkip` or `BadPlan` if it cannot be with these stages."""
     what, _, visited = name.partition(":")
     if what == SKIP:
         if not (visited.isascii() and visited.isdecimal() and len(visited) < 5):
@@ -45,6 +47,11 @@ def policy_of(name: str, layers: Sequence[int], seed: int, me: str) -> PathPolic
                 f"{name!r} does not say how many stages a path visits; write {SKIP}:{max(len(layers) - 1, 3)}"
             )
         return Partial(_wired(layers, seed, me), len(layers), int(visited), f"{seed}/{me}/partial")
+    if (name == PLANNED) != (paths is not None):
+        why = "there are no paths to follow" if paths is None else f"policy {name!r} follows none of the paths"
+        raise BadPlan("horizon", why, f"give paths in [pipeline.plan] with policy {PLANNED}, and with no other")
+    if paths is not None:
+        return Following(paths, len(layers))
     if name not in POLICIES:
         raise UnknownPolicy(f"{name!r} is not known")
     return POLICIES[name](layers, seed, me)
@@ -56,7 +63,7 @@ def lane_of(me: PeerId) -> int:
 
 
 @functools.cache
-def shares_of(name: str, layers: tuple[int, ...]) -> tuple[Fraction, ...]:
+def shares_of(name: str, layers: tuple[int, ...], paths: Plan | None = None) -> tuple[Fraction, ...]:
     """By stage, the share of all microbatches that visit it."""
-    policy = policy_of(name, layers, 0, "")
+    policy = policy_of(name, layers, 0, "", paths)
     return tuple(policy.share(stage) for stage in range(len(layers)))

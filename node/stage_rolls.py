@@ -81,7 +81,8 @@ class Rolls:
         mark = (view.hash, *(tuple(member.peer for member in members) for members in alive))
         if self._serving is None or self._serving[0] != mark:
             stages = tuple(tuple(self._announced(member) for member in members) for members in alive)
-            self._serving = (mark, Serving(view.number, stages))
+            seniority = tuple(tuple(member.peer for member in members) for members in listed)
+            self._serving = (mark, Serving(view.number, stages, seniority))
         return self._serving[1]
 
     def at(self, stage: int, peer: PeerId) -> Server | None:

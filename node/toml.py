@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+FOLDED = 512  # characters of an array that are no longer put on one line: readers refuse long lines
+
 
 def to_toml(tables: Mapping[str, Any]) -> str:
     """Tables of scalars, arrays and tables as TOML, in their order; None and empty tables are left out."""
@@ -28,7 +30,9 @@ def _key(name: str) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(item) for item in value)}]"
+        items = [_value(item) for item in value]
+        line = f"[{', '.join(items)}]"
+        return line if len(line) <= FOLDED else "[\n" + "".join(f"{item},\n" for item in items) + "]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference to JSON's strings
     return json.dumps(value)

@@ -42,6 +42,9 @@ RESEND_S = 0.5
 PING_EVERY_S = 5.0
 HELD_S = 3.0  # who is held back from rounds of stages for so long has the next view decided itself
 ROUNDS_AHEAD = 2  # a view begins so many rounds of whole models after the last one begun: few have to wait for it then
+MOST_DOUBLED = (
+    3  # who has to put a view forward again waits twice as long each time: over long lines one has to get through
+)
 MAX_KNOWN = 1024
 
 MembershipMessage = (
@@ -63,6 +66,7 @@ class Membership:
         self._changed_s = port.now()
         self._wanted_s: float | None = None  # since when a change is due
         self._proposed_s = self._sent_s = self._joined_s = self._pinged_s = self._held_s = -1e9
+        self._proposals = 0  # of mine for the next view
         self._asked: set[PeerId] = set()  # whom I asked for the views: the first ones are believed of nobody else
         self._told: dict[PeerId, tuple[int, int, float]] = {}  # whom I sent which views last, and when
         self.wants_in = False
@@ -287,8 +291,9 @@ class Membership:
             self._send(self._decision.retry())
         rank = self._rank()
         due_s = max(self._wanted_s, self._changed_s + self._view_s) + TAKEOVER_S * rank
-        if now_s >= due_s and now_s - self._proposed_s >= TAKEOVER_S * (2 + rank):
-            self._proposed_s = now_s
+        patience_s = TAKEOVER_S * (2 + rank) * 2 ** min(max(self._proposals - 1, 0), MOST_DOUBLED)
+        if now_s >= due_s and now_s - self._proposed_s >= patience_s:
+            self._proposed_s, self._proposals = now_s, self._proposals + 1
             self._propose(members or self._port.views.newest.members)
 
     def _overdue(self, now_s: float) -> bool:
@@ -385,7 +390,7 @@ class Membership:
         newest = self._port.views.newest
         heard = self._port.lives.items()  # who is in the view with another life has begun that one since
         self._port.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
-        self._decision, self._wanted_s, self._changed_s = None, None, self._port.now()
+        self._decision, self._wanted_s, self._changed_s, self._proposals = None, None, self._port.now(), 0
         joined = [peer for peer in newest.peers if peer in self._candidates.joining]
         self._candidates.leaving.intersection_update(newest.peers)
         for peer in joined:

@@ -31,14 +31,22 @@ class Microbatch:
 @dataclass(frozen=True, slots=True)
 class Serving:
     """Who serves which stage: `stages[s]` in any order. `membership` numbers the agreed member list behind it, equal
-    for all who read the same one."""
+    for all who read the same one; `seniority[s]` has that list's servers of a stage in its own order, also those that are
+    known to be gone since, so that it is the same for all of them too."""
 
     membership: int
     stages: tuple[tuple[Announced, ...], ...]
+    seniority: tuple[tuple[PeerId, ...], ...] = ()
 
     def peers(self, stage: int) -> list[PeerId]:
         """The servers of a stage in the order of their ids."""
         return sorted({server.peer for server in self.stages[stage]})
+
+    def at(self, stage: int, place: int) -> PeerId | None:
+        """Who has this place among the stage's servers, 0 the first to have come; they are in the order of their ids where
+        that is not known. None if there are fewer."""
+        servers = self.seniority[stage] if self.seniority else self.peers(stage)
+        return servers[place] if place < len(servers) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,21 @@ class Kind:
 
 
 class Stop(msgspec.Struct, frozen=True, gc=False):
-    """A stage of a path, and who should do it."""
+    """A stage of a path, and who should do it: a peer, or in plans that are made before anybody is there whoever has a place
+    among the stage's servers (`place_name`)."""
 
     stage: int
     peer: PeerId
+
+    def server(self, serving: Serving) -> PeerId | None:
+        """The peer that this is; None if nobody has that place."""
+        _, colon, place = self.peer.partition(":")
+        return serving.at(self.stage, int(place)) if colon else self.peer
+
+
+def place_name(stage: int, place: int) -> str:
+    """What stands for a peer that is known by its place alone; no peer's id has a colon."""
+    return f"{stage}:{place}"
 
 
 Path = tuple[Stop, ...]
@@ -273,7 +284,8 @@ class Following(Planned):
 def _mates_after(plan: Plan) -> Callable[[Microbatch, int, Serving], list[PeerId]]:
     def line(microbatch: Microbatch, stage: int, serving: Serving) -> list[PeerId]:
         peers = serving.peers(stage)
-        planned = [stop.peer for stop in plan.path(microbatch) if stop.stage == stage and stop.peer in peers]
+        named = [stop.server(serving) for stop in plan.path(microbatch) if stop.stage == stage]
+        planned = [peer for peer in named if peer is not None and peer in peers]
         mates = [peer for peer in peers if peer not in planned]
         turn = 0 if plan.pinned else microbatch.step * plan.per_step + microbatch.index
         start = (microbatch.lane + turn) % len(mates) if mates else 0

@@ -4,8 +4,10 @@ from fractions import Fraction
 
 import pytest
 
-from farflock.node.policies import NAMES, POLICIES, UnknownPolicy, lane_of, policy_of, shares_of
+from farflock.node.planned_paths import plan_of_texts
+from farflock.node.policies import NAMES, PLANNED, POLICIES, UnknownPolicy, lane_of, policy_of, shares_of
 from farflock.swarm.partial import BadSkip, Partial
+from farflock.swarm.skipping import BadPlan, Following
 from farflock.swarm.swapping import BadSwap, Swapped
 
 LAYERS = (1, 2, 2, 1)
@@ -37,6 +39,16 @@ def test_what_is_not_known_or_does_not_fit_the_stages_is_refused():
         policy_of("swrm", LAYERS, 1, "me")
     with pytest.raises(BadSwap):
         policy_of("swap", (1, 1, 1), 1, "me")
+
+
+def test_planned_paths_go_with_their_policy_and_no_other():
+    paths = plan_of_texts([["0:0 1:0 3:0", "0:0 2:0 3:0"]])
+    assert isinstance(policy_of(PLANNED, LAYERS, 1, "me", paths), Following)
+    assert shares_of(PLANNED, LAYERS, paths) == (1, Fraction(1, 2), Fraction(1, 2), 1)
+    with pytest.raises(BadPlan, match="there are no paths to follow"):
+        policy_of(PLANNED, LAYERS, 1, "me")
+    with pytest.raises(BadPlan, match="policy 'swarm' follows none of the paths"):
+        policy_of("swarm", LAYERS, 1, "me", paths)
 
 
 def test_trainers_lanes_differ_and_stay():

@@ -186,3 +186,13 @@ def test_a_full_replica_leaves_every_stage():
     swarm, rolls = made(A, B, Member("all", 3, EVERY))
     swarm.view(A, B)
     assert sorted(rolls.left()) == [(0, "all/3"), (1, "all/3")]
+
+
+def test_places_are_the_views_order_also_of_who_is_gone_until_the_next_view():
+    swarm, rolls = made(C, A, B, T)
+    assert rolls.serving().seniority == (("a",), ("c", "b"))
+    swarm.dead = {"c"}
+    assert [[server.peer for server in servers] for servers in rolls.serving().stages] == [["a"], ["b"]]
+    assert rolls.serving().at(1, 0) == "c"
+    swarm.view(A, B, T)
+    assert (rolls.serving().at(1, 0), rolls.serving().at(1, 1)) == ("b", None)

@@ -1,5 +1,6 @@
 """Whatever is written as TOML, the standard library reads back; and it is the same text each time."""
 
+import json
 import math
 import tomllib
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.toml import to_toml
+from farflock.node.toml import FOLDED, to_toml
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 scalars = st.one_of(
@@ -44,6 +45,14 @@ def test_it_reads_well():
     assert (
         text == 'top = 1\n\n[run]\nname = "a b"\nseed = 1\n\n[method]\nname = "x"\n\n[method.options.outer]\nlr = 0.5\n'
     )
+
+
+@given(st.lists(st.lists(texts, max_size=60), min_size=1, max_size=30))
+def test_no_array_makes_a_long_line_unless_one_of_its_items_is_long(rows):
+    text = to_toml({"rows": rows})
+    assert tomllib.loads(text) == {"rows": rows}
+    longest = max(len(json.dumps(item, ensure_ascii=False)) for row in rows for item in [*row, ""])
+    assert max(map(len, text.split("\n"))) <= max(FOLDED, 6 * longest) + len("rows = ,")
 
 
 @pytest.mark.parametrize("name", ["with space", "dotted.name", "", "ünlaut", '"', "new\nline"])

@@ -375,7 +375,7 @@ class Audit:
         trainer, number = key
         if trainer not in self._policies:
             cut = self.pipeline
-            self._policies[trainer] = policy_of(cut.policy, cut.layers, self.plan.run_seed, trainer)
+            self._policies[trainer] = policy_of(cut.policy, cut.layers, self.plan.run_seed, trainer, cut.paths)
         return self._policies[trainer].stage_order(Microbatch(number, 0, lane_of(trainer)))
 
     def batch(self, key):

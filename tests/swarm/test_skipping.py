@@ -211,6 +211,24 @@ def test_the_law_of_path_policies(microbatch, stage, sizes, excluded, data):
     assert len(set(order)) == len(order) <= 5
 
 
+def test_a_place_is_who_came_that_early_and_a_peers_name_that_peer():
+    policy = Following(plan([(Stop(0, "0:0"), Stop(1, "1:1"), Stop(2, "s2-0"))]), 3)
+    servers = serving(1, 3, 2).stages
+    known = Serving(1, servers, (("s0-0",), ("s1-2", "s1-0", "s1-1"), ("s2-1", "s2-0")))
+    asked = [policy.next_hop(Microbatch(0, 0, 0), stage, known, 0.0) for stage in range(3)]
+    assert asked == ["s0-0", "s1-0", "s2-0"]
+    assert policy.next_hop(Microbatch(0, 0, 0), 1, serving(1, 3, 2), 0.0) == "s1-1", (
+        "by name, if the order is not known"
+    )
+
+
+def test_a_place_whose_server_is_gone_or_that_nobody_has_is_taken_over_by_mates():
+    policy = Following(plan([(Stop(0, "0:0"), Stop(1, "1:1")), (Stop(0, "0:0"), Stop(1, "1:7"))]), 2)
+    without = Serving(1, serving(1, 2).stages, (("s0-0",), ("s1-0", "gone", "s1-1")))
+    heirs = {policy.next_hop(Microbatch(step, 0, 0), 1, without, 0.0) for step in range(8)}
+    assert heirs == {"s1-0", "s1-1"}, "the one who had the place is not among those that are there"
+
+
 def test_stage_mates_take_over_one_after_the_other_until_nobody_is_left():
     policy, known, tried = Following(GOOD, 5), serving(2, 5, 2, 2, 2), []
     while (peer := policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0, 1.0, tried)) is not None:

@@ -77,6 +77,30 @@ def test_full_replicas_train_beside_the_others_or_alone(farflock, manifest):
     assert alone["losses"][-1] < alone["losses"][0]
 
 
+HOSTS = """
+[pipeline.plan]
+visited = 3
+turns = 2
+forward_s = [[0.1, 0.1], [0.1], [0.1, 0.1], [0.1]]
+line_s = [[0.02, 0.02], [0.02], [0.02, 0.02], [0.02]]
+"""
+
+
+def test_paths_planned_by_what_was_measured_of_hosts_are_followed(farflock, manifest):
+    path = manifest(640)
+    with open(path, "a") as file:
+        file.write(HOSTS)
+    terms = ("pipeline.stages=4", "model.layers=4", "pipeline.policy=planned")
+    options = [word for term in terms for word in ("--set", term)]
+    said = facts(farflock, path, *options, "--peers", "9", "--step", "0.1", "--dry-run")["manifest"]
+    assert "servers = [2, 1, 2, 1]" in said
+    assert "forward_s" not in said
+    found = facts(farflock, path, *options, "--peers", "9", "--step", "0.1")
+    assert found["rounds"] >= 5
+    assert found["microbatches"] >= 16
+    assert found["losses"][-1] < found["losses"][0]
+
+
 @pytest.mark.parametrize(
     ("peers", "replicas", "stages"),
     [(5, 1, [-1, 0, 1, 0, -2]), (3, 1, [-1, 0, -2]), (3, 2, [-1, -1, -2]), (2, 2, [-1, -1])],

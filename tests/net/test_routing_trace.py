@@ -1,0 +1,154 @@
+"""E14: who computes what is a matter of the policy and the member list alone. The same small pipeline walks its microbatches
+over real sockets in real time, and in the simulator: each pass of each microbatch is computed by the same server."""
+
+import asyncio
+import collections
+import logging
+import runpy
+from pathlib import Path
+
+import pytest
+
+from farflock.node.pipeline_simulation import Part, PipelineSimulation, PipelineWorld
+from farflock.node.planned_paths import plan_of_texts
+from farflock.swarm.peer import Peer, RunTerms
+from farflock.swarm.roles import role_of
+from farflock.swarm.virtual import run_virtual
+from farflock.swarm.zmq_links import ZmqLinks
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "sim" / "pipeline_audit.py"))
+plan, pipeline, TEXT = (_AUDIT[name] for name in ("plan", "pipeline", "TEXT"))
+BATCH = 8  # microbatches
+WALKED = 24  # microbatches that are compared, at least
+FOREVER = 10**9  # tokens
+STAGES = (0, 1, 1, 2, 2, 3)  # of the servers, in the order in which they come
+PATHS = plan_of_texts([["0:0 1:1 2:0 3:0", "0:0 2:1 1:0 3:0", "0:0 1:0 2:1 3:0", "0:0 2:0 1:1 3:0"]])
+NAMES = ("fixed", "noloco", "planned")
+PATIENT_S = 20.0  # a machine under load keeps partners waiting, and who is suspect is asked no more
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+
+
+class Traced(PipelineSimulation):
+    """A pipeline whose peers come one by one, so that all see one member list; its trainer sets out when they are there.
+    `trace` has the servers that computed each pass, by microbatch, stage and direction."""
+
+    def __init__(self, cut):
+        parts = (*(Part(stage, forward_s=0.0) for stage in STAGES), Part(trains=True))
+        self.world = PipelineWorld(parts, FOREVER, view_s=0.1)
+        super().__init__(plan(total=FOREVER), cut, self.world, TEXT, self._look)
+        self.trace = collections.defaultdict(set)
+        self.seen = set()  # member lists that the trainer went by, with who was there
+
+    async def walk(self):
+        """Until enough microbatches count; ends all nodes."""
+        try:
+            for number in range(len(self.world.parts)):
+                self._lives[number] = asyncio.create_task(self._live(number))
+                await self._until(lambda number=number: self._are_members(number + 1))
+            await self._until(lambda: self.nodes[len(STAGES)].trainer.finished >= WALKED)
+        finally:
+            for task in self._lives.values():
+                task.cancel()
+            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+        return self
+
+    async def _until(self, condition):
+        while not condition():
+            for task in self._lives.values():
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.02)
+
+    def _are_members(self, many):
+        chains = [node.peer.port.chain for node in self.nodes.values()]
+        return len(chains) == many and all(chain is not None and len(chain.newest.members) == many for chain in chains)
+
+    def _look(self, number, node):
+        for serving in node.servings:
+            self._watch(number, serving)
+        if node.trainer is not None:
+            trainer, begin, rolls = node.trainer, node.trainer._begin_more, node.rolls
+            trainer._begin_more = lambda: begin() if self._are_members(len(self.world.parts)) else None
+            serving = rolls.serving
+
+            def serving_seen():
+                found = serving()
+                if self._are_members(len(self.world.parts)):
+                    self.seen.add((found.membership, found.seniority, tuple(map(len, found.stages))))
+                return found
+
+            rolls.serving = serving_seen
+
+    def _watch(self, number, serving):
+        server, stage = serving.server, serving.index
+        forward_all, backward_one = server._forward_all, server._backward_one
+
+        def forwarding(jobs):
+            for job in jobs:
+                self.trace[job.request.number, stage, "forward"].add(number)
+            return forward_all(jobs)
+
+        def going_back(job):
+            self.trace[job.request.number, stage, "backward"].add(number)
+            return backward_one(job)
+
+        server._forward_all, server._backward_one = forwarding, going_back
+
+
+class OverSockets(Traced):
+    """The same nodes with links over loopback, in real time."""
+
+    def __init__(self, cut):
+        super().__init__(cut)
+        self.sockets = []
+
+    def _peer(self, number, incarnation, directory):
+        identity, run = self._identities[number], str(self._plan.run_seed)
+        role, terms = role_of(self._stages[number]), RunTerms(run, self._plan.run_seed, self.world.view_s)
+        links = ZmqLinks(identity, run, incarnation=incarnation, sequence=incarnation, patience_s=PATIENT_S)
+        self.sockets.append(links)
+        return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: links.record(role=role))
+
+    async def walk(self):
+        try:
+            return await super().walk()
+        finally:
+            for links in self.sockets:
+                await links.close()
+
+
+POLICIES = {name: pipeline(4, BATCH, policy=name, paths=PATHS if name == "planned" else None) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The walks of all policies over sockets, at the same time: most of it is waiting."""
+
+    async def main():
+        return await asyncio.gather(*(OverSockets(cut).walk() for cut in POLICIES.values()))
+
+    return dict(zip(POLICIES, asyncio.run(main()), strict=True))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_pass_is_computed_by_the_same_server_as_in_the_simulator(real, name):
+    async def main():
+        return await Traced(POLICIES[name]).walk()
+
+    here, there = real[name], run_virtual(main())
+    assert here.seen == there.seen, "they went by other member lists"
+    assert [sizes for _, _, sizes in here.seen] == [(1, 2, 2, 1)]
+
+    both = here.trace.keys() & there.trace.keys()
+    assert len({number for number, _, _ in both}) >= WALKED
+    assert {key: here.trace[key] for key in both} == {key: there.trace[key] for key in both}
+    assert all(len(servers) == 1 for servers in here.trace.values())
+    used = set().union(*here.trace.values())
+    assert {STAGES[number] for number in used} == {0, 1, 2, 3}
+    assert (len(used) < len(STAGES)) == (name == "fixed"), "a trainer has one server of each stage, or all by turns"
