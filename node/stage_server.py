@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
+from farflock.compression.subspace_versions import Superseded
 from farflock.node import notes
 from farflock.node.stage import Stage, Staged
 from farflock.node.stage_edges import Edges
@@ -283,41 +284,54 @@ class StageServer:
         for job, output in zip(jobs, outputs, strict=True):
             waited_s = started_s - job.came_s
             done = Done(self._life, 0, took_s, waited_s=waited_s, version=version)
-            answer = output if isinstance(output, Refused) else done
             self.served["forward"] += 1
-            _resolve(job.reply, Reply(encode(answer), () if isinstance(output, Refused) else (output,)))
+            whole = isinstance(output, bytes)
+            _resolve(job.reply, Reply(encode(done), (output,)) if whole else Reply(encode(output)))
 
-    def _forward_at(self, jobs: list[_Job]) -> tuple[list[bytes | Refused], Version | None]:
+    def _forward_at(self, jobs: list[_Job]) -> tuple[list[bytes | Refused | Stale], Version | None]:
         """The forward passes, and the version of the weights that they are of."""
         if self._versions is None:
             return self._forward_all(jobs), None
         with self._versions.using(None):
             return self._forward_all(jobs), self._versions.newest
 
-    def _forward_all(self, jobs: list[_Job]) -> list[bytes | Refused]:
+    def _forward_all(self, jobs: list[_Job]) -> list[bytes | Refused | Stale]:
         """One pass for all; what cannot be read is refused by itself."""
-        read: list[tuple[Tensor, Tensor] | Refused] = [self._read(job) for job in jobs]
-        inputs = [x for entry in read if not isinstance(entry, Refused) for x in [entry[1]]]
+        read: list[tuple[Tensor, Tensor] | Refused | Stale] = [self._read_or_stale(job) for job in jobs]
+        inputs = [x for entry in read if isinstance(entry, tuple) for x in [entry[1]]]
         outputs = iter(torch.split(self._stage.forward(torch.cat(inputs)), self._edges.batch) if inputs else ())
-        replies: list[bytes | Refused] = []
+        replies: list[bytes | Refused | Stale] = []
         for job, entry in zip(jobs, read, strict=True):
-            if isinstance(entry, Refused):
+            if not isinstance(entry, tuple):
                 replies.append(entry)
                 continue
             assert isinstance(job.request, Forward)
             try:
-                replies.append(self._edges.output(next(outputs), job.request, entry[0]))
+                replies.append(self._edges.output(next(outputs), job.request, entry[0], self._came(job)))
             except UnencodableTensor as error:
                 replies.append(Refused(str(error)[:200]))
         return replies
 
+    def _came(self, job: _Job) -> bytes | None:
+        """The payload of the stage's input, but of tokens."""
+        return None if self._stage.is_first else job.payloads[1]
+
+    def _read_or_stale(self, job: _Job) -> tuple[Tensor, Tensor] | Refused | Stale:
+        """Of a forward pass; what came in a version that is over is to set out anew."""
+        try:
+            return self._read(job)
+        except Superseded:
+            return Stale(self._applied())
+
     def _read(self, job: _Job) -> tuple[Tensor, Tensor] | Refused:
-        """The token ids, and the stage's input."""
+        """The token ids, and the stage's input. `Superseded` if that is in a version which nobody reads any more."""
         try:
             tokens_BL = self._edges.unpack(job.payloads[0])
             if self._stage.is_first:
                 return tokens_BL, tokens_BL
             return tokens_BL, self._edges.input(job.payloads[1], job.request, tokens_BL)
+        except Superseded:
+            raise
         except (CorruptPayload, Incompatible) as error:
             return Refused(str(error)[:200])
 
@@ -350,7 +364,10 @@ class StageServer:
         """The backward pass at the weights that it names, and their version."""
         assert isinstance(job.request, Backward)
         if self._versions is None:
-            return self._backward_one(job), None
+            try:
+                return self._backward_one(job), None
+            except Superseded:  # its stages before count it, or others do
+                return Gone(self._applied(), late=True), None
         version = job.request.version or self._versions.newest
         try:
             with self._versions.using(version):
@@ -368,7 +385,9 @@ class StageServer:
             back = self._stage.backward(x, self._outside(job, request, tokens_BL))
             payloads: tuple[bytes, ...] = ()
             if back.input_gradient is not None:
-                payloads = (self._edges.input_gradient(back.input_gradient, request, tokens_BL, x),)
+                payloads = (self._edges.input_gradient(back.input_gradient, request, tokens_BL, x, self._came(job)),)
+        except Superseded:
+            raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return Refused(str(error)[:200])
         if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):

@@ -1,0 +1,156 @@
+"""Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo), on the simulated network.
+
+All share an average. Pipelines begin each round with its projection, around the frozen embedding of the version that is in effect;
+replicas begin with the average itself. Each gradient that counts is that of the model which its passes had: constrained weights
+as they were along its way, or the free ones of a replica.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from farflock.node.constraint import EMBEDDING, ConstrainedReplica
+from farflock.node.pipeline_plan import basis_of
+from farflock.node.pipeline_simulation import PipelineWorld, parts
+from farflock.optimizers.inner import InnerConfig
+
+_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+Audit, Whole, plan, pipeline = (_AUDIT[name] for name in ("Audit", "Whole", "plan", "pipeline"))
+BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
+RANK = 3
+PERIOD = 2
+FOREVER = 10**9
+SGD = InnerConfig("sgd", 0.05, (0.9, 0.95), 0.0)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Calls that fail because somebody was killed are what happens here."""
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+
+
+class Selective(Audit):
+    """An audit of a mixed run. Members part between rounds, so every pass is held against the weights that it saw; and after
+    each round what a member holds is held against the average."""
+
+    close = {"rtol": 1e-9, "atol": 1e-10}
+    check_means = False  # rounds are differences of weights
+
+    def __init__(self, plan, pipeline, world):
+        super().__init__(plan, pipeline, world)
+        self.basis = basis_of(plan, pipeline)
+        columns = self.basis.exact_DK
+        self.inside, self.tail = columns @ columns.T, pipeline.stages[-1].start
+        self.free = {number for number, part in enumerate(world.parts) if part.trains and part.stage != -2}
+        self.averages = {}  # the embedding by round of the first stage, as its members average it
+        self.spoken = []  # (number, round, version) of servers of the first stage, after each round
+        self.looked = 0  # rounds after which a member's weights were held against the average
+        self.nodes = []
+
+    def _look(self, number, node):
+        super()._look(number, node)
+        self.nodes.append(node)
+        for serving in node.servings:
+            self._watch_average(number, node, serving)
+
+    def _watch_average(self, number, node, serving):
+        applied, audit = serving.seat.applied, self
+        driver = serving.loop.driver
+
+        def after(key, result):
+            applied(key, result)
+            audit._after_round(number, node, serving, driver, key.round, result)
+
+        serving.seat.applied = after
+
+    def _after_round(self, number, node, serving, driver, rounds, result):
+        average = driver.method.eval_params(driver.replica)
+        if serving.index == 0:
+            known = self.averages.setdefault(rounds, average[EMBEDDING])
+            assert torch.equal(known, average[EMBEDDING]), "two members of the first stage have other averages"
+            if number not in self.free:
+                self.spoken.append((number, rounds, node._edges.codec.spoken))
+        if result.status != "ok" or not result.taken:
+            return  # work that the round did not take is kept on top
+        self.looked += 1
+        held = dict(serving.model.named_parameters())
+        for name, x in average.items():
+            expected = x.double() if number in self.free else self.projected(name, x.double(), node._edges.codec)
+            torch.testing.assert_close(held[name].detach().double(), expected, rtol=0, atol=1e-6)
+            if number in self.free:
+                assert torch.equal(held[name].detach().float(), x), "a replica's weights were touched"
+
+    def projected(self, name, w, codec):
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        if name == EMBEDDING:
+            frozen = self.table(codec.spoken).double()
+            return frozen + (w - frozen) @ self.inside
+        constrained = layer is not None and layer < self.tail
+        return self.inside @ w if constrained and name.endswith(("o_proj.weight", "down_proj.weight")) else w
+
+    def table(self, version):
+        """What this version of the frozen embedding has to be."""
+        return self.basis.fixed_VD if version == 1 else self.averages[(version - 1) * self.pipeline.table_every - 1]
+
+    def _weights_of(self, life):
+        """As they are now."""
+        return {name: x.detach().clone() for name, x in life.serving.server._stage.model.named_parameters()}
+
+    def expected(self, stage, passes):
+        """Gradients at a pipeline's server are those of weights that are projected first."""
+        found = [self._kept(self.gradient_of(key, back), back) for key, back in passes.items()]
+        return {name: sum(one[name] for one in found) for name in found[0] if self._is_at(name, stage)} if found else {}
+
+    def _is_at(self, name, stage):
+        return name in dict(self._stages[stage].named_parameters())
+
+    def _kept(self, gradients, back):
+        if isinstance(back, Whole):
+            return gradients
+        flat = {}
+        for name, x in gradients.items():
+            if name == EMBEDDING:
+                flat[name] = x @ self.inside
+            else:
+                constrained = ".layers." in name and int(name.split(".")[2]) < self.tail
+                branch = constrained and name.endswith(("o_proj.weight", "down_proj.weight"))
+                flat[name] = self.inside @ x if branch else x
+        return flat
+
+    def check(self):
+        super().check()
+        assert self.looked > 3
+        self.check_tables()
+        return self
+
+    def check_tables(self):
+        """Whoever holds a version has the average that it is named after, to the bit."""
+        seen = 0
+        for node in self.nodes:
+            for version, basis in getattr(node._edges.codec, "held", {}).items():
+                if version > 1:
+                    seen += 1
+                    assert torch.equal(basis.fixed_VD, self.table(version)), f"version {version} is another table"
+        assert seen, "no version was ever made"
+
+
+def audit(servers=1, trainers=1, replicas=1, steps=None, every=1, seed=0, world=None, stages=3, **given):
+    """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
+    total = TOKENS * steps if steps else FOREVER
+    around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
+    options = {"period": PERIOD, "codec": "fp32", "return_codec": "fp32"}
+    made = dataclasses.replace(plan(seed, total, rate=SGD.lr, method="diloco", options=options), inner=SGD)
+    cut = pipeline(stages, BATCH, f"subspace:{RANK}+raw,raw", constrain="pipelines", table_every=every, **given)
+    return Selective(made, cut, PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around))
+
+
+def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_and_each_gradient_is_of_its_model():
+    one = audit(servers=2, trainers=2, replicas=1, steps=16).run().check().check_finished()
+    versions = {version for _, _, version in one.spoken}
+    assert versions >= {1, 2, 3, 4}, versions
+    assert not any(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
