@@ -29,6 +29,7 @@ from farflock.swarm.snapshots import Snapshot, SnapshotUnavailable
 NAME = "table"  # under which versions are served
 LOOK_EVERY_S = 0.5
 FETCH_TIMEOUT_S = 60.0
+FIND_TIMEOUT_S = 10.0  # for the first of it
 HEAD_BYTES = 1 << 12  # of a name and a shape before the values
 
 log = logging.getLogger(__name__)
@@ -79,14 +80,14 @@ class TableKeeper:
 
     async def before(self, after: int) -> None:
         """A stage is about to be begun anew, after this round of its own: bring what is needed to write its weights."""
-        await self._fetch_all(max(after, self._applied()))
+        await self._fetch_effective(max(after, self._applied()))
         if self._first is not None:
             await self._compute(partial(self._first.follow, after))
 
     async def begun(self, *, anew: bool) -> None:
         """A stage has its state, its own or (`anew` is False) that of others: bring the versions of its round, and write its
         weights as the one in effect has them."""
-        await self._fetch_all(self._applied())
+        await self._fetch_effective(self._applied())
         if self._first is not None:
             await self._compute(partial(self._begun_first, self._first, anew=anew))
 
@@ -105,7 +106,7 @@ class TableKeeper:
             offered, version = partial(self._offered, slot), partial(self._in_slot, slot)
             self._peer.snapshots.serve(f"{NAME}/{slot}", offered, version)
         while True:
-            await self._fetch_all(self._applied())
+            await asyncio.gather(*map(self._fetch, self._tables.lacking(self._applied())))
             await self._compute(self._tidy)
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -115,22 +116,23 @@ class TableKeeper:
             self._first.follow_late(applied)
         self._tables.give_up(applied)
 
-    async def _fetch_all(self, applied: int) -> None:
-        for version in self._tables.lacking(applied):
-            for stage, others in enumerate(living(self._peer, self._stages)):
-                if others and await self._fetch(version, stage):
-                    break
+    async def _fetch_effective(self, applied: int) -> None:
+        """What weights are written with; the rest has time."""
+        version = self._tables.turns.in_effect(applied)
+        if version in self._tables.lacking(applied):
+            await self._fetch(version)
 
-    async def _fetch(self, version: int, stage: int) -> bool:
+    async def _fetch(self, version: int) -> bool:
+        """From a stage that has it, the first one first."""
+        for stage, others in enumerate(living(self._peer, self._stages)):
+            if others and await self._fetch_from(version, stage):
+                return True
+        return False
+
+    async def _fetch_from(self, version: int, stage: int) -> bool:
         vocabulary, width = self._config.vocab_size, self._config.dim
         try:
-            snapshot = await self._peer.snapshots.fetch(
-                f"{NAME}/{version % self._tables.turns.most}",
-                FETCH_TIMEOUT_S,
-                least=version,
-                stage=stage,
-                most_bytes=HEAD_BYTES + 4 * vocabulary * width,
-            )
+            snapshot = await self._download(version, stage, HEAD_BYTES + 4 * vocabulary * width)
             table = finite_table(dict(decode_state(snapshot)), NAME, vocabulary, width)
         except (SnapshotUnavailable, CorruptSnapshot) as reason:
             log.info("version %d of the frozen embedding from stage %d: %s", version, stage, reason)
@@ -138,6 +140,23 @@ class TableKeeper:
         if table is None or snapshot.round != version:
             return False
         return bool(await self._compute(partial(self._tables.hold, version, table)))
+
+    async def _download(self, version: int, stage: int, most_bytes: int) -> Snapshot:
+        """`SnapshotUnavailable` if nothing of it has come after a while: those who have it may be gone."""
+        name, comes = f"{NAME}/{version % self._tables.turns.most}", asyncio.Event()
+        fetch = self._peer.snapshots.fetch(
+            name, FETCH_TIMEOUT_S, lambda here, total: comes.set(), version, stage, most_bytes
+        )
+        task, began = asyncio.ensure_future(fetch), asyncio.ensure_future(comes.wait())
+        try:
+            await asyncio.wait([task, began], timeout=FIND_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not (task.done() or comes.is_set()):
+                raise SnapshotUnavailable(f"nobody of stage {stage} offers {name} within {FIND_TIMEOUT_S:.0f} s")
+            return await task
+        finally:
+            for each in (task, began):
+                each.cancel()
+            await asyncio.gather(task, began, return_exceptions=True)
 
     def _in_slot(self, slot: int) -> int:
         """The last version that is served there; below 0 if there is none. The first one everybody has."""

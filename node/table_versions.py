@@ -62,6 +62,7 @@ class Tables:
 
     def __init__(self, codec: SubspaceVersions, turns: Turns) -> None:
         self.codec, self.turns = codec, turns
+        self.embeds = False  # whether this node's own weights are in some version
 
     def table(self, version: int) -> Tensor | None:
         """E_fix of a version (V, D), if it is here."""
@@ -85,6 +86,8 @@ class Tables:
 
     def give_up(self, applied: int) -> None:
         """Forget what nobody reads any more."""
+        if not self.embeds:
+            self.codec.speak(max(self.codec.held))
         self.codec.give_up(self.turns.oldest(applied))
 
 
@@ -96,6 +99,7 @@ class FirstStage:
         self, books: Books, tables: Tables, embedding: Callable[[], Tensor], replica: ConstrainedReplica | None
     ) -> None:
         self._books, self._tables, self._embedding, self._replica = books, tables, embedding, replica
+        tables.embeds = replica is not None
         self._changed = False  # with the round that is being applied
 
     def brought(self, number: int) -> bytes:
@@ -133,12 +137,15 @@ class FirstStage:
             self._replica.settle()
 
     def begin_anew(self, applied: int) -> bool:
-        """If nobody has the version in effect, for all who had it are gone, the embedding as it is takes its place, and that of all
-        others that are to be read. Says whether it did."""
-        if self._tables.turns.in_effect(applied) in self._tables.codec.held:
-            return False
-        table_VD = self._embedding()
-        return all([self._tables.hold(version, table_VD) for version in self._tables.lacking(applied)])
+        """The stage has a state that is nobody else's. A version that was just made with the former one is made of this one; if
+        nobody has the version in effect, for all who had it are gone, the embedding as it is takes its place too, and that of
+        all that are to be read. Says whether it did."""
+        turns, lacking = self._tables.turns, self._tables.lacking(applied)
+        lost = turns.in_effect(applied) in lacking
+        for version in lacking:
+            if lost or turns.made(version) == applied:
+                self._tables.hold(version, self._embedding())
+        return lost
 
 
 def finite_table(tensors: dict[str, Tensor], name: str, vocabulary: int, width: int) -> Tensor | None:

@@ -62,12 +62,14 @@ def parts(
     late=None,
     staleness=1,
     inner=InnerConfig(),  # noqa: B008 - a constant
+    constrain="all",
+    table_every=0,
     **plan,
 ):
     run = Plan(1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": 2, "seq": 8} | plan))
     trainer, server = TrainerTerms(window=window, kept=kept), ServerTerms(staleness=staleness)
     called = policy if isinstance(policy, str) else "planned"
-    terms = {"end_copies": end_copies, "asynchronous": late}
+    terms = {"end_copies": end_copies, "asynchronous": late, "constrain": constrain, "table_every": table_every}
     cut, tokens = split(MODEL, sizes), batch * run.batch * run.seq
     pipeline = PipelinePlan(cut, tokens, codec, called, server, trainer, **terms)
     made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
@@ -106,6 +108,14 @@ def test_corrections_with_the_momentum_that_they_need_are_not_refused(correction
         require_composable(parts(name="diloco", options={"period": 2}, late=Asynchronous(2, correction), inner=inner))
 
 
+FREE = {"name": "diloco", "options": {"period": 4}, "codec": "subspace:4", "constrain": "pipelines", "table_every": 2}
+
+
+@pytest.mark.parametrize("given", [{}, {"name": "sparseloco"}, {"policy": "skip:3"}, {"table_every": 1}])
+def test_free_replicas_beside_constrained_pipelines_are_not_refused(given):
+    require_composable(parts(**(FREE | given)))
+
+
 def test_a_pipeline_of_one_stage_is_one():
     require_composable(parts(sizes=(6,)))
 
@@ -123,6 +133,12 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("no memory", {"codec": "aqsgd8", "policy": "fixed"}, "reads it again", "choose int8"),
     ("shared basis", {"codec": "subspace:9"}, "9 numbers for 16", "subspace:8 or less"),
     ("shared basis", {"codec": "subspace:9999+int8,raw"}, "9999 numbers for 16", "subspace:8 or less"),
+    ("free replicas", FREE | {"codec": "int8"}, "codec int8 asks nothing of weights", "codec subspace:K"),
+    ("free replicas", FREE | {"name": "ddp", "options": {}}, "with method ddp members share", "diloco or sparseloco"),
+    ("free replicas", FREE | {"name": "demo", "options": {}}, "with method demo members share", "constrain all"),
+    ("free replicas", FREE | {"late": Asynchronous(2)}, "passes at former weights", "leave pipeline.asynchronous out"),
+    ("free replicas", FREE | {"table_every": 0}, "table_every is 0", "set it to 1 or more"),
+    ("free replicas", {"table_every": 3}, "table_every is 3", "set constrain to pipelines"),
     ("first stage", {"policy": skipping((1, 2, 3))}, "stages [1, 2, 3]", "begin with stage 0"),
     ("first stage", {"policy": Ordered((0, 1, 2, 3), (1, 0, 2, 3))}, "stages [1, 0, 2, 3]", "begin with stage 0"),
     ("first stage", {"policy": Ordered(())}, "stages []", "begin with stage 0"),

@@ -88,7 +88,7 @@ class Selective(Audit):
     def projected(self, name, w, codec):
         layer = int(name.split(".")[2]) if ".layers." in name else None
         if name == EMBEDDING:
-            frozen = self.table(codec.spoken).double()
+            frozen = (codec.held[codec.spoken].fixed_VD if self.begun_anew else self.table(codec.spoken)).double()
             return frozen + (w - frozen) @ self.inside
         constrained = layer is not None and layer < self.tail
         return self.inside @ w if constrained and name.endswith(("o_proj.weight", "down_proj.weight")) else w
@@ -132,7 +132,9 @@ class Selective(Audit):
         """Whoever holds a version has the average that it is named after, to the bit."""
         seen = 0
         for node in self.nodes:
-            for version, basis in getattr(node._edges.codec, "held", {}).items():
+            held = node._edges.codec.held
+            assert len(held) <= self.pipeline.turns.most, f"a {node.role} holds versions {sorted(held)}"
+            for version, basis in held.items():
                 if version > 1:
                     seen += 1
                     assert torch.equal(basis.fixed_VD, self.table(version)), f"version {version} is another table"
@@ -154,3 +156,118 @@ def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
     assert not any(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+
+
+def test_versions_follow_each_other_after_so_many_rounds_and_take_effect_a_round_later():
+    one = audit(steps=22, every=3).run().check().check_finished()
+    expected = {rounds: 1 + rounds // 3 for rounds in range(9)}  # made after rounds 2, 5, 8
+    assert [(rounds, version) for _, rounds, version in one.spoken][:9] == list(expected.items())
+
+
+# deaths, and who comes late
+
+
+def rounds_of(one, stage=0):
+    return max(one.named[stage], default=-1)
+
+
+async def until(holds):
+    """Look on until it does."""
+    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
+        await asyncio.sleep(0.05)
+
+
+def settled(one, sim, rounds):
+    return sim.settled and min(map(rounds_of, [one] * 3, range(3))) >= rounds
+
+
+@pytest.mark.parametrize("victims", [(0, 4), (1, 3), (8, 2)])
+def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versions(victims):
+    """Of stages 0 and 1 in turn, 2, and the replica; each is away for about three versions."""
+    one = audit(servers=2, trainers=2, replicas=1)
+
+    async def around_changes(sim):
+        for victim in victims:
+            before = rounds_of(one)
+            await until(lambda before=before: settled(one, sim, before + 2))
+            sim.kill(victim, 6.0)
+        await until(lambda: settled(one, sim, rounds_of(one)))
+        end = rounds_of(one) + 4
+        await until(lambda: settled(one, sim, end))
+        sim.end()
+
+    one.run(around_changes).check().check_finished()
+    again = [life for life in one.lives if life.number in victims][len(victims) :]
+    assert any(life.merged for life in again), "nobody's work counts after he came back"
+    assert max(version for _, _, version in one.spoken) > 5
+    fallen = [version for number, _, version in one.spoken if number in victims]
+    assert fallen == sorted(fallen), "who came back spoke a former version"
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_hold(replicas):
+    one = audit(servers=2, trainers=1, replicas=replicas)
+    one.begun_anew = True
+    gone = {}
+
+    async def first_stage_dies(sim):
+        await until(lambda: settled(one, sim, 5))
+        gone["round"] = rounds_of(one)
+        for victim in (0, 3):
+            sim.kill(victim, 4.0)
+        await until(lambda: settled(one, sim, gone["round"] + 5))
+        sim.end()
+
+    one.run(first_stage_dies).check_finished()
+    one.check()
+    after = [version for _, rounds, version in one.spoken if rounds > gone["round"] + 1]
+    assert after
+    assert min(after) > 3, "the newcomers began with a version of long ago"
+
+
+def test_who_lacks_a_version_refuses_by_name_decodes_nothing_and_goes_on_once_he_has_it():
+    one = audit(servers=2, trainers=1, replicas=1)
+    look, seen = one._look, []
+
+    def looking(number, node):
+        look(number, node)
+        if number != 1:
+            return
+        keeper, server = node._keeper, node.serving.server
+        fetch, read = keeper._fetch, server._read
+
+        async def late(version):
+            return (version < 4 or len(seen) >= 20) and await fetch(version)
+
+        def reading(job):
+            found = read(job)
+            if not isinstance(found, tuple):
+                seen.append(found.why)
+            return found
+
+        keeper._fetch, server._read = late, reading
+
+    async def long_enough(sim):
+        await until(lambda: len(seen) >= 20)
+        end = rounds_of(one) + 5
+        await until(lambda: settled(one, sim, end))
+        sim.end()
+
+    one._look = looking
+    one.run(long_enough).check().check_finished()
+    assert all(why.startswith("version") and "is not here yet" in why for why in seen)
+    assert max(one.sim.nodes[1]._edges.codec.held) > 6
+
+
+def test_a_replica_is_not_asked_and_refuses_who_asks_it():
+    one = audit(servers=1, trainers=1, replicas=1, steps=6).run().check()
+    replica, trainer = one.sim.nodes[4], one.sim.nodes[3]
+    assert replica.role == "replica"
+    assert replica.work["forward"] == replica.work["backward"] == 0
+    assert replica.work["merged"] > 0
+    assert [len(servers) for servers in trainer.rolls.serving().stages] == [1, 1, 1]
+    from farflock.node.stage_requests import Forward, Refused, decode_answer, encode
+
+    answer = decode_answer(replica.peer.calls.handler.admit("somebody", encode(Forward(0, 0, -1, 0)), (8,)))
+    assert isinstance(answer, Refused)
+    assert "free" in answer.why
