@@ -7,8 +7,8 @@ Some say what any such pipeline needs (codecs that remember need pinned routes; 
 where the loss is; stages that change places are alike), others what our own books need. What holds by how things are built has
 no rule: every stage divides by its own count; servers refuse what comes rounds too late; models have no dropout; a recovery
 changes its own stage alone, and takes equal shapes alone (node/recovery.py); and of codecs whose ends share parameters these
-are made from the run's seed, or agreed upon in a version that each payload names (node/table_versions.py), and weights are projected
-by whatever writes them (node/constraint.py).
+are made from the run's seed, or agreed upon in a version that each payload names (node/table_versions.py), and weights are
+projected by whatever writes them (node/constraint.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -197,10 +197,14 @@ def _free_replicas(parts: Parts) -> Breach | None:
         why = f"constrain is pipelines, and codec {pipeline.codec} asks nothing of weights"
         return why, "choose a codec subspace:K, or leave constrain out"
     if method not in APART:
-        why = f"with method {method} members share the weights that they train, and those of pipelines would be projected"
+        why = (
+            f"with method {method} members share the weights that they train, and those of pipelines would be projected"
+        )
         return why, f"choose {' or '.join(sorted(APART))}, or constrain all"
     if pipeline.asynchronous is not None:
-        why = "passes at former weights would need the frozen embedding of each, and versions of it last for a few rounds"
+        why = (
+            "passes at former weights would need the frozen embedding of each, and versions of it last for a few rounds"
+        )
         return why, "leave pipeline.asynchronous out, or constrain all"
     if not pipeline.table_every:
         return "table_every is 0, and averages lead the embedding out of the subspace", "set it to 1 or more"

@@ -253,8 +253,9 @@ class PipelineNode:
     # putting together
 
     def _tables(self) -> TableKeeper | None:
-        config, stages = self.plan.model, len(self.pipeline.stages)
-        return keeper_of(self._edges.codec, self.pipeline.turns, self.peer, config, stages, self._streams[0].name, self._means.compute)
+        pipeline, stream = self.pipeline, self._streams[0].name
+        terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
+        return keeper_of(self._edges.codec, pipeline.turns, self.peer, *terms)
 
     def _handler(self) -> Dispatch | Closed:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":

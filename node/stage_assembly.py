@@ -45,8 +45,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Puts the servers of one node together. `whole`: it serves all stages. `keeper` is there where the codec's frozen embedding
-    changes."""
+    """Puts the servers of one node together. `whole`: it serves all stages. `keeper` is there where the codec's frozen
+    embedding changes."""
 
     plan: Plan
     pipeline: PipelinePlan

@@ -77,7 +77,7 @@ class Rolls:
 
     def serving(self) -> Serving:
         """Who serves which stage and is not known to be gone; the same object as long as nothing changes."""
-        port, view = self._peer.port, self._peer.port.views.newest
+        view = self._peer.port.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
         alive = [[member for member in members if self._is_asked(view, member)] for members in listed]
         mark = (view.hash, *(tuple(member.peer for member in members) for members in alive))

@@ -1,8 +1,8 @@
 """Brings versions of the frozen embedding (node/table_versions.py) to all servers of a run, and keeps them there.
 
-Who serves the first stage makes them; every server of any stage, and every full replica, downloads what it lacks and hands on what
-it has, so that a version is gone only with all of them. Of what is offered that is taken which most members of a stage announce;
-nothing larger than a table is begun, each chunk has its digest, and the whole the hash of its offer.
+Who serves the first stage makes them; every server of any stage, and every full replica, downloads what it lacks and hands on
+what it has, so that a version is gone only with all of them. Of what is offered that is taken which most members of a stage
+announce; nothing larger than a table is begun, each chunk has its digest, and the whole the hash of its offer.
 """
 
 import asyncio

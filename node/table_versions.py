@@ -1,10 +1,10 @@
 """Versions of the frozen embedding in a run where only pipelines are constrained: when each is made, spoken and given up.
 
-Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of the first stage the averaged
-embedding, which all who serve that stage hold with the same bits, becomes the next E_fix (node/constraint.py, `drifted`). One
-round later the weights of pipelines go over to it: meanwhile everybody else downloads it (node/table_keeper.py). Which version a
-payload is in goes by the weights that made it, not by the clock, and says so itself: who comes late speaks the old one, which is
-read for a while, and nobody reads what he has not got.
+Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of the first stage the
+averaged embedding, which all who serve that stage hold with the same bits, becomes the next E_fix (node/constraint.py,
+`drifted`). One round later the weights of pipelines go over to it: meanwhile everybody else downloads it
+(node/table_keeper.py). Which version a payload is in goes by the weights that made it, not by the clock, and it says so itself:
+who comes late speaks the old one, which is read for a while, and nobody reads what he has not got.
 
 Shapes: D model width, V vocabulary.
 """
@@ -82,7 +82,9 @@ class Tables:
         """What is read now, or soon, and not here; the most urgent first."""
         turns, effect = self.turns, self.turns.in_effect(applied)
         wanted = range(turns.oldest(applied), turns.newest(applied) + 1)
-        return sorted((v for v in wanted if v not in self.codec.held), key=lambda version: (version != effect, -version))
+        return sorted(
+            (v for v in wanted if v not in self.codec.held), key=lambda version: (version != effect, -version)
+        )
 
     def give_up(self, applied: int) -> None:
         """Forget what nobody reads any more."""

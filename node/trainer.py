@@ -335,8 +335,9 @@ class Trainer:
         return reply[0] if reply else b""
 
     def _lacks(self, parcel: _Parcel, stage: int, answer: Gone, version: Version | None) -> None:
-        """A server has not got the weights of the forward pass, or what its payload is written with. If no other has, the last stage counts this microbatch already,
-        so that it cannot begin anew: the rest of it is dropped, or differentiated at other weights."""
+        """A server has not got the weights of the forward pass, or what its payload is written with. If no other has, the last
+        stage counts this microbatch already, so that it cannot begin anew: the rest of it is dropped, or differentiated at
+        other weights."""
         if version is not None and not answer.late:
             parcel.lacked[stage] += answer.round >= version.round  # else it has yet to come there
             if parcel.lacked[stage] < ASKED_IN_VAIN * max(len(self._rolls.serving().stages[stage]), 1):

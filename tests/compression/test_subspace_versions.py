@@ -87,7 +87,7 @@ def test_what_is_not_here_yet_is_refused_otherwise_than_what_is_over():
         for version in (1, 2, 3):
             with pytest.raises(Superseded, match=f"version {version} .* is over; held are 4, 5"):
                 read(payload_of(version), context(direction))
-        with pytest.raises(Incompatible, match="version 6 .* is not here yet; held are 4, 5") as refused:
+        with pytest.raises(Incompatible, match=r"version 6 .* is not here yet; held are 4, 5") as refused:
             read(payload_of(6), context(direction))
         assert not isinstance(refused.value, Superseded)
 

@@ -188,7 +188,11 @@ WRONG = [
     ({"stages": 2, "codec": "aqsgd4"}, "'pinned routes'", "int4"),
     ({"stages": 2, "codec": "subspace:49+bf16"}, "'shared basis'", "subspace:48"),
     ({"stages": 2, "codec": "subspace:x"}, "pipeline.codec: 'subspace:x' is not known", "subspace:40"),
-    ({"stages": 2, "codec": "subspace:8", "constrain": "pipelines"}, "'free replicas': with method ddp", "constrain all"),
+    (
+        {"stages": 2, "codec": "subspace:8", "constrain": "pipelines"},
+        "'free replicas': with method ddp",
+        "constrain all",
+    ),
     ({"stages": 2, "codec": "subspace:8", "constrain": "weak"}, "pipeline.constrain", "pipelines"),
     ({"stages": 2, "codec": "subspace:8", "table_every": -1}, "pipeline.table_every: -1", ">= 0"),
     ({"stages": 2, "codec": "int8", "basis": "0" * 64}, "'shared basis': codec int8 has no basis", "leave"),

@@ -1,5 +1,6 @@
 """A stage that cannot fit is refused by arithmetic alone, with the numbers and a stage that fits."""
 
+import dataclasses
 import math
 
 import pytest

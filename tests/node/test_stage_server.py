@@ -673,7 +673,9 @@ async def test_what_came_back_from_a_round_is_given_up_as_a_whole_once_a_part_of
 
 COLUMNS = Basis.drawn(MODEL.dim, 2, 5).columns_DK
 TABLES = {
-    version: Basis(version, COLUMNS, torch.full((MODEL.vocab_size, MODEL.dim), float(version)), torch.empty(0, MODEL.dim))
+    version: Basis(
+        version, COLUMNS, torch.full((MODEL.vocab_size, MODEL.dim), float(version)), torch.empty(0, MODEL.dim)
+    )
     for version in (1, 2, 3)
 }
 
@@ -700,14 +702,18 @@ def in_version(bench, number, version, made):
     payloads[1] = speaker.output(x, Forward(number, bench.index - 1, bench.index - 2, EPOCH), tokens)
     if len(payloads) > 2 and not bench.stage.is_last:
         gradient = bench.values(number, 2)
-        payloads[2] = speaker.input_gradient(gradient, Backward(number, bench.index + 1, bench.index, EPOCH, 1), tokens, x)
+        payloads[2] = speaker.input_gradient(
+            gradient, Backward(number, bench.index + 1, bench.index, EPOCH, 1), tokens, x
+        )
     return request, payloads
 
 
 def test_a_server_answers_in_the_version_that_came_and_many_versions_go_through_it_at_once():
     async def main():
         async with versioned_bench().running() as bench:
-            asked = [bench.ask(*in_version(bench, number, 2 + number % 2, bench.forward(number))) for number in range(4)]
+            asked = [
+                bench.ask(*in_version(bench, number, 2 + number % 2, bench.forward(number))) for number in range(4)
+            ]
             for number, (answer, payloads) in enumerate(await asyncio.gather(*asked)):
                 assert isinstance(answer, Done)
                 assert bench.edges.codec.version_of(payloads[0]) == 2 + number % 2

@@ -1,4 +1,4 @@
-"""When versions of the frozen embedding are made, spoken and given up, and what a round does to the weights of the first stage."""
+"""When versions of the frozen embedding are made, spoken and given up, and what a round does to the first stage's weights."""
 
 import logging
 

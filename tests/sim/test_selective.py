@@ -1,8 +1,8 @@
 """Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo), on the simulated network.
 
-All share an average. Pipelines begin each round with its projection, around the frozen embedding of the version that is in effect;
-replicas begin with the average itself. Each gradient that counts is that of the model which its passes had: constrained weights
-as they were along its way, or the free ones of a replica.
+All share an average. Pipelines begin each round with its projection, around the frozen embedding of the version that is in
+effect; replicas begin with the average itself. Each gradient that counts is that of the model which its passes had: constrained
+weights as they were along its way, or the free ones of a replica.
 """
 
 import asyncio
@@ -10,13 +10,15 @@ import dataclasses
 import logging
 import runpy
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from farflock.node.constraint import EMBEDDING, ConstrainedReplica
+from farflock.node.constraint import EMBEDDING
 from farflock.node.pipeline_plan import basis_of
 from farflock.node.pipeline_simulation import PipelineWorld, parts
+from farflock.node.stage_requests import Forward, Refused, decode_answer, encode
 from farflock.optimizers.inner import InnerConfig
 
 _AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
@@ -38,7 +40,7 @@ class Selective(Audit):
     """An audit of a mixed run. Members part between rounds, so every pass is held against the weights that it saw; and after
     each round what a member holds is held against the average."""
 
-    close = {"rtol": 1e-9, "atol": 1e-10}
+    close: ClassVar = {"rtol": 1e-9, "atol": 1e-10}
     check_means = False  # rounds are differences of weights
 
     def __init__(self, plan, pipeline, world):
@@ -155,6 +157,7 @@ def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_
     one = audit(servers=2, trainers=2, replicas=1, steps=16).run().check().check_finished()
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
+    assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
     assert not any(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
 
 
@@ -266,8 +269,6 @@ def test_a_replica_is_not_asked_and_refuses_who_asks_it():
     assert replica.work["forward"] == replica.work["backward"] == 0
     assert replica.work["merged"] > 0
     assert [len(servers) for servers in trainer.rolls.serving().stages] == [1, 1, 1]
-    from farflock.node.stage_requests import Forward, Refused, decode_answer, encode
-
     answer = decode_answer(replica.peer.calls.handler.admit("somebody", encode(Forward(0, 0, -1, 0)), (8,)))
     assert isinstance(answer, Refused)
     assert "free" in answer.why
