@@ -18,7 +18,9 @@ import torch
 from farflock.node.constraint import EMBEDDING
 from farflock.node.pipeline_plan import basis_of
 from farflock.node.pipeline_simulation import PipelineWorld, parts
+from farflock.node.seat import encode_state
 from farflock.node.stage_requests import Forward, Refused, decode_answer, encode
+from farflock.node.table_keeper import NAME
 from farflock.optimizers.inner import InnerConfig
 
 _AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
@@ -272,3 +274,23 @@ def test_a_replica_is_not_asked_and_refuses_who_asks_it():
     answer = decode_answer(replica.peer.calls.handler.admit("somebody", encode(Forward(0, 0, -1, 0)), (8,)))
     assert isinstance(answer, Refused)
     assert "free" in answer.why
+
+
+def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
+    one = audit(servers=2, trainers=1, replicas=1, steps=14)
+    look, lied = one._look, []
+
+    def looking(number, node):
+        look(number, node)
+        if number == 0:
+
+            async def lying(slot):
+                version = node._keeper._in_slot(slot)
+                lied.append(version)
+                return encode_state({NAME: torch.zeros_like(one.basis.fixed_VD)}, version, 0)
+
+            node._keeper._offered = lying
+
+    one._look = looking
+    one.run().check().check_finished()
+    assert max(lied) > 2
