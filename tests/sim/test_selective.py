@@ -145,12 +145,16 @@ class Selective(Audit):
         assert seen, "no version was ever made"
 
 
-def audit(servers=1, trainers=1, replicas=1, steps=None, every=1, seed=0, world=None, stages=3, **given):
+DILOCO = ("diloco", {"period": PERIOD, "codec": "fp32", "return_codec": "fp32"})
+SPARSELOCO = ("sparseloco", {"period": PERIOD, "codec": "topk:64/4096"})
+
+
+def audit(servers=1, trainers=1, replicas=1, steps=None, every=1, seed=0, world=None, stages=3, method=DILOCO, **given):
     """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
     total = TOKENS * steps if steps else FOREVER
     around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
-    options = {"period": PERIOD, "codec": "fp32", "return_codec": "fp32"}
-    made = dataclasses.replace(plan(seed, total, rate=SGD.lr, method="diloco", options=options), inner=SGD)
+    name, options = method
+    made = dataclasses.replace(plan(seed, total, rate=SGD.lr, method=name, options=options), inner=SGD)
     cut = pipeline(stages, BATCH, f"subspace:{RANK}+raw,raw", constrain="pipelines", table_every=every, **given)
     return Selective(made, cut, PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around))
 
@@ -161,6 +165,11 @@ def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_
     assert versions >= {1, 2, 3, 4}, versions
     assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
     assert not any(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+
+
+def test_so_it_is_with_the_method_of_the_paper_which_sends_few_values_and_keeps_the_rest():
+    one = audit(steps=12, method=SPARSELOCO).run().check().check_finished()
+    assert max(version for _, _, version in one.spoken) > 3
 
 
 def test_versions_follow_each_other_after_so_many_rounds_and_take_effect_a_round_later():
@@ -186,7 +195,10 @@ def settled(one, sim, rounds):
     return sim.settled and min(map(rounds_of, [one] * 3, range(3))) >= rounds
 
 
-@pytest.mark.parametrize("victims", [(0, 4), (1, 3), (8, 2)])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)])
 def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versions(victims):
     """Of stages 0 and 1 in turn, 2, and the replica; each is away for about three versions."""
     one = audit(servers=2, trainers=2, replicas=1)
@@ -209,7 +221,7 @@ def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versi
     assert fallen == sorted(fallen), "who came back spoke a former version"
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=LONG)])
 def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_hold(replicas):
     one = audit(servers=2, trainers=1, replicas=replicas)
     one.begun_anew = True
@@ -294,3 +306,18 @@ def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
     one._look = looking
     one.run().check().check_finished()
     assert max(lied) > 2
+
+
+def mixed_with_churn(seed):
+    one = audit(servers=3, trainers=2, replicas=2, steps=40, every=1 + seed % 3, seed=seed, world={"churn_s": 5.0})
+    one.run().check().check_finished()
+    assert one.tale.kills > 2
+    assert max(version for _, _, version in one.spoken) > 4
+    return one
+
+
+@LONG
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(12))
+def test_under_churn_everything_holds(seed):
+    mixed_with_churn(seed)
