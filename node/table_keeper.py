@@ -103,12 +103,22 @@ class TableKeeper:
     async def run(self) -> None:
         """Download and hand on, for ever."""
         for slot in range(self._tables.turns.most):
-            offered, version = partial(self._offered, slot), partial(self._in_slot, slot)
-            self._peer.snapshots.serve(f"{NAME}/{slot}", offered, version)
-        while True:
-            await asyncio.gather(*map(self._fetch, self._tables.lacking(self._applied())))
-            await self._compute(self._tidy)
-            await asyncio.sleep(LOOK_EVERY_S)
+            self._peer.snapshots.serve(f"{NAME}/{slot}", partial(self._offered, slot), partial(self._in_slot, slot))
+        downloads: dict[int, asyncio.Task[bool]] = {}  # by slot: one that nobody has is not to hold up the others
+        try:
+            while True:
+                for version in self._tables.lacking(self._applied()):
+                    slot = version % self._tables.turns.most
+                    if slot in downloads and downloads[slot].done():
+                        downloads.pop(slot).result()
+                    if slot not in downloads:
+                        downloads[slot] = asyncio.ensure_future(self._fetch(version))
+                await self._compute(self._tidy)
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            for download in downloads.values():
+                download.cancel()
+            await asyncio.gather(*downloads.values(), return_exceptions=True)
 
     def _tidy(self) -> None:
         applied = self._applied()

@@ -134,6 +134,23 @@ def test_who_never_answers_is_not_waited_for_and_another_stage_has_it_too(world)
     assert one.asked == [("table/2", 0, 2), ("table/2", 2, 2)], "nobody serves stage 1"
 
 
+def test_a_version_that_nobody_has_holds_up_no_other(world):
+    one = world(0)
+
+    async def main():
+        task = asyncio.create_task(one.keeper.run())
+        await asyncio.sleep(1)
+        one.rounds.at = 1
+        one.there[0, "table/3"] = offer(3)
+        await asyncio.sleep(2.2 * FIND_TIMEOUT_S)
+        assert one.tables.table(2) is None
+        assert torch.equal(one.tables.table(3), table(3))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
