@@ -50,7 +50,8 @@ class ActivationContext:
     `shape` is (B, L, D) of values of `dtype`; `samples` are the ids of the B sequences, `tokens` their integer ids (B, L),
     both only where a codec needs them. `edge` names the directed pair of peers or stages, `epoch` the optimizer step.
     `arrived`, for a gradient, is the activation as `decode` gave it, which both ends know: its zeros are the forward mask.
-    `ValueError` for what cannot be, before memory is taken for it.
+    `version` is the sender's own choice of what both ends share, for codecs that have several; a receiver reads it off the
+    payload. `ValueError` for what cannot be, before memory is taken for it.
     """
 
     shape: tuple[int, int, int]
@@ -63,6 +64,7 @@ class ActivationContext:
     epoch: int = 0
     run_seed: int = 0
     arrived: Tensor | None = None
+    version: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != 3 or min(self.shape) < 0 or math.prod(self.shape) > MAX_VALUES:

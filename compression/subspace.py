@@ -58,7 +58,7 @@ ROWS = 2048  # of a tensor that are projected at once; another number gives othe
 MOST_PASSES = 3  # the first one is enough, but for a tensor whose rounding sums up in one place
 LARGEST = 2.0**60  # magnitudes of coordinates that are taken, so that their products with the basis stay finite
 
-_STAMP = struct.Struct("<I8s")  # version, first bytes of the digest
+STAMP = struct.Struct("<I8s")  # version, first bytes of the digest
 _HEAD = struct.Struct("<IIIII")  # version, D, K, V, L
 
 
@@ -373,7 +373,7 @@ class Subspace:
     def _write(
         self, codec: Codec | None, basis: Basis, inside_NK: Tensor, ctx: ActivationContext, out: bytearray
     ) -> int:
-        payload = bytearray(_STAMP.pack(basis.version, basis.digest[:8]))
+        payload = bytearray(STAMP.pack(basis.version, basis.digest[:8]))
         limit = min(LARGEST, torch.finfo(ctx.dtype).max)
         inside = inside_NK.clamp(-limit, limit).reshape(-1)
         if codec is None:
@@ -387,7 +387,7 @@ class Subspace:
         """The basis that the stamp names, and the coordinates (N, K)."""
         count = self._coordinates(ctx)
         require_length(payload, self.max_bytes(ctx), f"{self.name} for {ctx.shape}")
-        version, digest = _STAMP.unpack_from(payload)
+        version, digest = STAMP.unpack_from(payload)
         held = self._held(ctx.epoch)
         basis = next((one for one in held if (one.version, one.digest[:8]) == (version, digest)), None)
         if basis is None:
@@ -397,10 +397,10 @@ class Subspace:
                 " record names, or let the sender take one that is held"
             )
         if codec is None:
-            inside = values_at(payload, _STAMP.size, count, ctx.dtype)
+            inside = values_at(payload, STAMP.size, count, ctx.dtype)
         else:
             inside = torch.empty(count)
-            codec.decode(memoryview(payload)[_STAMP.size :], ctx.flat(), inside)
+            codec.decode(memoryview(payload)[STAMP.size :], ctx.flat(), inside)
         if count and not float(inside.abs().amax()) <= 2 * LARGEST:
             raise CorruptPayload(f"a coordinate of {self.name} is above 2^61, or none at all")
         return basis, inside.view(-1, basis.rank).to(_wide(ctx.dtype))
@@ -425,7 +425,7 @@ class Subspace:
 def payload_bytes(rank: int, codec: Codec | None, ctx: ActivationContext) -> int:
     """Bytes of a payload with so many coordinates a position."""
     count = ctx.shape[0] * ctx.shape[1] * rank
-    return _STAMP.size + (count * ctx.dtype.itemsize if codec is None else codec.max_bytes(count))
+    return STAMP.size + (count * ctx.dtype.itemsize if codec is None else codec.max_bytes(count))
 
 
 def _named(codec: Codec | None) -> str:

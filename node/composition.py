@@ -7,7 +7,8 @@ Some say what any such pipeline needs (codecs that remember need pinned routes; 
 where the loss is; stages that change places are alike), others what our own books need. What holds by how things are built has
 no rule: every stage divides by its own count; servers refuse what comes rounds too late; models have no dropout; a recovery
 changes its own stage alone, and takes equal shapes alone (node/recovery.py); and of codecs whose ends share parameters these
-are made from the run's seed, in one version, and weights are projected by whatever writes them (node/constraint.py).
+are made from the run's seed, or agreed upon in a version that each payload names (node/table_versions.py), and weights are
+projected by whatever writes them (node/constraint.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths import Microbatch, PathPolicy
 from farflock.swarm.payloads import MAX_PAYLOAD_BYTES
 
+APART = frozenset({"diloco", "sparseloco"})  # methods whose average is kept apart from the weights that are trained
 LOOKED_AT = 64  # microbatches of each of two lanes, whose paths are tried; of planned ones whole rounds of them
 
 Breach = tuple[str, str]  # why it cannot be, and what to do
@@ -212,6 +214,31 @@ def _payloads(parts: Parts) -> Breach | None:
                 f"a microbatch's {direction} payload has {size:,} bytes, a call carries {MAX_PAYLOAD_BYTES:,}",
                 remedy,
             )
+    return None
+
+
+def _free_replicas(parts: Parts) -> Breach | None:
+    """Where full replicas leave the subspace, all share an average that is nobody's own weights, and what pipelines make of it
+    follows from it alone."""
+    pipeline, method = parts.pipeline, parts.plan.method
+    if pipeline.constrain == "all":
+        why = f"table_every is {pipeline.table_every}, and the frozen embedding stays as it is where all keep to it"
+        return (why, "set constrain to pipelines, or leave table_every out") if pipeline.table_every else None
+    if subspace_terms(pipeline.codec) is None:
+        why = f"constrain is pipelines, and codec {pipeline.codec} asks nothing of weights"
+        return why, "choose a codec subspace:K, or leave constrain out"
+    if method not in APART:
+        why = (
+            f"with method {method} members share the weights that they train, and those of pipelines would be projected"
+        )
+        return why, f"choose {' or '.join(sorted(APART))}, or constrain all"
+    if pipeline.asynchronous is not None:
+        why = (
+            "passes at former weights would need the frozen embedding of each, and versions of it last for a few rounds"
+        )
+        return why, "leave pipeline.asynchronous out, or constrain all"
+    if not pipeline.table_every:
+        return "table_every is 0, and averages lead the embedding out of the subspace", "set it to 1 or more"
     return None
 
 
@@ -412,6 +439,7 @@ RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
     "room for samples": _room_for_samples,
     "shared basis": _shared_basis,
     "payload": _payloads,
+    "free replicas": _free_replicas,
     "first stage": _first_stage,
     "last stage": _last_stage,
     "every stage": _every_stage,

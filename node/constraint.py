@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from farflock.compression.subspace import Basis, project, settled
+from farflock.compression.subspace import Basis, project
 from farflock.node.model import Llama
 from farflock.node.replica import PlainReplica
 from farflock.node.stage import Gradients, Stage
@@ -73,17 +73,20 @@ class Constraint:
         last = gradient.movedim(self.dims[name], -1)
         return ((last @ columns_DK) @ columns_DK.T).movedim(-1, self.dims[name])
 
-    def drifted(self, table_VD: Tensor) -> tuple["Constraint", Tensor]:
-        """Where only pipelines are constrained and averages with free replicas are not: the constraint of the next version, and
-        the embedding that goes with it, for one that the outer step led out of E_fix + subspace.
+    def after(self, basis: Basis) -> "Constraint":
+        """The same with another version of the basis."""
+        return replace(self, basis=basis)
 
-        T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and 4): the table stays,
-        but for rounding, and all peers of the pipeline need the new T_⊥.
-        """
-        fixed_VD = self.basis.fixed_VD
-        inside_VD, fixed_VD = settled(table_VD.double() - fixed_VD.double(), fixed_VD, self.basis.exact_DK)
-        basis = Basis(self.basis.version + 1, self.basis.columns_DK, fixed_VD, self.basis.fixed_LD)
-        return replace(self, basis=basis), (inside_VD + fixed_VD.double()).to(table_VD.dtype)
+
+def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
+    """Where only pipelines are constrained and averages with free replicas are not: the version of the basis that takes in what
+    led the averaged embedding out of E_fix + span(U).
+
+    T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and 4). Only their sum, the
+    table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ = the whole table, T_S = 0: without arithmetic,
+    so with the same bits everywhere. `ValueError` for a table that is not finite.
+    """
+    return Basis(version, basis.columns_DK, table_VD.detach().to("cpu", torch.float32, copy=True), basis.fixed_LD)
 
 
 class ConstrainedStage(Stage):
@@ -106,6 +109,19 @@ class ConstrainedReplica(PlainReplica):
     ) -> None:
         super().__init__(module, inner, clip_norm)
         self._constraint = constraint
+
+    @property
+    def constraint(self) -> Constraint:
+        """What its weights keep to."""
+        return self._constraint
+
+    def follow(self, constraint: Constraint) -> None:
+        """Keep to another version from now on; what is there already is projected by `settle`, or when it is written next."""
+        self._constraint = constraint
+
+    def settle(self) -> None:
+        """Project all weights."""
+        self._keep(self._slots.parameters)
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
         """As `PlainReplica.write`; weights are then projected."""

@@ -23,9 +23,10 @@ from farflock.node.policies import SWAP, lane_of, policy_of
 from farflock.node.rebalancer import Rebalancer
 from farflock.node.stage_assembly import Assembly, Means
 from farflock.node.stage_beginning import SETTLE_S, Beginning, Serving
-from farflock.node.stage_dispatch import Dispatch
+from farflock.node.stage_dispatch import Closed, Dispatch
 from farflock.node.stage_rolls import Rolls, StreamName
 from farflock.node.stage_tensors import shapes_of
+from farflock.node.table_keeper import TableKeeper, keeper_of
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainer import Trainer, TrainerTerms, first_number
 from farflock.optimizers.catalog import method
@@ -61,19 +62,20 @@ class PipelineNode:
         self._began_s = 0.0
         stages = range(len(pipeline.stages))
         self._streams = {index: self._stream_of(index) for index in stages}
-        assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY)
+        self._keeper = self._tables() if stage != NOTHING else None
+        assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY, self._keeper)
         self.servings = tuple(
             assembly.serving(index, self._specimens_of(index)[0], self._courier(index))
             for index in stages
             if stage in (index, EVERY)
         )
         if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
-            peer.calls.handler = Dispatch({serving.index: serving.server for serving in self.servings})
+            peer.calls.handler = self._handler()
         for serving in self.servings:
             if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
                 serving.loop.step = serving.trainee.joined_at = before.step
         self._others = [index for index in stages if stage not in (index, EVERY)]
-        self.rolls = Rolls(peer, self._streams)
+        self.rolls = Rolls(peer, self._streams, whole=pipeline.constrain == "all")
         self.trainer = self._trainer(tokens) if tokens is not None else None
 
     # beginning
@@ -108,8 +110,9 @@ class PipelineNode:
         pipeline, report = self.pipeline, self._means.report
         copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
         versioned = pipeline.asynchronous is not None
+        keeper = self._keeper if index in (0, self._stage) else None  # a full replica asks once
         return Beginning(
-            self.plan, pipeline.stages, serving, specimens, saved, look_on, report, copied, swapping, versioned
+            self.plan, pipeline.stages, serving, specimens, saved, look_on, report, copied, swapping, versioned, keeper
         )
 
     def _look_on(self) -> None:
@@ -194,6 +197,8 @@ class PipelineNode:
             names = {index: stream.name for index, stream in self._streams.items()}
             terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
             serve += [EndCopies(self.peer, each, *terms).run() for each in self.servings]
+        if self._keeper is not None:
+            serve.append(self._keeper.run())
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))
@@ -248,6 +253,16 @@ class PipelineNode:
             self.trainer.stopping = True
 
     # putting together
+
+    def _tables(self) -> TableKeeper | None:
+        pipeline, stream = self.pipeline, self._streams[0].name
+        terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
+        return keeper_of(self._edges.codec, pipeline.turns, self.peer, *terms)
+
+    def _handler(self) -> Dispatch | Closed:
+        if self._stage == EVERY and self.pipeline.constrain == "pipelines":
+            return Closed("this peer trains a model that is free: ask one that serves a stage of a pipeline")
+        return Dispatch({serving.index: serving.server for serving in self.servings})
 
     def _trainer(self, tokens: Tokens) -> Trainer | FullTrainer:
         plan, me = self.plan, self.peer.me

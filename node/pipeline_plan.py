@@ -5,13 +5,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from farflock.compression.activation_catalog import activation_codec, subspace_terms
 from farflock.compression.aqsgd import AqSgd
-from farflock.compression.subspace import Basis
+from farflock.compression.subspace import OVERLAP_EPOCHS, Basis, Subspace
+from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model import Llama
 from farflock.node.participant import Plan
 from farflock.node.policies import shares_of
@@ -20,10 +22,13 @@ from farflock.node.run_basis import require_digest, run_basis
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_server import ServerTerms
 from farflock.node.stage_versions import Asynchronous
+from farflock.node.table_versions import Turns
 from farflock.node.trainer import TrainerTerms
 from farflock.optimizers.method import Tensors, What
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.skipping import Plan as Paths
+
+Constrained = Literal["all", "pipelines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,9 @@ class PipelinePlan:
     group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
     activation codec's, `basis` the digest of what all peers share for it, if the manifest names one. After every
     `end_copies` rounds, if any, the stages beside the ends copy what those hold besides layers. Of a codec that remembers
-    samples each end of an edge holds at most `cache_bytes` of values."""
+    samples each end of an edge holds at most `cache_bytes` of values. `constrain` says whether full replicas keep to the
+    codec's subspace too; where only pipelines do, the frozen embedding has a new version after every `table_every` rounds of
+    the first stage."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -46,6 +53,16 @@ class PipelinePlan:
     cache_bytes: int | None = None  # the codec's own bound
     asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
     paths: Paths | None = None  # which policy `planned` follows
+    constrain: Constrained = "all"
+    table_every: int = 0
+
+    @property
+    def turns(self) -> Turns | None:
+        """When the frozen embedding changes; None where it stays as it is. A version is read as long as forward passes that it
+        set out with may be."""
+        if self.constrain == "all":
+            return None
+        return Turns(self.table_every, max(OVERLAP_EPOCHS, self.server.staleness + 1))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -98,11 +115,13 @@ def clip_of(plan: Plan, stage: Llama) -> float | None:
 
 
 def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
-    """What all peers of a run know of the edges between its stages."""
+    """What all peers of a run know of the edges between its stages; the codec may be one that learns new versions."""
     config = plan.model
     codec = activation_codec(pipeline.codec, basis=basis_of(plan, pipeline))
     if isinstance(codec, AqSgd) and pipeline.cache_bytes is not None:
         codec = replace(codec, max_cache_bytes=pipeline.cache_bytes)
+    if pipeline.turns is not None and isinstance(codec, Subspace):
+        codec = SubspaceVersions(codec)
     return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype)
 
 

@@ -24,7 +24,7 @@ from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
 from farflock.node.nearest import nearest
 from farflock.node.participant import Plan
-from farflock.node.pipeline_plan import PipelinePlan
+from farflock.node.pipeline_plan import Constrained, PipelinePlan
 from farflock.node.planned_paths import PathTerms, fill_plan, plan_of_texts, require_plan
 from farflock.node.policies import NAMES, UnknownPolicy, policy_of
 from farflock.node.run_basis import run_basis
@@ -43,6 +43,7 @@ from farflock.swarm.swapping import BadSwap
 METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual one syncs in pairs
 BATCH = 16
 CACHE_BYTES = 1 << 28  # of samples' values at each end of an edge, unless a manifest says otherwise
+TABLE_EVERY = 4  # rounds
 _SERVER, _TRAINER = ServerTerms(), TrainerTerms()
 
 Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -74,7 +75,11 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
     `window` microbatches are on their way and `kept` are there in all, and it asks somebody else after `forward_timeout_s` and
     `backward_timeout_s`. After every `end_copies` rounds, if that is not 0, servers of the stages beside the first and the last
-    copy the embedding, or the norm and the head, which nothing else could restore."""
+    copy the embedding, or the norm and the head, which nothing else could restore.
+
+    `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines` alone, while full replicas train
+    freely beside them. Then the frozen part of the embedding is taken anew from the average after every `table_every` rounds of
+    the first stage (docs/decisions/019), and all servers download it."""
 
     stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     batch: Microbatches = BATCH
@@ -93,6 +98,8 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
     backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
     asynchronous: AsynchronousTerms | None = None  # backward passes use the weights that are there
+    constrain: Constrained = "all"
+    table_every: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     plan: PathTerms | None = None  # paths for policy `planned`
 
 
@@ -111,6 +118,8 @@ def fill_pipeline(table: dict[str, Any]) -> None:
         pipeline["basis"] = digest
     if "cache_bytes" not in pipeline and _remembers(pipeline.get("codec")):
         pipeline["cache_bytes"] = CACHE_BYTES
+    if pipeline.get("constrain") == "pipelines":
+        pipeline = {"table_every": TABLE_EVERY} | pipeline
     asynchronous, staleness = pipeline.get("asynchronous"), pipeline.get("staleness", _SERVER.staleness)
     if isinstance(asynchronous, dict) and "versions" not in asynchronous and isinstance(staleness, int):
         pipeline["asynchronous"] = {"versions": min(max(staleness + 1, 1), MAX_VERSIONS)} | asynchronous
@@ -180,6 +189,8 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         cache_bytes=terms.cache_bytes,
         asynchronous=Asynchronous(late.versions, late.correction, late.gone) if (late := terms.asynchronous) else None,
         paths=None if terms.plan is None else plan_of_texts(terms.plan.lanes),
+        constrain=terms.constrain,
+        table_every=terms.table_every,
     )
 
 

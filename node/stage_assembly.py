@@ -24,6 +24,7 @@ from farflock.node.stage_edges import Edges
 from farflock.node.stage_server import Pass, StageServer
 from farflock.node.stage_trainee import Batch, StageTrainee, gated
 from farflock.node.stage_versions import Versions, versions_of
+from farflock.node.table_keeper import TableKeeper
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange
 from farflock.swarm.peer import Peer
@@ -44,7 +45,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Puts the servers of one node together. `whole`: it serves all stages."""
+    """Puts the servers of one node together. `whole`: it serves all stages. `keeper` is there where the codec's frozen
+    embedding changes."""
 
     plan: Plan
     pipeline: PipelinePlan
@@ -52,6 +54,7 @@ class Assembly:
     means: Means
     edges: Edges
     whole: bool
+    keeper: TableKeeper | None = None
 
     def serving(self, index: int, first: Exchange, courier: Courier) -> Serving:
         """The server of a stage; `first` is like the exchanges of the stream that says which microbatches count."""
@@ -76,7 +79,9 @@ class Assembly:
             report=lambda fields: means.report("delay", {"stage": index, **fields}),
         )
         server = self._server(index, stage, staleness, applied, versions)
-        seat = Seat(peer, driver, courier, means.compute, index, server)
+        versioned = index == 0 and self.keeper is not None
+        books = self.keeper.at_first(server, driver, applied) if versioned and self.keeper else server
+        seat = Seat(peer, driver, courier, means.compute, index, books)
         trainee = StageTrainee(server, stage, replica, of_share(plan.schedule, share), self.edges.tokens, summing)
         trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
         tokens, name = int(self.pipeline.batch_tokens * share), f"{stream}/{index}"
@@ -115,7 +120,8 @@ class Assembly:
         return with_stage
 
     def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica, torch.optim.Optimizer]:
-        """With initial weights, constrained ones where the codec asks for that; and the inner optimizer."""
+        """With initial weights, constrained ones where the codec asks for that; and the inner optimizer. A full replica may be
+        free to leave what all begin with."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
@@ -123,7 +129,7 @@ class Assembly:
         if constraint is not None:
             constraint.begin(model)
         inner, clip = plan.inner.build(model), clip_of(plan, model)
-        if constraint is None:
+        if constraint is None or (self.whole and self.pipeline.constrain == "pipelines"):
             return Stage(model), PlainReplica(model, inner, clip), inner
         return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint), inner
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from farflock.node.stage_requests import BadRequest, decode_request
+from farflock.node.stage_requests import BadRequest, Refused, decode_request, encode
 from farflock.node.stage_server import StageServer
 from farflock.swarm.links import PeerId
 from farflock.swarm.serving import Reply
@@ -28,3 +28,18 @@ class Dispatch:
             return self._servers.get(decode_request(request).stage, self._first)
         except BadRequest:
             return self._first
+
+
+class Closed:
+    """The handler of calls of a node that serves no passes, for this reason."""
+
+    def __init__(self, why: str) -> None:
+        self._refusal = encode(Refused(why))
+
+    def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes:
+        """Refuse it."""
+        return self._refusal
+
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+        """Refuse it: nothing was admitted."""
+        return Reply(self._refusal)

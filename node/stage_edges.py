@@ -13,6 +13,7 @@ from torch import Tensor
 
 from farflock.compression.activation import ActivationCodec, ActivationContext, Direction
 from farflock.compression.subspace import id_bytes, pack_tokens, unpack_tokens
+from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.stage_requests import Backward, Forward
 
 
@@ -51,19 +52,23 @@ class Edges:
         """Token ids of a payload; `CorruptPayload` for anything else."""
         return unpack_tokens(payload, self.batch, self.seq, self.vocabulary)
 
-    def output(self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor) -> bytes:
-        """The payload of a stage's output."""
+    def output(self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None = None) -> bytes:
+        """The payload of a stage's output, in the version of the codec that the payload of its input `came` in."""
         out = bytearray()
-        self.codec.encode(y_BLD, self._context("forward", request.stage, request, tokens_BL), out)
+        context = self._context("forward", request.stage, request, tokens_BL, version=self._version_of(came))
+        self.codec.encode(y_BLD, context, out)
         return bytes(out)
 
     def input(self, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
         """The stage's input, as `output` of the request's source made it."""
         return self.codec.decode(payload, self._context("forward", request.source, request, tokens_BL))
 
-    def input_gradient(self, grad_BLD: Tensor, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor) -> bytes:
-        """The payload of the gradient of a stage's input, which arrived as `arrived_BLD`."""
-        context = self._context("backward", request.source, request, tokens_BL, arrived_BLD)
+    def input_gradient(
+        self, grad_BLD: Tensor, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor, came: bytes | None = None
+    ) -> bytes:
+        """The payload of the gradient of a stage's input, which `came` as this payload and arrived as `arrived_BLD`."""
+        version = self._version_of(came)
+        context = self._context("backward", request.source, request, tokens_BL, arrived_BLD, version)
         out = bytearray()
         self.codec.encode_grad(grad_BLD, context, out)
         return bytes(out)
@@ -89,6 +94,11 @@ class Edges:
         """Whether the codec sends what changed since a sample's last visit (node/sample_memory.py)."""
         return self.codec.scope == "edge_sample"
 
+    def _version_of(self, came: bytes | None) -> int | None:
+        """The version that a payload is in, where the codec has several."""
+        codec = self.codec
+        return codec.version_of(came) if isinstance(codec, SubspaceVersions) and came is not None else None
+
     def _context(
         self,
         direction: Direction,
@@ -96,6 +106,7 @@ class Edges:
         request: Forward | Backward,
         tokens_BL: Tensor,
         arrived_BLD: Tensor | None = None,
+        version: int | None = None,
     ) -> ActivationContext:
         return ActivationContext(
             (self.batch, self.seq, self.dim),
@@ -107,4 +118,5 @@ class Edges:
             epoch=max(request.epoch, 0),
             run_seed=self.run_seed,
             arrived=arrived_BLD,
+            version=version,
         )

@@ -13,6 +13,7 @@ from farflock.swarm import axes
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths import Serving
 from farflock.swarm.peer import Peer
+from farflock.swarm.roles import EVERY
 from farflock.swarm.staging import Key
 from farflock.swarm.views import Member, View
 from farflock.swarm.wiring import Announced
@@ -45,10 +46,11 @@ class StreamName:
 
 
 class Rolls:
-    """As one trainer sees them. `streams` are those of the stages, in order."""
+    """As one trainer sees them. `streams` are those of the stages, in order; `whole` says whether full replicas serve passes of
+    others."""
 
-    def __init__(self, peer: Peer, streams: Mapping[int, StreamName]) -> None:
-        self._peer, self._streams = peer, dict(streams)
+    def __init__(self, peer: Peer, streams: Mapping[int, StreamName], *, whole: bool = True) -> None:
+        self._peer, self._streams, self._whole = peer, dict(streams), whole
         self._heard = {stage: stream.first for stage, stream in streams.items()}  # the next round to hear of
         self._view = -1  # the number of the last view that was looked at
         self._leaving: list[tuple[int, Server, int]] = []  # stage, who, the first round without it
@@ -75,15 +77,18 @@ class Rolls:
 
     def serving(self) -> Serving:
         """Who serves which stage and is not known to be gone; the same object as long as nothing changes."""
-        port, view = self._peer.port, self._peer.port.views.newest
+        view = self._peer.port.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
-        alive = [[member for member in members if not port.gone(view, member.peer)] for members in listed]
+        alive = [[member for member in members if self._is_asked(view, member)] for members in listed]
         mark = (view.hash, *(tuple(member.peer for member in members) for members in alive))
         if self._serving is None or self._serving[0] != mark:
             stages = tuple(tuple(self._announced(member) for member in members) for members in alive)
             seniority = tuple(tuple(member.peer for member in members) for members in listed)
             self._serving = (mark, Serving(view.number, stages, seniority))
         return self._serving[1]
+
+    def _is_asked(self, view: View, member: Member) -> bool:
+        return not self._peer.port.gone(view, member.peer) and (self._whole or member.stage != EVERY)
 
     def at(self, stage: int, peer: PeerId) -> Server | None:
         """The life of this peer that serves the stage now."""

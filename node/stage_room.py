@@ -43,6 +43,8 @@ def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
     terms = subspace_terms(pipeline.codec)
     shared = basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
     remembered = (2 - (span.start == 0) - _is_last(plan, span)) * (pipeline.cache_bytes or 0)
+    if pipeline.turns is not None:  # each version, and once more as it is handed on
+        shared += 2 * pipeline.turns.most * 4 * plan.model.vocab_size * plan.model.dim
     copies = VALUES + server.places + _kept_copies(pipeline)
     return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared + remembered
 

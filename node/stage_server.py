@@ -17,6 +17,7 @@ from torch import Tensor
 
 from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
+from farflock.compression.subspace_versions import Superseded
 from farflock.node import notes
 from farflock.node.sample_memory import NotHeld, ServerMemory, misfit
 from farflock.node.stage import Stage, Staged
@@ -293,19 +294,19 @@ class StageServer:
             self.served["forward"] += 1
             _resolve(job.reply, Reply(encode(answer), (output,) if isinstance(output, bytes) else ()))
 
-    def _forward_at(self, jobs: list[_Job]) -> tuple[list[bytes | Unread], Version | None]:
+    def _forward_at(self, jobs: list[_Job]) -> tuple[list[bytes | Unread | Stale], Version | None]:
         """The forward passes, and the version of the weights that they are of."""
         if self._versions is None:
             return self._forward_all(jobs), None
         with self._versions.using(None):
             return self._forward_all(jobs), self._versions.newest
 
-    def _forward_all(self, jobs: list[_Job]) -> list[bytes | Unread]:
+    def _forward_all(self, jobs: list[_Job]) -> list[bytes | Unread | Stale]:
         """One pass for all; what cannot be read is refused by itself."""
-        read: list[tuple[Tensor, Tensor] | Unread] = [self._read(job) for job in jobs]
+        read: list[tuple[Tensor, Tensor] | Unread | Stale] = [self._read_or_stale(job) for job in jobs]
         inputs = [entry[1] for entry in read if isinstance(entry, tuple)]
         outputs = iter(torch.split(self._stage.forward(torch.cat(inputs)), self._edges.batch) if inputs else ())
-        replies: list[bytes | Unread] = []
+        replies: list[bytes | Unread | Stale] = []
         for job, entry in zip(jobs, read, strict=True):
             if not isinstance(entry, tuple):
                 replies.append(entry)
@@ -320,10 +321,21 @@ class StageServer:
         assert isinstance(job.request, Forward)
         if self._memory is not None:
             return self._memory.output(job.caller, y_BLD, job.request)
-        return self._edges.output(y_BLD, job.request, tokens_BL)
+        return self._edges.output(y_BLD, job.request, tokens_BL, self._came(job))
+
+    def _came(self, job: _Job) -> bytes | None:
+        """The payload of the stage's input, but of tokens."""
+        return None if self._stage.is_first else job.payloads[1]
+
+    def _read_or_stale(self, job: _Job) -> tuple[Tensor, Tensor] | Unread | Stale:
+        """Of a forward pass; what came in a version that is over is to set out anew."""
+        try:
+            return self._read(job)
+        except Superseded:
+            return Stale(self._applied())
 
     def _read(self, job: _Job) -> tuple[Tensor, Tensor] | Unread:
-        """The token ids, and the stage's input."""
+        """The token ids, and the stage's input. `Superseded` if that is in a version which nobody reads any more."""
         try:
             tokens_BL = self._edges.unpack(job.payloads[0])
             if self._stage.is_first:
@@ -333,6 +345,8 @@ class StageServer:
             return tokens_BL, self._edges.input(job.payloads[1], job.request, tokens_BL)
         except NotHeld as lacking:
             return Lacks(lacking.rows)
+        except Superseded:
+            raise
         except (CorruptPayload, Incompatible) as error:
             return Refused(str(error)[:200])
 
@@ -365,7 +379,10 @@ class StageServer:
         """The backward pass at the weights that it names, and their version."""
         assert isinstance(job.request, Backward)
         if self._versions is None:
-            return self._backward_one(job), None
+            try:
+                return self._backward_one(job), None
+            except Superseded:  # its stages before count it, or others do
+                return Gone(self._applied(), late=True), None
         version = job.request.version or self._versions.newest
         try:
             with self._versions.using(version):
@@ -383,7 +400,9 @@ class StageServer:
             back = self._stage.backward(x, self._outside(job, request, tokens_BL))
             payloads: tuple[bytes, ...] = ()
             if back.input_gradient is not None:
-                payloads = (self._edges.input_gradient(back.input_gradient, request, tokens_BL, x),)
+                payloads = (self._edges.input_gradient(back.input_gradient, request, tokens_BL, x, self._came(job)),)
+        except Superseded:
+            raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return Refused(str(error)[:200])
         if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):

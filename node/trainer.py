@@ -349,7 +349,7 @@ class Trainer:
         whole = len(reply) == (0 if parcel.source(stage) < 0 else 1)
         if not isinstance(answer, Done) or not whole or answer.life != server.life:
             self._ledger.silent(place, attempt)
-            if isinstance(answer, Gone) and version is not None:
+            if isinstance(answer, Gone) and (version is not None or answer.late):
                 self._lacks(parcel, stage, answer, version)
             return None
         if not self._ledger.replied(place, server.name, answer.attempt):
@@ -363,14 +363,15 @@ class Trainer:
             self._report("loss", {"number": number, "loss": answer.loss_sum / self._edges.tokens})
         return reply[0] if reply else b""
 
-    def _lacks(self, parcel: _Parcel, stage: int, answer: Gone, version: Version) -> None:
-        """A server has not got the weights of the forward pass. If no other has, the last stage counts this microbatch already,
-        so that it cannot begin anew: the rest of it is dropped, or differentiated at other weights."""
-        if not answer.late:
+    def _lacks(self, parcel: _Parcel, stage: int, answer: Gone, version: Version | None) -> None:
+        """A server has not got the weights of the forward pass, or what its payload is written with. If no other has, the last
+        stage counts this microbatch already, so that it cannot begin anew: the rest of it is dropped, or differentiated at
+        other weights."""
+        if version is not None and not answer.late:
             parcel.lacked[stage] += answer.round >= version.round  # else it has yet to come there
             if parcel.lacked[stage] < ASKED_IN_VAIN * max(len(self._rolls.serving().stages[stage]), 1):
                 return
-        if self._terms.gone == "newest":
+        if version is not None and self._terms.gone == "newest":
             del parcel.versions[stage]
             return
         before = [known for known in parcel.order[: parcel.order.index(stage)] if known not in parcel.outside]

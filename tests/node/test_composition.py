@@ -64,12 +64,15 @@ def parts(
     inner=InnerConfig(),  # noqa: B008 - a constant
     cache_bytes=None,
     batch_size=2,
+    constrain="all",
+    table_every=0,
     **plan,
 ):
     run = Plan(1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": batch_size, "seq": 8} | plan))
     trainer, server = TrainerTerms(window=window, kept=kept), ServerTerms(staleness=staleness)
     called = policy if isinstance(policy, str) else "planned"
     terms = {"end_copies": end_copies, "asynchronous": late, "cache_bytes": cache_bytes}
+    terms |= {"constrain": constrain, "table_every": table_every}
     cut, tokens = split(MODEL, sizes), batch * run.batch * run.seq
     pipeline = PipelinePlan(cut, tokens, codec, called, server, trainer, **terms)
     made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
@@ -113,6 +116,14 @@ def test_a_codec_that_remembers_fits_pinned_routes_samples_that_come_again_and_r
     require_composable(parts(**{**SEEN, "codec": "aqsgd8,hadamard8", "samples": 62, "cache_bytes": 512}))
 
 
+FREE = {"name": "diloco", "options": {"period": 4}, "codec": "subspace:4", "constrain": "pipelines", "table_every": 2}
+
+
+@pytest.mark.parametrize("given", [{}, {"name": "sparseloco"}, {"policy": "skip:3"}, {"table_every": 1}])
+def test_free_replicas_beside_constrained_pipelines_are_not_refused(given):
+    require_composable(parts(**(FREE | given)))
+
+
 def test_a_pipeline_of_one_stage_is_one():
     require_composable(parts(sizes=(6,)))
 
@@ -147,6 +158,12 @@ BROKEN = [  # rule, what breaks it, what the refusal says, what it offers
     ("room for samples", {"cache_bytes": 512}, "codec int8 remembers nothing", "leave pipeline.cache_bytes out"),
     ("shared basis", {"codec": "subspace:9"}, "9 numbers for 16", "subspace:8 or less"),
     ("shared basis", {"codec": "subspace:9999+int8,raw"}, "9999 numbers for 16", "subspace:8 or less"),
+    ("free replicas", FREE | {"codec": "int8"}, "codec int8 asks nothing of weights", "codec subspace:K"),
+    ("free replicas", FREE | {"name": "ddp", "options": {}}, "with method ddp members share", "diloco or sparseloco"),
+    ("free replicas", FREE | {"name": "demo", "options": {}}, "with method demo members share", "constrain all"),
+    ("free replicas", FREE | {"late": Asynchronous(2)}, "passes at former weights", "leave pipeline.asynchronous out"),
+    ("free replicas", FREE | {"table_every": 0}, "table_every is 0", "set it to 1 or more"),
+    ("free replicas", {"table_every": 3}, "table_every is 3", "set constrain to pipelines"),
     ("first stage", {"policy": skipping((1, 2, 3))}, "stages [1, 2, 3]", "begin with stage 0"),
     ("first stage", {"policy": Ordered((0, 1, 2, 3), (1, 0, 2, 3))}, "stages [1, 0, 2, 3]", "begin with stage 0"),
     ("first stage", {"policy": Ordered(())}, "stages []", "begin with stage 0"),

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.compression.subspace import outside
-from farflock.node.constraint import EMBEDDING, ConstrainedReplica, ConstrainedStage, Constraint, writers
+from farflock.compression.subspace import outside, settled
+from farflock.node.constraint import EMBEDDING, ConstrainedReplica, ConstrainedStage, Constraint, drifted, writers
 from farflock.node.model import ModelConfig, build
 from farflock.node.run_basis import run_basis
 from farflock.node.stage import Stage, even
@@ -206,20 +206,43 @@ def test_gradients_are_those_of_the_loss_by_weights_that_are_projected_first(spa
 # beside free replicas
 
 
-def test_an_embedding_that_drifted_stays_and_what_left_the_subspace_becomes_frozen():
+def test_an_embedding_that_drifted_stays_and_the_same_tables_are_near_it_as_by_the_rule_of_the_paper():
     model, constraint = constrained()
     shaken(model, 7)
     table = weights(model)[EMBEDDING].clone()
-    later, kept = constraint.drifted(table)
-    torch.testing.assert_close(kept, table, rtol=0, atol=1e-6)
-    assert later.basis.version == BASIS.version + 1
-    assert torch.equal(later.basis.columns_DK, BASIS.columns_DK)
-    assert later.dims == constraint.dims
-    around = {EMBEDDING: later.basis.fixed_VD}
-    assert outside({EMBEDDING: kept}, {EMBEDDING: 1}, later.basis, around) < 1e-6
-    moved = later.basis.fixed_VD.double() - BASIS.fixed_VD
-    expected = (table.double() - BASIS.fixed_VD) @ (torch.eye(16) - BASIS.exact_DK @ BASIS.exact_DK.T)
-    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-6)
-    again, same = later.drifted(kept)
-    torch.testing.assert_close(again.basis.fixed_VD, later.basis.fixed_VD, rtol=0, atol=1e-6)
-    torch.testing.assert_close(same, kept, rtol=0, atol=1e-6)
+    later = drifted(constraint.basis, 2, table)
+    assert (later.version, BASIS.version) == (2, 1)
+    assert torch.equal(later.columns_DK, BASIS.columns_DK)
+    kept = table.clone()
+    constraint.after(later).keep({EMBEDDING: kept})
+    assert torch.equal(kept, table), "T_⊥ + T_S is the table still"
+    inside, paper = settled(table.double() - BASIS.fixed_VD.double(), BASIS.fixed_VD.double(), BASIS.exact_DK)
+    torch.testing.assert_close(inside + paper, table.double(), rtol=0, atol=1e-6)
+    other = torch.randn(table.shape, generator=torch.Generator().manual_seed(9))
+    theirs, ours = other.clone(), other.clone()
+    constraint.after(BASIS.with_tables(paper.float())).keep({EMBEDDING: theirs})
+    constraint.after(later).keep({EMBEDDING: ours})
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    assert not torch.allclose(ours, other, atol=1e-2)
+
+
+def test_a_table_that_is_not_finite_makes_no_version():
+    table = BASIS.fixed_VD.clone()
+    table[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="without NaN"):
+        drifted(BASIS, 2, table)
+
+
+def test_a_replica_that_follows_another_version_projects_what_is_written_and_settles_the_rest():
+    model, constraint = constrained()
+    replica = ConstrainedReplica(model, torch.optim.SGD(model.parameters(), 0.1), None, constraint)
+    table = BASIS.fixed_VD + torch.randn(BASIS.fixed_VD.shape, generator=torch.Generator().manual_seed(3))
+    later = constraint.after(drifted(BASIS, 2, table))
+    replica.follow(later)
+    assert torch.equal(replica.read([EMBEDDING], "param")[EMBEDDING], BASIS.fixed_VD), "nothing was written yet"
+    replica.write({EMBEDDING: table}, "param")
+    assert torch.equal(replica.read([EMBEDDING], "param")[EMBEDDING], table)
+    replica.follow(constraint)
+    replica.settle()
+    expected = BASIS.fixed_VD + (table - BASIS.fixed_VD) @ (BASIS.exact_DK @ BASIS.exact_DK.T).float()
+    torch.testing.assert_close(replica.read([EMBEDDING], "param")[EMBEDDING], expected, rtol=0, atol=1e-5)

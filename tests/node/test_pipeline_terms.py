@@ -7,15 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.compression.activation import Incompatible
+from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.composition import Uncomposable
 from farflock.node.errors import Refused, Usage
 from farflock.node.manifest import load, parse, resolve
 from farflock.node.pipeline_plan import PipelinePlan, basis_of, edges_of
-from farflock.node.pipeline_terms import CACHE_BYTES
+from farflock.node.pipeline_terms import CACHE_BYTES, TABLE_EVERY
 from farflock.node.policies import POLICIES
 from farflock.node.run_basis import run_basis
 from farflock.node.stage_server import ServerTerms
 from farflock.node.stage_versions import Asynchronous
+from farflock.node.table_versions import Turns
 from farflock.node.trainer import TrainerTerms
 
 SHA = "0" * 64
@@ -91,6 +93,21 @@ def test_the_plan_is_what_the_terms_say():
     manifest = resolved(terms, "train.batch=2", "train.seq=32")
     expected = PipelinePlan((range(3), range(3, 4)), 4 * 2 * 32, "int4,int8", "noloco", server, trainer)
     assert manifest.pipeline_plan() == expected
+
+
+def test_free_replicas_are_spelt_out_with_a_new_table_after_so_many_rounds():
+    given = {"stages": 2, "codec": "subspace:8", "constrain": "pipelines"}
+    overrides = ("method.name=diloco", "method.options.period=4")
+    manifest = resolved(given, *overrides)
+    assert (manifest.pipeline.constrain, manifest.pipeline.table_every) == ("pipelines", TABLE_EVERY)
+    plan = manifest.pipeline_plan()
+    assert plan.turns == Turns(TABLE_EVERY, 2)
+    assert isinstance(edges_of(manifest.plan(), plan).codec, SubspaceVersions)
+    late = resolved(given | {"table_every": 9, "staleness": 5}, *overrides).pipeline_plan()
+    assert late.turns == Turns(9, 6), "as long as a forward pass may come late"
+    plain = resolved({"stages": 2, "codec": "subspace:8"}).pipeline_plan()
+    assert plain.turns is None
+    assert not isinstance(edges_of(manifest.plan(), plain).codec, SubspaceVersions)
 
 
 def test_without_the_table_a_run_is_of_whole_models():
@@ -191,6 +208,13 @@ WRONG = [
     ({"stages": 2, "cache_bytes": -1}, "pipeline.cache_bytes", ">= 0"),
     ({"stages": 2, "codec": "subspace:49+bf16"}, "'shared basis'", "subspace:48"),
     ({"stages": 2, "codec": "subspace:x"}, "pipeline.codec: 'subspace:x' is not known", "subspace:40"),
+    (
+        {"stages": 2, "codec": "subspace:8", "constrain": "pipelines"},
+        "'free replicas': with method ddp",
+        "constrain all",
+    ),
+    ({"stages": 2, "codec": "subspace:8", "constrain": "weak"}, "pipeline.constrain", "pipelines"),
+    ({"stages": 2, "codec": "subspace:8", "table_every": -1}, "pipeline.table_every: -1", ">= 0"),
     ({"stages": 2, "codec": "int8", "basis": "0" * 64}, "'shared basis': codec int8 has no basis", "leave"),
     ({"stages": 2, "codec": "subspace:8", "basis": "0" * 63}, "pipeline.basis", "matching regex"),
     ({"stages": 2, "policy": "swrm"}, "pipeline.policy: 'swrm' is not known", "'swarm'"),

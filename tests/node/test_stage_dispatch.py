@@ -6,7 +6,7 @@ import collections
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.stage_dispatch import Dispatch
+from farflock.node.stage_dispatch import Closed, Dispatch
 from farflock.node.stage_requests import Backward, Confirm, Forward, Refused, Revoke, decode_answer, encode
 from farflock.node.stage_server import StageServer
 from farflock.swarm.serving import Reply
@@ -54,3 +54,10 @@ def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
         answer = decode_answer(dispatch.admit("caller", request, ()))
         assert isinstance(answer, Refused)
         assert why in answer.why
+
+
+@given(st.binary(max_size=200))
+def test_a_node_that_serves_no_passes_says_why_to_whatever_comes(request):
+    closed = Closed("it is free")
+    assert decode_answer(closed.admit("caller", request, ())) == Refused("it is free")
+    assert asyncio.run(closed.serve("caller", request, ())) == Reply(encode(Refused("it is free")))

@@ -1,11 +1,14 @@
 """What goes over the edges between stages: both ends of an edge read the same, whatever the codec."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.codec import CorruptPayload
 from farflock.compression.subspace import Basis
+from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_requests import Backward, Forward
 
@@ -140,3 +143,26 @@ def test_what_is_no_activation_and_no_gradient_is_refused(codec, payload):
         made.input(payload, TAKEN, TOKENS)
     with pytest.raises(CorruptPayload):
         made.output_gradient(payload, HERE, TOKENS, X)
+
+
+def test_a_stage_answers_in_the_version_that_its_input_came_in_both_ways():
+    made = edges("subspace:4+raw,raw", basis=BASIS)
+    codec = SubspaceVersions(made.codec)
+    made = dataclasses.replace(made, codec=codec)
+    later = Basis(2, BASIS.columns_DK, BASIS.fixed_VD + 1.0, BASIS.fixed_LD)
+    codec.hold(later)
+    outputs = {version: basis.fixed_VD[TOKENS] + INSIDE for version, basis in ((1, BASIS), (2, later))}
+    first = made.output(outputs[1], SENT, TOKENS)
+    assert codec.version_of(first) == 1, "its own weights' version"
+    codec.speak(2)
+    assert codec.version_of(made.output(outputs[2], SENT, TOKENS)) == 2
+    again = made.output(made.input(first, TAKEN, TOKENS), TAKEN, TOKENS, first)
+    assert codec.version_of(again) == 1
+    assert torch.allclose(made.input(again, TAKEN, TOKENS), outputs[1], atol=1e-5)
+    back = made.input_gradient(GRADIENT, THERE, TOKENS, outputs[1], first)
+    assert codec.version_of(back) == 1
+
+
+def test_codecs_of_one_version_do_not_look_at_what_came():
+    made = edges("int8")
+    assert made.output(X, SENT, TOKENS, b"") == made.output(X, SENT, TOKENS)

@@ -71,6 +71,16 @@ def test_who_serves_is_who_is_in_the_view_and_not_known_to_be_gone():
     assert serving(rolls) == [["a", "all"], ["c", "all"]]
 
 
+def test_replicas_that_serve_no_passes_are_not_asked_but_are_heard_of_when_they_leave():
+    whole = Member("all", 3, EVERY)
+    swarm = Swarm(A, B, T, whole)
+    rolls = Rolls(swarm, STREAMS, whole=False)
+    assert serving(rolls) == [["a"], ["b"]]
+    list(rolls.left())
+    swarm.view(A, B, T)
+    assert {name for _, name in rolls.left()} == {"all/3"}
+
+
 def test_it_is_the_same_object_as_long_as_nothing_changes():
     swarm, rolls = made()
     before = rolls.serving()

@@ -1,5 +1,6 @@
 """A stage that cannot fit is refused by arithmetic alone, with the numbers and a stage that fits."""
 
+import dataclasses
 import math
 
 import pytest
@@ -38,6 +39,14 @@ def test_more_layers_gradients_and_waiting_passes_take_more_memory():
     assert needed_stage_bytes(*planned([1, 3, 2], places=5), 1) > needed
     assert needed_stage_bytes(*planned([1, 3, 2], queue=33), 1) > needed
     assert needed_stage_bytes(*planned([1, 3, 2], codec="raw"), 1) > needed
+
+
+def test_versions_of_the_frozen_embedding_are_counted_as_they_are_held_and_handed_on():
+    plan, all_alike = planned([1, 3, 2], codec="subspace:8")
+    for every, versions in ((1, 4), (2, 3), (3, 2), (9, 2)):
+        free = dataclasses.replace(all_alike, constrain="pipelines", table_every=every)
+        more = needed_stage_bytes(plan, free, 1) - needed_stage_bytes(plan, all_alike, 1)
+        assert more == 2 * versions * 4 * 96 * 256
 
 
 def test_of_a_subspace_codec_the_basis_is_counted_and_its_payloads_are_small():

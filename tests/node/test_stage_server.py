@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from farflock.compression import aqsgd
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import written
+from farflock.compression.subspace import Basis, Subspace
+from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node import notes
+from farflock.node.constraint import Constraint
 from farflock.node.model import ModelConfig, build
 from farflock.node.sample_memory import Row, TrainerMemory
 from farflock.node.stage import Accumulator, Stage, even
@@ -721,3 +725,90 @@ async def test_what_came_back_from_a_round_is_given_up_as_a_whole_once_a_part_of
     taken = bench.server.take()
     assert (taken.staged.tokens, taken.discarded) == (TOKENS, 2)
     assert notes.read_ages(bench.server.brought(EPOCH + 3)) == {("t", 1): notes.LATE, ("t", 2): notes.LATE, ("t", 3): 0}
+
+
+# versions of a codec
+
+COLUMNS = Basis.drawn(MODEL.dim, 2, 5).columns_DK
+TABLES = {
+    version: Basis(
+        version, COLUMNS, torch.full((MODEL.vocab_size, MODEL.dim), float(version)), torch.empty(0, MODEL.dim)
+    )
+    for version in (1, 2, 3)
+}
+
+
+def versioned_bench(index=1):
+    """A server that reads versions 2 and 3 of a subspace codec, whose outputs lie in the subspace."""
+    bench = Bench(index)
+    codec = SubspaceVersions(Subspace(TABLES[2], None, None))
+    codec.hold(TABLES[3])
+    bench.edges = dataclasses.replace(bench.edges, codec=codec)
+    bench.server._edges = bench.edges
+    names = [name for name, _ in bench.stage.model.named_parameters()]
+    Constraint.on(names, SPANS, TABLES[2]).begin(bench.stage.model)
+    return bench
+
+
+def in_version(bench, number, version, made):
+    """A request, and its payloads as another stage sends them in this version."""
+    request, payloads = made
+    inside = torch.randn(1, TOKENS, 2, generator=torch.Generator().manual_seed(number)).double()
+    tokens = bench.tokens(number)
+    x = TABLES[version].fixed_VD.double()[tokens] + inside @ TABLES[version].exact_DK.T
+    speaker = dataclasses.replace(bench.edges, codec=SubspaceVersions(Subspace(TABLES[version], None, None)))
+    payloads[1] = speaker.output(x, Forward(number, bench.index - 1, bench.index - 2, EPOCH), tokens)
+    if len(payloads) > 2 and not bench.stage.is_last:
+        gradient = bench.values(number, 2)
+        payloads[2] = speaker.input_gradient(
+            gradient, Backward(number, bench.index + 1, bench.index, EPOCH, 1), tokens, x
+        )
+    return request, payloads
+
+
+def test_a_server_answers_in_the_version_that_came_and_many_versions_go_through_it_at_once():
+    async def main():
+        async with versioned_bench().running() as bench:
+            asked = [
+                bench.ask(*in_version(bench, number, 2 + number % 2, bench.forward(number))) for number in range(4)
+            ]
+            for number, (answer, payloads) in enumerate(await asyncio.gather(*asked)):
+                assert isinstance(answer, Done)
+                assert bench.edges.codec.version_of(payloads[0]) == 2 + number % 2
+            answer, payloads = await bench.ask(*in_version(bench, 9, 3, bench.backward(9)))
+            assert isinstance(answer, Done)
+            assert bench.edges.codec.version_of(payloads[0]) == 3
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_what_came_in_a_version_that_is_over_is_to_set_out_anew_or_is_gone_and_nothing_is_put_aside(index):
+    async def main():
+        async with versioned_bench(index).running() as bench:
+            if index == 1:
+                answer, payloads = await bench.ask(*in_version(bench, 1, 1, bench.forward(1)))
+                assert (answer, payloads) == (Stale(EPOCH), ())
+            answer, payloads = await bench.ask(*in_version(bench, 1, 1, bench.backward(1)))
+            assert (answer, payloads) == (Gone(EPOCH, late=True), ())
+            assert not bench.server._staged
+            assert isinstance(await bench.say(Confirm(1, index, 1)), Unknown)
+
+    run_virtual(main())
+
+
+def test_what_came_in_a_version_that_is_not_here_yet_is_refused_by_name_and_done_once_it_is():
+    async def main():
+        async with versioned_bench().running() as bench:
+            codec = bench.edges.codec
+            codec._held = {2: codec._held[2]}
+            for made in (bench.forward, bench.backward):
+                answer, _ = await bench.ask(*in_version(bench, 1, 3, made(1)))
+                assert isinstance(answer, Refused)
+                assert "version 3" in answer.why
+                assert "not here yet" in answer.why
+            codec.hold(TABLES[3])
+            answer, _ = await bench.ask(*in_version(bench, 1, 3, bench.backward(1, attempt=2)))
+            assert isinstance(answer, Done)
+
+    run_virtual(main())

@@ -598,6 +598,17 @@ def test_who_has_not_got_the_weights_is_passed_by_until_nobody_seems_to_have_the
     found(), not_found()
 
 
+@trained()
+async def test_what_is_written_in_a_version_that_is_over_is_dropped_at_the_stages_that_it_cannot_reach(world):
+    """A codec's version, that is: no pass names weights."""
+    world.script("1a", Backward, saying(Gone(EPOCH + 9, late=True)))
+    await world.until(lambda: world.trainer.dropped)
+    assert world.trainer.dropped == 2
+    assert stages_of(world.asked(Backward)) == [2, 1]
+    await world.close(0, stages=(2,))
+    assert world.trainer.finished == 0
+
+
 @with_versions(
     *[("1a", Backward, saying(Gone(EPOCH - 1, late=False)))] * 4,
     *[("1b", Backward, saying(Gone(EPOCH - 1, late=False)))] * 4,

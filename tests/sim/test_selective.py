@@ -1,0 +1,323 @@
+"""Full replicas that are free beside pipelines that keep to a subspace (Heterogeneous SparseLoCo), on the simulated network.
+
+All share an average. Pipelines begin each round with its projection, around the frozen embedding of the version that is in
+effect; replicas begin with the average itself. Each gradient that counts is that of the model which its passes had: constrained
+weights as they were along its way, or the free ones of a replica.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import runpy
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from farflock.node.constraint import EMBEDDING
+from farflock.node.pipeline_plan import basis_of
+from farflock.node.pipeline_simulation import PipelineWorld, parts
+from farflock.node.seat import encode_state
+from farflock.node.stage_requests import Forward, Refused, decode_answer, encode
+from farflock.node.table_keeper import NAME
+from farflock.optimizers.inner import InnerConfig
+
+_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+Audit, Whole, plan, pipeline = (_AUDIT[name] for name in ("Audit", "Whole", "plan", "pipeline"))
+BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
+RANK = 3
+PERIOD = 2
+FOREVER = 10**9
+SGD = InnerConfig("sgd", 0.05, (0.9, 0.95), 0.0)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Calls that fail because somebody was killed are what happens here."""
+    logging.getLogger("farflock").setLevel(logging.CRITICAL)
+
+
+class Selective(Audit):
+    """An audit of a mixed run. Members part between rounds, so every pass is held against the weights that it saw; and after
+    each round what a member holds is held against the average."""
+
+    close: ClassVar = {"rtol": 1e-9, "atol": 1e-10}
+    check_means = False  # rounds are differences of weights
+
+    def __init__(self, plan, pipeline, world):
+        super().__init__(plan, pipeline, world)
+        self.basis = basis_of(plan, pipeline)
+        columns = self.basis.exact_DK
+        self.inside, self.tail = columns @ columns.T, pipeline.stages[-1].start
+        self.free = {number for number, part in enumerate(world.parts) if part.trains and part.stage != -2}
+        self.averages = {}  # the embedding by round of the first stage, as its members average it
+        self.spoken = []  # (number, round, version) of servers of the first stage, after each round
+        self.looked = 0  # rounds after which a member's weights were held against the average
+        self.nodes = []
+
+    def _look(self, number, node):
+        super()._look(number, node)
+        self.nodes.append(node)
+        for serving in node.servings:
+            self._watch_average(number, node, serving)
+
+    def _watch_average(self, number, node, serving):
+        applied, audit = serving.seat.applied, self
+        driver = serving.loop.driver
+
+        def after(key, result):
+            applied(key, result)
+            audit._after_round(number, node, serving, driver, key.round, result)
+
+        serving.seat.applied = after
+
+    def _after_round(self, number, node, serving, driver, rounds, result):
+        average = driver.method.eval_params(driver.replica)
+        if serving.index == 0:
+            known = self.averages.setdefault(rounds, average[EMBEDDING])
+            assert torch.equal(known, average[EMBEDDING]), "two members of the first stage have other averages"
+            if number not in self.free:
+                self.spoken.append((number, rounds, node._edges.codec.spoken))
+        if result.status != "ok" or not result.taken:
+            return  # work that the round did not take is kept on top
+        self.looked += 1
+        held = dict(serving.model.named_parameters())
+        for name, x in average.items():
+            expected = x.double() if number in self.free else self.projected(name, x.double(), node._edges.codec)
+            torch.testing.assert_close(held[name].detach().double(), expected, rtol=0, atol=1e-6)
+            if number in self.free:
+                assert torch.equal(held[name].detach().float(), x), "a replica's weights were touched"
+
+    def projected(self, name, w, codec):
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        if name == EMBEDDING:
+            frozen = (codec.held[codec.spoken].fixed_VD if self.begun_anew else self.table(codec.spoken)).double()
+            return frozen + (w - frozen) @ self.inside
+        constrained = layer is not None and layer < self.tail
+        return self.inside @ w if constrained and name.endswith(("o_proj.weight", "down_proj.weight")) else w
+
+    def table(self, version):
+        """What this version of the frozen embedding has to be."""
+        return self.basis.fixed_VD if version == 1 else self.averages[(version - 1) * self.pipeline.table_every - 1]
+
+    def _weights_of(self, life):
+        """As they are now."""
+        return {name: x.detach().clone() for name, x in life.serving.server._stage.model.named_parameters()}
+
+    def expected(self, stage, passes):
+        """Gradients at a pipeline's server are those of weights that are projected first."""
+        found = [self._kept(self.gradient_of(key, back), back) for key, back in passes.items()]
+        return {name: sum(one[name] for one in found) for name in found[0] if self._is_at(name, stage)} if found else {}
+
+    def _is_at(self, name, stage):
+        return name in dict(self._stages[stage].named_parameters())
+
+    def _kept(self, gradients, back):
+        if isinstance(back, Whole):
+            return gradients
+        flat = {}
+        for name, x in gradients.items():
+            if name == EMBEDDING:
+                flat[name] = x @ self.inside
+            else:
+                constrained = ".layers." in name and int(name.split(".")[2]) < self.tail
+                branch = constrained and name.endswith(("o_proj.weight", "down_proj.weight"))
+                flat[name] = self.inside @ x if branch else x
+        return flat
+
+    def check(self):
+        super().check()
+        assert self.looked > 3
+        self.check_tables()
+        return self
+
+    def check_tables(self):
+        """Whoever holds a version has the average that it is named after, to the bit."""
+        seen = 0
+        for node in self.nodes:
+            held = node._edges.codec.held
+            assert len(held) <= self.pipeline.turns.most, f"a {node.role} holds versions {sorted(held)}"
+            for version, basis in held.items():
+                if version > 1:
+                    seen += 1
+                    assert torch.equal(basis.fixed_VD, self.table(version)), f"version {version} is another table"
+        assert seen, "no version was ever made"
+
+
+DILOCO = ("diloco", {"period": PERIOD, "codec": "fp32", "return_codec": "fp32"})
+SPARSELOCO = ("sparseloco", {"period": PERIOD, "codec": "topk:64/4096"})
+
+
+def audit(servers=1, trainers=1, replicas=1, steps=None, every=1, seed=0, world=None, stages=3, method=DILOCO, **given):
+    """One to run: so many steps, or as long as the test wants. Of the peers, replicas have the highest numbers."""
+    total = TOKENS * steps if steps else FOREVER
+    around = {"limit_s": 900.0, "view_s": 2.0, "away_s": (3.0, 8.0)} | (world or {})
+    name, options = method
+    made = dataclasses.replace(plan(seed, total, rate=SGD.lr, method=name, options=options), inner=SGD)
+    cut = pipeline(stages, BATCH, f"subspace:{RANK}+raw,raw", constrain="pipelines", table_every=every, **given)
+    return Selective(made, cut, PipelineWorld(parts(stages, servers, trainers, replicas=replicas), total, **around))
+
+
+def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_and_each_gradient_is_of_its_model():
+    one = audit(servers=2, trainers=2, replicas=1, steps=16).run().check().check_finished()
+    versions = {version for _, _, version in one.spoken}
+    assert versions >= {1, 2, 3, 4}, versions
+    assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
+    assert not any(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+
+
+def test_so_it_is_with_the_method_of_the_paper_which_sends_few_values_and_keeps_the_rest():
+    one = audit(steps=12, method=SPARSELOCO).run().check().check_finished()
+    assert max(version for _, _, version in one.spoken) > 3
+
+
+def test_versions_follow_each_other_after_so_many_rounds_and_take_effect_a_round_later():
+    one = audit(steps=22, every=3).run().check().check_finished()
+    expected = {rounds: 1 + rounds // 3 for rounds in range(9)}  # made after rounds 2, 5, 8
+    assert [(rounds, version) for _, rounds, version in one.spoken][:9] == list(expected.items())
+
+
+# deaths, and who comes late
+
+
+def rounds_of(one, stage=0):
+    return max(one.named[stage], default=-1)
+
+
+async def until(holds):
+    """Look on until it does."""
+    while not holds():  # noqa: ASYNC110 - what is looked at is the product's own, which has no event for it
+        await asyncio.sleep(0.05)
+
+
+def settled(one, sim, rounds):
+    return sim.settled and min(map(rounds_of, [one] * 3, range(3))) >= rounds
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("victims", [(1, 3), pytest.param((0, 4), marks=LONG), pytest.param((8, 2), marks=LONG)])
+def test_servers_and_a_replica_that_die_around_a_change_come_back_to_later_versions(victims):
+    """Of stages 0 and 1 in turn, 2, and the replica; each is away for about three versions."""
+    one = audit(servers=2, trainers=2, replicas=1)
+
+    async def around_changes(sim):
+        for victim in victims:
+            before = rounds_of(one)
+            await until(lambda before=before: settled(one, sim, before + 2))
+            sim.kill(victim, 6.0)
+        await until(lambda: settled(one, sim, rounds_of(one)))
+        end = rounds_of(one) + 4
+        await until(lambda: settled(one, sim, end))
+        sim.end()
+
+    one.run(around_changes).check().check_finished()
+    again = [life for life in one.lives if life.number in victims][len(victims) :]
+    assert any(life.merged for life in again), "nobody's work counts after he came back"
+    assert max(version for _, _, version in one.spoken) > 5
+    fallen = [version for number, _, version in one.spoken if number in victims]
+    assert fallen == sorted(fallen), "who came back spoke a former version"
+
+
+@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=LONG)])
+def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_hold(replicas):
+    one = audit(servers=2, trainers=1, replicas=replicas)
+    one.begun_anew = True
+    gone = {}
+
+    async def first_stage_dies(sim):
+        await until(lambda: settled(one, sim, 5))
+        gone["round"] = rounds_of(one)
+        for victim in (0, 3):
+            sim.kill(victim, 4.0)
+        await until(lambda: settled(one, sim, gone["round"] + 5))
+        sim.end()
+
+    one.run(first_stage_dies).check_finished()
+    one.check()
+    after = [version for _, rounds, version in one.spoken if rounds > gone["round"] + 1]
+    assert after
+    assert min(after) > 3, "the newcomers began with a version of long ago"
+
+
+def test_who_lacks_a_version_refuses_by_name_decodes_nothing_and_goes_on_once_he_has_it():
+    one = audit(servers=2, trainers=1, replicas=1)
+    look, seen = one._look, []
+
+    def looking(number, node):
+        look(number, node)
+        if number != 1:
+            return
+        keeper, server = node._keeper, node.serving.server
+        fetch, read = keeper._fetch, server._read
+
+        async def late(version):
+            return (version < 4 or len(seen) >= 20) and await fetch(version)
+
+        def reading(job):
+            found = read(job)
+            if not isinstance(found, tuple):
+                seen.append(found.why)
+            return found
+
+        keeper._fetch, server._read = late, reading
+
+    async def long_enough(sim):
+        await until(lambda: len(seen) >= 20)
+        end = rounds_of(one) + 5
+        await until(lambda: settled(one, sim, end))
+        sim.end()
+
+    one._look = looking
+    one.run(long_enough).check().check_finished()
+    assert all(why.startswith("version") and "is not here yet" in why for why in seen)
+    assert max(one.sim.nodes[1]._edges.codec.held) > 6
+
+
+def test_a_replica_is_not_asked_and_refuses_who_asks_it():
+    one = audit(servers=1, trainers=1, replicas=1, steps=6).run().check()
+    replica, trainer = one.sim.nodes[4], one.sim.nodes[3]
+    assert replica.role == "replica"
+    assert replica.work["forward"] == replica.work["backward"] == 0
+    assert replica.work["merged"] > 0
+    assert [len(servers) for servers in trainer.rolls.serving().stages] == [1, 1, 1]
+    answer = decode_answer(replica.peer.calls.handler.admit("somebody", encode(Forward(0, 0, -1, 0)), (8,)))
+    assert isinstance(answer, Refused)
+    assert "free" in answer.why
+
+
+def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
+    one = audit(servers=2, trainers=1, replicas=1, steps=14)
+    look, lied = one._look, []
+
+    def looking(number, node):
+        look(number, node)
+        if number == 0:
+
+            async def lying(slot):
+                version = node._keeper._in_slot(slot)
+                lied.append(version)
+                return encode_state({NAME: torch.zeros_like(one.basis.fixed_VD)}, version, 0)
+
+            node._keeper._offered = lying
+
+    one._look = looking
+    one.run().check().check_finished()
+    assert max(lied) > 2
+
+
+def mixed_with_churn(seed):
+    one = audit(servers=3, trainers=2, replicas=2, steps=40, every=1 + seed % 3, seed=seed, world={"churn_s": 5.0})
+    one.run().check().check_finished()
+    assert one.tale.kills > 2
+    assert max(version for _, _, version in one.spoken) > 4
+    return one
+
+
+@LONG
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(12))
+def test_under_churn_everything_holds(seed):
+    mixed_with_churn(seed)
