@@ -58,7 +58,8 @@ class Following:
         if not (watching or overdue or state.seen > number):
             return
         others = [peer for peer in view.peers if peer != self._port.me and self._port.life(peer) != "dead"]
-        if others and (askable := [peer for peer in others if not self._has_forgotten(state, peer)]):
+        whole = state.stream.wants == "all"  # then one that has forgotten it is enough
+        if others and (askable := [peer for peer in others if whole or not self._has_forgotten(state, peer)]):
             state.asked_s = now_s
             notes = state.stream.wants == "last"
             self._port.send(self._random.choice(askable), LogQuery(Key(state.stream.name, number), notes))
@@ -111,6 +112,7 @@ class Following:
             state.forgotten[sender], state.asked_s = message, 0.0
             return
         self._port.counters["lost rounds"] += 1
+        state.forgotten[sender] = message
         self._log.give_up(state, message.newest + state.stream.stride)
         state.seen = max(state.seen, message.newest)
 

@@ -122,8 +122,11 @@ class Rounds:
         return self._streams[name].newest
 
     def called(self, name: str) -> bool:
-        """Whether others have brought theirs to the stream's next round, and I have not."""
+        """Whether others have brought theirs to the stream's next round, and I have not; or it has left their logs, which who
+        brings something to it is told."""
         state = self._streams[name]
+        if any(message.key.round == state.next for message in state.forgotten.values()):
+            return True
         machine = self._machines.get(Key(name, state.next))
         return machine is not None and bool(machine.offers) and state.next not in state.offers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
 
 _PIPELINE = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
 Run, described, fallen, BATCH = (_PIPELINE[name] for name in ("Run", "described", "fallen", "BATCH"))

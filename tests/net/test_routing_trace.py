@@ -126,22 +126,19 @@ class OverSockets(Traced):
 POLICIES = {name: pipeline(4, BATCH, policy=name, paths=PATHS if name == "planned" else None) for name in NAMES}
 
 
-@pytest.fixture(scope="module")
-def real():
-    """The walks of all policies over sockets, at the same time: most of it is waiting."""
-
-    async def main():
+def test_each_pass_is_computed_by_the_same_server_as_in_the_simulator():
+    async def over_sockets():  # all policies at the same time: most of it is waiting
         return await asyncio.gather(*(OverSockets(cut).walk() for cut in POLICIES.values()))
 
-    return dict(zip(POLICIES, asyncio.run(main()), strict=True))
+    for (name, cut), here in zip(POLICIES.items(), asyncio.run(over_sockets()), strict=True):
+        require_equal(name, here, run_virtual(simulated(cut)))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_each_pass_is_computed_by_the_same_server_as_in_the_simulator(real, name):
-    async def main():
-        return await Traced(POLICIES[name]).walk()
+async def simulated(cut):
+    return await Traced(cut).walk()
 
-    here, there = real[name], run_virtual(main())
+
+def require_equal(name, here, there):
     assert here.seen == there.seen, "they went by other member lists"
     assert [sizes for _, _, sizes in here.seen] == [(1, 2, 2, 1)]
 

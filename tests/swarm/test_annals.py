@@ -74,6 +74,21 @@ async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
     assert made.nodes[3].rounds.oldest_told(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
 
 
+@flock(0, 0, 0, 1, witnessed=True)
+async def test_a_server_that_brings_nothing_and_was_left_behind_is_called_to_a_round_which_it_has_lost(made):
+    idle, name = made.nodes[2], name_of(0)
+    await made.go_on(0, 2)
+    idle.stage = NOTHING  # it serves the stage still, and waits for a batch
+    await asyncio.sleep(10.0)
+    assert not idle.rounds.called(name) or idle.rounds.newest(name) == made.newest(0)
+    await away(made, idle, 2 * LOG_ROUNDS)
+    await until(lambda: idle.peer.port.counters["lost rounds"] > 0, 30.0, "word that the round is gone")
+    assert idle.rounds.called(name)
+    number = idle.rounds.newest(name) + 1
+    outcome = await asyncio.wait_for(idle.peer.exchange(name, number, [b'{"name": "idle"}'] * SHARDS, tokens=0), 30.0)
+    assert outcome.status == "lost"
+
+
 @pytest.mark.parametrize(("limit", "most"), [("ANNALS_ROUNDS", 4), ("ANNALS_BYTES", 900)])
 def test_annals_are_bounded_and_what_has_left_them_is_said_to_be_skipped(monkeypatch, limit, most):
     monkeypatch.setattr(round_log, limit, most)
