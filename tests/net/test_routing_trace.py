@@ -29,7 +29,7 @@ NAMES = ("fixed", "noloco", "planned")
 PATIENT_S = 20.0  # a machine under load keeps partners waiting, and who is suspect is asked no more
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def quiet():
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
 
