@@ -104,9 +104,7 @@ class Following:
             return
         if message.key.round != state.next or message.oldest <= message.key.round:
             return
-        if (
-            state.stream.wants != "all"
-        ):  # no state of mine depends on those rounds: I go on with the oldest that anybody has
+        if state.stream.wants != "all":  # no state of mine depends on it: I go on with the oldest that anybody has
             if not state.log:
                 self._skip_to(state, max(message.oldest, message.newest))
             state.forgotten[sender], state.asked_s = message, 0.0

@@ -42,9 +42,7 @@ RESEND_S = 0.5
 PING_EVERY_S = 5.0
 HELD_S = 3.0  # who is held back from rounds of stages for so long has the next view decided itself
 ROUNDS_AHEAD = 2  # a view begins so many rounds of whole models after the last one begun: few have to wait for it then
-MOST_DOUBLED = (
-    3  # who has to put a view forward again waits twice as long each time: over long lines one has to get through
-)
+MOST_DOUBLED = 3  # who puts a view forward again waits twice as long each time: over long lines one has to get through
 MAX_KNOWN = 1024
 
 MembershipMessage = (
