@@ -39,6 +39,7 @@ ACTIVATIONS: dict[str, str] = {  # a usual name of each kind, and the usual grad
 }
 
 _USUAL = {re.split("[:+]", name)[0]: gradient for name, gradient in ACTIVATIONS.items()}
+MAX_ALTERNATIVES = 8
 _SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's record
 
 
@@ -66,6 +67,36 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
     if match := re.fullmatch("aqsgd([48])", forward):
         return AqSgd(edge, catalog.codec(f"int{match[1]}"), flat_codec(gradient))
     return Masked(flat_codec(forward)) if gradient == "mask" else Flat(flat_codec(forward), flat_codec(gradient))
+
+
+def alternatives(spec: str) -> tuple[str, ...]:
+    """The names of `int4 | int8`, the preferred first; of one name, that one. `ValueError` if what is named beside another is
+    such that weights, or what an edge remembers, follow from it."""
+    names = tuple(name.strip() for name in spec.split("|"))
+    for name in names if len(names) > 1 else ():
+        kind = re.split("[:+,]", name)[0]
+        if kind.startswith(("subspace", "aqsgd")):
+            raise ValueError(f"{name[:_SHOWN]!r} cannot be one of several codecs: both ends keep something for it")
+    if len(set(names)) < len(names) or len(names) > MAX_ALTERNATIVES:
+        raise ValueError(f"{spec[:_SHOWN]!r} names a codec twice, or more than {MAX_ALTERNATIVES}")
+    return names
+
+
+def known_of(spec: str) -> tuple[str, ...]:
+    """The `alternatives` that are known here: of several, those of another release are left out. `ValueError` if none is."""
+    names = alternatives(spec)
+    known = [name for name in names if subspace_terms(name) is not None or _is_known(name)]
+    if not known:
+        activation_codec(names[0])  # says what is wrong
+    return tuple(known)
+
+
+def _is_known(name: str) -> bool:
+    try:
+        activation_codec(name)
+    except ValueError:
+        return False
+    return True
 
 
 def flat_codec(name: str) -> Codec:
@@ -101,9 +132,11 @@ def subspace_terms(spec: str) -> SubspaceTerms | None:
 
 
 def most_bytes(spec: str, ctx: ActivationContext) -> int:
-    """The most bytes of a payload, from the codec's name alone. `ValueError` for a name that is not known."""
+    """The most bytes of a payload, from the codec's name alone, or those of `alternatives`. `ValueError` if none is known."""
     terms = subspace_terms(spec)
-    return activation_codec(spec).max_bytes(ctx) if terms is None else terms.max_bytes(ctx)
+    if terms is not None:
+        return terms.max_bytes(ctx)
+    return max(activation_codec(name).max_bytes(ctx) for name in known_of(spec))
 
 
 def _coordinates(name: str) -> Codec | None:

@@ -428,6 +428,14 @@ def payload_bytes(rank: int, codec: Codec | None, ctx: ActivationContext) -> int
     return STAMP.size + (count * ctx.dtype.itemsize if codec is None else codec.max_bytes(count))
 
 
+def stamp_of(payload: Buffer) -> tuple[int, bytes] | None:
+    """The version of the basis and the first bytes of its digest that a payload is in; None if it is too short to say."""
+    if len(payload) < STAMP.size:
+        return None
+    version, digest = STAMP.unpack_from(payload)
+    return int(version), bytes(digest)
+
+
 def _named(codec: Codec | None) -> str:
     return "raw" if codec is None else codec.name
 

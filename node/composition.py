@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farflock.compression.activation import ActivationContext, Direction, Scope
-from farflock.compression.activation_catalog import activation_codec, most_bytes, subspace_terms
+from farflock.compression.activation_catalog import activation_codec, known_of, most_bytes, subspace_terms
 from farflock.node import notes
 from farflock.node.errors import Usage
 from farflock.node.model import ModelConfig
@@ -188,9 +188,9 @@ def _shared_basis(parts: Parts) -> Breach | None:
 
 
 def scope_of(codec: str) -> Scope:
-    """What a codec's routes must grant; of those that cannot even be made without what they share, by name. `ValueError` for
-    one that is not known."""
-    return "shared_params" if subspace_terms(codec) is not None else activation_codec(codec).scope
+    """What a codec's routes must grant; of those that cannot even be made without what they share, by name. Where several are
+    named, nothing. `ValueError` for what is not known."""
+    return "shared_params" if subspace_terms(codec) is not None else activation_codec(known_of(codec)[0]).scope
 
 
 def _without_memory(codec: str) -> str:

@@ -71,6 +71,8 @@ class PipelineNode:
         )
         if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
             peer.calls.handler = self._handler()
+            if isinstance(peer.calls.handler, Dispatch):
+                peer.codec_offers.reads = lambda: self._edges.reads
         for serving in self.servings:
             if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
                 serving.loop.step = serving.trainee.joined_at = before.step

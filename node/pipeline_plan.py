@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from farflock.compression.activation_catalog import activation_codec, subspace_terms
+from farflock.compression.activation_catalog import activation_codec, known_of, subspace_terms
 from farflock.compression.aqsgd import AqSgd
 from farflock.compression.subspace import OVERLAP_EPOCHS, Basis, Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
@@ -35,11 +35,11 @@ Constrained = Literal["all", "pipelines"]
 class PipelinePlan:
     """How a run's model is cut, and what is agreed upon the way through it. A stage that all microbatches visit steps once its
     group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
-    activation codec's, `basis` the digest of what all peers share for it, if the manifest names one. After every
-    `end_copies` rounds, if any, the stages beside the ends copy what those hold besides layers. Of a codec that remembers
-    samples each end of an edge holds at most `cache_bytes` of values. `constrain` says whether full replicas keep to the
-    codec's subspace too; where only pipelines do, the frozen embedding has a new version after every `table_every` rounds of
-    the first stage."""
+    activation codec's, or those of several, of which the first is taken that all servers of an edge read; `basis` is the digest
+    of what all peers share for it, if the manifest names one. After every `end_copies` rounds, if any, the stages beside the
+    ends copy what those hold besides layers. Of a codec that remembers samples each end of an edge holds at most `cache_bytes`
+    of values. `constrain` says whether full replicas keep to the codec's subspace too; where only pipelines do, the frozen
+    embedding has a new version after every `table_every` rounds of the first stage."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -115,14 +115,16 @@ def clip_of(plan: Plan, stage: Llama) -> float | None:
 
 
 def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
-    """What all peers of a run know of the edges between its stages; the codec may be one that learns new versions."""
-    config = plan.model
-    codec = activation_codec(pipeline.codec, basis=basis_of(plan, pipeline))
+    """What this peer knows of the edges between a run's stages: the codecs that the run names, as far as this release has them.
+    One alone may learn new versions."""
+    config, names = plan.model, known_of(pipeline.codec)
+    codec = activation_codec(names[0], basis=basis_of(plan, pipeline))
+    others = tuple(activation_codec(name) for name in names[1:])
     if isinstance(codec, AqSgd) and pipeline.cache_bytes is not None:
         codec = replace(codec, max_cache_bytes=pipeline.cache_bytes)
     if pipeline.turns is not None and isinstance(codec, Subspace):
         codec = SubspaceVersions(codec)
-    return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype)
+    return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype, others)
 
 
 def basis_of(plan: Plan, pipeline: PipelinePlan) -> Basis | None:

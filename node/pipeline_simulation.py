@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from farflock.node.participant import Plan
@@ -31,12 +31,13 @@ LINGER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a peer does: the stage that it serves, `NOTHING` for none, `EVERY` for a full replica; whether it trains; and what a
-    forward pass through one stage takes it."""
+    """What a peer does: the stage that it serves, `NOTHING` for none, `EVERY` for a full replica; whether it trains; what a
+    forward pass through one stage takes it; and which codecs its release knows, if not all that the run names."""
 
     stage: int = NOTHING
     trains: bool = False
     forward_s: float = 0.05
+    codec: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,8 @@ class PipelineSimulation:
         async with peer.running():
             part = self._world.parts[number]
             tokens = self._tokens if part.trains else None
-            node = PipelineNode(self._plan, self._pipeline, peer, self._means(number), self._stages[number], tokens)
+            pipeline = replace(self._pipeline, codec=part.codec or self._pipeline.codec)
+            node = PipelineNode(self._plan, pipeline, peer, self._means(number), self._stages[number], tokens)
             self.nodes[number] = node
             self._made(number, node)
             if self._births == 1:

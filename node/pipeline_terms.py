@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from farflock.compression.activation_catalog import subspace_terms
+from farflock.compression.activation_catalog import activation_codec, alternatives, subspace_terms
 from farflock.node import notes
 from farflock.node.asymmetric import MAX_STAGES
 from farflock.node.composition import (
@@ -67,9 +67,10 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """[pipeline]. `stages` are the layers of each stage; a founder may name how many stages there are instead, of nearly
     equally many layers each (unequal ones, for machines that were measured, come from the planner, node/asymmetric.py, and are
     then written down here). A stage steps once its group has taken in `batch` microbatches, which are train.batch sequences of
-    train.seq tokens. Activations go as `codec` between stages, on paths of a `policy`. `basis` is the SHA-256 of what all peers
-    share for a subspace codec; each makes it from the run's seed (node/run_basis.py), and does not begin with another one. Of
-    a codec that remembers samples (docs/decisions/018), each end of an edge holds at most `cache_bytes` of their values.
+    train.seq tokens. Activations go as `codec` between stages, or as the first of several (`int4 | int8`) that all servers of
+    an edge read (docs/decisions/020), on paths of a `policy`. `basis` is the SHA-256 of what all peers share for a subspace
+    codec; each makes it from the run's seed (node/run_basis.py), and does not begin with another one. Of a codec that remembers
+    samples (docs/decisions/018), each end of an edge holds at most `cache_bytes` of their values.
 
     Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
     gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
@@ -107,6 +108,7 @@ def fill_pipeline(table: dict[str, Any]) -> None:
     """Spell out what follows from the other tables: the layers of so many stages, and how many microbatches a trainer must
     keep. What is wrong is left as it is, and said when all is read."""
     pipeline = dict(table["pipeline"])
+    _require_known(pipeline.get("codec"))
     stages, batch = pipeline.get("stages"), pipeline.get("batch", BATCH)
     if isinstance(stages, int) and not isinstance(stages, bool):
         pipeline["stages"] = _sizes(stages, table["model"])
@@ -153,6 +155,16 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
         return [len(span) for span in even(config, stages)]
     except BadSplit as error:
         raise Uncomposable("all layers", str(error), f"choose {min(max(stages, 1), config.layers)}") from None
+
+
+def _require_known(codec: object) -> None:
+    """`Usage` if one of several codecs is not known: who joins with another release does without, a founder has mistyped it."""
+    try:
+        names = alternatives(codec) if isinstance(codec, str) else ()
+        for name in names if len(names) > 1 else ():
+            activation_codec(name)
+    except ValueError as error:
+        raise Usage("pipeline.codec", str(error), "") from None
 
 
 def _remembers(codec: object) -> bool:

@@ -3,13 +3,15 @@
 
 A microbatch is named by its trainer, who is the caller, and its number. `epoch` is the round of the stage's stream that the
 trainer knew to be applied when the microbatch set out: it stays the same on all of its way, so that both ends of an edge
-decode alike. `source` is the stage whose output the input is, -1 for tokens.
+decode alike. `source` is the stage whose output the input is, -1 for tokens. `came` is the codec of that input, and of its
+gradient; `sends` that of the output, and of its gradient, or None where it follows from the sender's weights.
 """
 
 from typing import Annotated
 
 import msgspec
 
+from farflock.swarm.messages import MAX_CODECS, CodecId
 from farflock.swarm.roles import MAX_STAGES
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -55,6 +57,8 @@ class Forward(_Body, frozen=True, tag="forward"):
     source: Source
     epoch: Round
     visit: Visit | None = None
+    came: CodecId | None = None
+    sends: CodecId | None = None
 
 
 class Backward(_Body, frozen=True, tag="backward"):
@@ -69,6 +73,8 @@ class Backward(_Body, frozen=True, tag="backward"):
     attempt: Count
     version: Version | None = None
     visit: Visit | None = None
+    came: CodecId | None = None
+    sends: CodecId | None = None
 
 
 class Confirm(_Body, frozen=True, tag="confirm"):
@@ -127,6 +133,12 @@ class Lacks(_Body, frozen=True, tag="lacks"):
     rows: Rows
 
 
+class Foreign(_Body, frozen=True, tag="foreign"):
+    """What it came in, or is to be sent in, is a codec that is not read here; these are."""
+
+    reads: Annotated[tuple[CodecId, ...], msgspec.Meta(max_length=MAX_CODECS)]
+
+
 class Refused(_Body, frozen=True, tag="refused"):
     """It makes no sense here, or can never be done: another stage, payloads that nobody encodes, an attempt that is over."""
 
@@ -141,7 +153,7 @@ class Unknown(_Body, frozen=True, tag="unknown"):
     """What was confirmed is not here and never will be."""
 
 
-Answer = Done | Busy | Stale | Gone | Lacks | Refused | Merged | Unknown
+Answer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | Merged | Unknown
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -30,6 +30,7 @@ from farflock.node.stage_requests import (
     Busy,
     Confirm,
     Done,
+    Foreign,
     Forward,
     Gone,
     Lacks,
@@ -158,6 +159,8 @@ class StageServer:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
         if (unfit := misfit(self._edges, asked)) is not None:
             return Refused(unfit)
+        if not (self._edges.knows(asked.came) and self._edges.knows(asked.sends)):
+            return Foreign(self._edges.reads)
         most = self._largest(asked)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             return Refused(f"payloads of {sizes} bytes; at most {most} belong to it")
@@ -175,13 +178,14 @@ class StageServer:
 
     def _largest(self, asked: Forward | Backward) -> tuple[int, ...]:
         """The most bytes of each payload that belongs to a request."""
-        edges, activation = self._edges, self._edges.max_bytes("forward")
-        most = (edges.token_bytes,) if self._stage.is_first else (edges.token_bytes, activation)
+        edges = self._edges
+        given = () if self._stage.is_first else (edges.max_bytes("forward", asked.came),)
         if isinstance(asked, Forward):
-            return most
+            return (edges.token_bytes, *given)
         if self._stage.is_last:
-            return (*most, edges.token_bytes)
-        return (*most, edges.max_bytes("backward"), *((activation,) if edges.masked else ()))
+            return (edges.token_bytes, *given, edges.token_bytes)
+        arrived = (edges.max_bytes("forward", asked.sends),) if edges.is_masked(asked.sends) else ()
+        return (edges.token_bytes, *given, edges.max_bytes("backward", asked.sends), *arrived)
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
         """Do what was admitted."""
@@ -415,7 +419,7 @@ class StageServer:
         if self._stage.is_last:
             return self._edges.unpack(job.payloads[at])
         arrived = None
-        if self._edges.masked:
+        if self._edges.is_masked(request.sends):
             arrived = self._edges.arrived(job.payloads[at + 1], request, tokens_BL)
         return self._edges.output_gradient(job.payloads[at], request, tokens_BL, arrived)
 

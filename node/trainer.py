@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from farflock.compression.codec import CorruptPayload
+from farflock.node.edge_codecs import EdgeCodecs
 from farflock.node.heard import Heard
 from farflock.node.sample_memory import Row, TrainerMemory, refers
 from farflock.node.stage_edges import Edges
@@ -26,6 +27,7 @@ from farflock.node.stage_requests import (
     Busy,
     Confirm,
     Done,
+    Foreign,
     Forward,
     Gone,
     Lacks,
@@ -46,7 +48,7 @@ from farflock.swarm.calls import CallFailed
 from farflock.swarm.depth import Depth
 from farflock.swarm.ledger import Ledger, Place
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Key
+from farflock.swarm.messages import CodecId, Key
 from farflock.swarm.paths import Call, Microbatch, Outcome, PathPolicy
 from farflock.swarm.peer import Peer, Wait
 from farflock.swarm.wiring import BACKWARD_SIZE
@@ -83,8 +85,8 @@ class TrainerTerms:
 @dataclass(slots=True)
 class _Parcel:
     """One microbatch as its trainer keeps it: which samples it is, where the codec wants that; by stage the payload of its
-    input, or of such a codec its rows, and the payload of the gradient of its output; and the versions of the weights on its
-    way, with how often each was asked for in vain."""
+    input, or of such a codec its rows, the payload of the gradient of its output, and what its output is written in; and the
+    versions of the weights on its way. `lacked` counts by stage who was asked in vain, for want of these or of a codec."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
@@ -94,6 +96,7 @@ class _Parcel:
     samples: tuple[int, ...] = ()
     inputs: dict[int, bytes | tuple[Row, ...]] = field(default_factory=dict)
     outside: dict[int, bytes] = field(default_factory=dict)
+    codecs: dict[int, CodecId | None] = field(default_factory=dict)
     versions: dict[int, Version] = field(default_factory=dict)
     lacked: collections.Counter[int] = field(default_factory=collections.Counter)
     dropped: bool = False  # it counts at some stages alone
@@ -138,6 +141,7 @@ class Trainer:
         self._peer, self._rolls, self._policy, self._edges = peer, rolls, policy, edges
         self._batch, self._terms, self._report, self._lane = batch, terms, report, lane
         self._samples, self._memory = samples, TrainerMemory(edges) if edges.remembers else None
+        self._codecs = EdgeCodecs(edges, peer.codec_offers.of)
         self._ledger = Ledger(rolls.stages)
         self._depth = Depth(min(rolls.stages, terms.window), terms.window)
         self._parcels: dict[int, _Parcel] = {}
@@ -267,6 +271,7 @@ class Trainer:
             while not await self._forward(parcel):
                 parcel.epoch = self._rolls.epoch
                 parcel.inputs.clear()
+                parcel.codecs.clear()
                 parcel.versions.clear()
                 parcel.trip_s = 0.0
             for stage in reversed(parcel.order):
@@ -287,28 +292,32 @@ class Trainer:
         return parcel
 
     async def _forward(self, parcel: _Parcel) -> bool:
-        """The inputs of all stages; False if some stage is too far from the round that the microbatch set out in. The last
-        stage's own pass is part of its way back."""
+        """The inputs of all stages; False if some stage is too far from the round that the microbatch set out in, or nobody
+        there reads its input. The last stage's own pass is part of its way back."""
         for stage in parcel.order[:-1]:
             while (answer := await self._forward_once(parcel, stage)) is None:
                 pass
-            if isinstance(answer, Stale):
+            if not isinstance(answer, Done):
                 await asyncio.sleep(PAUSE_S)
                 return False
             if answer.version is not None:
                 parcel.versions[stage] = answer.version
         return True
 
-    async def _forward_once(self, parcel: _Parcel, stage: int) -> Done | Stale | None:
+    async def _forward_once(self, parcel: _Parcel, stage: int) -> Done | Stale | Foreign | None:
         """What one server says to it, with the next stage's input put down if it is done; None if it brought nothing."""
-        server, after = await self._next_hop(parcel, stage, 1.0), parcel.after(stage)
+        after = parcel.after(stage)
         assert after is not None
+        came, stages = parcel.codecs.get(parcel.source(stage)), self._rolls.serving().stages
+        sends = self._codecs.choose(stages[stage], stages[after], came)
+        server = await self._next_hop(parcel, stage, 1.0, came, sends)
         known = self._memory.known(stage, parcel.samples) if self._memory is not None else None
         visit = known.visit if known is not None else None
-        request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch, visit)
+        request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch, visit, came, sends)
         answer, reply = await self._ask_with_input(server, request, parcel)
         if not isinstance(answer, Done) or len(reply) != 1:
-            return answer if isinstance(answer, Stale) else None
+            return answer if isinstance(answer, Stale | Foreign) else None
+        parcel.codecs[stage] = self._edges.written_in(reply[0], sends)
         if self._memory is None or known is None:
             parcel.inputs[after] = reply[0]
             return answer
@@ -337,19 +346,21 @@ class Trainer:
     async def _backward_once(self, parcel: _Parcel, place: Place) -> bytes | None:
         """The gradient of the stage's input (b"" of the first), or None if this attempt brought nothing."""
         number, stage = place
-        server = await self._next_hop(parcel, stage, BACKWARD_SIZE)
+        source = parcel.source(stage)
+        came, sends = parcel.codecs.get(source), parcel.codecs.get(stage)
+        server = await self._next_hop(parcel, stage, BACKWARD_SIZE, came, sends)
         if self._ledger.phase(place) not in ("open", "sent"):
             return None  # a round has named it meanwhile, as nobody honest would have
         attempt = self._ledger.send(place, server.name)
         version = parcel.versions.get(stage)
         visit = Visit(parcel.samples) if self._memory is not None else None
-        request = Backward(number, stage, parcel.source(stage), parcel.epoch, attempt, version, visit)
+        request = Backward(number, stage, source, parcel.epoch, attempt, version, visit, came, sends)
         rest = [parcel.outside[stage], *self._mask(parcel, stage)]
         answer, reply = await self._ask_with_input(server, request, parcel, rest)
-        whole = len(reply) == (0 if parcel.source(stage) < 0 else 1)
+        whole = len(reply) == (0 if source < 0 else 1)
         if not isinstance(answer, Done) or not whole or answer.life != server.life:
             self._ledger.silent(place, attempt)
-            if isinstance(answer, Gone) and (version is not None or answer.late):
+            if isinstance(answer, Foreign) or (isinstance(answer, Gone) and (version is not None or answer.late)):
                 self._lacks(parcel, stage, answer, version)
             return None
         if not self._ledger.replied(place, server.name, answer.attempt):
@@ -363,15 +374,16 @@ class Trainer:
             self._report("loss", {"number": number, "loss": answer.loss_sum / self._edges.tokens})
         return reply[0] if reply else b""
 
-    def _lacks(self, parcel: _Parcel, stage: int, answer: Gone, version: Version | None) -> None:
+    def _lacks(self, parcel: _Parcel, stage: int, answer: Gone | Foreign, version: Version | None) -> None:
         """A server has not got the weights of the forward pass, or what its payload is written with. If no other has, the last
         stage counts this microbatch already, so that it cannot begin anew: the rest of it is dropped, or differentiated at
         other weights."""
-        if version is not None and not answer.late:
-            parcel.lacked[stage] += answer.round >= version.round  # else it has yet to come there
+        if not (isinstance(answer, Gone) and answer.late):
+            yet_to_come = isinstance(answer, Gone) and version is not None and answer.round < version.round
+            parcel.lacked[stage] += not yet_to_come
             if parcel.lacked[stage] < ASKED_IN_VAIN * max(len(self._rolls.serving().stages[stage]), 1):
                 return
-        if version is not None and self._terms.gone == "newest":
+        if isinstance(answer, Gone) and version is not None and self._terms.gone == "newest":
             del parcel.versions[stage]
             return
         before = [known for known in parcel.order[: parcel.order.index(stage)] if known not in parcel.outside]
@@ -421,7 +433,8 @@ class Trainer:
     def _mask(self, parcel: _Parcel, stage: int) -> list[bytes]:
         """The activation that a gradient belongs to, where the codec needs it to read that."""
         after = parcel.after(stage)
-        arrived = parcel.inputs[after] if self._edges.masked and after is not None else None
+        masked = after is not None and self._edges.is_masked(parcel.codecs.get(stage))
+        arrived = parcel.inputs[after] if masked and after is not None else None
         return [arrived] if isinstance(arrived, bytes) else []
 
     # asking
@@ -434,11 +447,14 @@ class Trainer:
             Wait(Key(f"server of stage {stage}", 0), (), since_s - now_s) for stage, since_s in self._lacking.items()
         ]
 
-    async def _next_hop(self, parcel: _Parcel, stage: int, size: float) -> Server:
-        """Whom the policy names, as soon as it names somebody."""
+    async def _next_hop(
+        self, parcel: _Parcel, stage: int, size: float, came: CodecId | None, sends: CodecId | None
+    ) -> Server:
+        """Whom the policy names of those who read these codecs, as soon as it names somebody."""
         while True:
             serving = self._rolls.serving()
-            peer = self._policy.next_hop(parcel.microbatch, stage, serving, self._now(), size)
+            unfit = self._codecs.unfit(serving.stages[stage], (came, sends))
+            peer = self._policy.next_hop(parcel.microbatch, stage, serving, self._now(), size, unfit)
             server = self._rolls.at(stage, peer) if peer is not None else None
             if server is not None:
                 self._lacking.pop(stage, None)
@@ -460,7 +476,7 @@ class Trainer:
                 encode(request),
                 payloads,
                 timeout_s=timeout_s,
-                max_reply_bytes=self._edges.max_bytes("forward" if isinstance(request, Forward) else "backward"),
+                max_reply_bytes=self._most_reply_bytes(request),
             )
             answer = decode_answer(reply.body)
         except CallFailed as error:
@@ -478,9 +494,18 @@ class Trainer:
                 parcel.trip_s += max(0.0, self._now() - started_s - answer.waited_s)
         else:
             self._learn(server, request, "busy", started_s)
-        if isinstance(answer, Busy | Refused | Gone):
+        if isinstance(answer, Busy | Refused | Gone | Foreign):
             await asyncio.sleep(PAUSE_S)
         return answer, reply.payloads
+
+    def _most_reply_bytes(self, request: Request) -> int:
+        match request:
+            case Forward(sends=sends):
+                return self._edges.max_bytes("forward", sends)
+            case Backward(came=came):
+                return self._edges.max_bytes("backward", came)
+            case _:
+                return 0
 
     def _patience_s(self, request: Request) -> float:
         match request:

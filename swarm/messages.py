@@ -19,6 +19,7 @@ MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 8 * 1024  # what a call or its answer says without a payload
 MAX_PAYLOADS = 4  # of a call, or of its answer
 MAX_PAYLOAD_CHUNKS = 16
+MAX_CODECS = 16  # that one peer reads
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
@@ -122,6 +123,21 @@ class Load(_Message, frozen=True, tag="load"):
     rate: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     memory_bytes: Count
     resident_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class CodecId(msgspec.Struct, frozen=True, array_like=True):
+    """Names what a payload is written in: an activation codec and its version; where both ends share parameters, the first
+    bytes of their digest."""
+
+    name: Name
+    version: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+    digest: Annotated[bytes, msgspec.Meta(max_length=8)] = b""
+
+
+class Reads(_Message, frozen=True, tag="reads"):
+    """I read, and write, payloads of passes in these codecs (swarm/codec_offers.py)."""
+
+    codecs: Annotated[tuple[CodecId, ...], msgspec.Meta(max_length=MAX_CODECS)]
 
 
 # Single-decree Paxos among the members of a view (swarm/decide.py).
@@ -395,6 +411,7 @@ Message = (
     | Heard
     | Tally
     | Load
+    | Reads
     | BranchAsk
     | BranchSign
     | Lineage

@@ -15,6 +15,7 @@ from typing import Any
 from farflock.swarm.branching import Branching
 from farflock.swarm.calls import Calls
 from farflock.swarm.chunks import Store
+from farflock.swarm.codec_offers import CodecOffers
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
@@ -43,6 +44,7 @@ from farflock.swarm.messages import (
     PairPropose,
     PairRefuse,
     Piece,
+    Reads,
     Reduced,
     StateOffer,
     StateQuery,
@@ -111,6 +113,7 @@ class Peer:
         self.calls = Calls(self.port)
         self.tallies = Tallies(self.port)
         self.loads = Loads(self.port)
+        self.codec_offers = CodecOffers(self.port)
         self.snapshots = Snapshots(self.port, self._askable)
         self.branching = Branching(
             self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
@@ -265,6 +268,8 @@ class Peer:
                 self._to_exchanges(self.pairing.receive, sender, incarnation, message)
             case Load():
                 self._to_exchanges(self.loads.receive, sender, incarnation, message)
+            case Reads():
+                self._to_exchanges(self.codec_offers.receive, sender, incarnation, message)
             case Tally():
                 self._to_exchanges(self.tallies.receive, sender, incarnation, message)
             case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
@@ -294,6 +299,7 @@ class Peer:
                 self.rounds.tick()
                 self.tallies.tick()
                 self.loads.tick()
+                self.codec_offers.tick()
             await asyncio.sleep(TICK_S)
 
     async def _announce_loop(self) -> None:

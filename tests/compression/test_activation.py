@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farflock.compression.activation import ActivationContext, Flat, Incompatible, Masked, Offer, agree
-from farflock.compression.activation_catalog import ACTIVATIONS, activation_codec
+from farflock.compression.activation_catalog import ACTIVATIONS, activation_codec, alternatives, known_of, most_bytes
 from farflock.compression.aqsgd import ResyncNeeded
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
@@ -488,3 +488,35 @@ def test_two_ends_of_a_name_agree(ends, name):
     sender, receiver = ends(name)
     offer = agree(sender.offers(0)[:1], receiver.offers(0))
     assert (offer.name, offer.version, offer.digest) == (sender.name, sender.version, sender.digest)
+
+
+def test_alternatives_are_in_the_order_in_which_they_are_preferred():
+    assert alternatives("int4 | int8|raw") == ("int4", "int8", "raw")
+    assert alternatives("int4,int8") == ("int4,int8",)
+    assert alternatives("aqsgd4") == ("aqsgd4",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("int8 | subspace:4", "subspace:4.*keep something"),
+        ("aqsgd4,int8 | int8", "aqsgd4.*keep something"),
+        ("int8 | int8", "names a codec twice"),
+        (" | ".join(f"topk:{k}/4096" for k in range(1, 11)), "more than 8"),
+    ],
+)
+def test_what_cannot_be_one_of_several_is_refused(spec, words):
+    with pytest.raises(ValueError, match=words):
+        known_of(spec)
+
+
+def test_of_several_those_are_left_out_that_another_release_has():
+    assert known_of("vq:9 | int8 | raw") == ("int8", "raw")
+    assert known_of("subspace:4") == ("subspace:4",)
+    with pytest.raises(ValueError, match=r"vq:9.*not known"):
+        known_of("vq:9 | wq")
+
+
+def test_the_most_bytes_of_several_are_those_of_the_largest():
+    ctx = ActivationContext((2, 3, 8), torch.float32)
+    assert most_bytes("int8 | raw", ctx) == most_bytes("raw", ctx) > most_bytes("int8", ctx)

@@ -223,6 +223,8 @@ WRONG = [
     ({"stages": 4, "policy": "skip:5"}, "'skip ratio': paths visit 5 of 4 stages", "choose from 3 to 4"),
     ({"stages": 4, "policy": "skip:2"}, "'skip ratio': paths visit 2 of 4 stages", "choose from 3 to 4"),
     ({"stages": 4, "policy": "skip:3", "batch": 7}, "'whole batches'", "set pipeline.batch to 8"),
+    ({"stages": 2, "codec": "int8 | int5"}, "'int5' is not known", "did you mean 'int8'"),
+    ({"stages": 2, "codec": "int8 | subspace:4"}, "'subspace:4' cannot be one of several", "keep something"),
     ({"stages": 3, "policy": "swap"}, "'swap of unequal stages'", "take 4 or 6 or more stages"),
     ({"stages": 2, "staleness": -1}, "pipeline.staleness: -1", ">= 0"),
     ({"stages": 2, "asynchronous": {"versions": 0}}, "pipeline.asynchronous.versions: 0", ">= 1"),
@@ -239,6 +241,16 @@ WRONG = [
     ({"stages": 2, "lease_s": float("nan")}, "pipeline.lease_s: nan", ">= 1.0"),
     ({"stages": 2, "forward_timeout_s": 0}, "pipeline.forward_timeout_s: 0", ">= 1"),
 ]
+
+
+def test_several_codecs_are_in_the_order_of_the_manifest_as_far_as_they_are_known():
+    manifest = resolved({"stages": 2, "codec": "int4 | int8"})
+    plan, pipeline = manifest.plan(), manifest.pipeline_plan()
+    edges = edges_of(plan, pipeline)
+    assert [codec.name for codec in (edges.codec, *edges.others)] == ["int4,int8", "int8,int8"]
+    newer = parse(manifest.canonical().decode().replace("int4 | int8", "vq:9 | int8"))
+    edges = edges_of(newer.plan(), newer.pipeline_plan())
+    assert (edges.codec.name, edges.others) == ("int8,int8", ()), "who joins does without what it does not know"
 
 
 @pytest.mark.parametrize(("pipeline", "says", "offers"), WRONG, ids=lambda given: str(given)[:50])

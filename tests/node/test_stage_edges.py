@@ -2,15 +2,18 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 
+from farflock.compression.activation import Incompatible
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.codec import CorruptPayload
 from farflock.compression.subspace import Basis
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_requests import Backward, Forward
+from farflock.swarm.messages import CodecId
 
 BATCH, SEQ, DIM, VOCABULARY = 2, 5, 16, 300
 CHANCE = torch.Generator().manual_seed(1)
@@ -37,7 +40,7 @@ def over(made, x=X):
     assert torch.equal(arrived, made.arrived(payload, HERE, TOKENS)), "and so does the stage that made it"
     back = made.input_gradient(GRADIENT.to(x.dtype), THERE, TOKENS, arrived)
     assert len(back) <= made.max_bytes("backward")
-    return arrived, made.output_gradient(back, HERE, TOKENS, arrived if made.masked else None)
+    return arrived, made.output_gradient(back, HERE, TOKENS, arrived if made.is_masked() else None)
 
 
 def test_token_ids_are_integers_of_as_many_bytes_as_the_vocabulary_needs():
@@ -71,8 +74,8 @@ def test_others_are_what_it_was_within_their_bounds(codec, within):
 
 def test_under_a_mask_the_gradient_is_that_of_what_arrived():
     made = edges("topk:1/4")
-    assert made.masked
-    assert not edges("int8").masked
+    assert made.is_masked()
+    assert not edges("int8").is_masked()
     arrived, gradient = over(made)
     kept = arrived != 0
     assert 0.2 < float(kept.float().mean()) < 0.3
@@ -166,3 +169,47 @@ def test_a_stage_answers_in_the_version_that_its_input_came_in_both_ways():
 def test_codecs_of_one_version_do_not_look_at_what_came():
     made = edges("int8")
     assert made.output(X, SENT, TOKENS, b"") == made.output(X, SENT, TOKENS)
+
+
+def several(*names):
+    codec, *others = map(activation_codec, names)
+    return Edges(codec, BATCH, SEQ, DIM, VOCABULARY, 11, others=tuple(others))
+
+
+def test_of_several_codecs_a_request_says_which_one_its_payloads_are_in():
+    made = several("int4", "raw", "topk:1/4")
+    assert [codec.name for codec in made.reads] == ["int4,int8", "raw,raw", "topk:1/4,mask"]
+    plain, sparse = made.reads[1:]
+    sent, here = (replaced(request, came=sparse, sends=plain) for request in (SENT, HERE))
+    taken, there = (replaced(request, came=plain) for request in (TAKEN, THERE))
+    payload = made.output(X, sent, TOKENS)
+    assert payload == X.numpy().tobytes()
+    assert len(payload) == made.max_bytes("forward", plain) > made.max_bytes("forward")
+    assert torch.equal(made.input(payload, taken, TOKENS), X)
+    back = made.input_gradient(GRADIENT, there, TOKENS, X)
+    assert torch.equal(made.output_gradient(back, here, TOKENS), GRADIENT)
+    assert made.is_masked(sparse)
+    assert not made.is_masked(plain)
+    assert made.written_in(payload, plain) == plain
+
+
+def replaced(request, **changes):
+    return msgspec.structs.replace(request, **changes)
+
+
+def test_a_codec_that_is_not_read_here_is_refused_by_name():
+    made, stranger = several("int4", "raw"), CodecId("vq:9,int8", 1)
+    assert not made.knows(stranger)
+    assert not made.knows(CodecId("raw,raw", 2))
+    assert made.knows(CodecId("raw,raw", 1))
+    assert made.knows(None)
+    with pytest.raises(Incompatible, match=r"vq:9.*not read here.*int4"):
+        made.input(b"", msgspec.structs.replace(TAKEN, came=stranger), TOKENS)
+
+
+def test_in_a_subspace_a_payload_says_itself_which_version_it_is_in():
+    made = edges("subspace:4+fp32,fp32", basis=BASIS)
+    assert made.follows_weights
+    payload = made.output(INSIDE + BASIS.fixed_VD[TOKENS], SENT, TOKENS)
+    assert made.written_in(payload, None) == CodecId(made.codec.name, BASIS.version, BASIS.digest[:8]) == made.reads[0]
+    assert made.written_in(payload[:11], None) is None

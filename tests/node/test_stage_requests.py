@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from farflock.node import stage_requests as said
 from farflock.node.stage_requests import Backward, BadRequest, Done, Forward, decode_answer, decode_request, encode
-from farflock.swarm.messages import MAX_BODY_BYTES
+from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CODECS, CodecId
 from farflock.swarm.roles import MAX_STAGES
 
 COUNT, ROUND = st.integers(0, 2**62), st.integers(-1, 2**62)
@@ -16,9 +16,11 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 VERSION = st.none() | st.builds(said.Version, ROUND, COUNT)
 SAMPLES = st.lists(COUNT, min_size=1, max_size=said.MAX_VISIT).map(tuple)
 VISIT = st.none() | st.builds(said.Visit, SAMPLES, st.binary(max_size=8 * said.MAX_VISIT))
+NAMED = st.builds(CodecId, st.text(max_size=64), st.integers(0, 2**32 - 1), st.binary(max_size=8))
+CODEC = st.none() | NAMED
 REQUESTS = st.one_of(
-    st.builds(Forward, COUNT, STAGE, SOURCE, ROUND, VISIT),
-    st.builds(Backward, COUNT, STAGE, SOURCE, ROUND, COUNT, VERSION, VISIT),
+    st.builds(Forward, COUNT, STAGE, SOURCE, ROUND, VISIT, CODEC, CODEC),
+    st.builds(Backward, COUNT, STAGE, SOURCE, ROUND, COUNT, VERSION, VISIT, CODEC, CODEC),
     st.builds(said.Confirm, COUNT, STAGE, COUNT),
     st.builds(said.Revoke, COUNT, STAGE, COUNT),
 )
@@ -26,6 +28,7 @@ ANSWERS = st.one_of(
     st.builds(Done, COUNT, COUNT, st.floats(0, 1e6), st.none() | FINITE, st.floats(0, 1e6), VERSION),
     st.builds(said.Gone, ROUND, st.booleans()),
     st.builds(said.Lacks, st.lists(st.integers(0, said.MAX_VISIT - 1), max_size=said.MAX_VISIT).map(tuple)),
+    st.builds(said.Foreign, st.lists(NAMED, max_size=MAX_CODECS).map(tuple)),
     st.builds(said.Busy),
     st.builds(said.Stale, ROUND),
     st.builds(said.Refused, st.text(max_size=200)),

@@ -20,6 +20,7 @@ from farflock.node.stage_requests import (
     Busy,
     Confirm,
     Done,
+    Foreign,
     Forward,
     Lacks,
     Merged,
@@ -33,6 +34,7 @@ from farflock.node.stage_requests import (
 )
 from farflock.node.stage_server import BACKWARD_COST, ServerTerms, StageServer
 from farflock.node.stage_versions import Asynchronous, Versions
+from farflock.swarm.messages import CodecId
 from farflock.swarm.virtual import run_virtual
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
@@ -44,10 +46,12 @@ PASS_S = 0.5
 class Bench:
     """A server of one of three stages in fp64, and what is sent to it. A forward pass takes half a virtual second."""
 
-    def __init__(self, index=1, codec="raw", versions=None, **terms):
+    def __init__(self, index=1, codec="raw", versions=None, others=(), **terms):
         self.marks = {}
         self.stage = Stage(build(MODEL, 3, SPANS[index]).double())
-        self.edges = Edges(activation_codec(codec), 1, TOKENS, MODEL.dim, MODEL.vocab_size, 9, torch.float64)
+        size = 1, TOKENS, MODEL.dim, MODEL.vocab_size
+        others = tuple(map(activation_codec, others))
+        self.edges = Edges(activation_codec(codec), *size, 9, torch.float64, others)
         self.index, self.applied, self.passes = index, EPOCH, []
         self.server = StageServer(
             index,
@@ -204,6 +208,31 @@ def test_what_makes_sense_is_admitted(index):
     bench = Bench(index)
     for request in (bench.forward(1), bench.backward(1), (Confirm(1, index, 1),), (Revoke(1, index, 1),)):
         assert bench.admit(*request) is None
+
+
+@pytest.mark.parametrize("which", ["came", "sends"])
+@pytest.mark.parametrize("named", [CodecId("vq:8,int8", 1), CodecId("raw,raw", 2), CodecId("", 0)])
+def test_a_codec_that_is_not_read_here_is_foreign_and_those_that_are_are_named(which, named):
+    bench = Bench(others=("int8",))
+    for made in (bench.forward, bench.backward):
+        assert bench.admit(*made(1, **{which: named})) == Foreign((CodecId("raw,raw", 1), CodecId("int8,int8", 1)))
+    assert bench.server.served["foreign"] == 2
+
+
+@served(others=("int8",))
+async def test_each_edge_has_the_codec_that_the_request_names(bench):
+    raw, int8 = bench.edges.reads
+    passed = await bench.ask(*bench.forward(1, came=raw, sends=raw))
+    (plain,) = passed[1]
+    (coded,) = (await bench.ask(*bench.forward(1, came=raw, sends=int8)))[1]
+    assert len(plain) == bench.edges.max_bytes("forward", raw)
+    assert len(coded) == bench.edges.max_bytes("forward", int8) < len(plain) / 4
+    request, (tokens, _, outside) = bench.backward(2, came=int8, sends=raw)
+    answer, (gradient,) = await bench.ask(request, (tokens, coded, outside))
+    assert isinstance(answer, Done)
+    assert len(gradient) == bench.edges.max_bytes("backward", int8), "it goes back as its input came"
+    too_large = await bench.ask(bench.forward(3, came=int8)[0], bench.forward(3)[1])
+    assert "at most" in too_large[0].why, "each payload is bounded by its own codec"
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xc1", encode(Merged()), b"\x91" * 4000])

@@ -15,6 +15,7 @@ from farflock.node.stage_requests import (
     Busy,
     Confirm,
     Done,
+    Foreign,
     Forward,
     Gone,
     Lacks,
@@ -28,10 +29,12 @@ from farflock.node.stage_requests import (
     encode,
 )
 from farflock.node.stage_rolls import Server
-from farflock.node.trainer import CONFIRM_TIMEOUT_S, PAUSE_S, Trainer, TrainerTerms, first_number
+from farflock.node.trainer import ASKED_IN_VAIN, CONFIRM_TIMEOUT_S, PAUSE_S, Trainer, TrainerTerms, first_number
 from farflock.swarm.calls import CallFailed
+from farflock.swarm.messages import CodecId
 from farflock.swarm.serving import Reply
 from farflock.swarm.virtual import run_virtual
+from farflock.swarm.wiring import Announced
 
 STAGES, TOKENS, EPOCH, LIFE = 3, 4, 6, 1
 CALL_S = 0.05
@@ -49,7 +52,7 @@ class Order(dict):
 
     @property
     def stages(self):
-        return self
+        return {stage: [Announced(peer, LIFE) for peer in peers] for stage, peers in self.items()}
 
 
 class World:
@@ -59,18 +62,24 @@ class World:
     me = "t"
     stages = STAGES
 
-    def __init__(self, codec="raw", **terms):
-        self.calls = self
+    def __init__(self, codec="raw", others=(), **terms):
+        self.calls = self.codec_offers = self
+        self.reads = {}  # by server, what it has said that it reads
         self.epoch, self.log, self.scripts = EPOCH, [], collections.defaultdict(list)
         self.order = Order({stage: [f"{stage}a", f"{stage}b"] for stage in range(STAGES)})
         self.closed, self.gone, self.doubtful, self.left_out = [], [], [], []
         self.results, self.events, self.under_way = [], [], collections.Counter()
         self.most = collections.Counter()
-        self.edges = edges = Edges(activation_codec(codec), 1, TOKENS, 2, 16, 0)
+        others = tuple(map(activation_codec, others))
+        self.edges = edges = Edges(activation_codec(codec), 1, TOKENS, 2, 16, 0, others=others)
         self.memories = collections.defaultdict(lambda: ServerMemory(edges))
         usual = {"window": 1, "kept": 1, "forward_timeout_s": 4.0, "backward_timeout_s": 6.0}
         walk = edges, self.batch, TrainerTerms(**{**usual, **terms}), self.report
         self.trainer = Trainer(self, self, self, *walk, samples=self.samples)
+
+    def of(self, peer, life):
+        assert life == LIFE
+        return self.reads.get(peer)
 
     def batch(self, number):
         return torch.full((1, TOKENS), number % 16), torch.full((1, TOKENS), (number + 1) % 16)
@@ -114,8 +123,8 @@ class World:
     def stage_order(self, microbatch):
         return tuple(range(STAGES))
 
-    def next_hop(self, microbatch, stage, serving, now_s, size):
-        return next(iter(serving[stage]), None)
+    def next_hop(self, microbatch, stage, serving, now_s, size, exclude=()):
+        return next((peer for peer in serving[stage] if peer not in exclude), None)
 
     def on_result(self, call, outcome, now_s):
         self.results.append((call.peer, outcome, call.size))
@@ -722,3 +731,69 @@ def test_another_server_gets_the_same_activation_whole_also_for_a_backward_pass_
         assert asked[0][1] == asked[2][1]
 
     main()
+
+
+# codecs
+
+RAW, INT8 = CodecId("raw,raw", 1), CodecId("int8,int8", 1)
+
+
+def ways(entries):
+    """What each request says of its codecs, by stage."""
+    return {entry.request.stage: (entry.request.came, entry.request.sends) for entry in entries}
+
+
+@trained(others=("int8",))
+async def test_each_pass_says_what_its_payloads_are_in_and_its_way_back_goes_as_it_came(world):
+    world.reads = {"0a": (RAW, INT8), "1a": (RAW, INT8), "1b": (INT8,), "2a": (RAW, INT8)}
+    world.order[0] = ["0a"]
+    await world.merged()
+    assert ways(world.asked(Forward)) == {0: (None, INT8), 1: (INT8, INT8)}
+    assert ways(world.asked(Backward)) == {2: (INT8, None), 1: (INT8, INT8), 0: (None, INT8)}
+
+
+@trained(others=("int8",))
+async def test_without_an_older_release_the_preferred_codec_is_taken(world):
+    world.reads = {peer: (RAW, INT8) for peers in world.order.values() for peer in peers}
+    await world.merged()
+    assert ways(world.asked(Forward)) == {0: (None, RAW), 1: (RAW, RAW)}
+
+
+@trained()
+async def test_who_cannot_read_it_is_not_asked(world):
+    world.reads = {"1a": (INT8,), "1b": (RAW,), "2a": (INT8,), "2b": (RAW,)}
+    await world.merged()
+    assert {entry.peer for entry in world.asked(Forward, Backward)} == {"0a", "1b", "2b"}
+
+
+@trained(others=("int8",))
+async def test_what_a_stage_cannot_read_begins_anew_in_what_it_can(world):
+    def foreign(request):
+        world.reads |= {"1a": (INT8,), "1b": (INT8,)}
+        return (encode(Foreign((INT8,))),)
+
+    world.script("1a", Forward, foreign)
+    await world.merged()
+    said = [(entry.request.stage, entry.request.came, entry.request.sends) for entry in world.asked(Forward)]
+    assert said == [(0, None, RAW), (1, RAW, RAW), (0, None, INT8), (1, INT8, INT8)]
+
+
+def test_what_no_server_can_read_on_the_way_back_is_dropped_at_the_stages_that_it_cannot_reach():
+    @trained()
+    async def main(world):
+        foreign = saying(Foreign((INT8,)))
+        for peer in ("1a", "1b"):
+            world.script(peer, Backward, *[foreign] * ASKED_IN_VAIN)
+        await world.until(lambda: world.trainer.dropped)
+        assert len(world.asked(Backward, stage=1)) == 2 * ASKED_IN_VAIN, "each of both was asked again"
+        assert [event for event in world.events if event[0] == "dropped"] == [("dropped", 0)] * 2
+
+    main()
+
+
+@trained()
+async def test_one_server_that_cannot_read_it_costs_an_attempt(world):
+    world.script("1a", Backward, saying(Foreign((INT8,))))
+    await world.merged()
+    assert world.trainer.dropped == 0
+    assert [entry.peer for entry in world.asked(Backward, stage=1)] == ["1a", "1b"]

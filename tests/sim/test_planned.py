@@ -42,8 +42,8 @@ class Followed(Audit):
         trainer, me = node.trainer, node.peer.me
         next_hop = trainer._next_hop
 
-        async def asking(parcel, stage, size):
-            server = await next_hop(parcel, stage, size)
+        async def asking(parcel, stage, *given):
+            server = await next_hop(parcel, stage, *given)
             places = node.rolls.serving().seniority[stage]
             self.asked.setdefault((me, parcel.microbatch.step, stage), (places, server.peer))
             return server

@@ -242,19 +242,19 @@ def test_when_all_servers_of_the_first_stage_die_the_others_hand_on_what_they_ho
     assert min(after) > 3, "the newcomers began with a version of long ago"
 
 
-def test_who_lacks_a_version_refuses_by_name_decodes_nothing_and_goes_on_once_he_has_it():
-    one = audit(servers=2, trainers=1, replicas=1)
+def late_at(one, number, has_it):
+    """The server of this number gets no table of version 4 and later until `has_it`; returns what it refused meanwhile."""
     look, seen = one._look, []
 
-    def looking(number, node):
-        look(number, node)
-        if number != 1:
+    def looking(number_now, node):
+        look(number_now, node)
+        if number_now != number:
             return
         keeper, server = node._keeper, node.serving.server
         fetch, read = keeper._fetch, server._read
 
         async def late(version):
-            return (version < 4 or len(seen) >= 20) and await fetch(version)
+            return (version < 4 or has_it(seen)) and await fetch(version)
 
         def reading(job):
             found = read(job)
@@ -264,16 +264,47 @@ def test_who_lacks_a_version_refuses_by_name_decodes_nothing_and_goes_on_once_he
 
         keeper._fetch, server._read = late, reading
 
+    one._look = looking
+    return seen
+
+
+async def go_on(one, sim):
+    """Some rounds more, then the end."""
+    end = rounds_of(one) + 5
+    await until(lambda: settled(one, sim, end))
+    sim.end()
+
+
+def test_who_lacks_a_version_and_is_alone_refuses_by_name_decodes_nothing_and_goes_on_once_he_has_it():
+    one = audit(servers=1, trainers=1, replicas=1)
+    seen = late_at(one, 1, lambda seen: len(seen) >= 20)
+
     async def long_enough(sim):
         await until(lambda: len(seen) >= 20)
-        end = rounds_of(one) + 5
-        await until(lambda: settled(one, sim, end))
-        sim.end()
+        await go_on(one, sim)
 
-    one._look = looking
     one.run(long_enough).check().check_finished()
     assert all(why.startswith("version") and "is not here yet" in why for why in seen)
     assert max(one.sim.nodes[1]._edges.codec.held) > 6
+
+
+def test_who_lacks_a_version_is_not_asked_while_another_one_has_it():
+    one = audit(servers=2, trainers=1, replicas=1)
+    seen = late_at(one, 1, lambda seen: rounds_of(one) >= 12)
+    served = []
+
+    async def long_enough(sim):
+        for rounds in (6, 11):
+            await until(lambda least=rounds: rounds_of(one) >= least)
+            served.append([sim.nodes[number].work["forward"] for number in (1, 4)])
+        await go_on(one, sim)
+
+    one.run(long_enough).check().check_finished()
+    (early, other_early), (late, other_late) = served
+    assert other_late > other_early, "the other server of the stage goes on"
+    assert len(seen) <= 2, "at most what was on its way when the version changed"
+    assert late - early <= 2
+    assert one.sim.nodes[1].work["forward"] > late, "it is asked again once it has the version"
 
 
 def test_a_replica_is_not_asked_and_refuses_who_asks_it():

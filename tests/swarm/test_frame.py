@@ -20,6 +20,7 @@ from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import (
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
+    MAX_CODECS,
     MAX_MEMBERS,
     MAX_PAYLOAD_CHUNKS,
     MAX_PAYLOADS,
@@ -31,6 +32,7 @@ from farflock.swarm.messages import (
     BranchAsk,
     BranchSign,
     Call,
+    CodecId,
     Decided,
     Forgotten,
     Heard,
@@ -56,6 +58,7 @@ from farflock.swarm.messages import (
     Prepare,
     Promise,
     Propose,
+    Reads,
     Reduced,
     Rejected,
     StateOffer,
@@ -107,6 +110,7 @@ SPECIMENS: tuple[Message, ...] = (
     Heard(3),
     Tally(KEY, 640),
     Load(7, 3.0, 1.5, 2**30, 60.0),
+    Reads((CodecId("int4,int8", 1), CodecId("subspace:4+bf16,bf16", 7, B[:8]))),
     BranchAsk(b"view"),
     BranchSign(A, b"s" * 64, 9),
     Lineage(640, 5, A[:16], (b"one",)),
@@ -165,6 +169,7 @@ def filled(kind, chance):
         "queue": chance.choice([0.0, 1e9, chance.random()]),
         "rate": chance.choice([1e-6, 1e9, 1 - chance.random()]),
         "resident_s": chance.choice([0.0, 1e9, chance.random()]),
+        "codecs": tuple(CodecId("c" * chance.randrange(65), 7, chance.randbytes(8)) for _ in range(many)),
         "prefixes": chance.randbytes(8 * many),
         "floor": 9 if kind is BranchSign else tuple(chance.choice([0, 9, 2**62]) for _ in range(many)),
         "mask": chance.randbytes(8),
@@ -258,7 +263,7 @@ def test_the_head_is_as_documented():
     assert checksum == zlib.crc32(packed[:20] + packed[24:])
 
 
-@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 4}], ids=str)
+@pytest.mark.parametrize("wrong", [{"magic": b"GG"}, {"flags": 1}, {"version": 5}], ids=str)
 def test_another_magic_flag_or_version_is_refused(wrong):
     raw = msgspec.msgpack.encode(Leave())
     assert unpack(sealed(raw)).message == Leave()
@@ -326,6 +331,10 @@ OVER_THE_LIMIT = {
     "a payload's chunk without a size": limited(CALL, payloads=(((A,),),)),
     "answer too long": limited(Answer(7, 3, "ok"), body=bytes(MAX_BODY_BYTES + 1)),
     "an answer of another kind": limited(Answer(7, 3, "ok"), verdict="fine"),
+    "too many codecs": limited(Reads(()), codecs=(("raw,raw", 1, b""),) * (MAX_CODECS + 1)),
+    "codec's name too long": limited(Reads(()), codecs=(("x" * 65, 1, b""),)),
+    "codec's version too high": limited(Reads(()), codecs=(("raw,raw", 1 << 32, b""),)),
+    "codec's digest too long": limited(Reads(()), codecs=(("raw,raw", 1, bytes(9)),)),
     "text for bytes": msgspec.msgpack.encode(["miss", "x" * 32]),
     "truth for number": msgspec.msgpack.encode(["views?", True]),
     "too few fields": msgspec.msgpack.encode(["want", A]),
