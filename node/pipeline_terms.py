@@ -27,6 +27,7 @@ from farflock.node.participant import Plan
 from farflock.node.pipeline_plan import Constrained, PipelinePlan
 from farflock.node.planned_paths import PathTerms, fill_plan, plan_of_texts, require_plan
 from farflock.node.policies import NAMES, UnknownPolicy, policy_of
+from farflock.node.rebalancer import EMERGENCY_S, Balance
 from farflock.node.run_basis import run_basis
 from farflock.node.stage import BadSplit, even
 from farflock.node.stage_server import ServerTerms
@@ -44,7 +45,7 @@ METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual on
 BATCH = 16
 CACHE_BYTES = 1 << 28  # of samples' values at each end of an edge, unless a manifest says otherwise
 TABLE_EVERY = 4  # rounds
-_SERVER, _TRAINER = ServerTerms(), TrainerTerms()
+_SERVER, _TRAINER, _BALANCE = ServerTerms(), TrainerTerms(), Balance()
 
 Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -75,7 +76,8 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
     gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
     `window` microbatches are on their way and `kept` are there in all, and it asks somebody else after `forward_timeout_s` and
-    `backward_timeout_s`. After every `end_copies` rounds, if that is not 0, servers of the stages beside the first and the last
+    `backward_timeout_s`. Every `rebalance_s` seconds one server may go to a stage that has too few; if it is 0, only to one
+    that has none. After every `end_copies` rounds, if that is not 0, servers of the stages beside the first and the last
     copy the embedding, or the norm and the head, which nothing else could restore.
 
     `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines` alone, while full replicas train
@@ -98,6 +100,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     end_copies: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
     backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
+    rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = _BALANCE.every_s
     asynchronous: AsynchronousTerms | None = None  # backward passes use the weights that are there
     constrain: Constrained = "all"
     table_every: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
@@ -196,6 +199,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         terms.policy,
         ServerTerms(terms.queue, terms.together, terms.places, terms.lease_s, terms.staleness),
         TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
+        balance=Balance(terms.rebalance_s),
         end_copies=terms.end_copies,
         basis=terms.basis,
         cache_bytes=terms.cache_bytes,
@@ -216,6 +220,9 @@ def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
         scope_of(terms.codec)
     except ValueError as error:
         raise Usage("pipeline.codec", str(error), "") from None
+    if 0 < terms.rebalance_s < EMERGENCY_S:
+        why = f"servers look at each other's work every {EMERGENCY_S:.0f} s"
+        raise Usage(f"pipeline.rebalance_s: {terms.rebalance_s}", why, f"set it to {EMERGENCY_S:.0f} or more, or to 0")
     _require_paths(terms)
     pipeline = plan_of(terms, plan)
     require_composable(Parts(plan, pipeline, made, _policy(pipeline, plan)))

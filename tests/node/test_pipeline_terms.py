@@ -14,6 +14,7 @@ from farflock.node.manifest import load, parse, resolve
 from farflock.node.pipeline_plan import PipelinePlan, basis_of, edges_of
 from farflock.node.pipeline_terms import CACHE_BYTES, TABLE_EVERY
 from farflock.node.policies import POLICIES
+from farflock.node.rebalancer import Balance
 from farflock.node.run_basis import run_basis
 from farflock.node.stage_server import ServerTerms
 from farflock.node.stage_versions import Asynchronous
@@ -89,9 +90,9 @@ def test_the_plan_is_what_the_terms_say():
     server, trainer = ServerTerms(5, 2, 3, 7.5, 2), TrainerTerms(6, 99, 4.0, 9.0)
     terms = {"stages": [3, 1], "batch": 4, "codec": "int4,int8", "policy": "noloco", "queue": 5, "together": 2}
     terms |= {"places": 3, "lease_s": 7.5, "staleness": 2, "window": 6, "kept": 99}
-    terms |= {"forward_timeout_s": 4, "backward_timeout_s": 9}
+    terms |= {"forward_timeout_s": 4, "backward_timeout_s": 9, "rebalance_s": 60}
     manifest = resolved(terms, "train.batch=2", "train.seq=32")
-    expected = PipelinePlan((range(3), range(3, 4)), 4 * 2 * 32, "int4,int8", "noloco", server, trainer)
+    expected = PipelinePlan((range(3), range(3, 4)), 4 * 2 * 32, "int4,int8", "noloco", server, trainer, Balance(60.0))
     assert manifest.pipeline_plan() == expected
 
 
@@ -131,9 +132,10 @@ def test_a_trainer_keeps_as_many_microbatches_as_two_rounds_take():
 @given(
     stages=st.lists(st.integers(1, 4), min_size=1, max_size=8),
     batch=st.integers(1, 4000),
-    codec=st.sampled_from(["raw", "int8", "int4,int8", "hadamard8:32", "topk:410/4096"]),
+    codec=st.sampled_from(["raw", "int8", "int4 | int8", "int4,int8", "hadamard8:32", "topk:410/4096"]),
     policy=st.sampled_from(sorted(set(POLICIES) - {"swap"})),
     lease_s=st.floats(1, 3600),
+    rebalance_s=st.just(0.0) | st.floats(10, 86_400),
     staleness=st.integers(0, 9),
     asynchronous=st.none()
     | st.fixed_dictionaries({"gone": st.sampled_from(["drop", "newest"])}, optional={"versions": st.just(1)}),
@@ -156,6 +158,7 @@ def test_a_pipelines_id_depends_on_every_one_of_its_terms():
         {"staleness": 2},
         {"kept": 300},
         {"places": 5},
+        {"rebalance_s": 60},
         {"asynchronous": {}},
         {"asynchronous": {"versions": 1}},
         {"asynchronous": {"gone": "newest"}},
@@ -239,6 +242,8 @@ WRONG = [
     ({"stages": 2, "asynchronous": {"correction": "spike"}}, "'corrected momentum'", "set train.optimizer to sgd"),
     ({"stages": 2, "staleness": 100, "asynchronous": {"versions": 101}}, "asynchronous.versions: 101", "<= 64"),
     ({"stages": 2, "lease_s": float("nan")}, "pipeline.lease_s: nan", ">= 1.0"),
+    ({"stages": 2, "rebalance_s": 5}, "pipeline.rebalance_s: 5", "set it to 10 or more, or to 0"),
+    ({"stages": 2, "rebalance_s": -1}, "pipeline.rebalance_s: -1", ">= 0"),
     ({"stages": 2, "forward_timeout_s": 0}, "pipeline.forward_timeout_s: 0", ">= 1"),
 ]
 
