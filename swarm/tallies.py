@@ -98,7 +98,8 @@ class Tallies:
             return
         told, who = Told(message.over, message.key.round, message.tokens), (sender, incarnation)
         if told > book.told.get(who, Told()):
-            members = {(member.peer, member.incarnation) for member in view.members} | {self._me}  # me: also once I am none
+            members = {(member.peer, member.incarnation) for member in view.members}
+            members.add(self._me)  # also once I am none
             book.told = {each: numbers for each, numbers in book.told.items() if each in members}
             book.told[who] = told
             self.changed.set()
