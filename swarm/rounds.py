@@ -21,6 +21,7 @@ from farflock.swarm.collective import (
     told,
 )
 from farflock.swarm.following import FETCH_TIMEOUT_S, HOPELESS_S, Following
+from farflock.swarm.forgetting import Forgetting
 from farflock.swarm.groups import order, rotation
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
@@ -122,10 +123,10 @@ class Rounds:
         return self._streams[name].newest
 
     def called(self, name: str) -> bool:
-        """Whether others have brought theirs to the stream's next round, and I have not; or it has left their logs, which who
-        brings something to it is told."""
+        """Whether others have brought theirs to the stream's next round, and I have not; or it has left the logs of most, which
+        who brings something to it is told."""
         state = self._streams[name]
-        if any(message.key.round == state.next for message in state.forgotten.values()):
+        if self._following.lost(state):
             return True
         machine = self._machines.get(Key(name, state.next))
         return machine is not None and bool(machine.offers) and state.next not in state.offers
@@ -170,6 +171,7 @@ class Rounds:
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             self._log.rewind(state, first_round)
+            state.forgotten = Forgetting()
             if state.newest >= first_round:
                 state.newest = state.seen = state.stream.upto(first_round - 1)
                 state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens

@@ -9,9 +9,10 @@ from typing import Literal
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.collective import CloseList, Terms, told
+from farflock.swarm.forgetting import Forgetting
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Forgotten, Key, Offer
+from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
 
 Status = Literal["ok", "partial", "alone", "failed", "lost"]
 
@@ -149,7 +150,7 @@ class StreamState:
     ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
-    forgotten: dict[PeerId, Forgotten] = field(default_factory=dict)  # who has said that the next round left its log
+    forgotten: Forgetting = field(default_factory=Forgetting)  # who has said that the next round left its log
     skipped: bool = False  # the tokens are not known before the next decision
 
     @property

@@ -116,7 +116,36 @@ async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another
     state, one = looker.rounds._streams[name_of(0)], made.nodes[0]
     told = Forgotten(Key(name_of(0), state.next), made.newest(0), made.newest(0))
     looker.rounds.receive(one.id, one.life, told)
-    assert state.forgotten == {one.id: told}
+    assert state.forgotten.said == {one.id: told}
+    assert not looker.rounds.called(name_of(0)), "by the word of one"
     made.network.heal()
     await ears.all_of(made, made.newest(0))
     assert ears.skipped == 0
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_whatever_one_says(made):
+    looker, name, liar = made.nodes[3], name_of(0), made.nodes[2]
+    await made.go_on(0, LOG_ROUNDS + 4, 60.0)
+    stream = looker.rounds._streams[name].stream
+    looker.rounds.close(name)
+    looker.rounds.open(stream)
+    state = looker.rounds._streams[name]
+    looker.rounds.receive(liar.id, liar.life, Forgotten(Key(name, state.next), 2**61, 2**61))
+    assert state.newest == -1
+    await until(lambda: looker.rounds.newest(name) >= 0, 10.0, "word of the others")
+    assert LOG_ROUNDS <= looker.rounds.newest(name) <= made.newest(0)
+    await until(lambda: looker.rounds.newest(name) > made.newest(0) - 2, 10.0, "its being there")
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made):
+    """They cannot say that a round is gone of which they never heard: the few who can are enough."""
+    lookers, name = (made.nodes[2], made.nodes[3]), name_of(0)
+    await made.go_on(0, LOG_ROUNDS + 4, 60.0)
+    made.network.kill(made.nodes[1].id)
+    for looker in lookers:
+        stream = looker.rounds._streams[name].stream
+        looker.rounds.close(name)
+        looker.rounds.open(stream)
+    await until(lambda: all(one.rounds.newest(name) >= LOG_ROUNDS for one in lookers), 20.0, "word of the only one")

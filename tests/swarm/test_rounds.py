@@ -183,11 +183,29 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
     assert work_pin(Key(STREAM, number)) not in node.peer.port.store._pinned_by
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
-    node.peer.rounds.receive(
-        herd.nodes[0].id, herd.nodes[0].incarnation, Forgotten(Key(STREAM, node.applied + 1), number, number + 9)
-    )
+    for other in (herd.nodes[0], herd.nodes[1]):
+        node.peer.rounds.receive(
+            other.id, other.incarnation, Forgotten(Key(STREAM, node.applied + 1), number, number + 9)
+        )
     assert (await task).status == "lost"
     assert work_pin(Key(STREAM, number)) not in node.peer.port.store._pinned_by
+
+
+@in_virtual_time(4)
+async def test_the_word_of_one_member_loses_no_round(herd):
+    node, liar = herd.nodes[2], herd.nodes[0]
+    await calm(herd, 0, 1, 2, 3)
+    number = node.applied + 5
+    task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
+    await asyncio.sleep(0.2)
+    for newest in (number, 10**6):
+        lie = Forgotten(Key(STREAM, node.applied + 1), number, newest)
+        node.peer.rounds.receive(liar.id, liar.incarnation, lie)
+        await asyncio.sleep(4.0)
+        assert not task.done()
+    assert node.peer.port.counters["lost rounds"] == 0
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @in_virtual_time(3)
