@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from farflock.swarm.collective import BadCloseList, Collective, decode_close_list
 from farflock.swarm.decide import is_quorum
+from farflock.swarm.dht_quota import Quota, units
 from farflock.swarm.forgetting import newest_of
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery
+from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
 from farflock.swarm.port import Port
 from farflock.swarm.round_log import RoundLog
 from farflock.swarm.streams import StreamState
@@ -27,6 +28,7 @@ FOLLOW_S = 0.5
 ASK_ANYWAY_S = 2.0  # who only looks on has no offer of its own by which it would notice that it missed a decision
 FETCH_TIMEOUT_S = 10.0
 TOLD_AT_ONCE = 4  # decisions in answer to a query, for rounds may be over faster than they can be asked for one by one
+ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
 HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
 
 
@@ -44,6 +46,7 @@ class Following:
     ) -> None:
         self._port, self._log, self._machine, self._begin, self._view_of = port, log, machine, begin, view_of
         self._random = random.Random(f"{port.seed}/{port.me}/follow")
+        self._answers = Quota(ANSWERS_PER_S, ANSWERS_BURST, 4 * MAX_MEMBERS)
 
     def follow(self, state: StreamState) -> None:
         """Ask somebody for the next round's decision if others are further, if I only watch, or if mine is overdue."""
@@ -82,6 +85,10 @@ class Following:
         numbers = itertools.islice(itertools.count(query.key.round, state.stream.stride), TOLD_AT_ONCE)
         entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
         told = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
+        size_bytes = sum(len(decided.value) for decided in told)
+        if not self._answers.take(sender.encode(), units(1, size_bytes), self._port.now()):
+            self._port.drop("too many questions about the log")
+            return
         for decided in told:
             self._port.send(sender, decided)
         if told:
@@ -121,9 +128,9 @@ class Following:
             self._heed(state)
 
     def _heed(self, state: StreamState) -> None:
-        """Take the others' word that the next round is gone: whoever needs its content must adopt a snapshot; who only looks on,
-        and has seen no round yet, goes on with the newest. Beside such a one there may be many that have seen none either and
-        say nothing: so it believes those who do, unless somebody speaks to it of that round as of one that is held now."""
+        """Take the others' word that the next round is gone: whoever needs its content must adopt a snapshot; who only looks
+        on, and has seen no round yet, goes on with the newest. Beside such a one there may be many that know no more than it
+        and say nothing: so it believes some, unless somebody speaks to it of that round as of one that is held now."""
         if not state.forgotten.said or state.forgotten.round != state.next:
             return
         if state.stream.wants == "all":
