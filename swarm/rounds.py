@@ -174,7 +174,8 @@ class Rounds:
             state.forgotten = Forgetting()
             if state.newest >= first_round:
                 state.newest = state.seen = state.stream.upto(first_round - 1)
-                state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens
+                last = state.entry(state.newest)
+                state.tokens = last.close.tokens if last is not None else state.opened_tokens
 
     def _forget(self, state: StreamState | None) -> None:
         """Drop what a stream held: a snapshot has taken its place."""

@@ -139,7 +139,7 @@ class StreamState:
     stream: Stream
     newest: int = -1  # the last round that I know to be decided
     tokens: int = 0
-    opened_tokens: int = 0  # those before the first round of the log
+    opened_tokens: int = 0  # those before the first round that is kept
     seen: int = -1  # the highest round that I heard of (-1 and the like: none)
     log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     annals: collections.OrderedDict[int, Logged] = field(

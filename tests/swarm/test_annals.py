@@ -149,3 +149,24 @@ async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made)
         looker.rounds.close(name)
         looker.rounds.open(stream)
     await until(lambda: all(one.rounds.newest(name) >= LOG_ROUNDS for one in lookers), 20.0, "word of the only one")
+
+
+@pytest.mark.parametrize(("witnessed", "number"), [(False, 2), (True, 3)])
+@pytest.mark.parametrize("beyond", [0, 2])
+def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(witnessed, number, beyond):
+    """Whoever knows decisions and has not their content may have to give up all rounds of its log, and noted ones."""
+
+    @flock(0, 0, 1, NOTHING, witnessed=witnessed)
+    async def main(made):
+        rounds, name = made.nodes[number].rounds, name_of(0)
+        await made.go_on(0, LOG_ROUNDS + 6, 60.0)
+        await asyncio.sleep(1.0)
+        state = rounds._streams[name]
+        first = next(iter(state.log)) - (beyond if witnessed else 0)
+        for at in range(first, state.newest + 1):
+            state.entry(at).complete = False
+        rounds.close(name_of(1))
+        rounds.rewind(first)
+        assert (rounds.newest(name), rounds.tokens(name)) == (first - 1, made.results[0][first - 1][2])
+
+    main()
