@@ -392,16 +392,16 @@ class Rounds:
         return self._machines.get(machine.key) is machine
 
     def _act(self, machine: Collective, action: Action) -> None:
+        stream = self._streams[machine.key.stream].stream  # which may be closed while these are at work
         match action:
             case Fetch():
-                self._port.spawn(self._fetch_for(machine, action))
+                self._port.spawn(self._fetch_for(machine, stream, action))
             case Reduce():
-                self._port.spawn(self._reduce_for(machine, action))
+                self._port.spawn(self._reduce_for(machine, stream, action))
             case (member, message):
                 self._port.send(machine.group[member], message)
 
-    async def _fetch_for(self, machine: Collective, wanted: Fetch) -> None:
-        stream = self._streams[machine.key.stream].stream
+    async def _fetch_for(self, machine: Collective, stream: Stream, wanted: Fetch) -> None:
         fits = wanted.size <= stream.max_shard_bytes
         patience_s = max(FETCH_TIMEOUT_S, stream.deadline_s)
 
@@ -423,13 +423,13 @@ class Rounds:
 
     def _is_too_late(self, machine: Collective) -> bool:
         """Whether a machine was over before its work was done: then nobody else would release what that brought."""
-        offered = machine.key.round in self._streams[machine.key.stream].offers  # and waits for the next machine
+        state = self._streams.get(machine.key.stream)
+        offered = state is not None and machine.key.round in state.offers  # and waits for the next machine
         if machine.key not in self._machines and not offered:
             self._port.store.release(work_pin(machine.key))
         return not self._is_live(machine)
 
-    async def _reduce_for(self, machine: Collective, wanted: Reduce) -> None:
-        stream = self._streams[machine.key.stream].stream
+    async def _reduce_for(self, machine: Collective, stream: Stream, wanted: Reduce) -> None:
         inputs = [
             (machine.group[member], weight, self._port.store.get(digest) or b"")
             for member, weight, digest in wanted.inputs

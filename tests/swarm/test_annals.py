@@ -170,3 +170,36 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
         assert (rounds.newest(name), rounds.tokens(name)) == (first - 1, made.results[0][first - 1][2])
 
     main()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
+    """As who takes a stage up anew does, once it has looked on for long enough to know where the stage is."""
+
+    @flock(0, 0, 1, NOTHING, witnessed=True)
+    async def main(made):
+        looker, name = made.nodes[3], name_of(0)
+        await made.go_on(0, 2)
+        chunks, begun, pins = looker.peer.port.chunks, asyncio.Event(), looker.peer.port.store._pinned_by
+        spawn, fetch = looker.peer.port.spawn, chunks.fetch
+
+        def spawned(work):
+            if work.__name__ == "_fetch_for":
+                begun.set()
+            return spawn(work)
+
+        async def slow(*given, **options):
+            await asyncio.sleep(2.0)
+            return await fetch(*given, **options)
+
+        chunks.fetch, looker.peer.port.spawn = slow, spawned
+        going = asyncio.create_task(made.go_on(0, 2))
+        await begun.wait()
+        await asyncio.sleep(after_s)
+        looker.rounds.close(name)
+        await going
+        await asyncio.sleep(8.0)
+        assert looker.peer.failure is None
+        assert not any(isinstance(pin, tuple) and pin[0] == "work" and pin[1].stream == name for pin in pins)
+
+    main()
