@@ -172,6 +172,26 @@ def test_another_life_of_a_member_begins_with_nothing_and_the_end_of_the_former_
     assert over(tallies, "mate", life=9)
 
 
+def test_who_waits_is_woken_by_what_i_say_too():
+    _, tallies = made()
+    for say in (lambda: tallies.say(STREAM, 1, 4, 11), lambda: tallies.end(STREAM, 1)):
+        tallies.changed.clear()
+        say()
+        assert tallies.changed.is_set()
+        tallies.changed.clear()
+        say()
+        assert not tallies.changed.is_set(), "nothing new"
+
+
+def test_what_departed_members_said_is_not_kept():
+    port, tallies = made()
+    for life in range(2, 20):
+        heard(tallies, "mate", 4, 7, life=life - 1)
+        next_view(port, MEMBERS[0], Member("mate", life, 1), *MEMBERS[2:])
+    heard(tallies, "all", 4, 7)
+    assert len(tallies._books[STREAM].told) == 2
+
+
 def test_who_is_no_member_any_more_and_hears_of_others_still_tells_its_own_number():
     port, tallies = made()
     next_view(port, *MEMBERS[1:])
