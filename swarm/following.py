@@ -63,13 +63,16 @@ class Following:
         if not (watching or overdue or state.seen > number):
             return
         others = self._others()
-        said = [state.forgotten.by(number, peer) for peer in others]
-        if askable := [peer for peer, word in zip(others, said, strict=True) if word is None]:
+        said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
+        hopeless = (
+            now_s - state.forgotten.since_s >= HOPELESS_S
+        )  # whoever lives and says nothing for so long never will
+        if said and state.stream.wants != "all" and (hopeless or len(said) == len(others)):
+            self._skip_to(state, min(word.oldest for word in said.values()))
+        elif askable := [peer for peer in others if peer not in said]:
             state.asked_s = now_s
             notes = state.stream.wants == "last"
             self._port.send(self._random.choice(askable), LogQuery(Key(state.stream.name, number), notes))
-        elif others and state.stream.wants != "all":
-            self._skip_to(state, min(word.oldest for word in said if word))
 
     def _others(self) -> list[PeerId]:
         """The living members, as far as one knows, but me."""

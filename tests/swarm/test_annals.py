@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from farflock.swarm import round_log
+from farflock.swarm.following import HOPELESS_S
 from farflock.swarm.messages import Forgotten, Key
 from farflock.swarm.roles import NOTHING
 from farflock.swarm.round_log import LOG_ROUNDS
@@ -149,6 +150,14 @@ async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made)
         looker.rounds.close(name)
         looker.rounds.open(stream)
     await until(lambda: all(one.rounds.newest(name) >= LOG_ROUNDS for one in lookers), 20.0, "word of the only one")
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made):
+    looker, name, mute = made.nodes[3], name_of(0), made.nodes[2]
+    mute.rounds._following.answer_query = lambda *question: None
+    await away(made, looker, 2 * LOG_ROUNDS)
+    await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, HOPELESS_S + 10.0, "its going on")
 
 
 @pytest.mark.parametrize(("witnessed", "number"), [(False, 2), (True, 3)])
