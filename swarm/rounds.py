@@ -317,10 +317,8 @@ class Rounds:
             or self._port.views.blocked(key.round, state.stream.stage)
         ):
             return None
-        if state.stream.stage is None:
-            self._port.touch(
-                None, key.round
-            )  # a stage's are touched by voting: till then a next view may take them over
+        if state.stream.stage is None:  # a stage's are touched by voting: till then a next view may take them over
+            self._port.touch(None, key.round)
         machine = self._make(key, view, me, state)
         self._machines[key] = machine
         return machine

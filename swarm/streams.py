@@ -142,9 +142,8 @@ class StreamState:
     opened_tokens: int = 0  # those before the first round that is kept
     seen: int = -1  # the highest round that I heard of (-1 and the like: none)
     log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
-    annals: collections.OrderedDict[int, Logged] = field(
-        default_factory=collections.OrderedDict
-    )  # rounds before the log
+    # rounds before the log
+    annals: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     annals_bytes: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
     ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
