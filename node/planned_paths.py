@@ -127,15 +127,19 @@ def require_plan(plan: Plan, servers: Sequence[int], layers: Sequence[int], batc
     if (size := sum(len(_line(path)) for path in plan.paths)) > MAX_TEXT:
         why = f"the paths have {size} characters, and the manifest room for {MAX_TEXT}"
         raise BadPlan("horizon", why, "give fewer paths or lanes, or fewer turns to plan")
-    if sum(servers) >= MAX_MEMBERS:
-        why = f"{sum(servers)} servers and a trainer are more than the {MAX_MEMBERS} members that a run may have"
-        raise BadPlan("stage's server", why, "plan for fewer servers")
+    _require_members(servers)
     _require_places(plan, servers)
     known, terms = _servers_of(plan, servers), Terms(kinds_of(layers), len(plan.paths[0]))
     for paths in plan.lanes:  # each alone, for a run may have one trainer
         require_paths(Plan((paths,), plan.per_step), known, terms)
     _require_apart(plan)
     _require_lanes(plan, len(layers), batch)
+
+
+def _require_members(servers: Sequence[int]) -> None:
+    if sum(servers) >= MAX_MEMBERS:
+        why = f"{sum(servers)} servers and a trainer are more than the {MAX_MEMBERS} members that a run may have"
+        raise BadPlan("stage's server", why, "plan for fewer servers")
 
 
 def _require_places(plan: Plan, servers: Sequence[int]) -> None:
@@ -216,6 +220,7 @@ def fill_plan(given: Mapping[str, Any], layers: Sequence[int], seed: int) -> dic
     if sizes[0] != sizes[1] or len(sizes[0]) != len(layers):
         why = f"forward_s is about {sizes[0]} hosts, line_s about {sizes[1]}, and there are {len(layers)} stages"
         raise Usage("pipeline.plan", why, "give both a row for each stage and a number for each of its hosts")
+    _require_members(sizes[0])  # before it is planned, which takes a minute for hundreds
     return {"servers": sizes[0], "lanes": texts_of(planned(hosts, layers, seed))}
 
 

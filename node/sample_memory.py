@@ -138,9 +138,8 @@ class TrainerMemory:
     def __init__(self, edges: Edges) -> None:
         self._edges, self._end = edges, fresh(edges)
         self._caches: dict[int, Cache] = {}
-        self._there: dict[
-            int, dict[tuple[str, int], bytes]
-        ] = {}  # by stage, of a server's life and a sample, the last use last
+        # by stage, of a server's life and a sample, the last use last
+        self._there: dict[int, dict[tuple[str, int], bytes]] = {}
         self.counts: collections.Counter[str] = collections.Counter()
 
     @property

@@ -140,20 +140,35 @@ class TableKeeper:
         return False
 
     async def _fetch_from(self, version: int, stage: int) -> bool:
-        vocabulary, width = self._config.vocab_size, self._config.dim
         try:
-            snapshot = await self._download(version, stage, HEAD_BYTES + 4 * vocabulary * width)
-            table = finite_table(dict(decode_state(snapshot)), NAME, vocabulary, width)
-        except (SnapshotUnavailable, CorruptSnapshot) as reason:
+            snapshot = await self._download(version, stage)
+        except SnapshotUnavailable as reason:
             log.info("version %d of the frozen embedding from stage %d: %s", version, stage, reason)
             return False
-        if table is None or snapshot.round != version:
-            return False
-        return bool(await self._compute(partial(self._tables.hold, version, table)))
+        if snapshot.round != version:
+            return False  # those who have it are further by now, and serve a later one in its place
+        if await self._compute(partial(self._taken, version, snapshot)):
+            return True
+        self._peer.snapshots.distrust(self._name(version))  # or it would be downloaded again, and again
+        return False
 
-    async def _download(self, version: int, stage: int, most_bytes: int) -> Snapshot:
+    def _taken(self, version: int, snapshot: Snapshot) -> bool:
+        """Hold what came, if it is a table as this run has them."""
+        try:
+            tensors = dict(decode_state(snapshot))
+        except CorruptSnapshot as reason:
+            log.warning("version %d of the frozen embedding is not used: %s", version, reason)
+            return False
+        table = finite_table(tensors, NAME, self._config.vocab_size, self._config.dim)
+        return table is not None and self._tables.hold(version, table)
+
+    def _name(self, version: int) -> str:
+        return f"{NAME}/{version % self._tables.turns.most}"
+
+    async def _download(self, version: int, stage: int) -> Snapshot:
         """`SnapshotUnavailable` if nothing of it has come after a while: those who have it may be gone."""
-        name, comes = f"{NAME}/{version % self._tables.turns.most}", asyncio.Event()
+        name, comes = self._name(version), asyncio.Event()
+        most_bytes = HEAD_BYTES + 4 * self._config.vocab_size * self._config.dim
         fetch = self._peer.snapshots.fetch(
             name, FETCH_TIMEOUT_S, lambda here, total: comes.set(), version, stage, most_bytes
         )
@@ -174,6 +189,9 @@ class TableKeeper:
         return max((version for version in held if version % self._tables.turns.most == slot), default=-1)
 
     async def _offered(self, slot: int) -> Snapshot:
+        return await self._compute(partial(self._encoded, slot))  # type: ignore[no-any-return]
+
+    def _encoded(self, slot: int) -> Snapshot:
         version = self._in_slot(slot)
         table = self._tables.table(version)
         content: dict[str, Any] = {} if table is None else {NAME: torch.clone(table)}

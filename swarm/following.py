@@ -14,9 +14,11 @@ from msgspec.structs import replace
 
 from farflock.swarm.collective import BadCloseList, Collective, decode_close_list
 from farflock.swarm.decide import is_quorum
+from farflock.swarm.dht_quota import Quota, units
+from farflock.swarm.forgetting import newest_of
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery
+from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
 from farflock.swarm.port import Port
 from farflock.swarm.round_log import RoundLog
 from farflock.swarm.streams import StreamState
@@ -26,6 +28,7 @@ FOLLOW_S = 0.5
 ASK_ANYWAY_S = 2.0  # who only looks on has no offer of its own by which it would notice that it missed a decision
 FETCH_TIMEOUT_S = 10.0
 TOLD_AT_ONCE = 4  # decisions in answer to a query, for rounds may be over faster than they can be asked for one by one
+ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
 HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
 
 
@@ -43,9 +46,11 @@ class Following:
     ) -> None:
         self._port, self._log, self._machine, self._begin, self._view_of = port, log, machine, begin, view_of
         self._random = random.Random(f"{port.seed}/{port.me}/follow")
+        self._answers = Quota(ANSWERS_PER_S, ANSWERS_BURST, 4 * MAX_MEMBERS)
 
     def follow(self, state: StreamState) -> None:
         """Ask somebody for the next round's decision if others are further, if I only watch, or if mine is overdue."""
+        self._heed(state)
         now_s = self._port.now()
         if now_s - state.asked_s < FOLLOW_S or state.stream.group:
             return
@@ -57,23 +62,36 @@ class Following:
         overdue = machine is not None and now_s > machine.ends_s
         if not (watching or overdue or state.seen > number):
             return
-        others = [peer for peer in view.peers if peer != self._port.me and self._port.life(peer) != "dead"]
-        whole = state.stream.wants == "all"  # then one that has forgotten it is enough
-        if others and (askable := [peer for peer in others if whole or not self._has_forgotten(state, peer)]):
+        others = self._others()
+        said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
+        hopeless = (
+            now_s - state.forgotten.since_s >= HOPELESS_S
+        )  # whoever lives and says nothing for so long never will
+        if said and state.stream.wants != "all" and (hopeless or len(said) == len(others)):
+            self._skip_to(state, min(word.oldest for word in said.values()))
+        elif askable := [peer for peer in others if peer not in said]:
             state.asked_s = now_s
             notes = state.stream.wants == "last"
             self._port.send(self._random.choice(askable), LogQuery(Key(state.stream.name, number), notes))
-        elif others:
-            self._skip_to(state, min(state.forgotten[peer].oldest for peer in others))
 
-    def _has_forgotten(self, state: StreamState, peer: PeerId) -> bool:
-        return peer in state.forgotten and state.forgotten[peer].key.round == state.next
+    def _others(self) -> list[PeerId]:
+        """The living members, as far as one knows, but me."""
+        peers = self._port.views.newest.peers
+        return [peer for peer in peers if peer != self._port.me and self._port.life(peer) != "dead"]
+
+    def lost(self, state: StreamState) -> list[Forgotten]:
+        """What others say of the next round if it has left the logs of most; empty as long as it has not."""
+        return state.forgotten.agreed(state.next, self._others())
 
     def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> None:
         """Send the decision and some of those after it; for want of it, say so, or begin the round that nobody has begun."""
         numbers = itertools.islice(itertools.count(query.key.round, state.stream.stride), TOLD_AT_ONCE)
         entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
         told = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
+        size_bytes = sum(len(decided.value) for decided in told)
+        if not self._answers.take(sender.encode(), units(1, size_bytes), self._port.now()):
+            self._port.drop("too many questions about the log")
+            return
         for decided in told:
             self._port.send(sender, decided)
         if told:
@@ -98,21 +116,35 @@ class Following:
         return all(peer not in stay or self._port.gone(view, peer) for peer in peers)
 
     def take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
-        """The round has left the log of somebody we asked: this peer must adopt a snapshot."""
-        if self._port.views.newest.index(sender, incarnation) is None:
+        """The round has left the log of somebody, whom we asked: it is to be asked of the others, at once."""
+        view = self._port.views.newest
+        if view.index(sender, incarnation) is None:
             self._port.drop("not from a member")
             return
         if message.key.round != state.next or message.oldest <= message.key.round:
             return
-        if state.stream.wants != "all":  # no state of mine depends on it: I go on with the oldest that anybody has
-            if not state.log:
-                self._skip_to(state, max(message.oldest, message.newest))
-            state.forgotten[sender], state.asked_s = message, 0.0
+        was_lost = bool(self.lost(state))
+        if state.forgotten.note(sender, message, view.peers, self._port.now()):
+            state.asked_s = 0.0
+            if state.stream.wants == "all" and not was_lost and self.lost(state):
+                self._port.counters["lost rounds"] += 1
+            self._heed(state)
+
+    def _heed(self, state: StreamState) -> None:
+        """Take the others' word that the next round is gone: whoever needs its content must adopt a snapshot; who only looks
+        on, and has seen no round yet, goes on with the newest. Beside such a one there may be many that know no more than it
+        and say nothing: so it believes some, unless somebody speaks to it of that round as of one that is held now."""
+        if not state.forgotten.said or state.forgotten.round != state.next:
             return
-        self._port.counters["lost rounds"] += 1
-        state.forgotten[sender] = message
-        self._log.give_up(state, message.newest + state.stream.stride)
-        state.seen = max(state.seen, message.newest)
+        if state.stream.wants == "all":
+            if said := self.lost(state):
+                state.seen = max(state.seen, newest_of(said))
+                self._log.give_up(state, newest_of(said) + state.stream.stride)
+        elif not state.log:
+            is_held = self._machine(Key(state.stream.name, state.next)) is not None
+            others, now_s = self._others(), self._port.now()
+            if said := self.lost(state) if is_held else state.forgotten.unopposed(state.next, others, now_s):
+                self._skip_to(state, newest_of(said))
 
     def _skip_to(self, state: StreamState, number: int) -> None:
         self._log.clear(state)

@@ -46,8 +46,9 @@ class RoundLog:
         """A round leaves the log for the annals; for nowhere if what it was about is not noted, or not known here."""
         entry = state.log[number]
         if not (state.stream.witnessed and (entry.complete or state.stream.wants == "last")):
-            self.evict(state, number)
             self._shorten(state, 0)
+            self.evict(state, number)
+            state.opened_tokens = entry.close.tokens
             return
         key = Key(state.stream.name, number)
         state.annals[number] = state.log.pop(number)
@@ -62,6 +63,7 @@ class RoundLog:
         while state.annals and (len(state.annals) > most or state.annals_bytes > ANNALS_BYTES):
             number, entry = state.annals.popitem(last=False)
             state.annals_bytes -= _size_bytes(state, entry)
+            state.opened_tokens = entry.close.tokens
             self._port.store.release(Key(state.stream.name, number))
 
     def rewind(self, state: StreamState, first_round: int) -> None:

@@ -21,6 +21,7 @@ from farflock.swarm.collective import (
     told,
 )
 from farflock.swarm.following import FETCH_TIMEOUT_S, HOPELESS_S, Following
+from farflock.swarm.forgetting import Forgetting
 from farflock.swarm.groups import order, rotation
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
@@ -122,10 +123,10 @@ class Rounds:
         return self._streams[name].newest
 
     def called(self, name: str) -> bool:
-        """Whether others have brought theirs to the stream's next round, and I have not; or it has left their logs, which who
-        brings something to it is told."""
+        """Whether others have brought theirs to the stream's next round, and I have not; or it has left the logs of most, which
+        who brings something to it is told."""
         state = self._streams[name]
-        if any(message.key.round == state.next for message in state.forgotten.values()):
+        if self._following.lost(state):
             return True
         machine = self._machines.get(Key(name, state.next))
         return machine is not None and bool(machine.offers) and state.next not in state.offers
@@ -170,9 +171,11 @@ class Rounds:
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             self._log.rewind(state, first_round)
+            state.forgotten = Forgetting()
             if state.newest >= first_round:
                 state.newest = state.seen = state.stream.upto(first_round - 1)
-                state.tokens = state.log[state.newest].close.tokens if state.log else state.opened_tokens
+                last = state.entry(state.newest)
+                state.tokens = last.close.tokens if last is not None else state.opened_tokens
 
     def _forget(self, state: StreamState | None) -> None:
         """Drop what a stream held: a snapshot has taken its place."""
@@ -314,10 +317,8 @@ class Rounds:
             or self._port.views.blocked(key.round, state.stream.stage)
         ):
             return None
-        if state.stream.stage is None:
-            self._port.touch(
-                None, key.round
-            )  # a stage's are touched by voting: till then a next view may take them over
+        if state.stream.stage is None:  # a stage's are touched by voting: till then a next view may take them over
+            self._port.touch(None, key.round)
         machine = self._make(key, view, me, state)
         self._machines[key] = machine
         return machine
@@ -389,16 +390,16 @@ class Rounds:
         return self._machines.get(machine.key) is machine
 
     def _act(self, machine: Collective, action: Action) -> None:
+        stream = self._streams[machine.key.stream].stream  # which may be closed while these are at work
         match action:
             case Fetch():
-                self._port.spawn(self._fetch_for(machine, action))
+                self._port.spawn(self._fetch_for(machine, stream, action))
             case Reduce():
-                self._port.spawn(self._reduce_for(machine, action))
+                self._port.spawn(self._reduce_for(machine, stream, action))
             case (member, message):
                 self._port.send(machine.group[member], message)
 
-    async def _fetch_for(self, machine: Collective, wanted: Fetch) -> None:
-        stream = self._streams[machine.key.stream].stream
+    async def _fetch_for(self, machine: Collective, stream: Stream, wanted: Fetch) -> None:
         fits = wanted.size <= stream.max_shard_bytes
         patience_s = max(FETCH_TIMEOUT_S, stream.deadline_s)
 
@@ -420,13 +421,13 @@ class Rounds:
 
     def _is_too_late(self, machine: Collective) -> bool:
         """Whether a machine was over before its work was done: then nobody else would release what that brought."""
-        offered = machine.key.round in self._streams[machine.key.stream].offers  # and waits for the next machine
+        state = self._streams.get(machine.key.stream)
+        offered = state is not None and machine.key.round in state.offers  # and waits for the next machine
         if machine.key not in self._machines and not offered:
             self._port.store.release(work_pin(machine.key))
         return not self._is_live(machine)
 
-    async def _reduce_for(self, machine: Collective, wanted: Reduce) -> None:
-        stream = self._streams[machine.key.stream].stream
+    async def _reduce_for(self, machine: Collective, stream: Stream, wanted: Reduce) -> None:
         inputs = [
             (machine.group[member], weight, self._port.store.get(digest) or b"")
             for member, weight, digest in wanted.inputs

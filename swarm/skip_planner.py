@@ -30,6 +30,7 @@ _MEAN_SHARE = 0.1  # of the mean in what is minimised: most changes do not touch
 _HOT, _WARM, _COLD = 0.3, 0.01, 0.001  # temperatures, as shares of what the start costs: estimates, timetables, the end
 
 Judge = Callable[[Plan], float]  # the seconds that a plan takes
+_Stays = tuple[tuple[PeerId, float, float], ...]  # servers; how long they hold a microbatch, and compute on it
 
 
 def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: Judge | None = None) -> Plan:
@@ -139,7 +140,7 @@ class Estimate:
         )
         return self._instance.turns * (longest_s + _MEAN_SHARE * sum(lanes_s) / len(lanes_s) / self._at_once)
 
-    def _learn(self, path: Path) -> "_Stays":
+    def _learn(self, path: Path) -> _Stays:
         """For each stop, the last first: for how long it holds a microbatch that waits nowhere, and computes on it."""
         forward_s, transfer_s = self._instance.forward_s, self._instance.transfer_s
         first, last = path[0].peer, path[-1].peer
@@ -156,8 +157,3 @@ class Estimate:
             behind = peer
         self._known[path] = tuple(stays)
         return self._known[path]
-
-
-_Stays = tuple[
-    tuple[PeerId, float, float], ...
-]  # servers, for how long they hold a microbatch, for how long they compute on it

@@ -16,9 +16,8 @@ from farflock.swarm.skipping import Path, Plan, Work
 
 LOSS_SHARE, BACKWARD_SHARE = 0.25, 1.5  # of a forward pass, as in SkipPipe's simulation
 
-Send = Callable[
-    [PeerId, PeerId, float], float
-]  # sender, receiver, now_s -> when it arrives; called in the order of time
+# sender, receiver, now_s -> when it arrives; called in the order of time
+Send = Callable[[PeerId, PeerId, float], float]
 Compute = Mapping[PeerId, float]  # seconds of a forward pass
 Transfer = Mapping[PeerId, Mapping[PeerId, float]]  # seconds that a microbatch takes from one peer to another
 

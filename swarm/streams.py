@@ -9,9 +9,10 @@ from typing import Literal
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.collective import CloseList, Terms, told
+from farflock.swarm.forgetting import Forgetting
 from farflock.swarm.holdings import Item
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Forgotten, Key, Offer
+from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
 
 Status = Literal["ok", "partial", "alone", "failed", "lost"]
 
@@ -138,18 +139,17 @@ class StreamState:
     stream: Stream
     newest: int = -1  # the last round that I know to be decided
     tokens: int = 0
-    opened_tokens: int = 0  # those before the first round of the log
+    opened_tokens: int = 0  # those before the first round that is kept
     seen: int = -1  # the highest round that I heard of (-1 and the like: none)
     log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
-    annals: collections.OrderedDict[int, Logged] = field(
-        default_factory=collections.OrderedDict
-    )  # rounds before the log
+    # rounds before the log
+    annals: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     annals_bytes: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
     ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
-    forgotten: dict[PeerId, Forgotten] = field(default_factory=dict)  # who has said that the next round left its log
+    forgotten: Forgetting = field(default_factory=Forgetting)  # who has said that the next round left its log
     skipped: bool = False  # the tokens are not known before the next decision
 
     @property

@@ -18,6 +18,8 @@ from farflock.swarm.port import Port
 
 REPEAT_S = 1.0  # what may have been lost is told again
 
+Who = tuple[PeerId, int]  # a peer in one of its lives: the next one begins with nothing, whatever this one has said
+
 
 class Told(NamedTuple):
     """What a member has said; the greater of two is the later."""
@@ -33,7 +35,7 @@ class _Book:
 
     stage: int
     round: int
-    told: dict[PeerId, Told] = field(default_factory=dict)
+    told: dict[Who, Told] = field(default_factory=dict)
     sent_s: float = 0.0
 
 
@@ -42,46 +44,50 @@ class Tallies:
 
     def __init__(self, port: Port) -> None:
         self._port = port
+        self._me: Who = (port.me, port.incarnation)
         self._books: dict[str, _Book] = {}
         self.changed = asyncio.Event()  # set whenever a number did; who waits clears it
 
     def say(self, stream: str, stage: int, number: int, tokens: int) -> None:
         """I have so many tokens for this round of the stream, which is its next one."""
         book = self._books.setdefault(stream, _Book(stage, number))
-        known = book.told.get(self._port.me)
+        known = book.told.get(self._me)
         mine = Told(known is not None and known.over, number, tokens)
         if mine != known:
             book.round = number
-            book.told[self._port.me] = mine
+            book.told[self._me] = mine
             self._send(stream, book)
             self.changed.set()
 
     def end(self, stream: str, stage: int) -> None:
         """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin."""
         book = self._books.setdefault(stream, _Book(stage, 0))
-        mine = book.told.get(self._port.me, Told(round=book.round))
+        mine = book.told.get(self._me, Told(round=book.round))
         if not mine.over:
-            book.told[self._port.me] = mine._replace(over=True)
+            book.told[self._me] = mine._replace(over=True)
             self._send(stream, book)
             self.changed.set()
 
     def is_over(self, stream: str) -> bool:
         """Whether the run is over to all living members of the stage."""
         book = self._books[stream]
-        return all(book.told.get(peer, Told()).over for peer in self._living(book))
+        return all(book.told.get(who, Told()).over for who in self._living(book))
 
     def total(self, stream: str) -> int:
         """What the living members of the stage have for its next round, together."""
         book = self._books.get(stream)
         if book is None:
             return 0
-        told = (book.told.get(peer, Told()) for peer in self._living(book))
+        told = (book.told.get(who, Told()) for who in self._living(book))
         return sum(each.tokens for each in told if each.round == book.round and not each.over)
 
-    def _living(self, book: _Book) -> Iterator[PeerId]:
+    def _living(self, book: _Book) -> Iterator[Who]:
         view = self._port.views.newest
-        peers = (view.peers[index] for index in view.serving(book.stage))
-        return (peer for peer in peers if peer == self._port.me or not self._port.gone(view, peer))
+        for member in (view.members[index] for index in view.serving(book.stage)):
+            if member.peer == self._port.me:
+                yield self._me
+            elif not self._port.gone(view, member.peer):
+                yield member.peer, member.incarnation
 
     def receive(self, sender: PeerId, incarnation: int, message: Tally) -> None:
         """A member's number."""
@@ -90,10 +96,12 @@ class Tallies:
         if book is None or index is None or index not in view.serving(book.stage):
             self._port.drop("tally of somebody else")
             return
-        told = Told(message.over, message.key.round, message.tokens)
-        if told > book.told.get(sender, Told()):
-            book.told = {peer: numbers for peer, numbers in book.told.items() if peer in view.peers}
-            book.told[sender] = told
+        told, who = Told(message.over, message.key.round, message.tokens), (sender, incarnation)
+        if told > book.told.get(who, Told()):
+            members = {(member.peer, member.incarnation) for member in view.members}
+            members.add(self._me)  # also once I am none
+            book.told = {each: numbers for each, numbers in book.told.items() if each in members}
+            book.told[who] = told
             self.changed.set()
 
     def tick(self) -> None:
@@ -104,7 +112,7 @@ class Tallies:
 
     def _send(self, stream: str, book: _Book) -> None:
         book.sent_s = self._port.now()
-        mine = book.told[self._port.me]
+        mine = book.told[self._me]
         view = self._port.views.newest
         for index in view.serving(book.stage):
             if (peer := view.peers[index]) != self._port.me:

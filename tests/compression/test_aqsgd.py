@@ -55,7 +55,7 @@ def test_the_first_visit_is_fp16_and_later_ones_are_differences_in_four_bits():
     sender, receiver, ctx = end(), end(), context(1, 2)
     x = normal(0, 1, 2)
     first = encoded(sender, x, ctx)
-    assert len(first) == 2 * (17 + 2 * EACH)
+    assert len(first) == 2 * (17 + 2 * EACH) == sender.max_bytes(ctx)
     assert torch.equal(receiver.decode(first, ctx), x.half().float())
     later = encoded(sender, x + 0.01, ctx)
     assert len(later) == 2 * (17 + codec("int4").max_bytes(EACH))
@@ -360,6 +360,10 @@ def test_another_edge_or_missing_ids_are_refused_with_the_remedy():
         one.encode(normal(0, 1), context(1, edge="a>c"), bytearray())
     with pytest.raises(ValueError, match="needs the id of each of the 1 samples"):
         one.encode(normal(0, 1), dataclasses.replace(context(1), samples=()), bytearray())
+    out = bytearray()
+    one.encode(normal(0, 1), context(1), out)
+    with pytest.raises(ValueError, match="cannot serve 'a>c'"):
+        end().decode(out, context(1, edge="a>c"))
 
 
 def test_bounds_are_part_of_the_digest():

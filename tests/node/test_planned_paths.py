@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farflock.node import planned_paths
 from farflock.node.composition import Uncomposable
 from farflock.node.errors import Refused, Usage
 from farflock.node.manifest import MAX_LINE_CHARS, load, parse, resolve
@@ -218,6 +219,13 @@ def test_a_plan_has_as_many_servers_as_a_run_may_have_and_fits_a_manifest():
     long = [[f"0:{at} {1 + turn % 2}:0 3:0" for turn in range(256)] for at in range(20)]
     with pytest.raises(Uncomposable, match=f"'horizon': the paths have .* and the manifest room for {MAX_TEXT}"):
         resolved({"lanes": long})
+
+
+def test_too_many_hosts_are_refused_before_a_plan_is_made_for_them(monkeypatch):
+    monkeypatch.setattr(planned_paths, "plan_paths", lambda *given: pytest.fail("it was planned"))
+    rows = [[0.1] * 20] * 4
+    with pytest.raises(Uncomposable, match="80 servers and a trainer are more than the 64 members"):
+        resolved({"visited": 3, "forward_s": rows, "line_s": rows})
 
 
 @pytest.mark.parametrize(

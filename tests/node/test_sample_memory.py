@@ -208,6 +208,19 @@ def test_memories_keep_to_their_bytes_and_what_finds_no_room_is_sent_whole_and_n
     assert edge.before._got.held_bytes == 0
 
 
+def test_what_the_server_before_does_not_keep_the_trainer_forgets():
+    edge = Edge(room=1)
+    edge.bring((4,), normal(0))
+    assert edge.trainer.held_bytes == 2 * EACH
+    edge.before = ServerMemory(edge.edges)
+    edge.before.output("u", normal(1), edge.ask((5,))[0])  # takes the room
+    rows, reply = edge.bring((4,), normal(2))
+    assert kinds(reply) == (FULL,)
+    assert torch.equal(m_of(rows), normal(2).half().float())
+    assert edge.trainer.held_bytes == 0
+    assert edge.ask((4,))[0].visit.held == NO_TAG
+
+
 def test_how_many_tags_of_servers_are_kept_is_bounded(monkeypatch):
     monkeypatch.setattr("farflock.node.sample_memory.MAX_SAMPLES", 3)
     edge = Edge()

@@ -49,14 +49,22 @@ class World:
 
     def __init__(self, newest=-1, every=1, others=(1, 1, 1), monkeypatch=None):
         self.rounds, self.snapshots, self.others = Rounds(newest), self, others
-        self.there, self.asked, self.served, self.versions = {}, [], {}, {}
+        self.there, self.asked, self.served, self.versions, self.distrusted = {}, [], {}, {}, []
+        self.computing = False
         codec = SubspaceVersions(Subspace(BASIS, None, None))
         self.tables = Tables(codec, Turns(every))
         self.keeper = TableKeeper(self, self.tables, MODEL, 3, "delta/0", self.compute)
         monkeypatch.setattr(table_keeper, "living", lambda peer, stages: self.others)
 
     async def compute(self, work):
-        return work()
+        self.computing = True
+        try:
+            return work()
+        finally:
+            self.computing = False
+
+    def distrust(self, name):
+        self.distrusted.append(name)
 
     def serve(self, name, provide, version):
         self.served[name], self.versions[name] = provide, version
@@ -152,24 +160,41 @@ def test_a_version_that_nobody_has_holds_up_no_other(world):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "distrusted"),
     [
-        offer(6),  # of the same slot
-        offer(2, {NAME: table(1)[:29]}),
-        offer(2, {NAME: torch.full((30, 16), torch.nan)}),
-        offer(2, {NAME: table(1).double()}),
-        offer(2, {"other": table(1)}),
-        offer(2, {}),
-        Snapshot(2, bytes(32), 0, (b"no tensors",)),
-        Snapshot(2, bytes(32), 0, offer(2).chunks),  # another state than its hash says
-        SnapshotUnavailable("gone"),
+        (offer(6), False),  # of the same slot
+        (offer(2, {NAME: table(1)[:29]}), True),
+        (offer(2, {NAME: torch.full((30, 16), torch.nan)}), True),
+        (offer(2, {NAME: table(1).double()}), True),
+        (offer(2, {"other": table(1)}), True),
+        (offer(2, {}), True),
+        (Snapshot(2, bytes(32), 0, (b"no tensors",)), True),
+        (Snapshot(2, bytes(32), 0, offer(2).chunks), True),  # another state than its hash says
+        (SnapshotUnavailable("gone"), False),
     ],
 )
-def test_what_is_no_such_table_is_not_held_and_the_next_stage_is_asked(wrong, world):
+def test_what_is_no_such_table_is_neither_held_nor_fetched_again_and_the_next_stage_is_asked(wrong, distrusted, world):
     one = world(0)
     one.there = {(0, "table/2"): wrong, (1, "table/2"): offer(2)}
     run_for(one, 5 * FIND_TIMEOUT_S)
     assert torch.equal(one.tables.table(2), table(2))
+    assert one.distrusted == ["table/2"] * distrusted
+
+
+def test_tables_are_read_and_written_where_everything_is_computed(world, monkeypatch):
+    """A table may have gigabytes: hashed in the loop, it would keep the peer silent until the others take it for dead."""
+    one, done = world(0), []
+    for name in ("decode_state", "encode_state", "finite_table"):
+        inner = getattr(table_keeper, name)
+        monkeypatch.setattr(
+            table_keeper,
+            name,
+            lambda *given, inner=inner, name=name: done.append((name, one.computing)) or inner(*given),
+        )
+    one.there[0, "table/2"] = offer(2)
+    run_for(one, 3 * FIND_TIMEOUT_S)
+    run_virtual(one.served["table/2"]())
+    assert done == [("decode_state", True), ("finite_table", True), ("encode_state", True)]
 
 
 def test_what_is_held_is_handed_on_in_as_many_places_as_there_are_versions(world):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from farflock.swarm import round_log
+from farflock.swarm.following import HOPELESS_S
 from farflock.swarm.messages import Forgotten, Key
 from farflock.swarm.roles import NOTHING
 from farflock.swarm.round_log import LOG_ROUNDS
@@ -116,7 +117,98 @@ async def test_one_that_has_forgotten_a_round_makes_nobody_skip_it_while_another
     state, one = looker.rounds._streams[name_of(0)], made.nodes[0]
     told = Forgotten(Key(name_of(0), state.next), made.newest(0), made.newest(0))
     looker.rounds.receive(one.id, one.life, told)
-    assert state.forgotten == {one.id: told}
+    assert state.forgotten.said == {one.id: told}
+    assert not looker.rounds.called(name_of(0)), "by the word of one"
     made.network.heal()
     await ears.all_of(made, made.newest(0))
     assert ears.skipped == 0
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_who_looks_on_anew_goes_on_with_the_newest_round_that_most_know_whatever_one_says(made):
+    looker, name, liar = made.nodes[3], name_of(0), made.nodes[2]
+    await made.go_on(0, LOG_ROUNDS + 4, 60.0)
+    stream = looker.rounds._streams[name].stream
+    looker.rounds.close(name)
+    looker.rounds.open(stream)
+    state = looker.rounds._streams[name]
+    looker.rounds.receive(liar.id, liar.life, Forgotten(Key(name, state.next), 2**61, 2**61))
+    assert state.newest == -1
+    await until(lambda: looker.rounds.newest(name) >= 0, 10.0, "word of the others")
+    assert LOG_ROUNDS <= looker.rounds.newest(name) <= made.newest(0)
+    await until(lambda: looker.rounds.newest(name) > made.newest(0) - 2, 10.0, "its being there")
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made):
+    """They cannot say that a round is gone of which they never heard: the few who can are enough."""
+    lookers, name = (made.nodes[2], made.nodes[3]), name_of(0)
+    await made.go_on(0, LOG_ROUNDS + 4, 60.0)
+    made.network.kill(made.nodes[1].id)
+    for looker in lookers:
+        stream = looker.rounds._streams[name].stream
+        looker.rounds.close(name)
+        looker.rounds.open(stream)
+    await until(lambda: all(one.rounds.newest(name) >= LOG_ROUNDS for one in lookers), 20.0, "word of the only one")
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made):
+    looker, name, mute = made.nodes[3], name_of(0), made.nodes[2]
+    mute.rounds._following.answer_query = lambda *question: None
+    await away(made, looker, 2 * LOG_ROUNDS)
+    await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, HOPELESS_S + 10.0, "its going on")
+
+
+@pytest.mark.parametrize(("witnessed", "number"), [(False, 2), (True, 3)])
+@pytest.mark.parametrize("beyond", [0, 2])
+def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(witnessed, number, beyond):
+    """Whoever knows decisions and has not their content may have to give up all rounds of its log, and noted ones."""
+
+    @flock(0, 0, 1, NOTHING, witnessed=witnessed)
+    async def main(made):
+        rounds, name = made.nodes[number].rounds, name_of(0)
+        await made.go_on(0, LOG_ROUNDS + 6, 60.0)
+        await asyncio.sleep(1.0)
+        state = rounds._streams[name]
+        first = next(iter(state.log)) - (beyond if witnessed else 0)
+        for at in range(first, state.newest + 1):
+            state.entry(at).complete = False
+        rounds.close(name_of(1))
+        rounds.rewind(first)
+        assert (rounds.newest(name), rounds.tokens(name)) == (first - 1, made.results[0][first - 1][2])
+
+    main()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
+    """As who takes a stage up anew does, once it has looked on for long enough to know where the stage is."""
+
+    @flock(0, 0, 1, NOTHING, witnessed=True)
+    async def main(made):
+        looker, name = made.nodes[3], name_of(0)
+        await made.go_on(0, 2)
+        chunks, begun, pins = looker.peer.port.chunks, asyncio.Event(), looker.peer.port.store._pinned_by
+        spawn, fetch = looker.peer.port.spawn, chunks.fetch
+
+        def spawned(work):
+            if work.__name__ == "_fetch_for":
+                begun.set()
+            return spawn(work)
+
+        async def slow(*given, **options):
+            await asyncio.sleep(2.0)
+            return await fetch(*given, **options)
+
+        chunks.fetch, looker.peer.port.spawn = slow, spawned
+        going = asyncio.create_task(made.go_on(0, 2))
+        await begun.wait()
+        await asyncio.sleep(after_s)
+        looker.rounds.close(name)
+        await going
+        await asyncio.sleep(8.0)
+        assert looker.peer.failure is None
+        assert not any(isinstance(pin, tuple) and pin[0] == "work" and pin[1].stream == name for pin in pins)
+
+    main()

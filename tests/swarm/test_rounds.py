@@ -1,6 +1,7 @@
 """Rounds over whole peers: one log for all, nothing counted twice, nothing held for ever, nothing believed of liars."""
 
 import asyncio
+import collections
 import json
 import runpy
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from farflock.swarm import views
 from farflock.swarm.collective import CloseList
 from farflock.swarm.decide import signed_text
+from farflock.swarm.following import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
 from farflock.swarm.frame import unpack
 from farflock.swarm.holdings import Item
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
@@ -183,11 +185,29 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
     assert work_pin(Key(STREAM, number)) not in node.peer.port.store._pinned_by
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
-    node.peer.rounds.receive(
-        herd.nodes[0].id, herd.nodes[0].incarnation, Forgotten(Key(STREAM, node.applied + 1), number, number + 9)
-    )
+    for other in (herd.nodes[0], herd.nodes[1]):
+        node.peer.rounds.receive(
+            other.id, other.incarnation, Forgotten(Key(STREAM, node.applied + 1), number, number + 9)
+        )
     assert (await task).status == "lost"
     assert work_pin(Key(STREAM, number)) not in node.peer.port.store._pinned_by
+
+
+@in_virtual_time(4)
+async def test_the_word_of_one_member_loses_no_round(herd):
+    node, liar = herd.nodes[2], herd.nodes[0]
+    await calm(herd, 0, 1, 2, 3)
+    number = node.applied + 5
+    task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
+    await asyncio.sleep(0.2)
+    for newest in (number, 10**6):
+        lie = Forgotten(Key(STREAM, node.applied + 1), number, newest)
+        node.peer.rounds.receive(liar.id, liar.incarnation, lie)
+        await asyncio.sleep(4.0)
+        assert not task.done()
+    assert node.peer.port.counters["lost rounds"] == 0
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @in_virtual_time(3)
@@ -316,6 +336,29 @@ async def test_a_question_about_the_log_is_answered_with_the_decision_or_with_ho
     assert [type(message) for message in told] == [Decided, Forgotten]
     assert told[0].key.round == node.applied
     assert (told[1].oldest, told[1].newest) == (node.applied - LOG_ROUNDS + 1, node.applied)
+
+
+@in_virtual_time(3)
+async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd):
+    node, answers = herd.nodes[0], collections.Counter()
+    await until(lambda: node.applied > LOG_ROUNDS, 40, "a full log")
+    await calm(herd, 0, 1, 2)
+    node.peer.port.links.send = lambda peer, packed: answers.update(
+        [peer] if isinstance(unpack(packed).message, Decided) else []
+    )
+
+    def ask(asker, times):
+        for _ in range(times):
+            node.peer.rounds.receive(asker.id, asker.incarnation, LogQuery(Key(STREAM, node.applied - 4)))
+        return answers.pop(asker.id, 0)
+
+    first = ask(herd.nodes[1], 5000)
+    assert 0 < first <= TOLD_AT_ONCE * ANSWERS_BURST
+    assert ask(herd.nodes[1], 100) == 0
+    assert ask(herd.nodes[2], 1) == TOLD_AT_ONCE, "another asker has its own share"
+    assert node.peer.port.counters["dropped: too many questions about the log"] > 100
+    await asyncio.sleep(1.0)
+    assert 0 < ask(herd.nodes[1], 5000) <= 2 * TOLD_AT_ONCE * ANSWERS_PER_S
 
 
 @in_virtual_time(2)

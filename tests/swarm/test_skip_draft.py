@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.skip_draft import Draft, Instance, even_paths
+from farflock.swarm.skip_draft import MAX_MICROBATCHES, Draft, Instance, even_paths
 from farflock.swarm.skipping import Kind, Plan, Stop, Terms, require_order, require_paths
 
 HIDDEN = Kind("hidden", "hidden")
@@ -55,6 +55,21 @@ def test_every_move_keeps_to_the_rules_and_can_be_taken_back(shape, seed):
         require_paths(draft.plan(), wanted.serving, wanted.terms)
     origins = [path[0].peer for path in draft.paths]
     assert origins == [peer for peer in wanted.serving[0] for _ in range(wanted.turns)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_a_lane_has_one_path_every_move_keeps_the_balance_of_all_turns(seed):
+    wanted = instance(sizes=(4, 2, 2, 2, 2))  # each optional stage twice: there is nothing to give
+    draft = Draft(wanted, 1, random.Random(seed))
+    for _ in range(200):
+        draft.apply(draft.propose())
+        require_paths(draft.plan(), wanted.serving, wanted.terms)
+
+
+def test_a_horizon_has_so_many_microbatches_and_no_more():
+    assert instance(sizes=(64, 1, 1), turns=64).microbatches == MAX_MICROBATCHES
+    with pytest.raises(ValueError, match="64 lanes of 65 microbatches with room"):
+        instance(sizes=(64, 1, 1), turns=65)
 
 
 def test_moves_reach_other_servers_other_stages_and_swaps():

@@ -33,6 +33,11 @@ def test_one_microbatch_takes_the_sum_of_its_work_and_its_hops():
     assert times.mean_s == times.makespan_s
 
 
+def test_the_mean_is_that_of_all_microbatches():
+    one = timetable(plan([LINE]), TIMES, 1, constant(HOPS)).makespan_s
+    assert timetable(plan([LINE] * 4), TIMES, 1, constant(HOPS)).mean_s == pytest.approx((1 + 2 + 3 + 4) / 4 * one)
+
+
 def test_the_loss_is_where_the_head_is():
     times = timetable(plan([LINE]), TIMES, 1, constant(HOPS), head_is_first=False)
     hops = HOPS["a"]["b"] + HOPS["b"]["c"] + HOPS["c"]["b"] + HOPS["b"]["a"]

@@ -20,7 +20,7 @@ MEMBERS = (
 class Port:
     """What tallies need of a port."""
 
-    me = "me"
+    me, incarnation = "me", 1
 
     def __init__(self, members=MEMBERS):
         first = genesis("run", members[0])
@@ -153,6 +153,53 @@ def test_who_serves_another_stage_in_the_next_view_counts_no_more():
     moved = (MEMBERS[0], Member("mate", 2, 0), *MEMBERS[2:])
     port.views.views.append(Certified(View(2, bytes(32), 0, moved)))
     assert tallies.total(STREAM) == 10
+
+
+def next_view(port, *members):
+    port.views.views.append(Certified(View(2, bytes(32), 0, members)))
+
+
+def test_another_life_of_a_member_begins_with_nothing_and_the_end_of_the_former_is_not_its_own():
+    port, tallies = made()
+    over(tallies, "all")
+    over(tallies, "mate")
+    next_view(port, MEMBERS[0], Member("mate", 9, 1), *MEMBERS[2:])
+    assert tallies.total(STREAM) == 10
+    assert heard(tallies, "mate", 4, 1, life=9), "less than the former life had, and not over"
+    assert tallies.total(STREAM) == 11
+    tallies.end(STREAM, 1)
+    assert not tallies.is_over(STREAM)
+    assert over(tallies, "mate", life=9)
+
+
+def test_who_waits_is_woken_by_what_i_say_too():
+    _, tallies = made()
+    for say in (lambda: tallies.say(STREAM, 1, 4, 11), lambda: tallies.end(STREAM, 1)):
+        tallies.changed.clear()
+        say()
+        assert tallies.changed.is_set()
+        tallies.changed.clear()
+        say()
+        assert not tallies.changed.is_set(), "nothing new"
+
+
+def test_what_departed_members_said_is_not_kept():
+    port, tallies = made()
+    for life in range(2, 20):
+        heard(tallies, "mate", 4, 7, life=life - 1)
+        next_view(port, MEMBERS[0], Member("mate", life, 1), *MEMBERS[2:])
+    heard(tallies, "all", 4, 7)
+    assert len(tallies._books[STREAM].told) == 2
+
+
+def test_who_is_no_member_any_more_and_hears_of_others_still_tells_its_own_number():
+    port, tallies = made()
+    next_view(port, *MEMBERS[1:])
+    assert heard(tallies, "mate", 4, 7)
+    port.sent.clear()
+    port.time_s = REPEAT_S
+    tallies.tick()
+    assert ("mate", Tally(Key(STREAM, 4), 10)) in port.sent
 
 
 def test_only_a_change_is_told_at_once_and_everything_again_after_a_while():
