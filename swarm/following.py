@@ -128,7 +128,6 @@ class Following:
             state.asked_s = 0.0
             if state.stream.wants == "all" and not was_lost and self.lost(state):
                 self._port.counters["lost rounds"] += 1
-            self._heed(state)
 
     def _heed(self, state: StreamState) -> None:
         """Take the others' word that the next round is gone: whoever needs its content must adopt a snapshot; who only looks
@@ -138,7 +137,6 @@ class Following:
             return
         if state.stream.wants == "all":
             if said := self.lost(state):
-                state.seen = max(state.seen, newest_of(said))
                 self._log.give_up(state, newest_of(said) + state.stream.stride)
         elif not state.log:
             is_held = self._machine(Key(state.stream.name, state.next)) is not None

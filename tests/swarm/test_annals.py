@@ -68,6 +68,18 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
             assert pinned == {item.digest for item in entry.close.items if item.index == SHARDS - 1}
 
 
+@flock(0, 0, 1, NOTHING, witnessed=True)
+async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
+    await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
+    node, name = made.nodes[3], name_of(0)
+    state = node.rounds._streams[name]
+    assert state.annals
+    node.rounds.close(name)
+    assert (len(state.log), len(state.annals), state.annals_bytes) == (0, 0, 0)
+    pins = [pin[1] if isinstance(pin, tuple) else pin for pin in node.peer.port.store._pinned_by]
+    assert not [pin for pin in pins if isinstance(pin, Key) and pin.stream == name]
+
+
 @flock(0, 0, 1, NOTHING)
 async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
     await made.go_on(0, LOG_ROUNDS + 3, 60.0)
@@ -177,6 +189,7 @@ def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_
         rounds.close(name_of(1))
         rounds.rewind(first)
         assert (rounds.newest(name), rounds.tokens(name)) == (first - 1, made.results[0][first - 1][2])
+        assert state.annals_bytes == sum(round_log._size_bytes(state, entry) for entry in state.annals.values())
 
     main()
 
