@@ -121,6 +121,11 @@ class Rounds:
         """The last round of a stream that is known here to be decided."""
         return self._streams[name].newest
 
+    def heard_of(self, name: str, number: int) -> None:
+        """Somebody is at this round of a stream: who lacks one before it asks for that."""
+        state = self._streams[name]
+        state.seen = max(state.seen, number)
+
     def called(self, name: str) -> bool:
         """Whether others have brought theirs to the stream's next round, and I have not; or it has left their logs, which who
         brings something to it is told."""

@@ -318,6 +318,22 @@ async def test_a_question_about_the_log_is_answered_with_the_decision_or_with_ho
     assert (told[1].oldest, told[1].newest) == (node.applied - LOG_ROUNDS + 1, node.applied)
 
 
+@in_virtual_time(4)
+async def test_who_missed_rounds_that_nobody_speaks_of_any_more_asks_once_it_hears_of_them(herd):
+    late, others = herd.nodes[3], [herd.nodes[number] for number in range(3)]
+    await calm(herd, 3)
+    herd.network.partition({late.peer.me}, {node.peer.me for node in others})
+    await until(lambda: others[0].applied > late.applied + 1, 30, "two rounds without it")
+    await calm(herd, 0, 1, 2)
+    herd.network.heal()
+    await asyncio.sleep(30)
+    there, here = others[0].peer.rounds.newest(STREAM), late.peer.rounds.newest(STREAM)
+    assert here < there
+    late.peer.rounds.heard_of(STREAM, there + 1)
+    late.peer.rounds.heard_of(STREAM, 0)
+    await until(lambda: late.peer.rounds.newest(STREAM) == there, 10, "all of them")
+
+
 @in_virtual_time(2)
 async def test_an_unknown_stream_is_dropped_and_counted(herd):
     node = herd.nodes[0]
