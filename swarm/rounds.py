@@ -153,6 +153,11 @@ class Rounds:
         """The open streams."""
         return tuple(self._streams)
 
+    def next_views(self) -> list[View]:
+        """The views that decide what comes next: of each stream the one that its next round belongs to."""
+        nexts = (self._port.views.at(state.next, state.stream.stage) for state in self._streams.values())
+        return [view for view in nexts if view is not None]
+
     def floor(self) -> int:
         """The first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
@@ -239,7 +244,9 @@ class Rounds:
             view = self._port.views.at(machine.key.round, self._streams[machine.key.stream].stream.stage)
             if view is None or self._retire(machine, view):
                 continue
-            suspects = {i for i, peer in enumerate(machine.group) if self._port.gone(view, peer)}
+            suspects = {
+                i for i, peer in enumerate(machine.group) if self._port.gone(view, peer) or self._port.left(peer)
+            }
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
             self._hand_over(machine)

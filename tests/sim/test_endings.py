@@ -105,8 +105,7 @@ class Endings:
             self.ended[peer.me] = Ended(
                 node.seat.applied_round, place.agreed_tokens, state, self._now(), node.step, self._now() - last[0]
             )
-            peer.leave()
-            await asyncio.sleep(0.2)
+            await peer.part()
 
     def _node(self, index: int, peer: Peer) -> tuple[Participant, list[float]]:
         replica, last = self.terms.arm.replica(index), [0.0]
