@@ -141,6 +141,10 @@ class Courier:
         outcome = self._peer.decided(line.name, round_number)
         return None if outcome is None else self._result(line, outcome, None)
 
+    def name(self, stream: str) -> str:
+        """What the swarm calls a stream of the method."""
+        return self._lines[stream].name
+
     def newest(self, stream: str) -> int:
         """The last round of a group's stream that is known to be decided; below 0 for pairs, whose rounds are their own."""
         name, rounds = self._lines[stream].name, self._peer.rounds

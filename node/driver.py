@@ -69,12 +69,13 @@ class Driver:
         assert pending.result is None, f"a second result for {key}"
         pending.result = result
 
-    def next(self, progress: Progress) -> Apply | Wait | None:
-        """What to do before the next local step: apply a result, wait for one, or nothing."""
+    def next(self, progress: Progress, *, last: bool = False) -> Apply | Wait | None:
+        """What to do before the next local step: apply a result, wait for one, or nothing. After the `last` one a result that
+        is there is due at once."""
         held: set[str] = set()  # streams with an older exchange that is still open
         for pending in self._pending.values():
             key, steps = pending.exchange.key, progress.step - pending.since_step
-            due = steps >= pending.exchange.apply_after
+            due = last or steps >= pending.exchange.apply_after
             if pending.result is not None and due and key.stream not in held:
                 return Apply(pending.exchange, replace(pending.result, steps_since=steps))
             until_s = pending.since_s + pending.exchange.deadline_s

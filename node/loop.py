@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from farflock.node.courier import OutOfStep
 from farflock.node.driver import Apply, Driver, Wait
 from farflock.node.seat import Seat
+from farflock.node.together import Together
 from farflock.optimizers.method import Drifted, Exchange, Key, Progress, Result
 
 ADOPT_TIMEOUT_S = 300.0
@@ -75,11 +76,12 @@ class Loop:
         if self._halt is not None and not self._halt.done():
             self._halt.set_result(None)
 
-    async def run(self, total_tokens: int, drain_s: float = 0.0) -> None:
-        """Train until the run has its tokens, or until `stop` is called; then wait for open exchanges up to `drain_s`."""
+    async def run(self, total_tokens: int, drain_s: float = 0.0, together: Together | None = None) -> None:
+        """Train until the run has its tokens, or until `stop` is called; then wait for open exchanges up to `drain_s`. With
+        `together` all who train end after the same round."""
         self._halt, self._drain_s = asyncio.get_running_loop().create_future(), max(self._drain_s, drain_s)
         try:
-            while not self.stopping and self.seat.progress(self.step).tokens < total_tokens:
+            while not self.stopping and not self._is_over(total_tokens, together):
                 progress = await self.begin_step()
                 loss = await self.train(partial(self.train_one, progress))
                 if loss is None:
@@ -87,9 +89,23 @@ class Loop:
                 await self.end_step(loss)
                 if self.pause is not None:
                     await self.pause()
+            if together is not None:
+                await together.end(self._take_in_last, lambda: self.stopping)
             await self.drain(self._drain_s)
         finally:
             await self.drop()
+
+    def _is_over(self, total_tokens: int, together: Together | None) -> bool:
+        if together is None:
+            return self.seat.progress(self.step).tokens >= total_tokens
+        return together.is_due(total_tokens)
+
+    async def _take_in_last(self) -> None:
+        """Apply whatever is known of the last rounds, without waiting for more, or for steps that there will not be."""
+        await self._collect()
+        while isinstance(action := self.driver.next(self.seat.progress(self.step), last=True), Apply):
+            await self._apply(action)
+        await self._replay_missed()
 
     async def begin_step(self) -> Progress:
         """What comes before a step: the rounds that were decided without this peer."""

@@ -17,6 +17,7 @@ from farflock.node.model import Llama, ModelConfig, build
 from farflock.node.replica import PlainReplica
 from farflock.node.seat import Seat
 from farflock.node.stage_trainee import StageTrainee
+from farflock.node.together import Together
 from farflock.node.tokenizer import Tokens
 from farflock.node.trainee import LanguageModel
 from farflock.optimizers.catalog import method
@@ -120,6 +121,9 @@ class Participant:
     loop: Loop
     trainee: LanguageModel | StageTrainee
     role: str = "replica"
+    together: Together | None = field(
+        default=None, init=False
+    )  # how it ends, once it runs, where all are to have one state then
 
     @property
     def step(self) -> int:
@@ -147,8 +151,8 @@ class Participant:
         return {}
 
     def waits(self) -> list[Wait]:
-        """Its open rounds."""
-        return self.peer.waits()
+        """Its open rounds, and at the end those who have not ended yet."""
+        return self.peer.waits() + (self.together.waits() if self.together is not None else [])
 
     @property
     def stopping(self) -> bool:
@@ -160,8 +164,10 @@ class Participant:
         self.loop.stop()
 
     async def run(self, total_tokens: int) -> None:
-        """Train."""
-        await self.loop.run(total_tokens)
+        """Train; where the method promises one state, until all have ended with it."""
+        exact = self.loop.driver.method.equality == "exact"
+        self.together = Together(self.peer, self.seat) if exact else None
+        await self.loop.run(total_tokens, together=self.together)
 
     def found(self) -> None:
         """Found the run: my initial weights are everybody's."""

@@ -255,9 +255,8 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
         saved = await node.keeper.save() if node.keeper is not None else node.machine.folder.path
-        peer.leave()
+        await peer.part()
         node.history.event("stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step)
-        await asyncio.sleep(0.2)  # the goodbye is on its way
         return saved
     finally:
         for task in helpers:

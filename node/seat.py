@@ -165,6 +165,24 @@ class Seat:
             self._own_tokens -= offered
 
     @property
+    def next_rounds(self) -> dict[str, int]:
+        """The first round of each stream that is not in the method's state, by the name that the swarm has for the stream."""
+        applied = self._applied
+        return {
+            self._courier.name(entry.key.stream): applied[entry.key.stream] + entry.stride for entry in self._streams
+        }
+
+    @property
+    def patience_s(self) -> float:
+        """How long an exchange of this method may take that can be had in time."""
+        return max((entry.deadline_s for entry in self._streams), default=0.0)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an exchange of this node's has no applied result yet."""
+        return bool(self._driver.pending)
+
+    @property
     def is_behind(self) -> bool:
         """Whether a round is known to be decided that is not in the method's state, and no exchange of its stream is open."""
         busy = {pending.stream for pending in self._driver.pending}

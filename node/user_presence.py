@@ -26,7 +26,6 @@ from farflock.swarm.peer import Peer
 JOIN_TIMEOUT_S = 120.0
 POLL_S = 0.05
 LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
-GOODBYE_S = 0.2  # for the goodbye to leave
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 Report = Callable[[str, dict[str, object]], None]
@@ -124,9 +123,7 @@ class Presence:
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)
-        alone = self.peer.alone
-        self.peer.leave()
-        await asyncio.sleep(0 if alone else GOODBYE_S)
+        await self.peer.part()
 
 
 class Door(Protocol):

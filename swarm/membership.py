@@ -11,7 +11,7 @@ from collections.abc import Callable
 from farflock.swarm import views
 from farflock.swarm.axes import NO_FLOOR, Floor
 from farflock.swarm.collective import TAKEOVER_S
-from farflock.swarm.decide import Decision, Sends
+from farflock.swarm.decide import Decision, Sends, is_quorum
 from farflock.swarm.groups import order
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
@@ -68,6 +68,7 @@ class Membership:
         self._asked: set[PeerId] = set()  # whom I asked for the views: the first ones are believed of nobody else
         self._told: dict[PeerId, tuple[int, int, float]] = {}  # whom I sent which views last, and when
         self.wants_in = False
+        self._leaves = False  # I have said goodbye
         self.watching = False  # wants to know the views, and to be let in only later
         self.known = asyncio.Event()  # set once the views are known
         self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None  # of my newest view
@@ -138,8 +139,18 @@ class Membership:
 
     def leave(self) -> None:
         """Say goodbye to all members."""
-        self.wants_in = False
+        self.wants_in, self._leaves = False, True
+        newest = self._port.chain.newest if self._port.chain is not None else None
+        if newest is not None and (me := self._port.my_index(newest)) is not None:
+            self._candidates.leave(newest.members[me])
         self._say_goodbye()
+
+    def is_needed_in(self, view: View) -> bool:
+        """Whether the members of a view who stay could decide nothing in it without me."""
+        if (me := self._port.my_index(view)) is None:
+            return False
+        stay = self.present(view) - {me}
+        return bool(stay) and not is_quorum(stay, len(view.members))
 
     def change_line(self, line: Chain) -> None:
         """Give up my line of views for another one, as who is in none of its views yet: I know them, and watch."""
@@ -157,6 +168,7 @@ class Membership:
     def tick(self) -> None:
         """Put the next view forward if it is due and my turn; ask to be let in; keep time."""
         now_s = self._port.now()
+        self._port.leaving = self._candidates.leaving
         if (self.wants_in or self.watching) and not self.is_member and now_s - self._joined_s >= JOIN_EVERY_S:
             self._joined_s = now_s
             self._ask_in()
@@ -282,17 +294,23 @@ class Membership:
             self._wanted_s = None
             return
         self._wanted_s = now_s if self._wanted_s is None else self._wanted_s
-        if now_s - self._changed_s < self._view_s:
+        since_s = self._changed_s + (0.0 if self._hurries else self._view_s)
+        if now_s < since_s:
             return
         if self._decision is not None and now_s - self._sent_s >= RESEND_S:
             self._sent_s = now_s
             self._send(self._decision.retry())
         rank = self._rank()
-        due_s = max(self._wanted_s, self._changed_s + self._view_s) + TAKEOVER_S * rank
+        due_s = max(self._wanted_s, since_s) + TAKEOVER_S * rank
         patience_s = TAKEOVER_S * (2 + rank) * 2 ** min(max(self._proposals - 1, 0), MOST_DOUBLED)
         if now_s >= due_s and now_s - self._proposed_s >= patience_s:
             self._proposed_s, self._proposals = now_s, self._proposals + 1
             self._propose(members or self._port.views.newest.members)
+
+    @property
+    def _hurries(self) -> bool:
+        """Whether the next view must be decided before I am gone: afterwards it could not be."""
+        return self._leaves and self.is_needed_in(self._port.views.newest)
 
     def _overdue(self, now_s: float) -> bool:
         """A view that I have accepted, or am held back for, has to be decided, by me if nobody else does it."""
@@ -309,11 +327,13 @@ class Membership:
         return views.next_members(newest, lives, joining, leaving)
 
     def _rank(self) -> int:
-        """How many live members come before me in this decision's order."""
+        """How many live members come before me in this decision's order; where only those who leave are in a hurry, of them."""
         newest = self._port.views.newest
         key = views.view_key(newest.number + 1)
         ordered = order(newest.peers, self._port.seed, newest.hash, key)
         before = ordered[: ordered.index(self._port.me)]
+        if self._hurries:
+            before = tuple(peer for peer in before if peer in self._candidates.leaving)
         return sum(self._port.life(peer) not in ("suspect", "dead") for peer in before)
 
     def _propose(self, members: tuple[Member, ...]) -> None:
@@ -340,7 +360,7 @@ class Membership:
                 floor=lambda raw: self._port.views.floor(raw, self._port.floor),
                 in_step=False,
                 least=lambda: self._port.floor,
-                lifted=lambda raw, floor: views.lifted(raw, ahead(floor)),
+                lifted=lambda raw, floor: views.lifted(raw, floor if self._hurries else ahead(floor)),
                 sign=lambda text: self._identity.sign(domain, text),
                 checks=views.checker(self._port.run, newest),
             )

@@ -62,6 +62,9 @@ from farflock.swarm.views import VIEW_STREAM
 TICK_S = 0.1
 LOOK_EVERY = 5  # ticks, for branches: what they wait for is counted in minutes, and a look at all members costs
 ANNOUNCE_EVERY_S = 15.0
+PART_S = 5.0  # who leaves stays so long at most for those who could decide nothing without it
+HAND_OVER_S = 1.0  # until they have what was decided last, for nobody else could tell them
+GOODBYE_S = 0.2  # until it has gone out, and the others' are here who leave together with me
 STORE_BYTES = 256 * 1024 * 1024
 
 log = logging.getLogger(__name__)
@@ -161,6 +164,19 @@ class Peer:
     def leave(self) -> None:
         """Say goodbye; the next view is made without me."""
         self.membership.leave()
+
+    async def part(self) -> None:
+        """Say goodbye, and stay until the others can decide without me, for `PART_S` at most."""
+        alone, now = self.port.chain is None or self.alone, self.port.now
+        self.leave()
+        until_s, goes_s = now() + PART_S, now() + GOODBYE_S
+        while not alone and now() < min(until_s, goes_s):
+            goes_s = now() + HAND_OVER_S if self._is_needed() else goes_s
+            await asyncio.sleep(TICK_S)
+
+    def _is_needed(self) -> bool:
+        """Whether the others lack a quorum without me, of the newest view or of one that an open round belongs to."""
+        return any(self.membership.is_needed_in(view) for view in (self.port.views.newest, *self.rounds.next_views()))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Peer"]:

@@ -5,7 +5,7 @@ A plain record, made once by `swarm/peer.py` and handed to the parts, so that ea
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ class Port:
     staged: bool = False  # the run's model is cut into stages, whoever is a member: there are streams of stages here
     forsaken: dict[bytes, None] = field(default_factory=dict)  # hashes of views that I was in and gave up, oldest first
     lives: dict[PeerId, int] = field(default_factory=dict)  # in which life members of the newest view were last heard
+    leaving: Collection[PeerId] = ()  # members of the newest view who have said goodbye
     counters: collections.Counter[str] = field(default_factory=collections.Counter)
     chunks: Chunks = field(init=False)
 
@@ -78,6 +79,10 @@ class Port:
         what it began in that one."""
         heard = self.lives.get(peer)
         return self.life(peer) in ("suspect", "dead") or (heard is not None and view.index(peer, heard) is None)
+
+    def left(self, peer: PeerId) -> bool:
+        """Whether a member of some view has said goodbye: it votes still, as long as it is needed, and brings nothing."""
+        return peer in self.leaving or peer not in self.views.newest.peers
 
     def my_index(self, view: View) -> int | None:
         """My member index in a view, None if I am not in it in this life, or have forgotten what I promised there."""

@@ -122,6 +122,11 @@ class Rounds:
         """The last round of a stream that is known here to be decided."""
         return self._streams[name].newest
 
+    def heard_of(self, name: str, number: int) -> None:
+        """Somebody is at this round of a stream: who lacks one before it asks for that."""
+        state = self._streams[name]
+        state.seen = max(state.seen, number)
+
     def called(self, name: str) -> bool:
         """Whether others have brought theirs to the stream's next round, and I have not; or it has left the logs of most, which
         who brings something to it is told."""
@@ -148,6 +153,11 @@ class Rounds:
     def names(self) -> tuple[str, ...]:
         """The open streams."""
         return tuple(self._streams)
+
+    def next_views(self) -> list[View]:
+        """The views that decide what comes next: of each stream the one that its next round belongs to."""
+        nexts = (self._port.views.at(state.next, state.stream.stage) for state in self._streams.values())
+        return [view for view in nexts if view is not None]
 
     def floor(self) -> int:
         """The first round that is not wholly here: a branch may begin with it, or later."""
@@ -237,7 +247,9 @@ class Rounds:
             view = self._port.views.at(machine.key.round, self._streams[machine.key.stream].stream.stage)
             if view is None or self._retire(machine, view):
                 continue
-            suspects = {i for i, peer in enumerate(machine.group) if self._port.gone(view, peer)}
+            suspects = {
+                i for i, peer in enumerate(machine.group) if self._port.gone(view, peer) or self._port.left(peer)
+            }
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
             self._hand_over(machine)

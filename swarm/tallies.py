@@ -33,7 +33,7 @@ class Told(NamedTuple):
 class _Book:
     """One stream: its stage, its next round, and who has how much for it."""
 
-    stage: int
+    stage: int | None  # None: the whole model
     round: int
     told: dict[Who, Told] = field(default_factory=dict)
     sent_s: float = 0.0
@@ -59,19 +59,25 @@ class Tallies:
             self._send(stream, book)
             self.changed.set()
 
-    def end(self, stream: str, stage: int) -> None:
-        """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin."""
-        book = self._books.setdefault(stream, _Book(stage, 0))
-        mine = book.told.get(self._me, Told(round=book.round))
-        if not mine.over:
-            book.told[self._me] = mine._replace(over=True)
+    def end(self, stream: str, stage: int | None, number: int = 0) -> None:
+        """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin. This round
+        would be the next one."""
+        book = self._books.setdefault(stream, _Book(stage, number))
+        known = book.told.get(self._me, Told(round=book.round))
+        mine = known._replace(over=True, round=max(number, known.round))
+        if mine != known:
+            book.told[self._me] = mine
             self._send(stream, book)
             self.changed.set()
 
     def is_over(self, stream: str) -> bool:
         """Whether the run is over to all living members of the stage."""
+        return all(told.over for told in self.told(stream).values())
+
+    def told(self, stream: str) -> dict[PeerId, Told]:
+        """What the living members of the stage have said last, I too."""
         book = self._books[stream]
-        return all(book.told.get(who, Told()).over for who in self._living(book))
+        return {peer: book.told.get((peer, life), Told()) for peer, life in self._living(book)}
 
     def total(self, stream: str) -> int:
         """What the living members of the stage have for its next round, together."""

@@ -89,6 +89,16 @@ def test_a_result_waits_for_the_step_at_which_it_is_wanted(driver, notes):
     assert action.result.steps_since == 3
 
 
+def test_after_the_last_step_a_result_is_due_when_it_is_there(driver, notes):
+    exchange = ask(apply_after=3)
+    notes.stepped(driver, exchange, step=10)
+    driver.resolve(exchange.key, OK)
+    assert driver.next(Progress(11)) is None
+    action = driver.next(Progress(11), last=True)
+    assert isinstance(action, Apply)
+    assert action.result.steps_since == 1
+
+
 def test_training_goes_on_without_waiting_until_a_streamed_result_is_wanted(driver, notes):
     notes.stepped(driver, ask(apply_after=2, deadline_s=30.0), step=0, now_s=0.0)
     assert driver.next(Progress(1, run_time_s=1.0)) is None

@@ -76,6 +76,16 @@ def test_tokens_that_did_not_count_stay_mine(bench, text):
     assert seated(bench, text, work) == (64, 100)
 
 
+def test_the_next_rounds_are_those_after_the_ones_in_the_state_by_the_swarms_names(bench, text):
+    async def work(node):
+        seat = node.seat
+        first = dict(seat.next_rounds)
+        seat.take_up(Place({"delta": 4}), {})
+        return first, seat.next_rounds, seat.is_busy, seat.patience_s
+
+    assert seated(bench, text, work) == ({"delta": 0}, {"delta": 5}, False, 30.0)
+
+
 def test_a_round_that_failed_for_all_is_over_and_one_that_nobody_knows_of_is_asked_for_again(bench, text):
     async def work(node):
         node.seat.applied(Key("delta", 0), Result("failed", 0))  # as a node that was restored says of its open exchange

@@ -361,6 +361,22 @@ async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd
     assert 0 < ask(herd.nodes[1], 5000) <= 2 * TOLD_AT_ONCE * ANSWERS_PER_S
 
 
+@in_virtual_time(4)
+async def test_who_missed_rounds_that_nobody_speaks_of_any_more_asks_once_it_hears_of_them(herd):
+    late, others = herd.nodes[3], [herd.nodes[number] for number in range(3)]
+    await calm(herd, 3)
+    herd.network.partition({late.peer.me}, {node.peer.me for node in others})
+    await until(lambda: others[0].applied > late.applied + 1, 30, "two rounds without it")
+    await calm(herd, 0, 1, 2)
+    herd.network.heal()
+    await asyncio.sleep(30)
+    there, here = others[0].peer.rounds.newest(STREAM), late.peer.rounds.newest(STREAM)
+    assert here < there
+    late.peer.rounds.heard_of(STREAM, there + 1)
+    late.peer.rounds.heard_of(STREAM, 0)
+    await until(lambda: late.peer.rounds.newest(STREAM) == there, 10, "all of them")
+
+
 @in_virtual_time(2)
 async def test_an_unknown_stream_is_dropped_and_counted(herd):
     node = herd.nodes[0]

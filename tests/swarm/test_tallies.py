@@ -4,7 +4,7 @@ import collections
 
 from farflock.swarm.messages import Key, Tally
 from farflock.swarm.roles import EVERY, NOTHING
-from farflock.swarm.tallies import REPEAT_S, Tallies
+from farflock.swarm.tallies import REPEAT_S, Tallies, Told
 from farflock.swarm.views import Certified, Chain, Member, View, genesis
 
 STREAM = "grad/1"
@@ -135,6 +135,29 @@ def test_the_end_of_a_stream_that_nothing_was_said_of_is_told_as_well():
     tallies = Tallies(port)
     tallies.end(STREAM, 1)
     assert port.sent == [(peer, Tally(Key(STREAM, 0), 0, over=True)) for peer in ("mate", "all")]
+
+
+def test_the_end_is_told_with_the_next_round_and_again_with_a_later_one():
+    port = Port()
+    tallies = Tallies(port)
+    tallies.end(STREAM, 1, 6)
+    tallies.end(STREAM, 1, 6)
+    tallies.end(STREAM, 1, 5)
+    assert [message for peer, message in port.sent if peer == "mate"] == [Tally(Key(STREAM, 6), 0, over=True)]
+    tallies.end(STREAM, 1, 7)
+    assert port.sent[-1][1] == Tally(Key(STREAM, 7), 0, over=True)
+    over(tallies, "mate")
+    assert tallies.told(STREAM) == {"me": Told(True, 7, 0), "mate": Told(True, 4, 3), "all": Told()}
+    port.dead.add("mate")
+    assert tallies.told(STREAM).keys() == {"me", "all"}
+
+
+def test_of_a_stream_of_the_whole_model_all_members_are_told_and_awaited():
+    port = Port()
+    tallies = Tallies(port)
+    tallies.end("delta", None, 2)
+    assert [peer for peer, _ in port.sent] == ["mate", "other", "all", "t"]
+    assert tallies.told("delta").keys() == {"me", "mate", "other", "all", "t"}
 
 
 def test_others_lives_stages_and_streams_are_dropped_and_counted():
