@@ -4,7 +4,8 @@ Everybody tells its own number and adds up what it hears, so that all notice at 
 wrong number makes the steps of its round early or late, and no more than that: what a contribution weighs goes with it.
 
 At the end of a run they tell each other that too, and go when all have: who went before might miss a round that the others
-began, and leave with another state than theirs.
+began, and leave with another state than theirs. So do members of a run of whole models, of which there are no batches (None
+for the stage): with each stream's next round, so that all see whether they have the same ones (node/together.py).
 """
 
 import asyncio
