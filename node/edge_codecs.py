@@ -48,13 +48,12 @@ class EdgeCodecs:
         return next(shared, mine[0])
 
     def unfit(self, servers: Servers, needs: Collection[CodecId | None]) -> set[PeerId]:
-        """Who is not to be asked for a pass whose payloads are in these codecs. Who has said nothing is asked only if nobody is
-        known to read them; and if all are known not to, anybody is: its refusal says why."""
+        """Who is known not to read these codecs, and so not asked for a pass whose payloads are in them. If that were all,
+        anybody is asked: its refusal says why."""
         needed = {need for need in needs if need is not None}
         told = {server.peer: self._told(server.peer, server.sequence) for server in servers}
-        fit = {peer for peer, reads in told.items() if reads is not None and needed.issubset(reads)}
-        silent = {peer for peer, reads in told.items() if reads is None}
-        return told.keys() - (fit or silent or told.keys())
+        unfit = {peer for peer, reads in told.items() if reads is not None and not needed.issubset(reads)}
+        return unfit if unfit != told.keys() else set()
 
     def _heard(self, servers: Servers) -> list[Told]:
         """What those read who have said it."""

@@ -9,7 +9,7 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 CLOSE_TIMEOUT_S = 5.0
-DOOR_WAITS_S = (0.5, 2.0)  # before the second and the third attempt to reach somebody
+DOOR_WAITS_S = (0.5, 2.0, 5.0)  # before the second attempt to reach somebody, the third and the fourth
 _NO_DOOR_OPENS = ("bootstrap", "failed to find any peer")  # what the daemon says last, in one of two orders
 _DIE_WITH_PARENT = (  # PR_SET_PDEATHSIG = 1, SIGKILL = 9; then the parent may already be gone. A terminal's Ctrl-C is for us.
     "import ctypes,os,sys;os.setpgid(0,0);ctypes.CDLL(None).prctl(1,9);"
