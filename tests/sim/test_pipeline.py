@@ -112,7 +112,8 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
 
 
 class Murders:
-    """Kills the server that comes to a point, so many seconds later; then waits until everybody is back for the next one."""
+    """Kills the server that comes to a point, so many seconds later; then waits until everybody is back for the next one, with
+    the state of its stage: whose last round one server alone has, dies with that one."""
 
     def __init__(self, audit, points, rest_s=2.0):
         self.audit, self.points, self.rest_s = audit, list(points), rest_s
@@ -134,7 +135,15 @@ class Murders:
             self.audit.sim.kill(number, 2.0)
 
     def is_calm(self):
-        return now() > self.calm_s and self.audit.sim.settled
+        return now() > self.calm_s and self.audit.sim.settled and self.are_level()
+
+    def are_level(self):
+        """Whether no server lacks a round that another one of its stage has applied."""
+        applied = collections.defaultdict(set)
+        for node in self.audit.sim.nodes.values():
+            for serving in node.servings:
+                applied[serving.index].add(serving.seat.applied_round)
+        return all(len(rounds) == 1 for rounds in applied.values())
 
     async def until_all(self, sim):
         """Ends the run some time after the last of them."""
