@@ -69,17 +69,25 @@ class Traced(PipelineSimulation):
         chains = [node.peer.port.chain for node in self.nodes.values()]
         return len(chains) == many and all(chain is not None and len(chain.newest.members) == many for chain in chains)
 
+    def _are_there(self, node):
+        """Whether all are members, and this node hears from each: a partner on a busy machine may seem gone at first."""
+        port = node.peer.port
+        there = self._are_members(len(self.world.parts))
+        return there and not any(
+            port.gone(port.views.newest, peer) for peer in port.views.newest.peers if peer != port.me
+        )
+
     def _look(self, number, node):
         for serving in node.servings:
             self._watch(number, serving)
         if node.trainer is not None:
             trainer, begin, rolls = node.trainer, node.trainer._begin_more, node.rolls
-            trainer._begin_more = lambda: begin() if self._are_members(len(self.world.parts)) else None
+            trainer._begin_more = lambda: begin() if self._are_there(node) else None
             serving = rolls.serving
 
             def serving_seen():
                 found = serving()
-                if self._are_members(len(self.world.parts)):
+                if self._are_there(node):
                     self.seen.add((found.membership, found.seniority, tuple(map(len, found.stages))))
                 return found
 
