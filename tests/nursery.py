@@ -162,7 +162,9 @@ def keep(connection):
         os.close(fd)
     for own in range(3):
         os.close(own)
-    os.setpgid(0, 0)  # a Ctrl-C is the child's
+    # A Ctrl-C is the child's. In a process group of its own a keeper would be what ties the suite's group to its session:
+    # with the last child's end the kernel would send SIGHUP and SIGCONT to all of it, frozen processes and `make` among them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection.sendall(NUMBER.pack(pid))
     connection.sendall(NUMBER.pack(os.waitpid(pid, 0)[1]))
     os._exit(0)

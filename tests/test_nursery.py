@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(100)]
@@ -67,6 +68,16 @@ def test_its_group_hears_a_signal_and_nobody_else_does(nursery):
         assert os.getpgid(process.pid) == process.pid
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(30) == -signal.SIGINT
+
+
+def test_who_waits_for_a_child_is_in_its_group_so_that_its_end_wakes_nobody_who_is_frozen(nursery):
+    process = nursery.popen(python("-c", "import sys; sys.stdin.read()"), stdin=subprocess.PIPE)
+    with process:
+        keeper = psutil.Process(process.pid).parent()
+        assert os.getpgid(process.pid) == os.getpgid(keeper.pid) == os.getpgid(0)
+        keeper.send_signal(signal.SIGINT)  # as a Ctrl-C would
+        process.stdin.close()
+        assert process.wait(30) == 0, "it still tells how the child ended"
 
 
 def test_one_that_does_not_end_in_time_is_reported_and_killed(nursery):
