@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farflock.compression.activation import ActivationContext, Incompatible, Offer, Scope
 from farflock.compression.codec import Buffer, CorruptPayload
-from farflock.compression.subspace import STAMP, Basis, Subspace
+from farflock.compression.subspace import STAMP, Basis, Subspace, stamp_of
 
 
 class Superseded(Incompatible):
@@ -65,9 +65,10 @@ class SubspaceVersions:
 
     def version_of(self, payload: Buffer) -> int:
         """The version that a payload says it is in; `CorruptPayload` if it is too short to say."""
-        if len(payload) < STAMP.size:
+        stamp = stamp_of(payload)
+        if stamp is None:
             raise CorruptPayload(f"a payload of {self.name} begins with {STAMP.size} bytes, got {len(payload)}")
-        return int(STAMP.unpack_from(payload)[0])
+        return stamp[0]
 
     @property
     def name(self) -> str:

@@ -27,7 +27,7 @@ class EdgeCodecs:
 
     def __init__(self, edges: Edges, told: Callable[[PeerId, int], Told | None]) -> None:
         self._edges, self._told = edges, told
-        self._reason = ""  # why the last choice was not what all read
+        self._reasons = set[str]()  # why choices were not what all read: each is said once
 
     def choose(self, senders: Servers, receivers: Servers, came: CodecId | None) -> CodecId | None:
         """What the output of a stage is to be written in that gets its input in `came` (None: tokens); None if that follows
@@ -41,8 +41,8 @@ class EdgeCodecs:
             chosen = agree(_offers(mine), _offers(read_by_all(mine, [told for side in both for told in side])))
             return CodecId(chosen.name, chosen.version, chosen.digest)
         except Incompatible as reason:
-            if str(reason) != self._reason:
-                self._reason = str(reason)
+            if str(reason) not in self._reasons:
+                self._reasons.add(str(reason))
                 log.warning("not all servers of two stages read the same, and some get no work: %s", reason)
         shared = (one for one in mine if all(not side or any(one in told for told in side) for side in both))
         return next(shared, mine[0])

@@ -121,9 +121,8 @@ class Participant:
     loop: Loop
     trainee: LanguageModel | StageTrainee
     role: str = "replica"
-    together: Together | None = field(
-        default=None, init=False
-    )  # how it ends, once it runs, where all are to have one state then
+    # How it ends, once it runs, where all are to have one state then.
+    together: Together | None = field(default=None, init=False)
 
     @property
     def step(self) -> int:

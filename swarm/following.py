@@ -64,9 +64,8 @@ class Following:
             return
         others = self._others()
         said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
-        hopeless = (
-            now_s - state.forgotten.since_s >= HOPELESS_S
-        )  # whoever lives and says nothing for so long never will
+        # Whoever lives and says nothing for so long never will; of a round that is not decided, too, nobody says anything.
+        hopeless = now_s - state.forgotten.since_s >= HOPELESS_S and bool(self.lost(state))
         if said and state.stream.wants != "all" and (hopeless or len(said) == len(others)):
             self._skip_to(state, min(word.oldest for word in said.values()))
         elif askable := [peer for peer in others if peer not in said]:

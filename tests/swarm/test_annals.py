@@ -172,6 +172,22 @@ async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made)
     await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, HOPELESS_S + 10.0, "its going on")
 
 
+@flock(0, 0, 1, NOTHING)
+async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_away(made):
+    looker, name, liar = made.nodes[3], name_of(0), made.nodes[0]
+    await made.go_on(0, 3)
+    for node in made.nodes.values():
+        node.stage = NOTHING  # nobody brings anything: the next round is decided late
+    await asyncio.sleep(10.0)
+    before = looker.rounds.newest(name)
+    word = Forgotten(Key(name, before + 1), 2**40, 2**40)
+    looker.rounds.receive(liar.id, liar.peer.port.incarnation, word)
+    assert looker.rounds._streams[name].forgotten.by(before + 1, liar.id) == word
+    await asyncio.sleep(HOPELESS_S + 5.0)
+    assert looker.rounds.newest(name) == before
+    assert looker.rounds._streams[name].next == before + 1
+
+
 @pytest.mark.parametrize(("witnessed", "number"), [(False, 2), (True, 3)])
 @pytest.mark.parametrize("beyond", [0, 2])
 def test_a_branch_begins_with_the_tokens_of_the_round_before_it_though_that_has_left_the_log(witnessed, number, beyond):
