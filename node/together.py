@@ -28,6 +28,7 @@ class Together:
         self._alone_s: float | None = None  # since when
         self._agreed = (-1, 0)  # the run's agreed tokens, and what this node's estimate was when they came to be that
         self._ends_s: float | None = None  # until when it waits, once the run is over here
+        self._has_told = False  # what is in its state: before, nobody can be compared with it
 
     def is_due(self, total_tokens: int) -> bool:
         """Whether the run has its tokens. Where nobody is there to agree with it goes by the estimate; so it does where nothing
@@ -52,7 +53,7 @@ class Together:
 
     def waits(self) -> list[Wait]:
         """For whom it waits now, by stream: who has not ended with the rounds that it has."""
-        if self._ends_s is None or self._seat.is_busy:
+        if self._ends_s is None or not self._has_told or self._seat.is_busy:
             return []  # what it waits for then is an exchange
         left_s = self._ends_s - self._peer.port.now()
         awaited = {Key(name, number): self._apart(name, number) for name, number in self._seat.next_rounds.items()}
@@ -73,11 +74,13 @@ class Together:
         agree = True
         for name, number in self._seat.next_rounds.items():
             self._peer.tallies.end(name, None, number)
+            newest = max((told.round for told in self._peer.tallies.told(name).values()), default=number)
+            self._peer.rounds.heard_of(name, newest)  # who lacks a round that somebody has asks for it
             agree &= not self._apart(name, number) and not self._peer.rounds.called(name)
+        self._has_told = True
         return agree
 
     def _apart(self, name: str, number: int) -> tuple[PeerId, ...]:
-        """Who has not ended before this round of the stream. If somebody is past it, who lacks it asks for it."""
+        """Who has not ended before this round of the stream."""
         told = self._peer.tallies.told(name)
-        self._peer.rounds.heard_of(name, max((each.round for each in told.values()), default=number))
         return tuple(sorted(peer for peer, each in told.items() if not each.over or each.round != number))

@@ -41,7 +41,7 @@ class Here:
         self.ended[name] = number
 
     def told(self, name):
-        return {"me": Told(True, self.ended.get(name, -1)), **self.said[name]}
+        return {"me": Told(True, self.ended[name]), **self.said[name]}  # who has told nothing has no book
 
     def called(self, name):
         return name in self.open_rounds
@@ -129,6 +129,16 @@ def ended_after_s(here, changes=(), stopping=lambda: False):
 def test_it_goes_at_once_where_all_have_ended_with_its_rounds(here):
     assert ended_after_s(here) == (0.0, [])
     assert here.ended == {"delta": 4}
+
+
+def test_before_it_has_told_anything_it_waits_for_nobody(here):
+    together, seen = Together(here, here), []
+
+    async def take_in():
+        seen.append(together.waits())
+
+    run_virtual(together.end(take_in, lambda: False))
+    assert seen == [[]]
 
 
 def test_it_waits_for_who_has_not_ended(here):
