@@ -43,9 +43,10 @@ def described(peers, steps, stages=3, **terms):
             "train": {
                 "batch": SEQUENCES,
                 "seq": SEQ,
-                "lr": 1e-2,
-                "clip": 0.0,
-            },  # a stage's norm is not the whole model's
+                "lr": 5e-3,
+                "clip": 0.0,  # a stage's norm is not the whole model's
+                "joiner_steps": 0,  # DDP sets the rate by the run's tokens, and so must the unsplit model
+            },
             "pipeline": {"stages": stages, "batch": BATCH, "forward_timeout_s": 10, "backward_timeout_s": 20} | terms,
             "method": {"name": "ddp", "options": {}},
             "exchange": {"view_s": 1.0, "start_peers": peers, "deadline_s": 10.0},
@@ -205,7 +206,7 @@ def assembled(plan, pieces):
 
 def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is_trained(run, text):
     steps = 40
-    manifest = described(6, steps)
+    manifest = described(6, steps, window=BATCH // 2)  # what may be late by a step, of each
     plan = manifest.plan()
     founder = run.found(manifest)
     run.servers(3, first=2)
@@ -229,7 +230,7 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
     untrained = held_out_loss(build(plan.model, plan.run_seed), text)
     best = held_out_loss(unsplit, text)
     assert whole < unigram_loss(*text, 256) < untrained
-    assert best - 0.1 < whole < best + 0.1 * (untrained - best)  # gradients are up to a step late
+    assert abs(whole - best) < 0.05 * (untrained - best)
 
 
 def test_where_servers_have_hardly_any_room_nobody_waits_for_ever(run):
