@@ -45,7 +45,8 @@ KILL_ONE_AT, KILL_STAGE_AT, LATE_AT = 0.25, 0.45, 0.55
 
 def pipeline_manifest(steps: int) -> Manifest:
     """What `farflock demo --pipeline` trains: equal stages, so that one can be made from its neighbours."""
-    train, batch = {"batch": 4, "seq": 64, "joiner_steps": 0}, 8  # DDP's rate follows the run alone, and so do the lines
+    train = {"batch": 4, "seq": 64, "joiner_steps": 0}  # DDP's rate follows the run alone, and so do the lines
+    batch = 8
     return resolve(
         {
             "run": {"name": "pipeline demo", "seed": 1, "total_tokens": steps * batch * train["batch"] * train["seq"]},
