@@ -7,7 +7,7 @@ decode alike. `source` is the stage whose output the input is, -1 for tokens. `c
 gradient; `sends` that of the output, and of its gradient, or None where it follows from the sender's weights.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ MAX_VISIT = 256  # sequences of a microbatch whose samples are named: a request 
 Samples = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_VISIT)]
 Tags = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_VISIT)]
 Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VISIT)], ...], msgspec.Meta(max_length=MAX_VISIT)]
+Made = Literal["input", "gradient"]  # of a stage: its input, or the gradient of its output
 
 
 class BadRequest(ValueError):
@@ -140,9 +141,11 @@ class Foreign(_Body, frozen=True, tag="foreign"):
 
 
 class Refused(_Body, frozen=True, tag="refused"):
-    """It makes no sense here, or can never be done: another stage, payloads that nobody encodes, an attempt that is over."""
+    """It makes no sense here, or can never be done: another stage, payloads that nobody encodes, an attempt that is over. If
+    `unread`, a payload that another stage made is to blame: this stage's input, or the gradient of its output."""
 
     why: Annotated[str, msgspec.Meta(max_length=200)]
+    unread: Made | None = None
 
 
 class Merged(_Body, frozen=True, tag="merged"):

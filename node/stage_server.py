@@ -34,6 +34,7 @@ from farflock.node.stage_requests import (
     Forward,
     Gone,
     Lacks,
+    Made,
     Merged,
     Refused,
     Request,
@@ -318,7 +319,7 @@ class StageServer:
             try:
                 replies.append(self._output(job, next(outputs), entry[0]))
             except UnencodableTensor as error:
-                replies.append(Refused(str(error)[:200]))
+                replies.append(Refused(str(error)[:200], None if self._stage.is_first else "input"))
         return replies
 
     def _output(self, job: _Job, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
@@ -342,8 +343,11 @@ class StageServer:
         """The token ids, and the stage's input. `Superseded` if that is in a version which nobody reads any more."""
         try:
             tokens_BL = self._edges.unpack(job.payloads[0])
-            if self._stage.is_first:
-                return tokens_BL, tokens_BL
+        except CorruptPayload as error:
+            return Refused(str(error)[:200])
+        if self._stage.is_first:
+            return tokens_BL, tokens_BL
+        try:
             if self._memory is not None:
                 return tokens_BL, self._memory.input(job.caller, job.payloads[1], job.request)
             return tokens_BL, self._edges.input(job.payloads[1], job.request, tokens_BL)
@@ -352,7 +356,7 @@ class StageServer:
         except Superseded:
             raise
         except (CorruptPayload, Incompatible) as error:
-            return Refused(str(error)[:200])
+            return Refused(str(error)[:200], "input")
 
     async def _do_backward(self, job: _Job, started_s: float) -> None:
         key = (job.caller, job.request.number)
@@ -408,10 +412,15 @@ class StageServer:
         except Superseded:
             raise
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
-            return Refused(str(error)[:200])
+            return self._spoilt(str(error))
         if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):
-            return Refused("its gradient is not finite")  # in the sum it would spoil everybody's
+            return self._spoilt("its gradient is not finite")  # in the sum it would spoil everybody's
         return back.staged, payloads, back.loss_sum
+
+    def _spoilt(self, why: str) -> Refused:
+        """Of a backward pass whose input can be read: what the stage after made is to blame, of the last one the input."""
+        made: Made = "gradient" if not self._stage.is_last else "input"
+        return Refused(why[:200], None if self._stage.is_first and self._stage.is_last else made)
 
     def _outside(self, job: _Job, request: Backward, tokens_BL: Tensor) -> Tensor:
         """The targets, or the gradient of the stage's output."""

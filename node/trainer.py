@@ -19,6 +19,7 @@ from farflock.compression.codec import CorruptPayload
 from farflock.node.edge_codecs import EdgeCodecs
 from farflock.node.heard import Heard
 from farflock.node.sample_memory import Row, TrainerMemory, refers
+from farflock.node.spoilt import Origins, Shunned, passed_by
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_requests import (
     Answer,
@@ -85,8 +86,9 @@ class TrainerTerms:
 @dataclass(slots=True)
 class _Parcel:
     """One microbatch as its trainer keeps it: which samples it is, where the codec wants that; by stage the payload of its
-    input, or of such a codec its rows, the payload of the gradient of its output, and what its output is written in; and the
-    versions of the weights on its way. `lacked` counts by stage who was asked in vain, for want of these or of a codec."""
+    input, or of such a codec its rows, the payload of the gradient of its output, and what its output is written in; who made
+    these; and the versions of the weights on its way. `lacked` counts by stage who was asked in vain, for want of these or of a
+    codec."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
@@ -99,6 +101,7 @@ class _Parcel:
     codecs: dict[int, CodecId | None] = field(default_factory=dict)
     versions: dict[int, Version] = field(default_factory=dict)
     lacked: collections.Counter[int] = field(default_factory=collections.Counter)
+    origins: Origins = field(default_factory=Origins)
     dropped: bool = False  # it counts at some stages alone
     begun_s: float = 0.0
     trip_s: float = 0.0  # of its passes that brought something, without waiting at servers
@@ -142,10 +145,11 @@ class Trainer:
         self._batch, self._terms, self._report, self._lane = batch, terms, report, lane
         self._samples, self._memory = samples, TrainerMemory(edges) if edges.remembers else None
         self._codecs = EdgeCodecs(edges, peer.codec_offers.of)
+        self._shunned = Shunned()
         self._ledger = Ledger(rolls.stages)
         self._depth = Depth(min(rolls.stages, terms.window), terms.window)
         self._parcels: dict[int, _Parcel] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._walking: set[int] = set()
         self._asking: set[Place] = set()
         self._first = self._next = first
@@ -253,12 +257,12 @@ class Trainer:
         self._ledger.committed(stage, waiting)
         self.lost += len(waiting)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
             self._failure = error
@@ -266,15 +270,16 @@ class Trainer:
     # one microbatch
 
     async def _walk(self, number: int, parcel: _Parcel) -> None:
-        """Forward, then back; a walk that a stage finds too old is begun anew."""
+        """Forward, then back; a walk that a stage finds too old, or whose payloads nobody can read, is begun anew."""
+        last = parcel.order[-1]
         try:
-            while not await self._forward(parcel):
+            while not (await self._forward(parcel) and await self._backward(parcel, (number, last))):
                 parcel.epoch = self._rolls.epoch
                 parcel.inputs.clear()
                 parcel.codecs.clear()
                 parcel.versions.clear()
                 parcel.trip_s = 0.0
-            for stage in reversed(parcel.order):
+            for stage in reversed(parcel.order[:-1]):
                 await self._backward(parcel, (number, stage))
             self._depth.came_back(self._now(), parcel.trip_s)
         finally:
@@ -292,8 +297,8 @@ class Trainer:
         return parcel
 
     async def _forward(self, parcel: _Parcel) -> bool:
-        """The inputs of all stages; False if some stage is too far from the round that the microbatch set out in, or nobody
-        there reads its input. The last stage's own pass is part of its way back."""
+        """The inputs of all stages; False if some stage is too far from the round that the microbatch set out in, or cannot
+        read its input. The last stage's own pass is part of its way back."""
         for stage in parcel.order[:-1]:
             while (answer := await self._forward_once(parcel, stage)) is None:
                 pass
@@ -304,7 +309,7 @@ class Trainer:
                 parcel.versions[stage] = answer.version
         return True
 
-    async def _forward_once(self, parcel: _Parcel, stage: int) -> Done | Stale | Foreign | None:
+    async def _forward_once(self, parcel: _Parcel, stage: int) -> Done | Stale | Foreign | Refused | None:
         """What one server says to it, with the next stage's input put down if it is done; None if it brought nothing."""
         after = parcel.after(stage)
         assert after is not None
@@ -316,35 +321,47 @@ class Trainer:
         request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch, visit, came, sends)
         answer, reply = await self._ask_with_input(server, request, parcel)
         if not isinstance(answer, Done) or len(reply) != 1:
-            return answer if isinstance(answer, Stale | Foreign) else None
+            if isinstance(answer, Stale | Foreign):
+                return answer
+            return answer if isinstance(answer, Refused) and self._is_spoilt(parcel, stage, server, answer) else None
+        parcel.origins.made((after, "input"), server.peer)
         parcel.codecs[stage] = self._edges.written_in(reply[0], sends)
         if self._memory is None or known is None:
             parcel.inputs[after] = reply[0]
             return answer
         try:
             parcel.inputs[after] = self._memory.received(reply[0], request, known)
-        except CorruptPayload:
+        except CorruptPayload:  # seen by ourselves
+            self._shunned.shun(stage, server.peer, self._now())
             await asyncio.sleep(PAUSE_S)
             return None
         return answer
 
-    async def _backward(self, parcel: _Parcel, place: Place) -> None:
-        """Ask until somebody has answered under the attempt that counts; what it put aside is then to be confirmed."""
+    async def _backward(self, parcel: _Parcel, place: Place) -> bool:
+        """Ask until somebody has answered under the attempt that counts; what it put aside is then to be confirmed. False if
+        the walk is to begin anew."""
         stage = place[1]
         self._asking.add(place)
         try:
             while self._ledger.phase(place) in ("open", "sent"):
                 reply = await self._backward_once(parcel, place)
-                if reply is not None:
+                if isinstance(reply, Refused):
+                    if stage == parcel.order[-1] and place[0] in self._walking:
+                        await asyncio.sleep(PAUSE_S)
+                        return False
+                    self._drop_rest(parcel, stage)
+                elif reply is not None:
                     source = parcel.source(stage)
                     if source >= 0:
                         parcel.outside[source] = reply
-                    return
+                    break
         finally:
             self._asking.discard(place)
+        return True
 
-    async def _backward_once(self, parcel: _Parcel, place: Place) -> bytes | None:
-        """The gradient of the stage's input (b"" of the first), or None if this attempt brought nothing."""
+    async def _backward_once(self, parcel: _Parcel, place: Place) -> bytes | Refused | None:
+        """The gradient of the stage's input (b"" of the first), or None if this attempt brought nothing; a refusal if
+        what other stages made cannot be read."""
         number, stage = place
         source = parcel.source(stage)
         came, sends = parcel.codecs.get(source), parcel.codecs.get(stage)
@@ -362,7 +379,7 @@ class Trainer:
             self._ledger.silent(place, attempt)
             if isinstance(answer, Foreign) or (isinstance(answer, Gone) and (version is not None or answer.late)):
                 self._lacks(parcel, stage, answer, version)
-            return None
+            return answer if isinstance(answer, Refused) and self._is_spoilt(parcel, stage, server, answer) else None
         if not self._ledger.replied(place, server.name, answer.attempt):
             self._spawn(self._revoke(server, place, answer.attempt))
             return None
@@ -372,6 +389,7 @@ class Trainer:
         if answer.loss_sum is not None:
             self._losses.append(answer.loss_sum / self._edges.tokens)
             self._report("loss", {"number": number, "loss": answer.loss_sum / self._edges.tokens})
+        parcel.origins.made((source, "gradient"), server.peer)
         return reply[0] if reply else b""
 
     def _lacks(self, parcel: _Parcel, stage: int, answer: Gone | Foreign, version: Version | None) -> None:
@@ -386,10 +404,27 @@ class Trainer:
         if isinstance(answer, Gone) and version is not None and self._terms.gone == "newest":
             del parcel.versions[stage]
             return
+        self._drop_rest(parcel, stage)
+
+    def _drop_rest(self, parcel: _Parcel, stage: int) -> None:
+        """It counts at the stages after this one, and not here or before."""
         before = [known for known in parcel.order[: parcel.order.index(stage)] if known not in parcel.outside]
         for known in (stage, *before):
             self._ledger.committed(known, [parcel.microbatch.step])
             self._drop(parcel, known)
+
+    def _is_spoilt(self, parcel: _Parcel, stage: int, server: Server, answer: Refused) -> bool:
+        """Whether what another stage made is refused by as many as it takes; who made it is then passed by for a while."""
+        if answer.unread is None:
+            return False
+        payload = stage, answer.unread
+        spoilt = parcel.origins.refused(payload, server.peer, len(self._rolls.serving().stages[stage]))
+        maker = parcel.origins.to_blame(payload)
+        made_at = parcel.source(stage) if answer.unread == "input" else parcel.after(stage)
+        if maker is not None and made_at is not None:
+            self._shunned.shun(made_at, maker, self._now())
+            self._report("shunned", {"stage": made_at, "peer": maker, "number": parcel.microbatch.step})
+        return spoilt
 
     async def _confirm(self, place: Place, name: str, attempt: int) -> None:
         """Once; `_look_around` does it again until it is answered."""
@@ -450,11 +485,15 @@ class Trainer:
     async def _next_hop(
         self, parcel: _Parcel, stage: int, size: float, came: CodecId | None, sends: CodecId | None
     ) -> Server:
-        """Whom the policy names of those who read these codecs, as soon as it names somebody."""
+        """Whom the policy names of those who read these codecs and are not shunned, as soon as it names somebody."""
         while True:
             serving = self._rolls.serving()
-            unfit = self._codecs.unfit(serving.stages[stage], (came, sends))
-            peer = self._policy.next_hop(parcel.microbatch, stage, serving, self._now(), size, unfit)
+            servers, now_s = serving.stages[stage], self._now()
+            better_not = self._shunned.at(stage, now_s) | parcel.origins.refusers(stage)
+            exclude = passed_by(
+                [server.peer for server in servers], self._codecs.unfit(servers, (came, sends)), better_not
+            )
+            peer = self._policy.next_hop(parcel.microbatch, stage, serving, now_s, size, exclude)
             server = self._rolls.at(stage, peer) if peer is not None else None
             if server is not None:
                 self._lacking.pop(stage, None)

@@ -31,7 +31,7 @@ ANSWERS = st.one_of(
     st.builds(said.Foreign, st.lists(NAMED, max_size=MAX_CODECS).map(tuple)),
     st.builds(said.Busy),
     st.builds(said.Stale, ROUND),
-    st.builds(said.Refused, st.text(max_size=200)),
+    st.builds(said.Refused, st.text(max_size=200), st.sampled_from([None, "input", "gradient"])),
     st.builds(said.Merged),
     st.builds(said.Unknown),
 )

@@ -378,6 +378,7 @@ async def test_what_cannot_be_read_is_refused_and_those_beside_it_are_not(bench)
     requests[2][1][1] = _bytes(bench.values(2, 1) * float("nan"))
     answers = await asyncio.gather(*(bench.ask(*request) for request in requests))
     assert [type(answer) for answer, _ in answers] == [Done, Refused, Refused, Done]
+    assert [answers[number][0].unread for number in (1, 2)] == [None, "input"]
     for number in (0, 3):
         torch.testing.assert_close(
             _read(answers[number][1][0]), bench.stage.forward(bench.inside(number)), rtol=0, atol=1e-12
@@ -400,24 +401,25 @@ async def test_a_backward_pass_comes_before_forward_passes_that_wait(bench):
 
 
 CORRUPT = {
-    "short tokens": (0, b"short"),
-    "ids beyond the vocabulary": (0, bytes([200]) * TOKENS),
-    "a short activation": (1, bytes(8)),
-    "an activation that is no number": (1, b"\xff" * 512),
-    "a short gradient": (2, bytes(8)),
-    "a gradient that is no number": (2, b"\xff" * 512),
-    "a gradient whose own is infinite": (2, _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64))),
+    "short tokens": (0, b"short", None),
+    "ids beyond the vocabulary": (0, bytes([200]) * TOKENS, None),
+    "a short activation": (1, bytes(8), "input"),
+    "an activation that is no number": (1, b"\xff" * 512, "input"),
+    "a short gradient": (2, bytes(8), "gradient"),
+    "a gradient that is no number": (2, b"\xff" * 512, "gradient"),
+    "a gradient whose own is infinite": (2, _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64)), "gradient"),
 }
 
 
-@pytest.mark.parametrize(("place", "payload"), CORRUPT.values(), ids=CORRUPT.keys())
-def test_a_backward_pass_of_corrupt_payloads_is_refused_and_leaves_nothing_behind(place, payload):
+@pytest.mark.parametrize(("place", "payload", "unread"), CORRUPT.values(), ids=CORRUPT.keys())
+def test_a_backward_pass_of_corrupt_payloads_is_refused_and_leaves_nothing_behind(place, payload, unread):
     @served(places=1)
     async def main(bench):
         request, payloads = bench.backward(1)
         spoilt = [*payloads[:place], payload, *payloads[place + 1 :]]
         answer, _ = await bench.ask(request, spoilt)
         assert isinstance(answer, Refused)
+        assert answer.unread == unread
         assert not bench.server._staged
         assert not bench.server._replies
         assert await bench.say(Confirm(1, 1, 1)) == Unknown()
@@ -432,7 +434,7 @@ async def test_a_gradient_that_is_not_finite_never_gets_into_the_sum(bench):
     request, payloads = bench.backward(1)
     huge = _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64))
     answer, _ = await bench.ask(request, [payloads[0], huge])
-    assert answer == Refused("its gradient is not finite")
+    assert answer == Refused("its gradient is not finite", "gradient")
     await bench.merge(2)
     assert all(bool(x.isfinite().all()) for x in bench.server.take().staged.gradients.values())
 

@@ -1,0 +1,82 @@
+"""Pipelines one of whose servers makes what nobody can read, for as long as it lives: the others go on without it."""
+
+import logging
+import runpy
+from pathlib import Path
+
+import pytest
+
+from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
+
+_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
+BATCH, STAGES, SERVERS = 8, 3, 2
+NONSENSE = b"\xff"  # of which no number is made
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logger = logging.getLogger("farflock")
+    logger.setLevel(logging.CRITICAL)
+
+
+class Spoiling(Audit):
+    """Of one server what goes forward, or back, is nonsense of the right size."""
+
+    def __init__(self, liar, back, *given):
+        super().__init__(*given)
+        self.liar, self.back, self.spoilt = liar, back, 0
+
+    def _look(self, number, node):
+        super()._look(number, node)
+        if number == self.liar:
+            for serving in node.servings:
+                self._spoil(serving.server)
+
+    def _spoil(self, server):
+        forward_all, backward_one = server._forward_all, server._backward_one
+
+        def forward(jobs):
+            return [self._nonsense(reply) if isinstance(reply, bytes) else reply for reply in forward_all(jobs)]
+
+        def backward(job):
+            found = backward_one(job)
+            return (found[0], tuple(map(self._nonsense, found[1])), found[2]) if isinstance(found, tuple) else found
+
+        if self.back:
+            server._backward_one = backward
+        else:
+            server._forward_all = forward
+
+    def _nonsense(self, payload):
+        self.spoilt += 1
+        return NONSENSE * len(payload)
+
+
+def spoiling(liar, back=False, policy="swarm", servers=SERVERS, steps=6):
+    """Peer s + STAGES·n is the n-th server of stage s, then comes the trainer."""
+    total = 8 * BATCH * steps
+    world = PipelineWorld(tuple(parts(STAGES, servers, 1)), total, limit_s=600.0, view_s=2.0)
+    return Spoiling(liar, back, plan(0, total), pipeline(STAGES, BATCH, policy=policy), world)
+
+
+@pytest.mark.parametrize(
+    ("liar", "policy"), [(0, "swarm"), (1 + STAGES, "swarm"), pytest.param(1, "fixed", marks=pytest.mark.long)]
+)
+def test_with_a_server_whose_outputs_nobody_can_read_the_run_ends_and_each_microbatch_counts(liar, policy):
+    one = spoiling(liar, policy=policy).run().check().check_finished()
+    shunned = [fields for _, _, kind, fields in one.tale.events if kind == "shunned"]
+    assert {(entry["stage"], entry["peer"]) for entry in shunned} == {(liar % STAGES, identity_of(one.plan, liar).peer)}
+    assert one.spoilt >= len(shunned) >= 1
+    assert not [entry for entry in one.tale.events if entry[2] == "dropped"]
+
+
+def test_gradients_that_nobody_can_read_cost_the_rest_of_their_microbatches_and_no_more():
+    liar = 2
+    one = spoiling(liar, back=True).run().check().check_finished()
+    assert [fields["stage"] for _, _, kind, fields in one.tale.events if kind == "shunned"]
+    dropped = [fields["number"] for _, _, kind, fields in one.tale.events if kind == "dropped"]
+    assert 0 < len(set(dropped)) <= one.spoilt
+    assert len(dropped) == 2 * len(set(dropped)), "at both stages before the liar's"
+    listed = {key for keys in one.named[0].values() for key in keys}
+    assert len(listed) >= BATCH * 4, "the rest of the run is as it would be"
