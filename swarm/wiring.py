@@ -89,6 +89,8 @@ class _Server:
     entry: _Entry | None = None  # its only valid heap entry; None while it is banned
     ema: Ema = field(default_factory=Ema)
     deadlines: int = 0  # in a row
+    guessed: float = 0.0  # of its charge, what was charged before anything was measured
+    guessed_samples: float = 0.0  # for so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,10 @@ class Balancer:
     unless newcomers would get a higher one, so that nobody who was away draws a burst of work.
 
     Deviations from the released code: a newcomer joins at the median charge, not at the minimum, and its first tasks count
-    double; an announced rate is believed within a factor of the typical one; deadlines in a row double the charge, since
-    neither a ban nor a measurement would take work from a server that only lets calls run out; a ban for a failed call also
-    ends by time, so that there always is a moment at which to try again.
+    double; what was charged by a guess is charged anew at the first measurement, or one task more at first would cost a fast
+    server the next hundreds; an announced rate is believed within a factor of the typical one; deadlines in a row double the
+    charge, since neither a ban nor a measurement would take work from a server that only lets calls run out; a ban for a failed
+    call also ends by time, so that there always is a moment at which to try again.
     """
 
     def __init__(
@@ -146,6 +149,10 @@ class Balancer:
         if (server := self._servers.get(peer)) is not None:
             server.ema.update(task_size, started_s, now_s, took_s)
             server.deadlines = 0
+            if server.guessed:
+                server.charge += server.guessed_samples / self._rate(server) - server.guessed
+                server.guessed = server.guessed_samples = 0.0
+                self._enter(peer)
 
     def failed(self, peer: PeerId, reason: Failure, now_s: float) -> None:
         """A call failed; its charge stays. A failed dial bans for a short time, a failed call for a long one; a call that ran
@@ -214,11 +221,15 @@ class Balancer:
 
     def _charge(self, peer: PeerId, task_size: float) -> None:
         server = self._servers[peer]
-        cost_s = task_size / self._rate(server) * 2.0 ** min(server.deadlines, MAX_DOUBLINGS)
+        samples = task_size * 2.0 ** min(server.deadlines, MAX_DOUBLINGS)
         if server.warmup:
             server.warmup -= 1
-            cost_s *= self._penalty
+            samples *= self._penalty
+        cost_s = samples / self._rate(server)
         server.charge += cost_s
+        if server.ema.rate is None:
+            server.guessed += cost_s
+            server.guessed_samples += samples
         self._enter(peer)
 
     def _enter(self, peer: PeerId) -> None:
@@ -262,7 +273,8 @@ class Balancer:
     def _unban(self, peer: PeerId, level: float) -> None:
         del self._bans[peer]
         if (server := self._servers.get(peer)) is not None:
-            server.charge = max(server.charge, level)
+            if level > server.charge:
+                server.charge, server.guessed, server.guessed_samples = level, 0.0, 0.0
             self._enter(peer)
 
     def _end_bans(self, now_s: float) -> None:
