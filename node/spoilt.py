@@ -6,7 +6,6 @@ the only one does, a trainer has it made anew, or gives up what depends on it; t
 say so, and somebody else is there to ask.
 """
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from farflock.node.stage_requests import Made
@@ -59,8 +58,3 @@ class Shunned:
     def at(self, stage: int, now_s: float) -> set[PeerId]:
         """Who is shunned there now."""
         return {peer for (where, peer), until_s in self._until_s.items() if where == stage and until_s > now_s}
-
-
-def passed_by(servers: Iterable[PeerId], unfit: Collection[PeerId], better_not: Collection[PeerId]) -> set[PeerId]:
-    """Whom not to ask: who is `unfit`, and better not these either, unless then nobody is left."""
-    return {*unfit, *better_not} if set(servers) - set(unfit) - set(better_not) else set(unfit)

@@ -11,6 +11,7 @@ import collections
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from farflock.compression.codec import CorruptPayload
 from farflock.node.edge_codecs import EdgeCodecs
 from farflock.node.heard import Heard
 from farflock.node.sample_memory import Row, TrainerMemory, refers
-from farflock.node.spoilt import Origins, Shunned, passed_by
+from farflock.node.spoilt import Origins, Shunned
 from farflock.node.stage_edges import Edges
 from farflock.node.stage_requests import (
     Answer,
@@ -321,9 +322,9 @@ class Trainer:
         request = Forward(parcel.microbatch.step, stage, parcel.source(stage), parcel.epoch, visit, came, sends)
         answer, reply = await self._ask_with_input(server, request, parcel)
         if not isinstance(answer, Done) or len(reply) != 1:
-            if isinstance(answer, Stale | Foreign):
-                return answer
-            return answer if isinstance(answer, Refused) and self._is_spoilt(parcel, stage, server, answer) else None
+            if isinstance(answer, Refused) and not self._is_spoilt(parcel, stage, server, answer):
+                return None
+            return answer if isinstance(answer, Stale | Foreign | Refused) else None
         parcel.origins.made((after, "input"), server.peer)
         parcel.codecs[stage] = self._edges.written_in(reply[0], sends)
         if self._memory is None or known is None:
@@ -485,15 +486,14 @@ class Trainer:
     async def _next_hop(
         self, parcel: _Parcel, stage: int, size: float, came: CodecId | None, sends: CodecId | None
     ) -> Server:
-        """Whom the policy names of those who read these codecs and are not shunned, as soon as it names somebody."""
+        """Whom the policy names of those who read these codecs, as soon as it names somebody; only where it names nobody else,
+        one that is shunned or has refused what is to be handed in."""
         while True:
             serving = self._rolls.serving()
-            servers, now_s = serving.stages[stage], self._now()
+            now_s, unfit = self._now(), self._codecs.unfit(serving.stages[stage], (came, sends))
             better_not = self._shunned.at(stage, now_s) | parcel.origins.refusers(stage)
-            exclude = passed_by(
-                [server.peer for server in servers], self._codecs.unfit(servers, (came, sends)), better_not
-            )
-            peer = self._policy.next_hop(parcel.microbatch, stage, serving, now_s, size, exclude)
+            choose = partial(self._policy.next_hop, parcel.microbatch, stage, serving, now_s, size)
+            peer = choose(unfit | better_not) or choose(unfit)
             server = self._rolls.at(stage, peer) if peer is not None else None
             if server is not None:
                 self._lacking.pop(stage, None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from farflock.node.spoilt import SHUNNED_S, WITNESSES, Origins, Shunned, passed_by
+from farflock.node.spoilt import SHUNNED_S, WITNESSES, Origins, Shunned
 
 INPUT = (1, "input")
 
@@ -61,21 +61,6 @@ def test_who_is_shunned_is_so_at_that_stage_for_a_while():
     assert shunned.at(1, 10.0 + SHUNNED_S - 1) == {"a"}
     assert shunned.at(2, 11.0) == set()
     assert shunned.at(1, 10.0 + SHUNNED_S) == set()
-
-
-@pytest.mark.parametrize(
-    ("servers", "unfit", "better_not", "excluded"),
-    [
-        ("ab", "", "a", "a"),
-        ("a", "", "a", ""),
-        ("ab", "b", "a", "b"),
-        ("abc", "b", "a", "ab"),
-        ("ab", "", "ab", ""),
-        ("", "", "a", ""),
-    ],
-)
-def test_whoever_had_better_not_be_asked_is_asked_where_nobody_else_is_left(servers, unfit, better_not, excluded):
-    assert passed_by(servers, unfit, better_not) == set(excluded)
 
 
 def test_what_is_over_is_forgotten():

@@ -72,6 +72,20 @@ async def test_a_gradient_that_two_servers_cannot_read_ends_the_rest_of_a_microb
 
 
 @trained()
+async def test_who_refused_is_asked_again_where_the_policy_names_nobody_else(world):
+    """As while the others are banned."""
+    next_hop = world.next_hop
+    world.next_hop = lambda microbatch, stage, *rest: next_hop(microbatch, stage, *rest) if stage != 1 else only(*rest)
+
+    def only(serving, now_s, size, exclude=()):
+        return None if "1a" in exclude else "1a"
+
+    world.script("1a", Forward, INPUT, saying(Refused("no")))
+    await world.merged()
+    assert peers_of(world.asked(Forward, stage=1)) == ["1a"] * 3
+
+
+@trained()
 async def test_who_is_passed_by_is_asked_again_after_a_while(world):
     for peer in ("1a", "1b"):
         world.script(peer, Forward, INPUT)
