@@ -48,3 +48,8 @@ class Forgetting:
 def newest_of(said: Sequence[Forgotten]) -> int:
     """How far the others are: what no minority among them can put higher, or lower, than one of the rest has it."""
     return statistics.median_low(max(word.oldest, word.newest) for word in said)
+
+
+def oldest_of(said: Sequence[Forgotten]) -> int:
+    """From which round on the others can tell, likewise."""
+    return statistics.median_low(word.oldest for word in said)

@@ -21,7 +21,7 @@ from farflock.swarm.collective import (
     told,
 )
 from farflock.swarm.following import FETCH_TIMEOUT_S, HOPELESS_S, Following
-from farflock.swarm.forgetting import Forgetting
+from farflock.swarm.forgetting import Forgetting, oldest_of
 from farflock.swarm.groups import order, rotation
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import (
@@ -164,15 +164,15 @@ class Rounds:
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
     def reach(self, stage: int | None = None) -> int:
-        """The earliest round whose state, of a stage (None: of the whole model), my logs can bring up to date."""
-        return min(
-            (
-                self.oldest(name) - state.stream.stride
-                for name, state in self._streams.items()
-                if state.stream.wants == "all" and state.stream.stage == stage
-            ),
-            default=-1,
-        )
+        """The earliest round whose state, of a stage (None: of the whole model), logs can bring up to date: mine, or where they
+        end, for others forgot what comes next, theirs. Else who lags behind as I do would give me the state that I have."""
+        streams = [state for state in self._streams.values() if state.stream.wants == "all"]
+        return min((self._reach(state) for state in streams if state.stream.stage == stage), default=-1)
+
+    def _reach(self, state: StreamState) -> int:
+        if said := self._following.lost(state):
+            return max(state.next, oldest_of(said) - state.stream.stride)
+        return self.oldest(state.stream.name) - state.stream.stride
 
     def rewind(self, first_round: int) -> None:
         """A branch begins with this round: what others may have decided of it, without its content, is not its past. My

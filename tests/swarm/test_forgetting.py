@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from farflock.swarm.forgetting import PATIENCE_S, Forgetting, newest_of
+from farflock.swarm.forgetting import PATIENCE_S, Forgetting, newest_of, oldest_of
 from farflock.swarm.messages import Forgotten, Key
 
 ABCDE = ("a", "b", "c", "d", "e")
@@ -78,6 +78,9 @@ def test_no_minority_leads_astray(seed):
     words = [word(oldest=min(newest, 100), newest=newest) for newest in (*honest, *lies)]
     chance.shuffle(words)
     assert min(honest) <= newest_of(words) <= max(honest)
+    begins = [word(oldest=number, newest=number + 8) for number in (*honest, *lies)]
+    chance.shuffle(begins)
+    assert min(honest) <= oldest_of(begins) <= max(honest)
 
 
 def test_who_has_nothing_in_its_log_says_with_what_it_begins():

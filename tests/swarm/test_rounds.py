@@ -194,6 +194,19 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
 
 
 @in_virtual_time(4)
+async def test_who_has_lost_a_round_adopts_no_state_of_before_it(herd):
+    """Others that lag behind offer theirs, and are perhaps the first to do so."""
+    node = herd.nodes[2]
+    await calm(herd, 0, 1, 2, 3)
+    lost = node.applied + 1
+    assert node.peer.reach() < lost
+    for other, oldest in ((herd.nodes[0], lost + 4), (herd.nodes[1], lost + 6)):
+        word = Forgotten(Key(STREAM, lost), oldest, lost + 9)
+        node.peer.rounds.receive(other.id, other.incarnation, word)
+    assert node.peer.reach() == lost + 3
+
+
+@in_virtual_time(4)
 async def test_the_word_of_one_member_loses_no_round(herd):
     node, liar = herd.nodes[2], herd.nodes[0]
     await calm(herd, 0, 1, 2, 3)
