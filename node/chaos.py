@@ -249,7 +249,7 @@ class Chaos:
     async def _kill_for_good(self, victim: int) -> bool:
         if not await self._kill(victim):
             return False
-        if not self._slow:  # one that is, and stays so, may keep a round until its deadline
+        if not any(self._lives[index].loop for index in self._slow):  # who lives may keep a round until its deadline
             self.watch.calm_until_s = asyncio.get_running_loop().time() + CALM_AFTER_DEATH_S
         await asyncio.sleep(CALM_AFTER_DEATH_S)
         return True

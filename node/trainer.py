@@ -333,7 +333,7 @@ class Trainer:
         try:
             parcel.inputs[after] = self._memory.received(reply[0], request, known)
         except CorruptPayload:  # seen by ourselves
-            self._shunned.shun(stage, server.peer, self._now())
+            self._shun(parcel, stage, server.peer)
             await asyncio.sleep(PAUSE_S)
             return None
         return answer
@@ -423,9 +423,12 @@ class Trainer:
         maker = parcel.origins.to_blame(payload)
         made_at = parcel.source(stage) if answer.unread == "input" else parcel.after(stage)
         if maker is not None and made_at is not None:
-            self._shunned.shun(made_at, maker, self._now())
-            self._report("shunned", {"stage": made_at, "peer": maker, "number": parcel.microbatch.step})
+            self._shun(parcel, made_at, maker)
         return spoilt
+
+    def _shun(self, parcel: _Parcel, stage: int, maker: PeerId) -> None:
+        self._shunned.shun(stage, maker, self._now())
+        self._report("shunned", {"stage": stage, "peer": maker, "number": parcel.microbatch.step})
 
     async def _confirm(self, place: Place, name: str, attempt: int) -> None:
         """Once; `_look_around` does it again until it is answered."""

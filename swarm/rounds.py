@@ -164,15 +164,14 @@ class Rounds:
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
     def reach(self, stage: int | None = None) -> int:
-        """The earliest round whose state, of a stage (None: of the whole model), logs can bring up to date: mine, or where they
-        end, for others forgot what comes next, theirs. Else who lags behind as I do would give me the state that I have."""
-        streams = [state for state in self._streams.values() if state.stream.wants == "all"]
-        return min((self._reach(state) for state in streams if state.stream.stage == stage), default=-1)
-
-    def _reach(self, state: StreamState) -> int:
-        if said := self._following.lost(state):
-            return max(state.next, oldest_of(said) - state.stream.stride)
-        return self.oldest(state.stream.name) - state.stream.stride
+        """The earliest round whose state, of a stage (None: of the whole model), logs can bring up to date: mine, or where
+        others forgot what comes next in a stream, theirs. Else who lags behind as I do would give me the state that I have."""
+        known = self._streams.values()
+        streams = [state for state in known if state.stream.wants == "all" and state.stream.stage == stage]
+        lost = [(state, said) for state in streams if (said := self._following.lost(state))]
+        if lost:
+            return max(max(state.next, oldest_of(said) - state.stream.stride) for state, said in lost)
+        return min((self.oldest(state.stream.name) - state.stream.stride for state in streams), default=-1)
 
     def rewind(self, first_round: int) -> None:
         """A branch begins with this round: what others may have decided of it, without its content, is not its past. My

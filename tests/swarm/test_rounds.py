@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 import json
 import runpy
 from pathlib import Path
@@ -204,6 +205,8 @@ async def test_who_has_lost_a_round_adopts_no_state_of_before_it(herd):
         word = Forgotten(Key(STREAM, lost), oldest, lost + 9)
         node.peer.rounds.receive(other.id, other.incarnation, word)
     assert node.peer.reach() == lost + 3
+    node.peer.open(dataclasses.replace(herd.stream, name="other"), herd.stream.upto(-1))
+    assert node.peer.reach() == lost + 3, "whatever the method's other streams have still"
 
 
 @in_virtual_time(4)
