@@ -12,7 +12,7 @@ shards of 262,144 values, one thread of a shared AMD EPYC, zstd 1.5.7, bytes sav
     topk:64/4096         2.1 %    334 MB/s             0.9 %    306 MB/s
 
 So `bf16+zstd` is in the catalogue and the others are not, though any codec may be named with `+zstd`. Method: theta_0 -
-theta_H of the presets `10m` and `demo` of `node/model.py` (seed 0) on the shipped plays as bytes, 4 windows of 128 a
+theta_H of the presets `10m` and `demo` of `node/model/llama.py` (seed 0) on the shipped plays as bytes, 4 windows of 128 a
 step, learning rate 1e-3 and 3e-3, betas 0.9 and 0.95; the best of three runs over all shards.
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import farflock
-from farflock.node.corpus import load_corpus
+from farflock.node.model.corpus import load_corpus
 
 STEPS, PERIOD, PEERS, CONTEXT = 60, 10, 2, 8
 

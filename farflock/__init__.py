@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from farflock.compression.catalog import codec
-    from farflock.node.local_swarm import local_swarm
-    from farflock.node.swarm_optimizer import SwarmOptimizer
+    from farflock.node.library.local_swarm import local_swarm
+    from farflock.node.library.swarm_optimizer import SwarmOptimizer
     from farflock.optimizers.catalog import method
 
 __all__ = ["SwarmOptimizer", "__version__", "codec", "local_swarm", "method"]
 
 _WHERE = {
-    "SwarmOptimizer": "farflock.node.swarm_optimizer",
-    "local_swarm": "farflock.node.local_swarm",
+    "SwarmOptimizer": "farflock.node.library.swarm_optimizer",
+    "local_swarm": "farflock.node.library.local_swarm",
     "method": "farflock.optimizers.catalog",
     "codec": "farflock.compression.catalog",
 }

@@ -46,19 +46,19 @@ class Refused(FarflockError):
 EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.compression.activation.Incompatible": Refused,  # this machine makes another basis than the run's
     "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged
-    "farflock.node.checkpoint.CheckpointCorrupt": Failure,
-    "farflock.node.checkpoint.CheckpointError": Failure,
-    "farflock.node.corpus.BadCorpus": Refused,  # a founder's own bad corpus is found when the manifest is read
-    "farflock.node.data.BadData": Failure,
-    "farflock.node.export.ExportRefused": Failure,
-    "farflock.node.history.HistoryUnusable": Failure,
-    "farflock.node.seat.CorruptSnapshot": Failure,
-    "farflock.swarm.dht_files.IdentityInUse": Failure,
-    "farflock.swarm.dht_files.PortTaken": Failure,
-    "farflock.swarm.dht_greeting.ClockSkew": Refused,
-    "farflock.swarm.dht_greeting.DirectoryUnreachable": Failure,
+    "farflock.node.state.checkpoint.CheckpointCorrupt": Failure,
+    "farflock.node.state.checkpoint.CheckpointError": Failure,
+    "farflock.node.model.corpus.BadCorpus": Refused,  # a founder's own bad corpus is found when the manifest is read
+    "farflock.node.model.data.BadData": Failure,
+    "farflock.node.model.export.ExportRefused": Failure,
+    "farflock.node.state.history.HistoryUnusable": Failure,
+    "farflock.node.train.state_sync.CorruptSnapshot": Failure,
+    "farflock.swarm.dht.files.IdentityInUse": Failure,
+    "farflock.swarm.dht.files.PortTaken": Failure,
+    "farflock.swarm.dht.greeting.ClockSkew": Refused,
+    "farflock.swarm.dht.greeting.DirectoryUnreachable": Failure,
     "farflock.swarm.identity.BadIdentity": Failure,
-    "farflock.swarm.snapshots.SnapshotUnavailable": Failure,
+    "farflock.swarm.peer.snapshots.SnapshotUnavailable": Failure,
 }
 
 _FULL = "free some space on that disk and start again; nothing was overwritten"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from farflock.node.courier import OutOfStep
-from farflock.node.driver import Apply, Driver, Wait
-from farflock.node.seat import Seat
-from farflock.node.together import Together
+from farflock.node.train.driver import Apply, Driver, Wait
+from farflock.node.train.end_barrier import Together
+from farflock.node.train.exchange_client import OutOfStep
+from farflock.node.train.state_sync import Seat
 from farflock.optimizers.method import Drifted, Exchange, Key, Progress, Result
 
 ADOPT_TIMEOUT_S = 300.0
@@ -25,7 +25,7 @@ LOOK_EVERY_S = 0.05  # for a content that is on its way
 
 
 class Trainee(Protocol):
-    """What is trained (node/trainee.py): batches, a model, gradients."""
+    """What is trained (node/train/task.py): batches, a model, gradients."""
 
     @property
     def tokens_per_step(self) -> int:

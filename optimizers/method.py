@@ -1,7 +1,7 @@
 """The seam of the field's methods: a `Method` asks for `Exchange`s and applies `Result`s; it never sees a peer's
 address, a byte count or a clock.
 
-`Replica` is all a method sees of the model, `Progress` all it sees of time. The driver (node/driver.py) carries the
+`Replica` is all a method sees of the model, `Progress` all it sees of time. The driver (node/train/driver.py) carries the
 exchanges to the swarm and the results back.
 """
 
@@ -129,7 +129,7 @@ State = dict[str, Tensor]  # a method's whole state: named tensors; counters are
 
 
 class Replica(Protocol):
-    """The model as a method sees it. Law (tests/node/test_replica.py), for every implementation:
+    """The model as a method sees it. Law (tests/node/model/test_replica.py), for every implementation:
 
     `read` returns full float32 copies on the CPU that later steps do not change; `write(read(...))` changes nothing;
     `write` with `mix` m sets x <- (1-m)·x + m·new; `inner_step` leaves gradients zeroed; names and shapes are equal

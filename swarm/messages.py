@@ -107,7 +107,7 @@ class Holds(_Message, frozen=True, tag="holds"):
 
 class Tally(_Message, frozen=True, tag="tally"):
     """For this round, which is the stream's next one here, I have taken in so many tokens; and whether the run is over to me,
-    so that I begin no more rounds (swarm/tallies.py)."""
+    so that I begin no more rounds (swarm/peer/tallies.py)."""
 
     key: Key
     tokens: Count
@@ -116,7 +116,7 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 class Load(_Message, frozen=True, tag="load"):
     """In this period I have so many microbatches waiting, do so many a second, have memory for a stage of so many bytes, and
-    have served mine for so long (swarm/loads.py)."""
+    have served mine for so long (swarm/peer/loads.py)."""
 
     number: Count
     queue: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -135,12 +135,12 @@ class CodecId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reads(_Message, frozen=True, tag="reads"):
-    """I read, and write, payloads of passes in these codecs (swarm/codec_offers.py)."""
+    """I read, and write, payloads of passes in these codecs (swarm/peer/codec_offers.py)."""
 
     codecs: Annotated[tuple[CodecId, ...], msgspec.Meta(max_length=MAX_CODECS)]
 
 
-# Single-decree Paxos among the members of a view (swarm/decide.py).
+# Single-decree Paxos among the members of a view (swarm/protocol/decide.py).
 
 
 class Prepare(_Message, frozen=True, tag="prepare"):
@@ -153,7 +153,7 @@ class Prepare(_Message, frozen=True, tag="prepare"):
 
 class Promise(_Message, frozen=True, tag="promise"):
     """Phase 1b, with the value of the highest ballot accepted so far; `floor` are the least rounds, by axis
-    (swarm/axes.py), that a new one could begin at here (views only)."""
+    (swarm/protocol/axes.py), that a new one could begin at here (views only)."""
 
     key: Key
     view: Digest
@@ -217,7 +217,7 @@ class Forgotten(_Message, frozen=True, tag="forgotten"):
     newest: Count
 
 
-# Pairs (swarm/pair.py).
+# Pairs (swarm/protocol/pair.py).
 
 
 class PairPropose(_Message, frozen=True, tag="pair"):
@@ -316,7 +316,7 @@ class Pong(_Message, frozen=True, tag="pong"):
     run_s: float
 
 
-# Calls (swarm/calls.py). A payload is a run of chunks; an empty one has none.
+# Calls (swarm/peer/calls.py). A payload is a run of chunks; an empty one has none.
 
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
 Part = tuple[Digest, Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]]
@@ -350,7 +350,7 @@ class Heard(_Message, frozen=True, tag="heard"):
     id: Count
 
 
-# Branches (swarm/branches.py).
+# Branches (swarm/protocol/branches.py).
 
 
 class BranchAsk(_Message, frozen=True, tag="branch?"):

@@ -22,9 +22,9 @@ from pathlib import Path
 PRELOADED = (
     "hivemind",
     "torch._dynamo",
-    "farflock.node.commands.join",
-    "farflock.node.process",
-    "farflock.node.simulation",
+    "farflock.node.cli.commands.join",
+    "farflock.node.process.node_process",
+    "farflock.node.simulate.simulation",
 )
 MAX_REQUEST = 1 << 20
 NUMBER = struct.Struct("<q")  # what a keeper says: first the pid, then how it ended

@@ -113,8 +113,8 @@ def test_the_wheel_holds_every_module_and_every_text(wheel):
 def test_the_wheel_works_from_another_directory_without_the_checkout(wheel, tmp_path):
     run(sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", tmp_path / "site", wheel, cwd=tmp_path)
     code = (
-        "import sys, farflock.compression.catalog, farflock.swarm.peer, farflock.optimizers.catalog\n"
-        "from farflock.node.corpus import load_corpus\n"
+        "import sys, farflock.compression.catalog, farflock.swarm.peer.peer, farflock.optimizers.catalog\n"
+        "from farflock.node.model.corpus import load_corpus\n"
         "sys.stdout.write(f'{farflock.__file__} {len(load_corpus(\"shakespeare\").train)}')"
     )
     isolated = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}

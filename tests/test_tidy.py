@@ -156,7 +156,7 @@ def test_protocol_and_arithmetic_see_no_clock_no_global_chance_no_surroundings()
 
 
 def test_the_borders_are_files_that_exist():
-    assert {"swarm/zmq_links.py", "swarm/dht.py", "swarm/identity.py"} <= {
+    assert {"swarm/zmq/links.py", "swarm/dht/kademlia.py", "swarm/identity.py"} <= {
         name(path) for path in PURE if BORDERS.fullmatch(name(path))
     }
 

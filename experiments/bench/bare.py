@@ -3,10 +3,10 @@
 from torch import nn
 from torch.nn import functional
 
-from farflock.node.data import Batches
-from farflock.node.model import PRESETS, build
-from farflock.node.participant import Plan
-from farflock.node.tokenizer import Tokens
+from farflock.node.assembly.node import Plan
+from farflock.node.model.data import Batches
+from farflock.node.model.llama import PRESETS, build
+from farflock.node.model.tokenizer import Tokens
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 

@@ -1,7 +1,7 @@
 """What does a codec cost? Encoding and decoding a buffer shard by shard, over one copy of that buffer; and how many bits a
 parameter takes.
 
-The buffer holds normal values, 1e-3 wide, as pseudo-gradients are; one thread; shards as `node/wire.py` cuts them. The
+The buffer holds normal values, 1e-3 wide, as pseudo-gradients are; one thread; shards as `node/train/shards.py` cuts them. The
 ratio is of the codec alone, into memory that is there; the note adds what the whole way costs, from an exchange's
 tensors to payloads and back to tensors. Real pseudo-gradients, and what zstandard makes of them: compression/zstd.py.
 """
@@ -19,7 +19,7 @@ from farflock.compression.codec import Codec, Context
 from farflock.experiments.bench.metric import Metric, Options, load, medians, turns
 from farflock.experiments.bench.threads import one_thread
 from farflock.node.errors import Usage
-from farflock.node.wire import SHARD_VALUES, Cut, decode_all
+from farflock.node.train.shards import SHARD_VALUES, Cut, decode_all
 
 VALUES = 16 * SHARD_VALUES  # 16 MiB
 QUICK_VALUES = SHARD_VALUES
@@ -90,7 +90,7 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
     _, _, whole = medians([(whole, copy) for _, copy, whole in rounds])
     error = float((out - values).norm() / values.norm())
     bits = 8 * shards.alone() / values.numel()
-    note = f"{bits:.4g} bits a value; {whole:.3g}x with node/wire.py around it; relative error {error:.2g} on normal values"
+    note = f"{bits:.4g} bits a value; {whole:.3g}x with node/train/shards.py around it; relative error {error:.2g} on normal values"
     if native.active() is None:
         note += "; no compiled kernel here: `pip install -e .` builds it where a C compiler is"
     return Metric(f"codec.{name}", value, yardstick, ratio, len(rounds), load(), note=note)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflock.node.cli.output import Output
 from farflock.node.errors import Failure, Usage
 from farflock.node.nearest import nearest
-from farflock.node.output import Output
 
 if TYPE_CHECKING:
     from farflock.experiments.bench.metric import Metric, Options

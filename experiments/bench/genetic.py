@@ -3,7 +3,7 @@
 A population of random balanced partitions; a child of two parents by five-point crossover, mended where stages have not
 their size; local search; the child replaces the worst member if it is better. Stages come in Held and Karp's order. Local
 search is the paper's, or Kernighan and Lin's, which it is compared with there. It is a baseline: nothing of ours helps it
-but the arithmetic of the cost (node/layout.py).
+but the arithmetic of the cost (experiments/placement/layout.py).
 
 Deviation, in the baseline's favour: exchanges between two stages stay only if the two, priced alone, then cost less. The
 gains are guesses and nearly always positive, and without this its layouts cost more at the same number of trials.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from farflock.node.layout import Costs, Layout, Rows
+from farflock.experiments.placement.layout import Costs, Layout, Rows
 
 POINTS = 5  # of crossover
 MAX_PASSES = 10  # over all pairs of stages; the last ones find little

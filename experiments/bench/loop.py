@@ -1,9 +1,8 @@
 """What does the node's loop cost beside a bare PyTorch loop? Tokens per second of processor time, the two in turns.
 
-One peer alone, put together as `node/process.py` does it: real links, worker threads for steps and codecs, the history
-on disk; no directory, checkpoints or status file, and a method that exchanges nothing. Both loops take the same steps on
-the same batches, and must come to the same loss.
-"""
+One peer alone, put together as `node/process/node_process.py` does it: real links, worker threads for steps and codecs,
+the history on disk; no directory, checkpoints or status file, and a method that exchanges nothing. Both loops take the
+same steps on the same batches, and must come to the same loss."""
 
 import asyncio
 import contextlib
@@ -18,14 +17,14 @@ from pathlib import Path
 from farflock.experiments.bench.bare import SEED, Bare, plan_of
 from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load, medians, seconds
 from farflock.experiments.bench.threads import one_thread
-from farflock.node.corpus import SHIPPED, load_corpus
-from farflock.node.history import History
-from farflock.node.participant import Participant, Plan, participant
-from farflock.node.tokenizer import ByteTokenizer, Tokens
-from farflock.node.worker import Worker
+from farflock.node.assembly.node import Participant, Plan, participant
+from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.tokenizer import ByteTokenizer, Tokens
+from farflock.node.process.worker import Worker
+from farflock.node.state.history import History
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer import Peer, RunTerms
-from farflock.swarm.zmq_links import ZmqLinks
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.zmq.links import ZmqLinks
 
 RUN = "bench"
 SAME_LOSS = 1e-4  # of its value: the arithmetic is the same, though not every order of it

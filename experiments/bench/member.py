@@ -12,9 +12,9 @@ import msgspec
 
 from farflock.experiments.bench.fleet import Owner
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer import Peer, RunTerms
-from farflock.swarm.views import View
-from farflock.swarm.zmq_links import ZmqLinks
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.protocol.views import View
+from farflock.swarm.zmq.links import ZmqLinks
 
 RUN = "bench"
 SEED = 20_261_121

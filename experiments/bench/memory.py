@@ -16,7 +16,7 @@ from farflock.experiments.bench import fleet
 from farflock.experiments.bench.fleet import Fields
 from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.bench.netns import Host
-from farflock.node.model import PRESETS
+from farflock.node.model.llama import PRESETS
 
 WORKER = "farflock.experiments.bench.memory_peer"
 PEERS = 2

@@ -19,9 +19,9 @@ import torch
 from farflock.experiments.bench.bare import plan_of
 from farflock.experiments.bench.fleet import Owner
 from farflock.experiments.bench.member import Place, meet, member
-from farflock.node.participant import Participant, participant
-from farflock.node.tokenizer import ByteTokenizer
-from farflock.node.worker import Worker
+from farflock.node.assembly.node import Participant, participant
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.process.worker import Worker
 from farflock.optimizers.inner import InnerConfig
 
 TEXT = "no step is taken, so any text will do. " * 8

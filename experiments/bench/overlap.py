@@ -26,7 +26,7 @@ from farflock.experiments.bench import fleet
 from farflock.experiments.bench.fleet import Fields, Worker, hear_all
 from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load, medians
 from farflock.experiments.bench.netns import Host, hosts
-from farflock.node.model import ModelConfig
+from farflock.node.model.llama import ModelConfig
 
 WORKER = "farflock.experiments.bench.overlap_peer"
 RATES_BITS = (1e8, 1e7)

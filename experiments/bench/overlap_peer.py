@@ -17,11 +17,11 @@ import torch
 from farflock.experiments.bench.bare import plan_of
 from farflock.experiments.bench.fleet import Owner
 from farflock.experiments.bench.member import Place, meet, member
-from farflock.node.corpus import load_corpus
-from farflock.node.model import ModelConfig
-from farflock.node.participant import Participant, participant
-from farflock.node.tokenizer import ByteTokenizer
-from farflock.node.worker import Worker
+from farflock.node.assembly.node import Participant, participant
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.llama import ModelConfig
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.process.worker import Worker
 
 TEXT = 200_000  # characters of the corpus
 

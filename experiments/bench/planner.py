@@ -1,9 +1,8 @@
 """What is our planner worth? Its time for 64 nodes, and its layouts' cost over the best there is and over a genetic search's.
 
-The cost is DT-FM's, in seconds of communication a step (node/layout.py). The cases are its worldwide one (eight cities with
-eight machines each, GPT-3 XL in eight stages), the same model on the twelve regions of another cloud, and links that are all
-drawn by chance, which are like nothing real but leave a planner no hint.
-"""
+The cost is DT-FM's, in seconds of communication a step (experiments/placement/layout.py). The cases are its worldwide
+one (eight cities with eight machines each, GPT-3 XL in eight stages), the same model on the twelve regions of another
+cloud, and links that are all drawn by chance, which are like nothing real but leave a planner no hint."""
 
 import statistics
 import time
@@ -15,8 +14,8 @@ import numpy as np
 from farflock.experiments.bench import genetic, regions
 from farflock.experiments.bench.metric import Metric, Options, load, medians, seconds
 from farflock.experiments.bench.threads import one_thread
-from farflock.node.layout import Costs, Layout, Links, Traffic
-from farflock.node.planner import WORK, balanced, partition_count, partitions, plan
+from farflock.experiments.placement.layout import Costs, Layout, Links, Traffic
+from farflock.experiments.placement.planner import WORK, balanced, partition_count, partitions, plan
 
 # DT-FM's workload: three of 24 layers of 1.3e9 parameters, four bytes each; and of a million tokens in sequences of 2048, what
 # one of eight pipelines takes at once, two bytes for each of 2048 channels (its code has 2024 tokens, which must be a slip)

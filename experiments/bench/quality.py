@@ -21,7 +21,7 @@ from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Outcom
 from farflock.experiments.reproduce.recipe import LINES
 from farflock.experiments.reproduce.text import texts
 from farflock.experiments.reproduce.workers import run_all
-from farflock.node.model import PRESETS, ModelConfig, build
+from farflock.node.model.llama import PRESETS, ModelConfig, build
 
 RUNG = 0.6  # from one learning rate of a finalist's ladder to the next
 LADDER = 3  # rates of a ladder

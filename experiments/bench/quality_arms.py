@@ -14,8 +14,8 @@ import msgspec
 from farflock.experiments.reproduce.recipe import LINES, Rate, Rates, Share, built
 from farflock.experiments.reproduce.recipe import Arm as RecipeArm
 from farflock.node.errors import Usage
-from farflock.node.manifest import convert, tables
 from farflock.node.nearest import nearest
+from farflock.node.run.manifest import convert, tables
 from farflock.optimizers.catalog import METHODS, PRESETS
 
 TRIALS = 4

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from farflock.node.cli.output import Output
 from farflock.node.errors import Usage
 from farflock.node.nearest import nearest
-from farflock.node.output import Output
 
 if TYPE_CHECKING:
     from farflock.experiments.bench.quality import Bench, Size
@@ -72,7 +72,7 @@ def command(
     from farflock.experiments.bench.quality_runs import RunsFile
     from farflock.experiments.bench.threads import one_thread
     from farflock.experiments.reproduce.shelf import Shelf
-    from farflock.node.paths import home
+    from farflock.node.state.paths import home
 
     size = _sized(quality.QUICK if quick else quality.Size(), steps, screen_steps, seeds, finalists)
     arms = quality_arms.load()

@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from farflock.experiments.placement.layout import Links
 from farflock.node.errors import Usage
-from farflock.node.layout import Links
 from farflock.node.nearest import nearest
 
 ORIGIN = "regions.toml"

@@ -1,8 +1,8 @@
 """What does the simulator cost? Training steps of a whole simulated swarm per second of processor time, over those of a
 plain loop that trains as many replicas in turn; and what each further peer costs before it has taken a step.
 
-The swarm is `node/simulation.py`'s: real steps, and the product's own agreement, links, codecs and states in virtual time.
-"""
+The swarm is `node/simulate/simulation.py`'s: real steps, and the product's own agreement, links, codecs and states in
+virtual time."""
 
 import time
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from farflock.experiments.bench.bare import Bare, plan_of
 from farflock.experiments.bench.metric import Metric, Options, load, medians, seconds
 from farflock.experiments.bench.threads import one_thread
-from farflock.node.corpus import SHIPPED, load_corpus
-from farflock.node.simulation import Outcome, World, simulate
-from farflock.node.tokenizer import ByteTokenizer, Tokens
+from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.tokenizer import ByteTokenizer, Tokens
+from farflock.node.simulate.simulation import Outcome, World, simulate
 
 
 @dataclass(frozen=True, slots=True)

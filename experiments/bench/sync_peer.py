@@ -17,10 +17,10 @@ from torch import Tensor
 
 from farflock.experiments.bench.fleet import Fields, Owner
 from farflock.experiments.bench.member import SEED, Place, meet, member
-from farflock.node.courier import Courier
-from farflock.node.worker import Worker
+from farflock.node.process.worker import Worker
+from farflock.node.train.exchange_client import Courier
 from farflock.optimizers.method import All, Exchange, Key, Result
-from farflock.swarm.peer import Peer
+from farflock.swarm.peer.peer import Peer
 
 STREAM = "sync"
 TENSOR_VALUES = 1_000_000

@@ -17,19 +17,19 @@ import msgspec
 from torch import Tensor
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, sampled
-from farflock.node.corpus import load_corpus
-from farflock.node.data import Batches, evaluation
-from farflock.node.model import ModelConfig, build
-from farflock.node.recovery import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
-from farflock.node.recovery_policy import Situation, source
-from farflock.node.replica import PlainReplica
-from farflock.node.stage import Accumulator, Stage, Staged, split
-from farflock.node.tokenizer import ByteTokenizer, Tokens
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.data import Batches, evaluation
+from farflock.node.model.llama import ModelConfig, build
+from farflock.node.model.replica import PlainReplica
+from farflock.node.model.tokenizer import ByteTokenizer, Tokens
+from farflock.node.pipeline.passes.stage import Accumulator, Stage, Staged, split
+from farflock.node.pipeline.recovery.policy import Situation, source
+from farflock.node.pipeline.recovery.rebuild import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.schedule import Schedule
-from farflock.swarm.paths import Microbatch, PathPolicy, fixed
-from farflock.swarm.swapping import Swapped
+from farflock.swarm.paths.checkfree import Swapped
+from farflock.swarm.paths.policy import Microbatch, PathPolicy, fixed
 
 ARMS = ("no failure", "swap, no failure", "checkfree", "checkfree+", "re-initialised", "checkpoint")
 SWAPPED = ("swap, no failure", "checkfree+")

@@ -16,11 +16,11 @@ import msgspec
 from farflock.experiments.bench import regions
 from farflock.experiments.pipelines import planned, released
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
-from farflock.node.layout import Links
-from farflock.swarm import skip_planner
+from farflock.experiments.placement.layout import Links
 from farflock.swarm.links import PeerId
-from farflock.swarm.skip_timetable import timetable
-from farflock.swarm.skipping import Plan
+from farflock.swarm.paths import planner as skip_planner
+from farflock.swarm.paths.skippipe import Plan
+from farflock.swarm.paths.timetable import timetable
 
 MICROBATCHES = 30
 FEW_ORIGINS = 3  # as many as the later stages have nodes

@@ -1,12 +1,11 @@
 """How long a step takes by how many microbatches are in flight, where a hop takes longer than a stage.
 
-1F1B keeps as many in flight as there are stages, which is too few over a wide area (swarm/depth.py). Stages compute nothing
-here, so that all that is measured is waiting for wires.
-"""
+1F1B keeps as many in flight as there are stages, which is too few over a wide area (swarm/protocol/depth.py). Stages
+compute nothing here, so that all that is measured is waiting for wires."""
 
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact
-from farflock.swarm.depth import HopTime, Pipeline, StageTime, gpipe_s
+from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime, gpipe_s
 
 
 class Size(Parameters, frozen=True, kw_only=True):

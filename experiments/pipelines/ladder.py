@@ -16,7 +16,7 @@ from farflock.compression.activation import ActivationCodec, ActivationContext
 from farflock.compression.activation_catalog import activation_codec
 from farflock.experiments.pipelines.steps import step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
-from farflock.swarm.depth import HopTime, Pipeline, StageTime
+from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 

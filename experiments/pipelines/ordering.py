@@ -13,8 +13,8 @@ import msgspec
 
 from farflock.experiments.bench import genetic, planner
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, sampled
-from farflock.node.layout import Costs
-from farflock.node.planner import balanced
+from farflock.experiments.placement.layout import Costs
+from farflock.experiments.placement.planner import balanced
 
 SEARCHES: dict[str, genetic.Gain] = {"DT-FM": "circular", "Kernighan-Lin": "kernighan-lin"}
 

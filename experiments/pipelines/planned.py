@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from farflock.experiments.pipelines import released
 from farflock.experiments.pipelines.released import Start
 from farflock.experiments.pipelines.skippipe import simulate
-from farflock.swarm import skip_planner
-from farflock.swarm.skip_draft import Instance
-from farflock.swarm.skip_timetable import Transfer
-from farflock.swarm.skipping import Kind, Plan, Stop, Terms
+from farflock.swarm.paths import planner as skip_planner
+from farflock.swarm.paths.draft import Instance
+from farflock.swarm.paths.skippipe import Kind, Plan, Stop, Terms
+from farflock.swarm.paths.timetable import Transfer
 
 VISITED = 4  # of six stages: a third is skipped
 TURNS = 6  # microbatches of each data node

@@ -21,7 +21,7 @@ import numpy as np
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, sampled
 from farflock.swarm.links import PeerId
-from farflock.swarm.rebalance import MIN_RESIDENCE_S, Rule, Server, Snapshot, next_move, snapshot_number
+from farflock.swarm.protocol.rebalance import MIN_RESIDENCE_S, Rule, Server, Snapshot, next_move, snapshot_number
 
 HOUR_S = 3600.0
 

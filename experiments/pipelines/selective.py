@@ -20,14 +20,14 @@ from farflock.compression.catalog import codec
 from farflock.compression.subspace import Basis, project, settled
 from farflock.experiments.bench.threads import one_thread
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
-from farflock.node.baseline import evaluate
-from farflock.node.corpus import SHIPPED, load_corpus
-from farflock.node.data import Batches, evaluation
 from farflock.node.errors import Failure
-from farflock.node.model import Llama, ModelConfig, build, next_token_loss
-from farflock.node.replica import PlainReplica
-from farflock.node.tokenizer import ByteTokenizer, Tokens
-from farflock.node.wire import Cut, decode_all
+from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.data import Batches, evaluation
+from farflock.node.model.evaluation import evaluate
+from farflock.node.model.llama import Llama, ModelConfig, build, next_token_loss
+from farflock.node.model.replica import PlainReplica
+from farflock.node.model.tokenizer import ByteTokenizer, Tokens
+from farflock.node.train.shards import Cut, decode_all
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Exchange, Result, Tensors
 from farflock.optimizers.method import Progress as Step

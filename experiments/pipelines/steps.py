@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from farflock.swarm.depth import HopTime, Pipeline
+from farflock.swarm.protocol.depth import HopTime, Pipeline
 
 Order = Literal["fixed", "backward_first"]
 Kind = Literal["forward", "backward"]

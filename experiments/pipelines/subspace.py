@@ -14,7 +14,7 @@ from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.subspace import Basis
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
-from farflock.swarm.depth import HopTime, Pipeline, StageTime
+from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime
 
 ID_BYTES = 2  # of a token's id, which goes beside the payload: the vocabulary has fewer than 65,536
 WAYS = {"1F1B": (1, False), "1F1B twice as deep": (2, False), "1F1B, one line in and out": (1, True)}

@@ -11,7 +11,7 @@ import msgspec
 
 from farflock.experiments.pipelines.steps import step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
-from farflock.swarm.depth import HopTime, Pipeline, StageTime
+from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 

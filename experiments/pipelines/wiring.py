@@ -15,7 +15,7 @@ import msgspec
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
 from farflock.swarm.links import PeerId
-from farflock.swarm.wiring import Announced, Balancer
+from farflock.swarm.paths.round_robin import Announced, Balancer
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Choose = Callable[[int, float], PeerId]  # who gets a trainer's next microbatch, by the trainer and the moment

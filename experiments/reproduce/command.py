@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflock.node.cli.output import Output, one_line
 from farflock.node.errors import Failure, FarflockError, Usage
-from farflock.node.output import Output, one_line
 
 if TYPE_CHECKING:
     from farflock.experiments.reproduce.recipe import Recipe
@@ -48,7 +48,7 @@ def command(
     arm is kept: after Ctrl-C the same command goes on where it stopped."""
     from farflock.experiments.reproduce import recipe
     from farflock.experiments.reproduce.shelf import Shelf
-    from farflock.node.paths import home
+    from farflock.node.state.paths import home
 
     out, shelf = Output(as_json), Shelf(folder or home() / "reproduce")
     if names and everything:

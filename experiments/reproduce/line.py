@@ -10,9 +10,9 @@ from collections.abc import Callable
 from farflock.experiments.reproduce.job import RUN, Diverged, Line, Outcome, Point
 from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import measure, texts
-from farflock.node.model import build
-from farflock.node.replica import PlainReplica
-from farflock.node.trainee import LanguageModel
+from farflock.node.model.llama import build
+from farflock.node.model.replica import PlainReplica
+from farflock.node.train.task import LanguageModel
 from farflock.optimizers.method import Progress
 
 

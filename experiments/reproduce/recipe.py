@@ -15,9 +15,9 @@ from farflock.experiments.reproduce.claim import Claim, Entry, Rule, section, se
 from farflock.experiments.reproduce.computation import Computation
 from farflock.experiments.reproduce.computation import read as read_computation
 from farflock.node.errors import Usage
-from farflock.node.manifest import Exchange, Method, constructor_options, override, require_method, tables
-from farflock.node.model import PRESETS, ModelConfig
+from farflock.node.model.llama import PRESETS, ModelConfig
 from farflock.node.nearest import nearest
+from farflock.node.run.manifest import Exchange, Method, constructor_options, override, require_method, tables
 from farflock.optimizers.catalog import METHODS, method, unfolded
 
 LINES = ("ddp", "none")  # are in every recipe that trains, and not written into it

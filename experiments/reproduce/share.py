@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.node.data import Batches
+from farflock.node.model.data import Batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ import torch
 from farflock.experiments.reproduce.job import RUN, Diverged, Outcome, Point, Swarm
 from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import measure, texts
-from farflock.node.legs import Story
-from farflock.node.manifest import Exchange, Method, constructor_options
-from farflock.node.participant import Participant
-from farflock.node.simulation import Simulation, World
-from farflock.node.trainee import LanguageModel
+from farflock.node.assembly.node import Participant
+from farflock.node.run.manifest import Exchange, Method, constructor_options
+from farflock.node.simulate.segments import Story
+from farflock.node.simulate.simulation import Simulation, World
+from farflock.node.train.task import LanguageModel
 from farflock.optimizers.method import State, Tensors
 from farflock.optimizers.state import state_hash
-from farflock.swarm.peer import Peer
-from farflock.swarm.sim import LinkModel
-from farflock.swarm.virtual import run_virtual
+from farflock.swarm.peer.peer import Peer
+from farflock.swarm.sim.network import LinkModel
+from farflock.swarm.sim.virtual_time import run_virtual
 
 FAST = LinkModel(1e9, 1e9, 0.001, 0.0)  # 8 Gbit/s, 1 ms: next to nothing beside a step
 LATE = 0.7  # of a deadline: the others have waited for half of it and gone on

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from farflock.node.baseline import losses
-from farflock.node.corpus import SHIPPED, load_corpus
-from farflock.node.data import evaluation
-from farflock.node.model import ModelConfig, build
-from farflock.node.tokenizer import ByteTokenizer, Tokens
+from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.data import evaluation
+from farflock.node.model.evaluation import losses
+from farflock.node.model.llama import ModelConfig, build
+from farflock.node.model.tokenizer import ByteTokenizer, Tokens
 
 Measure = Callable[[Mapping[str, Tensor]], float]
 

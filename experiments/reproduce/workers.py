@@ -16,8 +16,8 @@ import msgspec
 
 from farflock.compression.codec import UnencodableTensor
 from farflock.experiments.reproduce.job import AnyJob, Diverged, Noise, Outcome, Swarm
-from farflock.node.crew import warm
 from farflock.node.errors import Failure, explained
+from farflock.node.process.worker_processes import warm
 
 LOOK_S = 0.5  # between looks at who has died
 END_S = 5.0  # for a worker that was asked to end

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context, CorruptPayload
 from farflock.compression.lowrank import LowRank, fitted, leading
-from farflock.node.wire import Cut
+from farflock.node.train.shards import Cut
 
 
 def encoded(c, x, columns):

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import torch
 
-from farflock.node.corpus import load_corpus
-from farflock.node.model import PRESETS
-from farflock.node.participant import Plan, participant
-from farflock.node.tokenizer import ByteTokenizer
-from farflock.node.worker import Worker
+from farflock.node.assembly.node import Plan, participant
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.llama import PRESETS
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.process.worker import Worker
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 from farflock.optimizers.state import state_hash
 from farflock.swarm.frame import unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Decided, Holds, Offer, Piece, Propose, Reduced
-from farflock.swarm.peer import Peer, RunTerms
-from farflock.swarm.zmq_links import ZmqLinks
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.zmq.links import ZmqLinks
 
 RUN, SEED = "mortal", 3
 PEERS, PERIOD, BATCH, SEQ = 4, 5, 2, 32

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from farflock.node import cli, process
+from farflock.node.cli import main as cli
+from farflock.node.process import node_process as process
 from farflock.swarm.frame import VERSION
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
@@ -43,9 +44,9 @@ start_peers = {peers}
 FOUNDER = """
 import sys
 from pathlib import Path
-from farflock.node import cli
-from farflock.node.seat import Seat
-from farflock.swarm.snapshots import Snapshot
+from farflock.node.cli import main as cli
+from farflock.node.train.state_sync import Seat
+from farflock.swarm.peer.snapshots import Snapshot
 
 whole = Seat._snapshot
 
@@ -63,7 +64,7 @@ cli.main()
 LATER_VERSION = """
 from farflock.swarm import frame
 frame.VERSION += 1
-from farflock.node import cli
+from farflock.node.cli import main as cli
 cli.main()
 """
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farflock.node.status import Status, read_status
+from farflock.node.process.status import Status, read_status
 from farflock.optimizers.catalog import METHODS
 
 pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(600)]

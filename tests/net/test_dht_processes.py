@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("hivemind")
 
-from farflock.swarm.dht import DhtDirectory
-from farflock.swarm.dht_validator import cell_name, head_name
+from farflock.swarm.dht.kademlia import DhtDirectory
+from farflock.swarm.dht.validator import cell_name, head_name
 from farflock.swarm.identity import Identity
 from farflock.swarm.record import Record, seal, unseal
 
@@ -38,7 +38,7 @@ finally:
 PEER = """
 import asyncio, sys
 from pathlib import Path
-from farflock.swarm.dht import DhtDirectory
+from farflock.swarm.dht.kademlia import DhtDirectory
 
 async def main():
     directory = await DhtDirectory.open(Path(sys.argv[1]), run="run-1", initial_peers=sys.argv[2:])

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from farflock.node.errors import Refused
-from farflock.node.swarm_optimizer import SwarmOptimizer
+from farflock.node.library.swarm_optimizer import SwarmOptimizer
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 

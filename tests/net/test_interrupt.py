@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farflock.node.invite import Invite, mint
+from farflock.node.run.invite import Invite, mint
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -39,7 +39,8 @@ start_peers = {peers}
 """
 SLOW_SAVE = """
 import time
-from farflock.node import checkpoint, cli
+from farflock.node.state import checkpoint
+from farflock.node.cli import main as cli
 
 def save(*arguments):
     time.sleep(60)

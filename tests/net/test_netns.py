@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-_FLEET = runpy.run_path(str(Path(__file__).parents[1] / "swarm" / "fleet.py"))
+_FLEET = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "fleet.py"))
 run = _FLEET["run"]
 
 pytestmark = pytest.mark.net

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from farflock.node import checkpoint
-from farflock.node.arms import train_arm
-from farflock.node.baseline import losses, unigram_loss
-from farflock.node.corpus import load_corpus
-from farflock.node.data import evaluation
-from farflock.node.manifest import resolve
-from farflock.node.model import build
-from farflock.node.stage_tensors import joined
-from farflock.node.tokenizer import ByteTokenizer
+from farflock.node.demo.baselines import train_arm
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.data import evaluation
+from farflock.node.model.evaluation import losses, unigram_loss
+from farflock.node.model.llama import build
+from farflock.node.model.stage_tensors import joined
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.run.manifest import resolve
+from farflock.node.state import checkpoint
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 

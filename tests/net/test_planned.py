@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.manifest import resolve
+from farflock.node.run.manifest import resolve
 
 pytestmark = [pytest.mark.net, pytest.mark.long, pytest.mark.timeout(300)]
 

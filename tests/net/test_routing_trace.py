@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline_simulation import Part, PipelineSimulation, PipelineWorld
-from farflock.node.planned_paths import plan_of_texts
-from farflock.node.rebalancer import Balance
-from farflock.swarm.peer import Peer, RunTerms
+from farflock.node.pipeline.life.rebalancer import Balance
+from farflock.node.run.planned_paths import plan_of_texts
+from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWorld
+from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.roles import role_of
-from farflock.swarm.virtual import run_virtual
-from farflock.swarm.zmq_links import ZmqLinks
+from farflock.swarm.sim.virtual_time import run_virtual
+from farflock.swarm.zmq.links import ZmqLinks
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
-_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "sim" / "pipeline_audit.py"))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 plan, pipeline, TEXT = (_AUDIT[name] for name in ("plan", "pipeline", "TEXT"))
 BATCH = 8  # microbatches
 WALKED = 24  # microbatches that are compared, at least

@@ -5,16 +5,16 @@ import asyncio
 import pytest
 import torch
 
-from farflock.node.corpus import load_corpus
-from farflock.node.model import PRESETS
-from farflock.node.participant import Plan, participant
-from farflock.node.tokenizer import ByteTokenizer
+from farflock.node.assembly.node import Plan, participant
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.llama import PRESETS
+from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer import Peer, RunTerms
+from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
-from farflock.swarm.sim import SimNetwork
+from farflock.swarm.sim.network import SimNetwork
 
 TOTAL = 3200
 

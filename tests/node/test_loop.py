@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from farflock.node.driver import Wait
 from farflock.node.loop import STOPPING_WAIT_S, Loop
+from farflock.node.train.driver import Wait
 from farflock.optimizers.method import All, Exchange, Key, Progress
 from farflock.optimizers.state import state_hash
-from farflock.swarm.virtual import run_virtual
+from farflock.swarm.sim.virtual_time import run_virtual
 
 
 async def gather(bench, tokens, slowness):

@@ -9,8 +9,8 @@ import torch
 SCRIPT = """
 import hashlib, json, torch
 from farflock.compression.catalog import codec
-from farflock.node.reducer import Reducer
-from farflock.node.wire import Cut, weighted_mean
+from farflock.node.train.reducer import Reducer
+from farflock.node.train.shards import Cut, weighted_mean
 from farflock.optimizers.feedback import message
 from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 

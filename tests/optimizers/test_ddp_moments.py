@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflock.node.replica import PlainReplica
+from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.catalog import method
 from farflock.optimizers.corrections import TREND, Trend
 from farflock.optimizers.inner import InnerConfig

@@ -6,7 +6,7 @@ import scipy.fft
 import torch
 
 from farflock.compression.catalog import codec
-from farflock.node.wire import Cut, decode_all
+from farflock.node.train.shards import Cut, decode_all
 from farflock.optimizers.dct import Grid
 from farflock.optimizers.demo import DeMo
 from farflock.optimizers.method import Exchange, Key, Progress, Result

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from farflock.node.driver import Apply, Driver
-from farflock.node.replica import PlainReplica
+from farflock.node.model.replica import PlainReplica
+from farflock.node.train.driver import Apply, Driver
 from farflock.optimizers.desloc import DesLoc
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import Progress, Result

@@ -7,7 +7,7 @@ from torch import nn
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
-from farflock.node.replica import PlainReplica
+from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.lean import Lean, rate_of
 from farflock.optimizers.method import Progress, Result

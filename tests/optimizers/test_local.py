@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from farflock.node.replica import PlainReplica
+from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Progress, Result
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflock.node.model import Llama, ModelConfig
+from farflock.node.model.llama import Llama, ModelConfig
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.muon import Muon, hidden_matrices
 

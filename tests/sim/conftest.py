@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from farflock.node import cli, courier
+from farflock.node.cli import main as cli
+from farflock.node.train import exchange_client as courier
 from farflock.optimizers.diloco import DiLoCo
-from farflock.swarm import chunks, collective, decide, groups, holdings, pair, rounds, views
+from farflock.swarm.peer import chunks, rounds
+from farflock.swarm.protocol import collective, decide, groups, holdings, pair, views
 
 
 def first_acknowledgement(patch):

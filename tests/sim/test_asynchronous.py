@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from farflock.node.pipeline_simulation import PipelineWorld, parts
-from farflock.node.stage_server import ServerTerms
-from farflock.node.stage_versions import Asynchronous
-from farflock.node.trainer import TrainerTerms
+from farflock.node.pipeline.server.server import ServerTerms
+from farflock.node.pipeline.trainer.trainer import TrainerTerms
+from farflock.node.pipeline.versions.versions import Asynchronous
+from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.corrections import TREND
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.state import state_hash
-from farflock.swarm.sim import LinkModel
+from farflock.swarm.sim.network import LinkModel
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, CLOSE = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "CLOSE"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH

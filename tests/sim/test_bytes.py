@@ -13,17 +13,17 @@ import math
 import pytest
 import torch
 
-from farflock.node import wire
-from farflock.node.chaos import Chaos
-from farflock.node.chaos_arms import Arm, CountingReplica
+from farflock.node.simulate.chaos import Chaos
+from farflock.node.simulate.chaos_methods import Arm, CountingReplica
+from farflock.node.train import shards as wire
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.decoupled import CHECK
-from farflock.swarm.chunks import PIECE_BYTES
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Offer, PairAccept, PairPropose, Piece
-from farflock.swarm.peer import Peer, RunTerms
-from farflock.swarm.sim import LinkModel, SimNetwork
-from farflock.swarm.virtual import run_virtual
+from farflock.swarm.peer.chunks import PIECE_BYTES
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
 
 PEERS = 4
 SHARD_VALUES = 16 * 4096  # less than usual, so that there are two shards of few values

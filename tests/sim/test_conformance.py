@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.chaos_arms import ARMS
+from farflock.node.simulate.chaos_methods import ARMS
 from farflock.optimizers.catalog import METHODS
 
-_TRIAL = runpy.run_path(str(Path(__file__).with_name("trial.py")))
+_TRIAL = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "trial.py"))
 MISFORTUNES, tried = _TRIAL["MISFORTUNES"], _TRIAL["tried"]
 SIZES = (1, 2, 4, 7)
 SEEDS = 3

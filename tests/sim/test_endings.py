@@ -1,8 +1,8 @@
 """Whole runs to their last token, on the product's own nodes in virtual time: who ends how, and with which state.
 
-Peers are unequal, come in one after the other, and what the network does changes when the run nears its end. Each node ends as
-a process does (node/process.py): it takes part until the run is over, stays a little for the others, saves, and leaves.
-"""
+Peers are unequal, come in one after the other, and what the network does changes when the run nears its end. Each node
+ends as a process does (node/process/node_process.py): it takes part until the run is over, stays a little for the
+others, saves, and leaves."""
 
 import asyncio
 import random
@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from farflock.node.chaos_arms import FP32, Arm, CountingTrainee
-from farflock.node.courier import Courier
-from farflock.node.driver import Driver
+from farflock.node.assembly.node import Participant
 from farflock.node.loop import Loop
-from farflock.node.participant import Participant
-from farflock.node.process import LINGER_S
-from farflock.node.seat import Seat
-from farflock.node.together import CUT_OFF_S, END_S, LOOK_EVERY_S
-from farflock.node.watch import DEADLINE_S
+from farflock.node.process.node_process import LINGER_S
+from farflock.node.simulate.chaos_methods import FP32, Arm, CountingTrainee
+from farflock.node.simulate.watch import DEADLINE_S
+from farflock.node.train.driver import Driver
+from farflock.node.train.end_barrier import CUT_OFF_S, END_S, LOOK_EVERY_S
+from farflock.node.train.exchange_client import Courier
+from farflock.node.train.state_sync import Seat
 from farflock.optimizers.state import state_hash
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer import Peer, RunTerms
-from farflock.swarm.port import inline
+from farflock.swarm.peer.context import inline
+from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
-from farflock.swarm.sim import Faults, LinkModel, SimNetwork
-from farflock.swarm.virtual import run_virtual
+from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
 
 VIEW_S = 3.0
 LATE = 0.8  # of the run's tokens: from then on the network is as bad as it is at the end

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline_simulation import PipelineWorld, parts
-from farflock.node.stage_server import ServerTerms
-from farflock.node.stage_versions import Asynchronous
-from farflock.node.trainer import TrainerTerms
-from farflock.swarm.sim import LinkModel
+from farflock.node.pipeline.server.server import ServerTerms
+from farflock.node.pipeline.trainer.trainer import TrainerTerms
+from farflock.node.pipeline.versions.versions import Asynchronous
+from farflock.node.simulate.pipeline import PipelineWorld, parts
+from farflock.swarm.sim.network import LinkModel
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH, STEPS, STALENESS = 8, 2, 3
 TOTAL = 8 * BATCH * STEPS  # tokens

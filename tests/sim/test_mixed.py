@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from farflock.node.model import build
-from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
-from farflock.node.stage import Stage
-from farflock.node.trainer import NUMBERS
+from farflock.node.model.llama import build
+from farflock.node.pipeline.passes.stage import Stage
+from farflock.node.pipeline.trainer.trainer import NUMBERS
+from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from farflock.node.model import build
-from farflock.node.pipeline_simulation import Part, PipelineSimulation, PipelineWorld, identity_of, parts
-from farflock.node.stage import Stage
-from farflock.node.stage_server import BACKWARD_COST, ServerTerms
-from farflock.node.trainer import NUMBERS, TrainerTerms
-from farflock.swarm.sim import Faults, LinkModel
-from farflock.swarm.virtual import run_virtual
+from farflock.node.model.llama import build
+from farflock.node.pipeline.passes.stage import Stage
+from farflock.node.pipeline.server.server import BACKWARD_COST, ServerTerms
+from farflock.node.pipeline.trainer.trainer import NUMBERS, TrainerTerms
+from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWorld, identity_of, parts
+from farflock.swarm.sim.network import Faults, LinkModel
+from farflock.swarm.sim.virtual_time import run_virtual
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, TEXT = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "TEXT"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline_simulation import PipelineWorld, parts
-from farflock.node.stage_requests import Forward, decode_request
+from farflock.node.pipeline.passes.requests import Forward, decode_request
+from farflock.node.simulate.pipeline import PipelineWorld, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH, STAGES, SERVERS = 8, 3, 2
 RUN, OLD = "raw | fp32", "fp32"

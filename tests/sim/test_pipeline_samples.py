@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
-from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
-from farflock.node.sample_memory import NotHeld, ServerMemory, _names
-from farflock.node.stage_requests import Forward, Lacks, Visit
-from farflock.node.stage_server import ServerTerms
-from farflock.node.stage_versions import Asynchronous
-from farflock.swarm.sim import Faults
+from farflock.node.pipeline.memory.samples import NotHeld, ServerMemory, _names
+from farflock.node.pipeline.passes.requests import Forward, Lacks, Visit
+from farflock.node.pipeline.server.server import ServerTerms
+from farflock.node.pipeline.versions.versions import Asynchronous
+from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
+from farflock.swarm.sim.network import Faults
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
 _DEATHS = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
 Murders, POINTS = _DEATHS["Murders"], _DEATHS["POINTS"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
+from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH, STAGES, SERVERS = 8, 3, 2
 NONSENSE = b"\xff"  # of which no number is made

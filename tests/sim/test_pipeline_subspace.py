@@ -16,13 +16,13 @@ import torch
 from torch.func import functional_call
 
 from farflock.compression.subspace import outside
-from farflock.node.constraint import EMBEDDING
-from farflock.node.pipeline_plan import basis_of
-from farflock.node.pipeline_simulation import PipelineWorld, parts
-from farflock.node.trainer import TrainerTerms
+from farflock.node.pipeline.trainer.trainer import TrainerTerms
+from farflock.node.pipeline.versions.constraint import EMBEDDING
+from farflock.node.run.pipeline_plan import basis_of
+from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.inner import InnerConfig
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline_simulation import PipelineWorld, identity_of, parts
-from farflock.node.planned_paths import HostTerms, plan_of_texts, planned, require_plan
-from farflock.node.policies import PLANNED, lane_of
-from farflock.swarm.paths import Microbatch
+from farflock.node.run.planned_paths import HostTerms, plan_of_texts, planned, require_plan
+from farflock.node.run.policies import PLANNED, lane_of
+from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
+from farflock.swarm.paths.policy import Microbatch
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline = (_AUDIT[name] for name in ("Audit", "plan", "pipeline"))
 BATCH = 8  # microbatches
 TOKENS = 8 * BATCH

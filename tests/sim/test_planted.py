@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from farflock.node.chaos import run_seed
+from farflock.node.simulate.chaos import run_seed
 
 TELLING = (0, 2, 4, 7, 12)  # seeds that have found one before; no more than the order in which all hundred are tried
 

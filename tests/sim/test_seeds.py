@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from farflock.node.chaos import ENOUGH_SEEDS, empty_cells, run_seed, run_seeds
+from farflock.node.simulate.chaos import ENOUGH_SEEDS, empty_cells, run_seed, run_seeds
 
 WORKERS = 2
 MANY = 2000

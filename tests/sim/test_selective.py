@@ -15,15 +15,15 @@ from typing import ClassVar
 import pytest
 import torch
 
-from farflock.node.constraint import EMBEDDING
-from farflock.node.pipeline_plan import basis_of
-from farflock.node.pipeline_simulation import PipelineWorld, parts
-from farflock.node.seat import encode_state
-from farflock.node.stage_requests import Forward, Refused, decode_answer, encode
-from farflock.node.table_keeper import NAME
+from farflock.node.pipeline.life.table_keeper import NAME
+from farflock.node.pipeline.passes.requests import Forward, Refused, decode_answer, encode
+from farflock.node.pipeline.versions.constraint import EMBEDDING
+from farflock.node.run.pipeline_plan import basis_of
+from farflock.node.simulate.pipeline import PipelineWorld, parts
+from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.inner import InnerConfig
 
-_AUDIT = runpy.run_path(str(Path(__file__).with_name("pipeline_audit.py")))
+_AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, Whole, plan, pipeline = (_AUDIT[name] for name in ("Audit", "Whole", "plan", "pipeline"))
 BATCH, TOKENS = 8, 64  # microbatches and tokens of a step
 RANK = 3

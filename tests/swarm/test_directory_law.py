@@ -6,12 +6,12 @@ import functools
 
 import pytest
 
-from farflock.swarm import memory
 from farflock.swarm.directory import MAX_RECORD_BYTES
 from farflock.swarm.identity import Identity
-from farflock.swarm.memory import DirectoryFaults, MemoryTable
 from farflock.swarm.record import BadRecord, Record, seal, unseal
-from farflock.swarm.virtual import run_virtual
+from farflock.swarm.sim import directory as memory
+from farflock.swarm.sim.directory import DirectoryFaults, MemoryTable
+from farflock.swarm.sim.virtual_time import run_virtual
 
 RUN = "run"
 SOON_S = 20.0
@@ -71,7 +71,7 @@ def on_every_directory(law):
     def test(world, tmp_path):
         if world == "over libp2p":
             pytest.importorskip("hivemind")
-            from farflock.swarm import dht  # takes seconds: only where it is used
+            from farflock.swarm.dht import kademlia as dht  # takes seconds: only where it is used
 
             asyncio.run(_on_libp2p(law, tmp_path, dht))
         else:
@@ -222,6 +222,6 @@ async def test_a_peer_in_its_next_life_replaces_its_record(world):
 @pytest.mark.net
 def test_both_keep_heads_for_the_same_time():
     pytest.importorskip("hivemind")
-    from farflock.swarm import dht
+    from farflock.swarm.dht import kademlia as dht
 
     assert memory.HEAD_LIFETIME_S == dht.HEAD_LIFETIME_S

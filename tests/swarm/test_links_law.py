@@ -11,10 +11,10 @@ import pytest
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal
-from farflock.swarm.sim import LinkModel, SimNetwork
-from farflock.swarm.virtual import run_virtual
+from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
 
-_FLEET = runpy.run_path(str(Path(__file__).with_name("fleet.py")))
+_FLEET = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "fleet.py"))
 Fleet, FRAME, identity = _FLEET["Fleet"], _FLEET["FRAME"], _FLEET["identity"]
 
 STRANGER = identity(9).peer

@@ -6,7 +6,7 @@ from farflock.experiments.bench.metric import Options
 from farflock.experiments.bench.quality_arms import Trial
 from farflock.experiments.bench.quality_score import Contender, Final, Run, Scores
 from farflock.experiments.reproduce.job import Outcome
-from farflock.node import cli
+from farflock.node.cli import main as cli
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from farflock.compression.catalog import CODECS
 from farflock.experiments.bench import codec
 from farflock.node.errors import Usage
-from farflock.node.wire import SHARD_VALUES, Cut
+from farflock.node.train.shards import SHARD_VALUES, Cut
 
 LEAST_BITS = {
     **{"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8.125, "int4": 4.5, "fp4": 4.125, "sign": 1.125},
@@ -69,7 +69,7 @@ def test_both_ways_through_a_codec_see_the_whole_buffer(monkeypatch):
 
 
 def codec_decode_all(*arguments):
-    from farflock.node.wire import decode_all
+    from farflock.node.train.shards import decode_all
 
     return decode_all(*arguments)
 

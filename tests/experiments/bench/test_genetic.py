@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from farflock.experiments.bench import genetic
 from farflock.experiments.bench.genetic import Refine, Setting, Stages, crossed, mended, search, stages_of
-from farflock.node.layout import Costs, Links, Traffic
+from farflock.experiments.placement.layout import Costs, Links, Traffic
 
 
 def drawn(nodes, seed):

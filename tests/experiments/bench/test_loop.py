@@ -9,8 +9,8 @@ import pytest
 
 from farflock.experiments.bench import loop
 from farflock.experiments.bench.bare import Bare, plan_of
-from farflock.node.corpus import SHIPPED, load_corpus
-from farflock.node.tokenizer import ByteTokenizer
+from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

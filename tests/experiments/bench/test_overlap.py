@@ -9,8 +9,8 @@ from farflock.experiments.bench import overlap
 from farflock.experiments.bench.metric import Options
 from farflock.experiments.bench.netns import NoHosts, hosts
 from farflock.experiments.bench.overlap import ARMS, FULL, QUICK, NoOverlap, Piece, Size, measure, metric_of
-from farflock.node.fit import require_layers
-from farflock.node.model import PRESETS
+from farflock.node.model.llama import PRESETS
+from farflock.node.run.fit import require_layers
 from farflock.optimizers.catalog import method
 
 SMALLEST = Size(PRESETS["tiny"], batch=1, seq=16, steps=4, fragments=2, overlap=2)

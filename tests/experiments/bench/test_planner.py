@@ -5,8 +5,8 @@ import math
 import pytest
 
 from farflock.experiments.bench import genetic, planner
-from farflock.node.layout import Costs, Layout
-from farflock.node.planner import balanced
+from farflock.experiments.placement.layout import Costs, Layout
+from farflock.experiments.placement.planner import balanced
 
 METRICS = ["planner.seconds", "planner.over_optimum", "planner.over_genetic", "planner.over_kernighan_lin"]
 

@@ -13,7 +13,7 @@ from farflock.experiments.bench.quality_pace import Pace
 from farflock.experiments.bench.threads import one_thread
 from farflock.experiments.reproduce.job import Outcome, Swarm
 from farflock.experiments.reproduce.shelf import Shelf
-from farflock.node.model import PRESETS
+from farflock.node.model.llama import PRESETS
 
 SIZE = Size(
     model=PRESETS["tiny"],

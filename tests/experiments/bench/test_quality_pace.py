@@ -66,7 +66,7 @@ def test_without_a_terminal_there_is_a_line_for_each_twentieth():
 
 
 def test_the_unit_is_measured_by_a_short_run_of_a_line():
-    from farflock.node.model import PRESETS
+    from farflock.node.model.llama import PRESETS
 
     bench = Bench(
         Size(model=PRESETS["tiny"], seq=8), Arms({line: Grid([1e-3], [0.1]) for line in ("ddp", "none")}, {}), [100]

@@ -9,7 +9,7 @@ from farflock.experiments.bench import quality_report as report
 from farflock.experiments.bench.quality import Size
 from farflock.experiments.bench.quality_score import Final
 from farflock.node.errors import Usage
-from farflock.node.model import PRESETS
+from farflock.node.model.llama import PRESETS
 
 SIZE = Size(model=PRESETS["tiny"], seeds=(1, 2))
 PAGE = f"# Quality\n\nBy hand.\n\n{report.BEGIN}\n\nnothing yet\n\n{report.END}\n\nAfter.\n"

@@ -3,7 +3,7 @@
 import math
 
 from farflock.experiments.bench import sim
-from farflock.node.simulation import Outcome
+from farflock.node.simulate.simulation import Outcome
 
 
 def test_both_metrics_are_there_and_sane(quick):

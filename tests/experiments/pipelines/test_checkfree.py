@@ -8,7 +8,7 @@ import torch
 
 from farflock.experiments.pipelines import checkfree
 from farflock.experiments.pipelines.checkfree import Failure, Pipeline, Recovery, Text, Trial, run, trace
-from farflock.node.model import PRESETS
+from farflock.node.model.llama import PRESETS
 from farflock.optimizers.state import state_hash
 
 TINY = Trial(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from farflock.experiments.pipelines import contention, planned, released
 from farflock.experiments.pipelines.contention import Effects, Setting, Wires
-from farflock.node.layout import Links
+from farflock.experiments.placement.layout import Links
 
 SIZE = 100.0
 LINKS = Links.of([[0, 0.5, 0.25], [0.5, 0, 1], [0.25, 1, 0]], [[1, 50, 100], [50, 1, 25], [100, 25, 1]])

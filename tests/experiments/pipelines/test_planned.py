@@ -5,8 +5,8 @@ import math
 import pytest
 
 from farflock.experiments.pipelines import planned, released, skippipe
-from farflock.swarm import skip_planner
-from farflock.swarm.skipping import BadPlan
+from farflock.swarm.paths import planner as skip_planner
+from farflock.swarm.paths.skippipe import BadPlan
 
 
 def test_a_released_plan_goes_through_our_types_and_back():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.experiments.pipelines.rebalancing import HOUR_S, Size, Speed, played, queues, share, trace
-from farflock.swarm.rebalance import Rule
+from farflock.swarm.protocol.rebalance import Rule
 
 SMALL = {"stages": 4, "servers": 40, "lifetime_h": 4.0, "hours": 6.0, "periods_s": [300.0, 60.0], "in_flight": 32}
 

@@ -9,7 +9,7 @@ import pytest
 from farflock.experiments.pipelines import planned, released
 from farflock.experiments.pipelines.released import Start
 from farflock.experiments.pipelines.skippipe import Released, reproduce, simulate
-from farflock.swarm.skipping import BadPlan, Work, require_paths, require_timetable
+from farflock.swarm.paths.skippipe import BadPlan, Work, require_paths, require_timetable
 
 PUBLISHED = Released(79.93971963540922, 48.915682705668054, 35.43481420147051, 33.31379002209655)
 

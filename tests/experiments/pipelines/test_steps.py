@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
-from farflock.swarm.depth import HopTime, Pipeline, StageTime, gpipe_s
+from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime, gpipe_s
 
 seconds = st.floats(0, 2, allow_nan=False)
 

@@ -4,8 +4,8 @@ import pytest
 
 from farflock.experiments.reproduce.job import Line, Noise, Outcome, Point, Swarm
 from farflock.experiments.reproduce.text import texts
-from farflock.node import cli
-from farflock.node.model import PRESETS
+from farflock.node.cli import main as cli
+from farflock.node.model.llama import PRESETS
 
 RECIPE = """
 question = "Is it so?"

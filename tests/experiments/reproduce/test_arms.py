@@ -11,7 +11,7 @@ from farflock.experiments.reproduce import swarm_arm
 from farflock.experiments.reproduce.job import RUN, Diverged
 from farflock.experiments.reproduce.swarm_arm import correlation, spread
 from farflock.experiments.reproduce.text import measure, texts
-from farflock.node.arms import train_arm
+from farflock.node.demo.baselines import train_arm
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 
@@ -113,7 +113,7 @@ def test_replicas_that_swap_in_pairs_are_apart_in_the_end(swarm):
 
 
 def test_a_swarm_that_diverges_says_so(swarm, monkeypatch):
-    monkeypatch.setattr("farflock.node.trainee.LanguageModel.forward_backward", lambda *given: math.inf)
+    monkeypatch.setattr("farflock.node.train.task.LanguageModel.forward_backward", lambda *given: math.inf)
     with pytest.raises((Diverged, ExceptionGroup)):
         run(swarm())
 

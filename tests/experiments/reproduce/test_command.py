@@ -157,7 +157,7 @@ def test_ctrl_c_ends_it_in_good_order_and_the_next_time_goes_on(farflock, tmp_pa
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys\nfrom farflock.node.cli import cli\n"
+        "import sys\nfrom farflock.node.cli.main import cli\n"
         "cli.get_command(None, 'reproduce')\nsys.stdout.write(' '.join(sys.modules))"
     )
     root = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ import torch
 from farflock.experiments.reproduce.job import RUN
 from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import texts
-from farflock.node.data import Batches
+from farflock.node.model.data import Batches
 
 
 def parts(count, size):

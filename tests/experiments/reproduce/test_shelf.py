@@ -58,13 +58,18 @@ def test_writing_leaves_no_partial_file(tmp_path):
 
 def test_an_arm_runs_through_the_loop_the_links_and_its_own_method_only():
     found = version.closure([*version.ROOTS["swarm"], "farflock.optimizers.diloco"])
-    wanted = {"farflock.node.loop", "farflock.swarm.sim", "farflock.optimizers.outer", "farflock.node.simulation"}
+    wanted = {
+        "farflock.node.loop",
+        "farflock.swarm.sim.network",
+        "farflock.optimizers.outer",
+        "farflock.node.simulate.simulation",
+    }
     assert wanted <= set(found)
-    assert not {"farflock.optimizers.noloco", "farflock.node.cli", "farflock.swarm.dht"} & set(found)
+    assert not {"farflock.optimizers.noloco", "farflock.node.cli.main", "farflock.swarm.dht.kademlia"} & set(found)
 
 
 def test_a_line_is_not_run_again_for_a_change_of_the_links():
-    assert "farflock.swarm.sim" not in version.closure(version.ROOTS["line"])
+    assert "farflock.swarm.sim.network" not in version.closure(version.ROOTS["line"])
 
 
 def test_a_change_of_the_code_is_another_version(monkeypatch, tmp_path):

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from farflock.compression.catalog import codec
-from farflock.node.driver import Apply, Driver
-from farflock.node.replica import PlainReplica
-from farflock.node.wire import Cut, decode_all
+from farflock.node.model.replica import PlainReplica
+from farflock.node.train.driver import Apply, Driver
+from farflock.node.train.shards import Cut, decode_all
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Exchange, Progress, RandomGroups, Result
 

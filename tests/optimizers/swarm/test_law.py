@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from farflock.node.driver import Driver
+from farflock.node.train.driver import Driver
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.method import Method, Progress
 

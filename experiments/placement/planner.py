@@ -1,0 +1,297 @@
+"""Who serves which stage, and in which order the stages come: a layout that costs little on measured links.
+
+The yardstick is experiments/placement/layout.py's. Few partitions are all tried. Of many, three starts and what random
+kicks make of them are first led by a smooth stand-in, then the best is annealed by the cost itself. A stand-in is
+needed because the cost is made of maxima: most exchanges of two nodes change nothing, so nothing tells a search where
+to go. With each maximum replaced by a mean it is a quadratic assignment of nodes to places (stage, replica), of which
+all exchanges are priced at once (Burkard, Dell'Amico and Martello, "Assignment Problems", 2009, section 8.2). The
+starts are the two ways in which a good layout can look, near nodes in one stage or near nodes in one pipeline, and one
+by chance.
+
+Work is counted, never timed: the same seed and work give the same layout on the same machine.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farflock.experiments.placement.layout import MAX_STAGES, Costs, Layout, Matrix, Stage
+
+Order = NDArray[np.int64]  # the node at each place
+
+WORK = 5_000  # exchanges of two nodes that are priced
+
+_LED_SHARE = 0.4  # of the work, until annealing begins
+_KICKED = 8  # nodes that change places between two descents
+_HOT, _COLD = 0.003, 0.0003  # temperatures of annealing, as shares of the cost
+_HOTTER = 0.03  # where a walk begins anywhere
+_SWEEPS = 2  # steps of a walk, over all exchanges there are: with less, it is not worth to begin another
+_REVERSALS = 0.1  # share of annealing's trials that turn a part of the pipeline around
+_NOTHING = 1e-9  # relative gains below are rounding
+
+
+def balanced(nodes: int, stages: int) -> tuple[int, ...]:
+    """Sizes of stages that differ by one at most; `ValueError` if a stage would have no node."""
+    if not 1 <= stages <= nodes:
+        raise ValueError(
+            f"{nodes} nodes cannot serve {stages} stages; take at least one stage and as many nodes as stages"
+        )
+    return tuple(nodes // stages + (stage < nodes % stages) for stage in range(stages))
+
+
+def plan(costs: Costs, sizes: Sequence[int], seed: int, work: int = WORK) -> Layout:
+    """A cheap layout of all nodes into stages of these sizes, in whatever order is cheapest: the optimum if the work suffices
+    to look at all partitions, else the best that was found. `work` bounds the time, at about 0.1 ms each.
+
+    `ValueError` for what cannot be planned.
+    """
+    _require(costs.nodes, sizes, work)
+    if partition_count(sizes) * _price(len(sizes)) <= work:
+        return min((costs.layout(stages) for stages in partitions(sizes)), key=lambda layout: layout.seconds)
+    search = _Search(costs, tuple(sizes), random.Random(seed), work)
+    search.lead(work - int(_LED_SHARE * work))
+    search.anneal()
+    return search.best
+
+
+def _require(nodes: int, sizes: Sequence[int], work: int) -> None:
+    if not 1 <= len(sizes) <= MAX_STAGES:
+        raise ValueError(f"{len(sizes)} stages cannot be planned; take 1 to {MAX_STAGES}")
+    if min(sizes) < 1:
+        raise ValueError(f"stages of {tuple(sizes)} nodes cannot run; give each at least one")
+    if sum(sizes) != nodes:
+        raise ValueError(
+            f"stages of {tuple(sizes)} nodes take {sum(sizes)}, but there are {nodes}; give sizes that add up"
+        )
+    if work < 1:
+        raise ValueError(f"no plan comes of a work of {work}; allow at least 1, usually {WORK}")
+
+
+def partition_count(sizes: Sequence[int]) -> int:
+    """How many partitions into stages of these sizes there are, whatever the order of the stages."""
+    count = math.factorial(sum(sizes))
+    for size in sizes:
+        count //= math.factorial(size)
+    for size in set(sizes):
+        count //= math.factorial(list(sizes).count(size))
+    return count
+
+
+def partitions(sizes: Sequence[int]) -> Iterator[tuple[Stage, ...]]:
+    """Each partition of nodes 0, 1, 2 … into stages of these sizes, once."""
+    yield from _partitions(tuple(range(sum(sizes))), tuple(sorted(sizes)))
+
+
+def _partitions(free: Stage, sizes: tuple[int, ...]) -> Iterator[tuple[Stage, ...]]:
+    """The first free node is in a stage of one size or another, with some of the others."""
+    if not sizes:
+        yield ()
+    for size in sorted(set(sizes)):
+        at = sizes.index(size)
+        for others in itertools.combinations(free[1:], size - 1):
+            rest = tuple(node for node in free[1:] if node not in others)
+            for stages in _partitions(rest, sizes[:at] + sizes[at + 1 :]):
+                yield ((free[0], *others), *stages)
+
+
+def _price(stages: int) -> int:
+    """Of a whole layout, in exchanges of two nodes: these look at four pairs of stages, a layout at all."""
+    return 1 + math.comb(stages, 2) // 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flow:
+    """A part of a stand-in: which share of two nodes' cost counts when one is at one place and the other at another."""
+
+    share: Matrix  # [place, place], symmetric, 0 from a place to itself
+    cost_s: Matrix  # [node, node], likewise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Each place's stage and replica. Places of one replica, one in each stage, are a pipeline."""
+
+    sizes: tuple[int, ...]
+    stage: Order
+    replica: Order
+
+    @classmethod
+    def of(cls, sizes: tuple[int, ...]) -> "_Places":
+        return cls(sizes, np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(size) for size in sizes]))
+
+    def stages(self, order: Order) -> list[Stage]:
+        """The stages when these nodes are at the places."""
+        return [tuple(order[self.stage == stage].tolist()) for stage in range(len(self.sizes))]
+
+    def same(self, label: Order) -> Matrix:
+        """1 for two places of the same label: stage or replica."""
+        return np.asarray(label[:, None] == label, np.float64) - np.eye(len(label))
+
+    def partners(self) -> Matrix:
+        """1 for two places of neighbouring stages that hand on to each other; in stages of unequal size replicas wrap."""
+        size = np.asarray(self.sizes)[self.stage]
+        smaller = np.minimum(size[:, None], size)
+        meet = self.replica[:, None] % smaller == self.replica % smaller
+        return np.asarray(meet & (abs(self.stage[:, None] - self.stage) == 1), np.float64)
+
+
+@dataclass(slots=True)
+class _Search:
+    """The best layout so far and the work that is left."""
+
+    costs: Costs
+    sizes: tuple[int, ...]
+    chance: random.Random
+    left: int
+    _best: Layout | None = None
+
+    @property
+    def best(self) -> Layout:
+        """Only after something was looked at."""
+        assert self._best is not None, "nothing was looked at"
+        return self._best
+
+    def lead(self, until: int) -> None:
+        """Descend on the stand-in from three starts, then from kicked copies of the best, until this much work is left."""
+        places = _Places.of(self.sizes)
+        sharing = np.array(self.costs.sharing_s(max(self.sizes)))
+        handing = np.array(self.costs.handing_s)
+        whole = (
+            _Flow(places.same(places.stage) / self.costs.nodes, sharing),
+            _Flow(places.partners() / (2 * max(self.sizes)), handing),
+        )
+        starts = (
+            (_Flow(places.same(places.stage), sharing),),
+            (_Flow(places.same(places.replica), handing),),
+            (),
+        )
+        at_best = np.arange(self.costs.nodes)
+        for start in starts:
+            order = np.array(self.chance.sample(range(self.costs.nodes), self.costs.nodes))
+            for flows in (start, whole):
+                self._descend(flows, order)
+                if self._look(places.stages(order)):
+                    at_best = order.copy()
+        while self.left > until:
+            order = at_best.copy()
+            moved = self.chance.sample(range(len(order)), min(_KICKED, len(order)))
+            order[moved] = order[moved[1:] + moved[:1]]
+            self._descend(whole, order)
+            if self._look(places.stages(order)):
+                at_best = order
+
+    def _look(self, stages: Sequence[Stage]) -> bool:
+        """Price these stages, keep them if none are better; whether they were kept."""
+        layout = self.costs.layout(stages)
+        self.left -= _price(len(stages))
+        kept = self._best is None or layout.seconds <= self._best.seconds
+        if kept:
+            self._best = layout
+        return kept
+
+    def _descend(self, flows: Sequence[_Flow], order: Order) -> None:
+        """Exchange, in place, the two nodes that gain most by it, until none gain or no work is left.
+
+        With F a flow's shares and C the costs as the places see them, the sum of F · C changes by
+        2 · (M_rs + M_sr − M_rr − M_ss + 2 F_rs C_rs) when r and s change places, M = F C; M itself by an outer product.
+        """
+        seen = [(flow.share, flow.cost_s[np.ix_(order, order)]) for flow in flows]
+        mixed: Matrix = sum((share @ cost for share, cost in seen), np.zeros((len(order), len(order))))
+        price, enough = max(1, (len(order) // 64) ** 2), _NOTHING * float(mixed.trace())
+        while self.left > 0:
+            alone = mixed.diagonal()
+            change = mixed + mixed.T - alone[:, None] - alone + sum(2 * share * cost for share, cost in seen)
+            self.left -= price
+            r, s = divmod(int(change.argmin()), len(order))
+            if change[r, s] >= -enough:
+                return
+            order[[r, s]] = order[[s, r]]
+            mixed[:, [r, s]] = mixed[:, [s, r]]
+            for share, cost in seen:
+                cost[:, [r, s]] = cost[:, [s, r]]
+                mixed += np.outer(share[:, r] - share[:, s], cost[s] - cost[r])
+                cost[[r, s]] = cost[[s, r]]
+
+    def anneal(self) -> None:
+        """Spend what is left on walks, ever colder (Kirkpatrick, Gelatt and Vecchi, 1983): the first from the best layout;
+        if there is work for more, every other one begins anywhere, and hotter."""
+        if len(self.sizes) == 1 or self.left < 1:
+            return
+        walk, begin = _Walk(self.costs), self.best.stages
+        exchanges = (self.costs.nodes**2 - sum(size**2 for size in self.sizes)) // 2
+        walks = max(1, self.left // (_SWEEPS * exchanges))
+        for number in range(walks):
+            self._cool(walk, begin, _HOT if number % 2 == 0 else _HOTTER, self.left // (walks - number))
+            begin = self.best.stages if number % 2 else self._anywhere()
+
+    def _anywhere(self) -> tuple[Stage, ...]:
+        nodes = iter(self.chance.sample(range(self.costs.nodes), self.costs.nodes))
+        return tuple(tuple(sorted(itertools.islice(nodes, size))) for size in self.sizes)
+
+    def _cool(self, walk: "_Walk", begin: Sequence[Stage], hot: float, work: int) -> None:
+        """One walk of this many steps; keeps the best on its way."""
+        walk.start(begin)
+        best_s, best, hot_s = walk.seconds, list(walk.stages), hot * walk.seconds
+        for step in range(work):
+            heat_s = hot_s * (_COLD / hot) ** (step / work)
+            walk.step(self.chance, walk.seconds - heat_s * math.log(1 - self.chance.random()))
+            if walk.seconds < best_s * (1 - _NOTHING):
+                best_s, best = walk.seconds, list(walk.stages)
+        self.left -= work
+        self._look(best)
+
+
+class _Walk:
+    """A layout that changes by one exchange at a time. What a stage or a pair of stages costs is looked up if it was priced
+    before, so that an exchange pays only for what it touches; each adds at most six entries."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs, self.seconds = costs, 0.0
+        self.stages: list[Stage] = []
+        self._alone: dict[Stage, float] = {}
+        self._pairs: dict[tuple[Stage, Stage], float] = {}
+
+    def start(self, stages: Sequence[Stage]) -> None:
+        """Go on from here."""
+        self.stages = list(stages)
+        self.seconds = self._priced(self.stages, math.inf)
+
+    def step(self, chance: random.Random, limit_s: float) -> None:
+        """Exchange two nodes of different stages, or turn a part of the pipeline around, if it then costs at most this."""
+        stages = list(self.stages)
+        j, k = sorted(chance.sample(range(len(stages)), 2))
+        if chance.random() < _REVERSALS:
+            stages[j : k + 1] = stages[j : k + 1][::-1]
+        else:
+            a, b = chance.choice(stages[j]), chance.choice(stages[k])
+            stages[j], stages[k] = _with(stages[j], a, b), _with(stages[k], b, a)
+        seconds = self._priced(stages, limit_s)
+        if seconds <= limit_s:
+            self.stages, self.seconds = stages, seconds
+
+    def _priced(self, stages: list[Stage], limit_s: float) -> float:
+        """What these stages cost in this order, or any number above the limit once it is clear that they cost more."""
+        seconds = max([self._sharing(stage) for stage in stages])
+        pairs = [pair if pair[0] <= pair[1] else pair[::-1] for pair in itertools.pairwise(stages)]
+        seconds += sum([self._pairs.get(pair, 0.0) for pair in pairs])
+        for pair in pairs:
+            if seconds > limit_s:
+                break
+            if pair not in self._pairs:
+                self._pairs[pair] = self.costs.match(*pair)
+                seconds += self._pairs[pair]
+        return seconds
+
+    def _sharing(self, stage: Stage) -> float:
+        if stage not in self._alone:
+            self._alone[stage] = self.costs.data_parallel(stage)
+        return self._alone[stage]
+
+
+def _with(stage: Stage, old: int, new: int) -> Stage:
+    return tuple(sorted([*(node for node in stage if node != old), new]))

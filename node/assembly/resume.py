@@ -1,0 +1,212 @@
+"""What a checkpoint remembers of a node, and how a node takes it up again as if it had never stopped.
+
+A checkpoint holds the replica with its gradients and inner moments, the method's shared state (what a joiner would get)
+and its personal one, every pending exchange with its result if that is known, and the cursors: step, round, tokens. An
+exchange without a result is reported `failed` once on resume: the method keeps the work and sends it again. That is
+right where nobody else goes on meanwhile; in a swarm that does, a node takes up its cursors and moments only
+(`take_up_moments`) and adopts the swarm's state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from farflock.node.assembly.node import Participant
+from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
+from farflock.node.train.driver import Pending
+from farflock.node.train.state_sync import Place
+from farflock.optimizers.corrections import TREND
+from farflock.optimizers.method import Exchange, Key, RandomGroups, Replica, Result, State
+from farflock.optimizers.state import WrongState, unnamed
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "mu_product", TREND)
+
+Parts = dict[str, dict[str, Tensor]]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """A result without its tensors."""
+
+    status: str
+    next_round: int
+    participants: tuple[str, ...]
+    weights: tuple[float, ...]
+    taken: dict[str, list[tuple[int, int]]]
+    tokens: int
+
+
+class _Open(msgspec.Struct, frozen=True):
+    """A pending exchange without its tensors. `age_steps` are local steps since it was asked for."""
+
+    stream: str
+    round: int
+    attempt: int
+    weight: float
+    apply_after: int
+    deadline_s: float
+    age_steps: int
+    answer: _Answer | None
+
+
+class Cursors(msgspec.Struct, frozen=True):
+    """The numbers of a checkpoint."""
+
+    step: int
+    joined_at: int
+    place: Place
+    pending: list[_Open]
+
+
+def memory_of(node: Participant) -> tuple[Parts, dict[str, Any]]:
+    """All tensors and numbers that `take_up` needs, copied; call it between two steps."""
+    method, replica = node.loop.driver.method, node.loop.driver.replica
+    parts: Parts = {
+        "model": dict(method.eval_params(replica)),
+        "method": method.snapshot(replica),
+        "personal": method.personal(replica),
+        "replica": _read(replica, ("param", "grad")),
+        "inner": {name: moment for name, moment in _read(replica, MOMENTS).items() if bool(moment.any())},
+        "reducer": node.seat.owed,
+        "pending": {},
+    }
+    table = node.loop.driver.table
+    opened = []
+    for number, pending in enumerate(table):
+        parts["pending"] |= _tensors_of(number, pending)
+        opened.append(_open(pending, node.loop.step))
+    cursors = Cursors(node.loop.step, node.trainee.joined_at, node.seat.place, opened)
+    return parts, msgspec.to_builtins(cursors)
+
+
+def take_up(node: Participant, saved: Checkpoint) -> None:
+    """Make a fresh node what the checkpoint's was, and open its streams; `CheckpointCorrupt` if it is another model's."""
+    cursors = cursors_of(saved)
+    driver = node.loop.driver
+    try:
+        for what in ("param", "grad"):
+            driver.replica.write(unnamed(what, saved.parts["replica"], driver.replica.shapes), what)
+        _write_moments(driver.replica, saved.parts["inner"])
+        driver.method.resume(driver.replica, {**saved.parts["method"], **saved.parts["personal"]})
+        driver.take_up(_pending(node, cursors, saved.parts["pending"]))
+        node.seat.take_up(cursors.place, saved.parts.get("reducer", {}))
+    except (KeyError, WrongState, ValueError) as error:
+        raise _misfit(saved, error) from error
+    node.loop.step, node.trainee.joined_at = cursors.step, cursors.joined_at
+
+
+def take_up_moments(node: Participant, saved: Checkpoint) -> None:
+    """For a node that goes back into a living swarm: its data cursor and its inner moments; the state comes from the swarm."""
+    try:
+        _write_moments(node.loop.driver.replica, saved.parts["inner"])
+    except (KeyError, ValueError) as error:
+        raise _misfit(saved, error) from error
+    node.loop.step = cursors_of(saved).step
+
+
+def take_up_state(node: Participant, saved: Checkpoint) -> None:
+    """For a stage that nobody else has: the checkpoint's state and inner moments, as who adopts them from another peer; what
+    was on its way then belongs to rounds that are over. `CheckpointCorrupt` if it is another stage's."""
+    driver = node.loop.driver
+    try:
+        driver.method.restore(driver.replica, dict(saved.parts["method"]), "adopt")
+        _write_moments(driver.replica, saved.parts["inner"])
+    except (KeyError, WrongState, ValueError) as error:
+        raise _misfit(saved, error) from error
+
+
+def cursors_of(saved: Checkpoint) -> Cursors:
+    """The numbers in a checkpoint; `CheckpointCorrupt` if there are none."""
+    try:
+        return msgspec.convert(saved.meta["node"], Cursors)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise CheckpointCorrupt(f"{saved.folder} does not say where its node stopped ({error}); use another") from None
+
+
+def _misfit(saved: Checkpoint, error: Exception) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{saved.folder} does not fit this run ({error}); move it away to begin anew")
+
+
+def _read(replica: Replica, whats: tuple[str, ...]) -> dict[str, Tensor]:
+    return {f"{what}.{name}": tensor for what in whats for name, tensor in replica.read(replica.names, what).items()}
+
+
+def _write_moments(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
+    """Moments that were all zero are not stored: a fresh inner optimizer begins with zeros."""
+    for what in MOMENTS:
+        stored = {name: tensors[f"{what}.{name}"] for name in replica.names if f"{what}.{name}" in tensors}
+        replica.write(stored, what)
+
+
+def _open(pending: Pending, step: int) -> _Open:
+    exchange, result = pending.exchange, pending.result
+    answer = None
+    if result is not None:
+        taken = {name: list(ranges) for name, ranges in result.taken.items()}
+        answer = _Answer(result.status, result.next_round, result.participants, result.weights, taken, result.tokens)
+    key = exchange.key
+    age = step - pending.since_step
+    return _Open(
+        key.stream, key.round, key.attempt, exchange.weight, exchange.apply_after, exchange.deadline_s, age, answer
+    )
+
+
+def _tensors_of(number: int, pending: Pending) -> dict[str, Tensor]:
+    result = pending.result
+    groups: dict[str, Mapping[str, Tensor] | None] = {"out": pending.exchange.tensors}
+    if result is not None:
+        groups |= {"mean": result.mean, "sent": result.sent}
+        for index, peer in enumerate(result.participants):
+            groups[f"from{index}"] = (result.gathered or {}).get(peer)
+    return {
+        f"{number}.{group}.{name}": tensor.clone()
+        for group, tensors in groups.items()
+        for name, tensor in (tensors or {}).items()
+    }
+
+
+def _pending(node: Participant, cursors: Cursors, tensors: State) -> list[Pending]:
+    driver = node.loop.driver
+    specimens = {specimen.key.stream: specimen for specimen in driver.method.streams(driver.replica)}
+    table = []
+    for number, opened in enumerate(cursors.pending):
+        exchange = replace(
+            specimens[opened.stream],
+            key=Key(opened.stream, opened.round, opened.attempt),
+            tensors=_group(f"{number}.out.", tensors) or {},
+            weight=opened.weight,
+            apply_after=opened.apply_after,
+            deadline_s=opened.deadline_s,
+        )
+        result = _result(number, opened, exchange, cursors, tensors)
+        table.append(Pending(exchange, cursors.step - opened.age_steps, 0.0, result))
+    return table
+
+
+def _result(number: int, opened: _Open, exchange: Exchange, cursors: Cursors, tensors: State) -> Result:
+    answer = opened.answer
+    if answer is None:  # nobody can tell any more what came of it
+        last = opened.round if isinstance(exchange.group, RandomGroups) else cursors.place.rounds[opened.stream]
+        return Result("failed", last + exchange.stride)
+    gathered = {}
+    for index, peer in enumerate(answer.participants):
+        if (theirs := _group(f"{number}.from{index}.", tensors)) is not None:
+            gathered[peer] = theirs
+    return Result(
+        status=msgspec.convert(answer.status, Result.__annotations__["status"]),
+        next_round=answer.next_round,
+        participants=answer.participants,
+        weights=answer.weights,
+        mean=_group(f"{number}.mean.", tensors),
+        gathered=gathered or None,
+        sent=_group(f"{number}.sent.", tensors),
+        taken=answer.taken,
+        tokens=answer.tokens,
+    )
+
+
+def _group(prefix: str, tensors: State) -> dict[str, Tensor] | None:
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return found or None

@@ -1,0 +1,113 @@
+"""What `farflock sim` does with a manifest whose model is cut into stages: full replicas if there are to be any, a trainer, and
+servers of all stages in turn."""
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from farflock.node.cli.output import Output
+
+if TYPE_CHECKING:
+    from farflock.node.pipeline.life.beginning import Serving
+    from farflock.node.pipeline.node import PipelineNode
+    from farflock.node.run.manifest import Manifest
+    from farflock.node.simulate.pipeline import PipelineWorld
+    from farflock.swarm.sim.network import LinkModel
+
+EVALUATED = 128  # held-out sequences
+PASSES = 4  # a step is a forward pass through all stages, one that is done again, and two gradients
+
+
+def world_of(
+    described: "Manifest", peers: int, link: "LinkModel", step_s: float, churn_s: float | None, replicas: int = 0
+) -> "PipelineWorld":
+    """The simulated surroundings; a step of `step_s` is one microbatch's, through all stages and back. So many of the peers are
+    full replicas, as fast as a server; beside them stages may have no servers, and there need be no trainer."""
+    from farflock.node.simulate.pipeline import Part, PipelineWorld
+    from farflock.swarm.roles import EVERY
+
+    pipeline = described.pipeline_plan()
+    assert pipeline is not None, "a run of stages"
+    stages = len(pipeline.stages)
+    others = peers - replicas
+    if others < 0:
+        raise click.UsageError(f"--replicas {replicas} are more than the {peers} --peers")
+    if not replicas and peers <= stages:
+        raise click.UsageError(
+            f"--peers {peers} leaves a stage without a server: {stages} stages and a trainer need more"
+        )
+    forward_s = step_s / (PASSES * stages)
+    whole = [Part(EVERY, trains=True, forward_s=forward_s)] * replicas
+    servers = [Part(number % stages, forward_s=forward_s) for number in range(others - 1)]
+    parts = (*whole, *servers, *([Part(trains=True)] if others else []))
+    limit_s = 100 * step_s * described.run.total_tokens / (described.train.batch * described.train.seq) + 3600
+    return PipelineWorld(
+        parts, described.run.total_tokens, link, churn_s, view_s=described.exchange.view_s, limit_s=limit_s
+    )
+
+
+def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None:
+    """Run it, and measure what came of it on the held-out text."""
+    import torch
+
+    from farflock.node.model.corpus import load_corpus
+    from farflock.node.model.tokenizer import ByteTokenizer
+    from farflock.node.simulate.pipeline import PipelineSimulation, Tale
+    from farflock.swarm.sim.virtual_time import run_virtual
+
+    torch.set_num_threads(1)
+    corpus, tokenizer = load_corpus(described.data.corpus, described.data.sha256 or None), ByteTokenizer()
+    pipeline = described.pipeline_plan()
+    assert pipeline is not None, "a run of stages"
+
+    async def main() -> "tuple[Tale, dict[int, PipelineNode]]":
+        simulation = PipelineSimulation(described.plan(), pipeline, world, tokenizer.encode(corpus.train))
+        return await simulation.run(), simulation.nodes
+
+    with out.progress("simulating"):
+        tale, nodes = run_virtual(main())
+    losses = [float(str(fields["loss"])) for fields in tale.fields("loss")]
+    tenth = max(len(losses) // 10, 1)
+    facts: dict[str, Any] = {
+        **_measured(described, nodes, tokenizer.encode(corpus.held_out)),
+        "rounds": len({(str(fields["stream"]), fields["round"]) for fields in tale.fields("round")}),
+        "losses": [round(sum(losses[at : at + tenth]) / tenth, 4) for at in range(0, tenth * 10, tenth)],
+        "microbatches": len(tale.fields("microbatch")),
+        "bytes": tale.sent_bytes,
+        "virtual_s": tale.virtual_s,
+        "kills": tale.kills,
+    }
+    out.result(facts, "\n".join(f"{name}: {value}" for name, value in facts.items()))
+
+
+def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: Any) -> dict[str, Any]:  # noqa: ANN401 - tokens
+    """The model put together from the servers that are furthest, its hash, and its loss."""
+    import torch
+
+    from farflock.node.model.data import evaluation
+    from farflock.node.model.evaluation import losses, summarise
+    from farflock.node.model.llama import build
+    from farflock.optimizers.state import state_hash
+
+    plan = described.plan()
+    furthest: dict[int, Serving] = {}
+    for serving in (serving for node in nodes.values() for serving in node.servings):
+        before = furthest.get(serving.index)
+        if before is None or serving.seat.applied_round > before.seat.applied_round:
+            furthest[serving.index] = serving
+    model, digest = build(plan.model, plan.run_seed), hashlib.sha256()
+    state: dict[str, torch.Tensor] = {}
+    for _, serving in sorted(furthest.items()):
+        driver = serving.loop.driver
+        digest.update(state_hash(driver.method.snapshot(driver.replica)))
+        state |= dict(driver.method.eval_params(driver.replica))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+    measured = summarise(losses(model, *evaluation(held_out, plan.seq, EVALUATED)))
+    return {
+        "state_hash": digest.hexdigest(),
+        "held_out_loss": measured.mean,
+        "held_out_standard_error": measured.standard_error,
+    }

@@ -1,0 +1,110 @@
+"""`farflock status`: what the node of a folder does now, and whom it waits for; or a run, seen from outside."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+import psutil
+
+from farflock.node.cli.output import Output
+from farflock.node.errors import Failure
+from farflock.node.process.status import Status, read_status
+from farflock.node.state.paths import RunFolder
+
+if TYPE_CHECKING:
+    from farflock.node.process.inspect_run import Sight
+
+LOOK_TIMEOUT_S = 30.0
+
+
+@click.command("status")
+@click.argument("invite", required=False)
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="The node's folder.")
+@click.option("--json", "as_json", is_flag=True, help="The last line of standard output is one JSON object.")
+def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
+    """Show what the local node does now; or look at the run of INVITE, and join nothing."""
+    if invite is not None:
+        return _look(Output(as_json), invite, folder)
+    path = RunFolder.at(folder).path / "status.json"
+    try:
+        status = read_status(path)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Failure(
+            "there is no status", f"{path} cannot be read ({error})", "start a node there, or name its --folder"
+        ) from None
+    lives = is_node(status.pid)
+    facts = {**msgspec.to_builtins(status), "running": lives}
+    Output(as_json).result(facts, _text(status, lives))
+    return 0
+
+
+def _look(out: Output, word: str, folder: Path | None) -> int:
+    """Ask the members of a run how they are."""
+    import time
+
+    from farflock.node.cli.commands.training import conclude
+    from farflock.node.process.inspect_run import look
+    from farflock.node.process.network import Machine
+    from farflock.node.process.signals import Ending, run_until_asked
+    from farflock.node.run.invite import parse
+
+    invite, ending = parse(word, time.time()), Ending()
+    sight = run_until_asked(ending, lambda: look(Machine(RunFolder.at(folder)), invite, LOOK_TIMEOUT_S))
+    if sight is None:
+        return conclude(out, None, ending.asked)
+    text = sight.manifest.canonical().decode()
+    facts = {"run": invite.run, "founder": invite.founder, "manifest": text, "hash": sight.manifest.hash()}
+    said = msgspec.to_builtins((sight.view, sight.branch, sight.members))
+    facts |= dict(zip(("view", "branch", "members"), said, strict=True))
+    out.result(facts, _seen(invite.run, sight))
+    return 0
+
+
+def _seen(run: str, sight: "Sight") -> str:
+    manifest, branch = sight.manifest, f", on branch {sight.branch}" if sight.branch else ""
+    here = sum(member.answers for member in sight.members)
+    lines = [
+        f"run {run}: {manifest.run.name}, {manifest.method.name}, {manifest.run.total_tokens:,} tokens",
+        f"view {sight.view}{branch}: {len(sight.members)} members, {here} of them answer",
+    ]
+    for member in sight.members:
+        how = "does not answer" if not member.answers else _ms(member.rtt_ms) or "answers"
+        lines.append(f"  {member.peer[-8:]}  {how:15}  {member.addresses[0] if member.addresses else 'dials out only'}")
+    return "\n".join(lines)
+
+
+def _ms(rtt_ms: float | None) -> str:
+    return "" if rtt_ms is None else f"{rtt_ms:.0f} ms"
+
+
+def is_node(pid: int) -> bool:
+    """Whether a process of ours has this number; another program may have it by now."""
+    try:
+        return "farflock" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
+def _text(status: Status, lives: bool) -> str:
+    step = "no step yet" if status.loss is None else f"step {status.step:,}, loss {status.loss:.3f}"
+    pace = "" if status.tokens_per_s is None else f", {status.tokens_per_s:,.0f} tokens/s"
+    rounds = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
+    lines = [
+        f"process {status.pid} {status.doing}" if lives else "the node does not run; this is what it wrote last",
+        f"run {status.run}: {status.tokens / status.total_tokens:.1%} of {status.total_tokens:,} tokens",
+        f"{step}{pace}",
+        f"rounds applied: {rounds}; the last is {status.last_round}" if rounds else "no round applied yet",
+        f"view {status.view}: {len(status.members)} members" + ("" if status.is_member else " (not a member yet)"),
+        f"sent {status.sent_bytes:,} bytes, received {status.received_bytes:,}",
+    ]
+    if status.branch is not None:
+        name, since = status.branch
+        lines.append(f"on branch {name} since round {since}: a majority was lost, and may come back")
+    lines += [
+        f"  {partner.peer[-8:]}  {partner.life:8} {partner.road:9} " + _ms(partner.rtt_ms)
+        for partner in status.partners
+    ]
+    for wait in status.waits:
+        lines.append(f"waits for {wait.said({})}")
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""The lines that a swarm's result is held against, trained in one process on the very streams of its peers.
+
+`union` is synchronous data parallelism done as one model: each step takes the union of the peers' batches. `alone` is one
+replica that never communicates. Same data, same initial weights, same tokens a peer, same schedule.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from farflock.node.assembly.node import Plan
+from farflock.node.model.data import Batches
+from farflock.node.model.llama import Llama, build, next_token_loss
+from farflock.node.model.tokenizer import Tokens
+
+
+def train_arm(
+    plan: Plan, tokens: Tokens, streams: Sequence[str], peers: int, steps: int, progress: Callable[[float], None]
+) -> Llama:
+    """Train one model on the batches of these streams together, as long as a run of `peers` peers and `steps` steps."""
+    model = build(plan.model, plan.run_seed)
+    inner = plan.inner.build(model)
+    sources = [
+        Batches(tokens, plan.run_seed, stream, plan.batch, plan.seq, recurring=plan.samples) for stream in streams
+    ]
+    run_tokens_per_step = peers * plan.batch * plan.seq * plan.accumulate
+    for step in range(steps):
+        for group in inner.param_groups:
+            group["lr"] = plan.schedule.rate(step * run_tokens_per_step, step)
+        for part in range(plan.accumulate):
+            batches = [source.batch(step * plan.accumulate + part) for source in sources]
+            x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+            (next_token_loss(model(x), y) / plan.accumulate).backward()  # type: ignore[no-untyped-call]
+        if plan.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
+        inner.step()
+        inner.zero_grad()
+        progress((step + 1) / steps)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Held-out losses of the swarm and its two lines, with what can be said about the share of the gain."""
+
+    swarm: float
+    swarm_error: float
+    ddp: float
+    ddp_error: float
+    none: float
+    none_error: float
+    gain: float
+    gain_error: float
+
+    @property
+    def share_of_gain(self) -> float | None:
+        """How much of data parallelism's gain over no communication the swarm kept; None if that gain is within 4
+        standard errors of nothing: then the run is too short to tell."""
+        if self.gain <= 4 * self.gain_error:
+            return None
+        return (self.none - self.swarm) / self.gain
+
+
+def compare(swarm: Tensor, ddp: Tensor, none: Tensor) -> Comparison:
+    """From losses per held-out sequence, in nats, of the same sequences in the same order: errors of the gain are paired."""
+    gain = none - ddp
+    means = [float(losses.mean()) for losses in (swarm, ddp, none, gain)]
+    errors = [float(losses.std() / len(losses) ** 0.5) for losses in (swarm, ddp, none, gain)]
+    return Comparison(means[0], errors[0], means[1], errors[1], means[2], errors[2], means[3], errors[3])

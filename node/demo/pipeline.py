@@ -1,0 +1,145 @@
+"""The demo of a pipeline: six processes, three stages with two servers each, none of which holds the whole model.
+
+One server is killed, then both servers of the middle stage at once; a newcomer makes that stage from the two beside it, and
+training goes on. The end is held against the unsplit model, trained on the very same microbatches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflock.node.assembly.checkpoints import folder_of
+from farflock.node.assembly.node import Plan
+from farflock.node.demo.baselines import compare, train_arm
+from farflock.node.demo.demo import Child, Demo
+from farflock.node.demo.report import (
+    HELD_OUT_SEQUENCES,
+    SAMPLE_TOKENS,
+    bytes_per_peer,
+    ddp_bytes,
+    numbers,
+    plot,
+    save,
+)
+from farflock.node.errors import Failure
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.data import evaluation
+from farflock.node.model.evaluation import losses, unigram_loss
+from farflock.node.model.generate import generate
+from farflock.node.model.llama import Llama, build
+from farflock.node.model.stage_tensors import joined
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.run.manifest import Manifest, resolve
+from farflock.node.state import checkpoint
+from farflock.node.state.paths import RunFolder
+from farflock.swarm.roles import role_of
+
+STAGES, SERVERS = 3, 2
+MIDDLE = 1
+KILL_ONE_AT, KILL_STAGE_AT, LATE_AT = 0.25, 0.45, 0.55
+
+
+def pipeline_manifest(steps: int) -> Manifest:
+    """What `farflock demo --pipeline` trains: equal stages, so that one can be made from its neighbours."""
+    train = {"batch": 4, "seq": 64, "joiner_steps": 0}  # DDP's rate follows the run alone, and so do the lines
+    batch = 8
+    return resolve(
+        {
+            "run": {"name": "pipeline demo", "seed": 1, "total_tokens": steps * batch * train["batch"] * train["seq"]},
+            "model": {
+                "dim": 96,
+                "layers": STAGES,
+                "heads": 4,
+                "kv_heads": 4,
+                "ffn_dim": 256,
+                "context": 128,
+                "tied": False,
+            },
+            "train": train,
+            "pipeline": {"stages": STAGES, "batch": batch},
+            "method": {"name": "ddp", "options": {}},
+            "exchange": {"view_s": 2.0, "start_peers": STAGES * SERVERS, "deadline_s": 10.0},
+        }
+    )
+
+
+@dataclass(slots=True)
+class PipelineDemo(Demo):
+    """The founder serves the first stage and trains; the others serve a stage each."""
+
+    def _others(self) -> list[tuple[str, list[str]]]:
+        stages = [stage for _ in range(SERVERS) for stage in range(STAGES)][1:]
+        names = [f"server {stage}{'b' if place >= STAGES - 1 else ''}" for place, stage in enumerate(stages)]
+        return [(name, ["--role", role_of(stage)]) for name, stage in zip(names, stages, strict=True)]
+
+    def _happen(self, share: float, invite: str) -> None:
+        """One server; then a whole stage, which a newcomer takes up; and a second newcomer."""
+        if share >= KILL_ONE_AT and not self.killed:
+            self._kill(self._of("server 2b"))
+        if share >= KILL_STAGE_AT and self.killed == 1:
+            for name in (f"server {MIDDLE}", f"server {MIDDLE}b"):
+                self._kill(self._of(name))
+            self._start("newcomer", ["join", invite])
+            self.news.append(f"stage {MIDDLE} is lost; a newcomer joins by invite")
+        if share >= LATE_AT and len(self.newcomers()) == 1:
+            self._start("newcomer b", ["join", invite])
+            self.news.append("another newcomer joins")
+
+    def _of(self, name: str) -> Child:
+        return next(child for child in self.children if child.name == name)
+
+
+def report(
+    manifest: Manifest, folder: Path, children: Sequence[Child], progress: Callable[[str, float], None]
+) -> dict[str, Any]:
+    """Put the model together from the stages' last checkpoints, train the unsplit model on the founder's microbatches, and one
+    that had a server's share of them; evaluate all; returns the contract's fields."""
+    plan, pipeline = manifest.plan(), manifest.pipeline_plan()
+    assert pipeline is not None, "a demo of a pipeline"
+    microbatches = pipeline.batch_tokens // (plan.batch * plan.seq)
+    steps, servers = plan.schedule.total_tokens // pipeline.batch_tokens, STAGES * SERVERS
+    corpus, tokenizer = load_corpus("shakespeare"), ByteTokenizer()
+    train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
+    x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
+    founder = children[0].status()
+    assert founder is not None, "the founder ended well"
+    lines = replace(plan, accumulate=microbatches)
+    whole = assembled(plan, len(pipeline.stages), children)
+    unsplit = train_arm(lines, train, [founder.peer], 1, steps, lambda share: progress("unsplit", share))
+    alone = train_arm(lines, train, [founder.peer], servers, steps // servers, lambda share: progress("alone", share))
+    compared = compare(losses(whole, x, y), losses(unsplit, x, y), losses(alone, x, y))
+    return {
+        **numbers(compared),
+        "unsplit_loss": compared.ddp,
+        "untrained_loss": float(losses(build(plan.model, plan.run_seed), x, y).mean()),
+        "unigram_loss": unigram_loss(train, held_out, tokenizer.vocab_size),
+        "microbatches": founder.work["microbatches"],
+        "microbatches_lost": founder.work["in doubt"],
+        "microbatches_doubled": founder.work["doubled"],
+        "bytes_per_peer": bytes_per_peer(children),
+        "ddp_bytes_per_peer": ddp_bytes(whole, servers, steps),
+        "tokens": plan.schedule.total_tokens,
+        "checkpoint": str(save(plan, folder, whole, compared)),
+        "plot": str(plot(folder, [child for child in children if child.status() is not None], compared)),
+        "sample": generate(whole, tokenizer, "ROMEO", SAMPLE_TOKENS, seed=plan.run_seed),
+    }
+
+
+def assembled(plan: Plan, stages: int, children: Sequence[Child]) -> Llama:
+    """The whole model from the newest checkpoint of each stage; `Failure` if a stage has none."""
+    pieces: list[dict[str, Tensor]] = []
+    for stage in range(stages):
+        folders = (folder_of(RunFolder(child.folder), role_of(stage)) for child in children if not child.killed)
+        found = [saved for folder in folders if (saved := checkpoint.latest(folder)) is not None]
+        if not found:
+            raise Failure(f"stage {stage} left no checkpoint", "none of its servers ended well", "read their log.txt")
+        pieces.append(max(found, key=lambda saved: int(saved.meta["tokens"])).parts["model"])
+    model = build(plan.model, plan.run_seed)
+    with torch.no_grad():
+        for name, x in joined(pieces).items():
+            model.get_parameter(name).copy_(x)
+    return model

@@ -1,0 +1,133 @@
+"""What a demo ends with: held-out losses of the swarm and its two lines, bytes, a plot, a checkpoint, some text."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflock.node.assembly.node import Plan
+from farflock.node.demo.baselines import Comparison, compare, train_arm
+from farflock.node.demo.demo import Child
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.data import evaluation
+from farflock.node.model.evaluation import losses, unigram_loss
+from farflock.node.model.generate import generate
+from farflock.node.model.llama import Llama, build
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.state import checkpoint
+from farflock.node.state.history import History
+
+HELD_OUT_SEQUENCES = 400
+SAMPLE_TOKENS = 200
+
+
+def report(
+    plan: Plan,
+    lines: Plan,
+    folder: Path,
+    children: Sequence[Child],
+    peers: int,
+    progress: Callable[[str, float], None],
+) -> dict[str, Any]:
+    """Train the comparison lines as the plan `lines` says (the inner optimizer of some methods is good for nothing else),
+    evaluate everything, write plot and checkpoint; returns the contract's fields. Who never came in counts for nothing."""
+    children = [child for child in children if child.status() is not None]
+    corpus, tokenizer = load_corpus("shakespeare"), ByteTokenizer()
+    train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
+    x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
+    statuses = [status for child in children if (status := child.status()) is not None]
+    streams = [status.peer for status in statuses][:peers]
+    steps = plan.schedule.total_tokens // (peers * plan.batch * plan.seq * plan.accumulate)
+    swarm = _swarm_model(plan, children)
+    untrained = float(losses(build(plan.model, plan.run_seed), x, y).mean())
+    ddp = train_arm(lines, train, streams, peers, steps, lambda share: progress("DDP", share))
+    none = train_arm(lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share))
+    compared = compare(losses(swarm, x, y), losses(ddp, x, y), losses(none, x, y))
+    saved = save(plan, folder, swarm, compared)
+    return {
+        **numbers(compared),
+        "untrained_loss": untrained,
+        "unigram_loss": unigram_loss(train, held_out, tokenizer.vocab_size),
+        "bytes_per_peer": bytes_per_peer(children),
+        "ddp_bytes_per_peer": ddp_bytes(swarm, peers, steps),
+        "tokens": plan.schedule.total_tokens,
+        "checkpoint": str(saved),
+        "plot": str(plot(folder, children, compared)),
+        "sample": generate(swarm, tokenizer, "ROMEO", SAMPLE_TOKENS, seed=plan.run_seed),
+    }
+
+
+def ddp_bytes(model: Llama, peers: int, steps: int) -> int:
+    """What a ring all-reduce of bf16 gradients at every step would have sent per peer."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return int(2 * (peers - 1) / peers * parameters * 2 * steps)
+
+
+def numbers(compared: Comparison) -> dict[str, float | None]:
+    return {
+        "held_out_loss": compared.swarm,
+        "held_out_error": compared.swarm_error,
+        "ddp_loss": compared.ddp,
+        "ddp_error": compared.ddp_error,
+        "none_loss": compared.none,
+        "none_error": compared.none_error,
+        "gain": compared.gain,
+        "gain_error": compared.gain_error,
+        "share_of_gain": compared.share_of_gain,
+    }
+
+
+def _swarm_model(plan: Plan, children: Sequence[Child]) -> Llama:
+    """The uniform average of what the survivors would evaluate (for an exact method they are all the same)."""
+    parts = [checkpoint.load(found).parts["model"] for found in _checkpoints(children)]
+    mean = {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
+    model = build(plan.model, plan.run_seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(mean[name])
+    return model
+
+
+def _checkpoints(children: Sequence[Child]) -> list[Path]:
+    found = [checkpoint.latest(child.folder / "checkpoints") for child in children if not child.killed]
+    return [entry.folder for entry in found if entry is not None]
+
+
+def bytes_per_peer(children: Sequence[Child]) -> int:
+    sent = [status.sent_bytes for child in children if (status := child.status()) is not None and not child.killed]
+    return int(sum(sent) / max(len(sent), 1))
+
+
+def save(plan: Plan, folder: Path, model: Llama, compared: Comparison) -> Path:
+    import msgspec
+
+    weights: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    steps = plan.schedule.total_tokens // (plan.batch * plan.seq)
+    files = {"config.json": msgspec.json.encode(plan.model)}
+    meta = {"held_out_loss": compared.swarm, "tokens": plan.schedule.total_tokens}
+    return checkpoint.save(folder / "checkpoints", steps, {"model": weights}, meta, files)
+
+
+def plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path:
+    """Training loss of each peer over its steps, with the held-out losses of the three lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for child in children:
+        series = History.read(child.folder).series("loss", 200)
+        axes.plot([step for step, _ in series], [loss for _, loss in series], label=child.name, linewidth=1)
+    lines = (("swarm", compared.swarm, "-"), ("DDP", compared.ddp, "--"), ("no communication", compared.none, ":"))
+    for name, loss, style in lines:
+        axes.axhline(loss, linestyle=style, color="black", linewidth=0.8, label=f"{name}, held out: {loss:.3f}")
+    axes.set_xlabel("steps of the peer")
+    axes.set_ylabel("loss, nats per byte")
+    axes.legend(fontsize=8)
+    path = folder / "loss.png"
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,126 @@
+"""The way into a run over the real network, for an optimizer: founds one, or joins that of an invite.
+
+As `node/process/node_process.py` does for nodes, but in a background thread, and with somebody's own model's terms in
+the manifest's place. Importing it loads the directory, and with it hivemind."""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from farflock.node.errors import Failure, Refused
+from farflock.node.library.background import Background, Life
+from farflock.node.library.presence import JOIN_TIMEOUT_S, Compute, Entrant, Presence, present
+from farflock.node.process.network import Machine, identity_of, keep_published, learn_terms, network
+from farflock.node.process.worker import Worker
+from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
+from farflock.node.run.manifest import Head, seal_head
+from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
+from farflock.node.state.paths import RunFolder
+from farflock.swarm.dht.kademlia import DhtDirectory
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.chunks import digest_of
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.record import unseal
+from farflock.swarm.zmq.links import ZmqLinks
+
+INVITE_LASTS_S = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkDoor:
+    """Over the real network, in a thread of its own: founds a run, or joins that of the invite."""
+
+    invite: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    dht_port: int = 0
+    client_mode: bool = False
+    folder: Path | None = None  # with the identity's key; None: a passing identity in a temporary folder
+
+    def enter(self, entrant: Entrant) -> tuple[Life[Presence], Callable[[], None]]:
+        """See `Door`."""
+        invite = None if self.invite is None else parse(self.invite, time.time())
+        terms = founded(entrant.wished) if invite is None else None  # mistakes are named before anything starts
+        background = Background("farflock")
+        try:
+            life = background.enter(lambda: self._inside(entrant, invite, terms))
+        except BaseException:
+            background.close()
+            raise
+
+        def end() -> None:
+            life.end()
+            background.close()
+
+        return life, end
+
+    @contextlib.asynccontextmanager
+    async def _inside(
+        self, entrant: Entrant, invite: Invite | None, terms: UserTerms | None
+    ) -> AsyncIterator[Presence]:
+        """Everything from the folder to the goodbye, in the order in which it must end."""
+        with contextlib.ExitStack() as kept:
+            folder = self.folder or Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-")))
+            machine = Machine(RunFolder(folder), self.host, self.port, self.dht_port, client_mode=self.client_mode)
+            identity = identity_of(machine.folder)
+            codecs = Worker("codec")
+            kept.callback(codecs.close)
+            raw = b"" if terms is None else terms.canonical()
+            run = invite.run if invite is not None else run_id(raw, identity.peer)
+            async with network(machine, identity, run, invite.addresses if invite else ()) as (directory, links):
+                if invite is not None:
+                    head, raw, records = await learn_terms(directory, links, invite, JOIN_TIMEOUT_S)
+                    _require_same_run(raw, invite)
+                    terms, founder = joined(raw, entrant.wished), invite.founder
+                else:
+                    head, records, founder = _sealed(identity, run, raw), [], identity.peer
+                assert terms is not None
+                peer = _peer(terms, run, identity, links, directory, codecs)
+                doors = (*directory.addresses, *(invite.addresses if invite else ()))
+                here = Presence.assemble(
+                    entrant, terms, peer, codecs, lambda: _mint(run, founder, doors), founder=invite is None
+                )
+                async with present(here, records), _published(directory, run, head, raw, peer):
+                    yield here
+
+
+@contextlib.asynccontextmanager
+async def _published(directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer) -> AsyncIterator[None]:
+    """The terms can be had of this peer, and their head is in the directory."""
+    peer.port.store.put(raw, "manifest")
+    publishing = asyncio.create_task(keep_published(directory, run, head))
+    try:
+        yield
+    finally:
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+
+
+def _peer(
+    terms: UserTerms, run: str, identity: Identity, links: ZmqLinks, directory: DhtDirectory, compute: Compute
+) -> Peer:
+    known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
+    incarnation = unseal(links.record(), run).incarnation
+    return Peer(known, identity, links, directory, incarnation=incarnation, record=links.record, compute=compute)
+
+
+def _sealed(identity: Identity, run: str, raw: bytes) -> bytes:
+    return seal_head(identity, Head(run, identity.peer, digest_of(raw), len(raw), 0))
+
+
+def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
+    addresses = tuple(dict.fromkeys(doors))[:MAX_ADDRESSES]
+    if not addresses:
+        raise Failure("no invite can be made", "this peer has no address that others could reach", "ask another member")
+    return mint(Invite(run, founder, addresses, int(time.time() + INVITE_LASTS_S)))
+
+
+def _require_same_run(raw: bytes, invite: Invite) -> None:
+    if run_id(raw, invite.founder) != invite.run:
+        raise Refused(
+            "these terms are not the run's", "their hash differs from the invite's run", "ask for a new invite"
+        )

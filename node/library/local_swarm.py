@@ -1,0 +1,175 @@
+"""A whole swarm in one process, for notebooks and tests: real peers, real agreement and codecs, links in memory.
+
+Nothing is faked but the wire: `SimNetwork` carries the frames in real time, with the rates and the latency that it is
+given, so that a slow line can be tried too.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torch import nn
+
+from farflock.node.errors import Usage
+from farflock.node.library.background import Background, Life, in_threads
+from farflock.node.library.presence import JOIN_TIMEOUT_S, Entrant, Presence, present
+from farflock.node.library.swarm_optimizer import SwarmOptimizer
+from farflock.node.process.worker import Worker
+from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.record import Record, seal
+from farflock.swarm.sim.network import LinkModel, SimNetwork
+
+T = TypeVar("T")
+Optimize = Callable[..., SwarmOptimizer]  # SwarmOptimizer's constructor, but for `invite`
+Work = Callable[[int, Optimize], T]
+
+MAX_PEERS = 64
+QUICK = LinkModel(up_bytes_per_s=1e9, down_bytes_per_s=1e9, latency_s=0.0005, jitter_s=0.0)
+VIEW_S = 3.0  # time for all to ask, so that one change of the view lets everybody in
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalDoor:
+    """The way in for one rank: rank 0 founds the run, the others wait for that and join."""
+
+    swarm: "LocalSwarm"
+    rank: int
+
+    def enter(self, entrant: Entrant) -> tuple[Life[Presence], Callable[[], None]]:
+        """See `user_presence.Door`."""
+        life = self.swarm.background.enter(lambda: self.swarm.inside(self.rank, entrant))
+        return life, life.end
+
+
+class LocalSwarm:
+    """`peers` peers in this process, for as long as its block runs."""
+
+    def __init__(self, peers: int, method: str | None, seed: int, link: LinkModel, options: dict[str, Any]) -> None:
+        if not 1 <= peers <= MAX_PEERS:
+            raise Usage("local_swarm", f"{peers} peers", f"take 1 to {MAX_PEERS}")
+        self.network = SimNetwork(seed, link)
+        self.optimizers: dict[int, SwarmOptimizer] = {}
+        if options.get("enough", 0) > peers:
+            raise Usage("enough", f"{options['enough']} arrivals of {peers} peers", f"take {peers} or fewer")
+        self._peers, self._terms = peers, {"method": method, "seed": seed, **options}
+        self._identities = [Identity.from_seed(_seed(seed, rank)) for rank in range(peers)]
+        self._codecs = Worker("codec")
+        self._all_here, self._all_ready = asyncio.Barrier(peers), asyncio.Barrier(max(peers - 1, 1))
+        self._founded = asyncio.Event()
+        self._raw = b""
+        self.background = Background("local swarm")
+
+    def train(self, work: Work[T]) -> list[T]:
+        """Call `work(rank, optimize)` for each rank in a thread of its own; their results by rank.
+
+        `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all ranks have theirs. Steps wait
+        for each other as in any swarm, so each needs its own thread. If one raises, all end, and its error is raised."""
+        if self.optimizers:
+            raise Usage("this swarm has trained", "its run is over", "make another local_swarm")
+        return in_threads(
+            self._peers, lambda rank: work(rank, functools.partial(self._optimize, rank)), self.background.close
+        )
+
+    def disturb(self, what: Callable[[SimNetwork], object]) -> None:
+        """Do something to the network as in a simulation: `lambda network: network.kill(peer)`, `cut`, `slow`, `set_link`."""
+        self.background.run(lambda: what(self.network))
+
+    def close(self) -> None:
+        """End all peers."""
+        self.background.close()
+        self._codecs.close()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all peers."""
+        self.close()
+
+    def _optimize(self, rank: int, model: nn.Module, **options: Any) -> SwarmOptimizer:  # noqa: ANN401 - see SwarmOptimizer
+        if rank in self.optimizers:
+            raise Usage(
+                f"rank {rank} has an optimizer", "it is one peer", "take a model and an optimizer for each rank"
+            )
+        made = SwarmOptimizer(model, invite=_LocalDoor(self, rank), **{**self._terms, **options})
+        self.optimizers[rank] = made
+        made.wait_for_members(self._peers)
+        return made
+
+    @contextlib.asynccontextmanager
+    async def inside(self, rank: int, entrant: Entrant) -> AsyncIterator[Presence]:
+        """One peer in the background, from its first frame to its goodbye."""
+        await self._wait_for_all(self._all_here)
+        terms = await self._terms_for(rank, entrant)
+        run, identity = self._run, self._identities[rank]
+        record = self._record(rank)
+        known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
+        links = self.network.links(identity.peer)
+        peer = Peer(known, identity, links, None, incarnation=1, record=lambda: record, compute=self._codecs)
+        here = Presence.assemble(entrant, terms, peer, self._codecs, _no_invite, founder=rank == 0)
+        gate = functools.partial(self._wait_for_all, self._all_ready)
+        async with present(here, [] if rank == 0 else [self._record(0)], gate):
+            self._founded.set()
+            yield here
+
+    async def _wait_for_all(self, barrier: asyncio.Barrier) -> None:
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                await barrier.wait()
+        except (TimeoutError, asyncio.BrokenBarrierError):
+            why = f"not all of the {self._peers} ranks made theirs within {JOIN_TIMEOUT_S:.0f} s"
+            raise Usage("no optimizer for this rank", why, "call `optimize` once in each rank's thread") from None
+
+    async def _terms_for(self, rank: int, entrant: Entrant) -> UserTerms:
+        if rank == 0:
+            terms = founded(entrant.wished)
+            self._raw = terms.canonical()
+            return terms
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            await self._founded.wait()
+        return joined(self._raw, entrant.wished)
+
+    @property
+    def _run(self) -> str:
+        return run_id(self._raw, self._identities[0].peer)
+
+    def _record(self, rank: int) -> bytes:
+        identity = self._identities[rank]
+        return seal(identity, Record(self._run, identity.peer, 1, 1, curve=bytes(32)))
+
+
+def local_swarm(
+    peers: int,
+    method: str | None = None,
+    *,
+    seed: int = 0,
+    view_s: float = VIEW_S,
+    link: LinkModel = QUICK,
+    **options: Any,  # noqa: ANN401 - the method's constructor checks them
+) -> LocalSwarm:
+    """A swarm of this many peers in this process; use it as a block.
+
+    `link` says how fast and how distant everybody's line is. The rest is what `SwarmOptimizer` takes of a run::
+
+        with farflock.local_swarm(4, method="noloco", period=10) as swarm:
+            losses = swarm.train(work)  # work(rank, optimize) in four threads
+    """
+    return LocalSwarm(peers, method, seed, link, {"view_s": view_s, **options})
+
+
+def _no_invite() -> str:
+    raise Usage("no invite can be made", "a local swarm lives in this process alone", "found a run with SwarmOptimizer")
+
+
+def _seed(seed: int, rank: int) -> bytes:
+    return hashlib.sha256(f"local peer {seed}/{rank}".encode()).digest()

@@ -1,0 +1,329 @@
+"""A swarm under anybody's PyTorch loop: a real `torch.optim.Optimizer` whose `step` also keeps the model with its peers'.
+
+Around it the same driver as in node/loop.py; the local step runs in the caller's thread, everything else in one
+background thread, and `step` returns when the driver has nothing more to apply or to wait for.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import torch
+from torch import nn
+
+from farflock.node.errors import Usage
+from farflock.node.library.presence import Door, Entrant, Presence, TheirStep
+from farflock.node.model.replica import PlainReplica
+from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
+from farflock.node.run.user_terms import fingerprint, founded, wish
+from farflock.node.train.driver import Pending
+from farflock.node.train.state_sync import Place
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.layers import is_numbered, layers_of
+from farflock.optimizers.method import Key, Method, RandomGroups, Result
+
+Inner = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+MEMBERS_TIMEOUT_S = 600.0
+DRAIN_S = 5.0
+
+
+class Round(NamedTuple):
+    """How a round ended: `ok`, `partial`, `alone` or `failed`, and how many peers took part, this one included."""
+
+    stream: str
+    number: int
+    status: str
+    peers: int
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """What a state dict holds of the swarm, but for tensors. `pending` are exchanges without a result: stream, round."""
+
+    step: int
+    place: Place
+    pending: list[tuple[str, int]]
+
+
+TENSORS = ("method", "owed")  # the rest of such a state dict
+
+
+class SwarmOptimizer(torch.optim.Optimizer):
+    """Trains a model of one's own together with peers far away.
+
+    Without `invite` it founds a run, and this model's weights are everybody's; `invite` is then the word for the others.
+    With one it joins: the constructor returns once the run's state is in the model. `method` and its options (`period`,
+    `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave them out, and must not name others than the run's.
+
+    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a function from parameters to any
+    torch optimizer. Its `param_groups` are this optimizer's, so that the learning rate is yours or your scheduler's. Some
+    methods need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send.
+    `tokens_per_step` is what a step counts for in the run's progress.
+
+    Links are on `host`, loopback unless named. The identity is kept in `folder`; without one it is a passing one.
+
+    A step waits only for an exchange that is due, at most its deadline; results that come later are applied in a later
+    step. Frozen parameters stay where they are and must be equal everywhere; buffers are each peer's own. Use it as
+    `with SwarmOptimizer(...) as opt:` or call `close`. Errors of the network are raised by `step`, with their cause.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: str | None = None,
+        invite: str | Door | None = None,
+        *,
+        inner: Inner = "adamw",
+        lr: float | None = None,
+        run: str | None = None,
+        seed: int | None = None,
+        tokens_per_step: int = 1,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        dht_port: int = 0,
+        client_mode: bool = False,
+        folder: Path | None = None,
+        **options: Any,  # noqa: ANN401 - the method's constructor checks them
+    ) -> None:
+        self._inner = inner_optimizer(model, inner, lr)
+        self._ready = False
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+        self._share_inner()
+        wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
+        self._replica = PlainReplica(model, self._inner, None)
+        if not isinstance(invite, str):  # who joins learns the run's terms later
+            terms = founded(wished)
+            self._require_fit(terms.method.name, terms.build())
+        self._trainee = TheirStep(tokens_per_step)
+        self._news = _News()
+        entrant = Entrant(wished, self._replica, self._trainee, self._news.report)
+        if invite is None or isinstance(invite, str):
+            from farflock.node.library.door import NetworkDoor  # late: it loads hivemind
+
+            invite = NetworkDoor(invite, host, port, dht_port, client_mode, folder)
+        self._life, end = invite.enter(entrant)
+        self._end = weakref.finalize(self, end)
+        self._held: dict[str, torch.Tensor] = {}
+        self._ready = True
+        try:
+            self._require_fit(self.method, self._here.loop.driver.method)
+        except Usage:
+            self.close(patient=False)
+            raise
+
+    # torch's optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
+        """One local step with the gradients that are there (or that `closure` makes), and whatever exchange is due then.
+
+        Returns what the closure returns. After Ctrl-C the step's exchange goes on; the next call waits for it first."""
+        life, loop = self._life, self._here.loop
+        progress = life.call(loop.begin_step, through=True)
+        self._trainee.closure = closure
+        try:
+            loss = loop.train_one(progress)
+        finally:
+            self._trainee.closure = None
+        life.call(partial(loop.end_step, loss), through=True)
+        self._held = dict(self._replica.read(self._replica.names, "grad")) if loop.driver.pending else {}
+        return self._trainee.returned
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this program's `backward`; those that a method still has to send (DDP) stay."""
+        super().zero_grad(set_to_none)
+        if any(bool(gradient.any()) for gradient in self._held.values()):
+            self._replica.write(self._held, "grad")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, and under "swarm" the method's: with the model's own `state_dict` all that a peer
+        alone needs to go on as if it had never stopped."""
+        return {**self._inner.state_dict(), "swarm": self._life.call(self._remember)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state dict. Alone in a run that was founded just now: everything, bit by bit (load the model's too).
+        Among others: the inner optimizer's state only, since weights and method are the run's."""
+        state = dict(state_dict)
+        swarm = state.pop("swarm", None)
+        alone = self._here.founder and len(self.members) == 1
+        if not alone and self._here.terms.method.name in SHARED_MOMENTS:
+            return
+        self._inner.load_state_dict(state)
+        self._share_inner()
+        if alone and swarm is not None:
+            if self._here.loop.step:
+                why = f"this optimizer has made {self._here.loop.step} steps"
+                raise Usage("the state cannot be loaded now", why, "load it before the first one")
+            self._life.call(lambda: self._recall(swarm))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the run is on: its parameters are its terms."""
+        if self._ready:
+            why = "all peers of a run train the same parameters"
+            raise Usage("no parameters can be added", why, "make a new optimizer, and so a new run")
+        super().add_param_group(param_group)
+
+    # the swarm
+
+    @property
+    def invite(self) -> str:
+        """The word with which others join, good for a week; any member can give it."""
+        return self._here.invite()
+
+    @property
+    def method(self) -> str:
+        """The run's method."""
+        return self._here.terms.method.name
+
+    @property
+    def peer(self) -> str:
+        """This peer's id: a base58 libp2p id."""
+        return self._here.peer.me
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The peers of the newest view, this one included."""
+        return self._here.peer.port.views.newest.peers
+
+    @property
+    def last_round(self) -> Round | None:
+        """The last round that was applied here."""
+        return self._news.last_round
+
+    @property
+    def tokens(self) -> int:
+        """How far the run is: the agreed tokens, and what everybody has presumably trained since."""
+        return self._life.call(self._tokens)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """What a step counts for; may be set before each step."""
+        return self._trainee.tokens_per_step
+
+    @tokens_per_step.setter
+    def tokens_per_step(self, tokens: int) -> None:
+        self._trainee.tokens_per_step = tokens
+
+    def eval_params(self) -> dict[str, torch.Tensor]:
+        """What to evaluate and export: the method's outer parameters if it has them, else the model's own; float32 on the
+        CPU, the same bits on every peer after a round of an exact method."""
+        return self._life.call(self._eval_params)
+
+    def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:
+        """Return once the run has so many members; `TimeoutError` if it does not in time."""
+        try:
+            self._life.call(lambda: self._here.until(lambda: len(self.members) >= count, timeout_s))
+        except TimeoutError:
+            there = len(self.members)
+            raise TimeoutError(
+                f"after {timeout_s:g} s {there} of {count} members are there; check the others"
+            ) from None
+
+    def close(self, patient: bool = True) -> None:
+        """Leave the run: take in what is on its way, stay a few seconds for those who still need something (unless not
+        `patient`), say goodbye, end the thread and the process of the directory. Harmless when done twice."""
+        try:
+            if patient and self._end.alive and not self._life.ended:
+                self._life.call(lambda: self._here.loop.drain(DRAIN_S))
+                self._here.patient = True
+        finally:
+            self._end()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the run: patiently after a good end, at once after a bad one."""
+        self.close(patient=kind is None)
+
+    @property
+    def _here(self) -> Presence:
+        return self._life.value
+
+    def _share_inner(self) -> None:
+        """The inner optimizer's groups and moments are this one's: schedulers and scalers look there."""
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def _require_fit(self, name: str, made: Method) -> None:
+        """`Usage` unless the method can work with the inner optimizer and with this model's layers."""
+        layers = layers_of(self._replica.names)
+        require_inner(name, made, self._inner)
+        require_layers(made, sum(map(is_numbered, layers)) or len(layers))
+
+    async def _tokens(self) -> int:
+        loop = self._here.loop
+        return loop.seat.progress(loop.step).tokens
+
+    async def _eval_params(self) -> dict[str, torch.Tensor]:
+        loop = self._here.loop
+        return dict(await loop.compute(lambda: loop.driver.method.eval_params(loop.driver.replica)))
+
+    async def _remember(self) -> dict[str, Any]:
+        loop = self._here.loop
+        method, replica = loop.driver.method, loop.driver.replica
+        tensors = await loop.compute(lambda: {**method.snapshot(replica), **method.personal(replica)})
+        pending = [(key.stream, key.round) for key in loop.driver.pending]
+        facts = Remembered(loop.step, loop.seat.place, pending)
+        return {"method": tensors, "owed": loop.seat.owed, **msgspec.to_builtins(facts)}
+
+    async def _recall(self, swarm: dict[str, Any]) -> None:
+        loop = self._here.loop
+        driver = loop.driver
+        try:
+            facts = msgspec.convert({name: value for name, value in swarm.items() if name not in TENSORS}, Remembered)
+            await loop.compute(lambda: driver.method.resume(driver.replica, swarm["method"]))
+            place = facts.place
+        except (KeyError, TypeError, ValueError) as error:
+            raise Usage(
+                "the state does not fit this run", str(error), "load the one that this program saved"
+            ) from error
+        specimens = {specimen.key.stream: specimen for specimen in driver.method.streams(driver.replica)}
+        open_ones = []
+        for stream, number in facts.pending:  # nobody can tell any more what came of it: it is reported failed, once
+            exchange = replace(specimens[stream], key=Key(stream, number))
+            last = number if isinstance(exchange.group, RandomGroups) else place.rounds[stream]
+            open_ones.append(Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride)))
+        driver.take_up(open_ones)
+        loop.step = facts.step
+        loop.seat.take_up(place, swarm.get("owed", {}))
+
+
+class _News:
+    """What the loop reports, for whoever asks. Apart from the optimizer, so that the loop does not keep that alive."""
+
+    def __init__(self) -> None:
+        self.last_round: Round | None = None
+
+    def report(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take in one event of the loop."""
+        if kind == "round":
+            self.last_round = Round(fields["stream"], fields["round"], fields["status"], fields["peers"])
+
+
+def inner_optimizer(model: nn.Module, inner: Inner, lr: float | None) -> torch.optim.Optimizer:
+    """The inner optimizer over a model's trained parameters; `Usage` for what is none."""
+    if isinstance(inner, str):
+        try:
+            return InnerConfig(inner, 1e-3 if lr is None else lr).build(model)  # type: ignore[arg-type]  # it checks
+        except ValueError as error:
+            raise Usage("inner", str(error), "") from None
+    if lr is not None:
+        raise Usage("lr", "the function given as `inner` sets its own rate", "leave lr out")
+    made = inner([entry for entry in model.parameters() if entry.requires_grad])
+    if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS | SwarmOptimizer):
+        raise Usage(
+            "inner", f"it made a {type(made).__name__}", "give a function that makes a first-order torch optimizer"
+        )
+    theirs = {id(entry) for entry in model.parameters()}
+    if any(id(entry) not in theirs for group in made.param_groups for entry in group["params"]):
+        raise Usage(
+            "inner", "its optimizer trains parameters that are not the model's", "build it from those it is given"
+        )
+    return made

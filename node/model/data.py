@@ -1,0 +1,174 @@
+"""Batches as a pure function of (run seed, peer, round, step), and the fixed sequences that everybody
+evaluates on.
+
+A peer's order of data must not depend on who else is there, and must be taken up again from two integers: so
+the windows of a batch are drawn by a counter-based generator (Philox), not by one that has to be run forward.
+
+Windows are drawn anew for each batch, or, with `recurring`, so many once, which then come again in epochs of another order
+each: fine-tuning's data, and what codecs need that remember samples (compression/aqsgd.py).
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farflock.node.model.tokenizer import Tokenizer, Tokens, tokenizer_hash
+
+MAX_RECURRING = 1 << 20  # samples of one peer: their order is made anew for each epoch
+_CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
+
+
+class BadData(ValueError):
+    """Tokens that cannot be trained on; the message names the remedy."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What `NAME.bin.json` says of the little-endian uint16 tokens in `NAME.bin`."""
+
+    tokenizer: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The training batches of one peer. `tokens` may be a memmap: a batch touches `batch · (seq + 1)` of
+    them.
+
+    Each sequence starts at an independent, uniform position: raw 64-bit Philox outputs modulo the number of
+    positions (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and peer. Counter: step,
+    round. If the peer has `recurring` samples, the n-th sequence that it draws is number n mod `recurring` of
+    epoch n div `recurring`, whose order is that of `recurring` such outputs (another key; counter: epoch,
+    round + 1); the samples start where the outputs of counter 0 say.
+    """
+
+    tokens: Tokens
+    run_seed: int
+    peer: str
+    batch_size: int
+    seq: int
+    recurring: int = field(default=0, kw_only=True)  # each sequence is a new one
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recurring <= MAX_RECURRING:
+            raise BadData(f"{self.recurring} samples that come again are not possible; use 0 to {MAX_RECURRING}")
+        if self.batch_size < 1 or self.seq < 1:
+            raise BadData(
+                f"a batch of {self.batch_size} sequences of {self.seq} tokens is empty; use 1 or more of each"
+            )
+        if len(self.tokens) <= self.seq:
+            raise BadData(f"{len(self.tokens)} tokens hold no sequence of {self.seq} and its next; use a longer text")
+
+    def batch(self, step: int, round: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs and next tokens, both int64 (batch_size, seq), for this step of this round."""
+        starts = self.starts(step, round)
+        return _windows(self.tokens, starts, self.seq)
+
+    def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
+        """First positions of the batch's sequences."""
+        count = np.uint64(len(self.tokens) - self.seq)
+        if self.recurring:
+            draws = _sample_draws(self.run_seed, self.peer, self.recurring)[list(self.samples(step, round))]
+            return (draws % count).astype(np.int64)
+        self._require_cursor(step, round)
+        philox = np.random.Philox(key=_philox_key(self.run_seed, self.peer), counter=_words(0, 0, step, round))
+        draws = np.asarray(philox.random_raw(self.batch_size), dtype=np.uint64)
+        return (draws % count).astype(np.int64)
+
+    def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
+        """Which of the recurring samples the batch's sequences are, from 0 on: the same in each life of the peer."""
+        self._require_cursor(step, round)
+        first = step * self.batch_size
+        places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]
+        given = self.run_seed, self.peer, self.recurring, round
+        return tuple(int(_epoch_order(*given, epoch % _CURSOR_LIMIT)[place]) for epoch, place in places)
+
+    def _require_cursor(self, step: int, round: int) -> None:
+        if not (0 <= step < _CURSOR_LIMIT and 0 <= round < _CURSOR_LIMIT):
+            raise BadData(f"step {step} of round {round} is out of range; both are 0 or more and fit 63 bits")
+
+
+def evaluation(held_out: Tokens, seq: int, sequences: int) -> tuple[Tensor, Tensor]:
+    """Inputs and next tokens, int64 (n, seq): n ≤ `sequences` windows without overlap, evenly spread; equal
+    for all.
+    """
+    fitting = (len(held_out) - 1) // seq
+    if fitting < 1 or sequences < 1:
+        raise BadData(f"{len(held_out)} held-out tokens give no {sequences} sequences of {seq}; hold out more text")
+    count = min(fitting, sequences)
+    starts = np.arange(count, dtype=np.int64) * fitting // count * seq
+    return _windows(held_out, starts, seq)
+
+
+def data_hash(train: Tokens, held_out: Tokens, tokenizer: Tokenizer) -> str:
+    """SHA-256 over the tokenizer's hash and both token sequences: peers with another one are refused."""
+    digest = hashlib.sha256(f"farflock-data-v1 {tokenizer_hash(tokenizer)}".encode())
+    for part in (train, held_out):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(part, dtype="<u2").data)
+    return digest.hexdigest()
+
+
+def write_tokens(path: Path, tokens: Tokens, tokenizer: Tokenizer) -> None:
+    """Write a token file and the header beside it; an existing file is never overwritten."""
+    header = Header(tokenizer=tokenizer_hash(tokenizer), count=len(tokens))
+    with path.open("xb") as file:
+        file.write(np.ascontiguousarray(tokens, dtype="<u2").data)
+    _header_path(path).write_bytes(msgspec.json.encode(header))
+
+
+def open_tokens(path: Path, tokenizer: Tokenizer) -> Tokens:
+    """Map a token file without reading it; raise `BadData` if it is another tokenizer's or was cut short."""
+    try:
+        header = msgspec.json.decode(_header_path(path).read_bytes(), type=Header)
+        size_bytes = path.stat().st_size
+    except OSError as error:
+        raise BadData(f"{error.filename} cannot be read ({error.strerror}); a token file needs its .json") from None
+    except msgspec.MsgspecError as error:
+        raise BadData(f"{_header_path(path)} is no header of a token file ({error}); write it again") from None
+    if header.tokenizer != tokenizer_hash(tokenizer):
+        raise BadData(f"{path} was cut by tokenizer {header.tokenizer[:16]}…, not by this run's; tokenize it again")
+    if header.count < 1 or size_bytes != 2 * header.count:
+        raise BadData(f"{path} has {size_bytes} bytes, its header wants {2 * header.count}; copy it again")
+    return np.memmap(path, dtype="<u2", mode="r")
+
+
+def _header_path(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _philox_key(run_seed: int, peer: str, domain: str = "data-order") -> NDArray[np.uint64]:
+    digest = hashlib.sha256(f"farflock-{domain}-v1 {run_seed} {peer}".encode()).digest()
+    return np.frombuffer(digest[:16], dtype="<u8")
+
+
+@functools.lru_cache(maxsize=8)
+def _sample_draws(run_seed: int, peer: str, recurring: int) -> NDArray[np.uint64]:
+    return _raw(run_seed, peer, recurring, _words(0, 0, 0, 0))
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_order(run_seed: int, peer: str, recurring: int, round: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation; equal draws, of which there are hardly any, keep their order."""
+    return np.argsort(_raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable")
+
+
+def _raw(run_seed: int, peer: str, count: int, counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    philox = np.random.Philox(key=_philox_key(run_seed, peer, "recurring-samples"), counter=counter)
+    return np.asarray(philox.random_raw(count), dtype=np.uint64)
+
+
+def _words(*values: int) -> NDArray[np.uint64]:
+    return np.array(values, dtype=np.uint64)
+
+
+def _windows(tokens: Tokens, starts: NDArray[np.int64], seq: int) -> tuple[Tensor, Tensor]:
+    rows = np.stack([tokens[start : start + seq + 1] for start in starts]).astype(np.int64)
+    both = torch.from_numpy(rows)
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()

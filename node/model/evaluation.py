@@ -1,0 +1,70 @@
+"""Held-out losses with their standard errors: of a model, and of the simplest baseline that knows the corpus.
+
+A trained model's loss means nothing alone; a unigram model (token frequencies) is the floor that it must
+beat. All losses are nats per token, which are nats per byte with the byte tokenizer.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farflock.node.model.tokenizer import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean loss over held-out sequences; `standard_error` is that of the mean, infinite for one
+    sequence.
+    """
+
+    mean: float
+    standard_error: float
+    sequences: int
+
+
+def unigram_loss(train: Tokens, held_out: Tokens, vocab_size: int) -> float:
+    """Cross-entropy of `held_out` under the token frequencies of `train`, with one added to each count."""
+    if not len(held_out):
+        raise ValueError("no held-out tokens: the unigram baseline needs some to be measured on")
+    seen = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
+    asked = np.bincount(held_out, minlength=vocab_size).astype(np.float64)
+    return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
+
+
+def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Estimate:
+    """The model's loss on held-out sequences `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
+
+    Sequences are the units of the standard error: tokens of one sequence are not independent.
+    """
+    return summarise(losses(model, x, y, batch_size))
+
+
+@torch.no_grad()
+def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tensor:
+    """The mean loss of each held-out sequence, float64 (n,). Leaves the model in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        pairs = zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True)
+        return torch.cat([_losses(model, a, b) for a, b in pairs])
+    finally:
+        model.train(was_training)
+
+
+def summarise(losses: Tensor) -> Estimate:
+    """Mean and standard error of one loss a sequence."""
+    count = losses.numel()
+    error = float(losses.std(correction=1)) / math.sqrt(count) if count > 1 else math.inf
+    return Estimate(float(losses.mean()), error, count)
+
+
+def _losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean loss of each sequence, float64 (n,)."""
+    device = next(model.parameters()).device
+    logits = model(x.to(device))
+    each = F.cross_entropy(logits.float().transpose(1, 2), y.to(device), reduction="none")
+    return each.double().mean(dim=1).cpu()

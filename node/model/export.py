@@ -1,0 +1,159 @@
+"""Write a model as a Hugging Face directory, which transformers, llama.cpp's converter and others read.
+
+The weights keep their names, `LlamaForCausalLM` computes the same logits, and the byte tokenizer becomes a
+`tokenizer.json` whose ids are the bytes.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors.torch import save
+from torch import Tensor
+
+from farflock.node.model.llama import Llama, ModelConfig
+from farflock.node.model.tokenizer import ByteTokenizer, Tokenizer
+
+
+class ExportRefused(Exception):
+    """Nothing was written; the message says why and what to do."""
+
+
+def export(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    card: str,
+    *,
+    force: bool = False,
+) -> None:
+    """Write config, weights, tokenizer and model card into `folder`; raise `ExportRefused` if it holds
+    anything.
+
+    With `force` files of the same names are replaced and others stay. `weights` must be exactly those of the
+    model that `config` describes; `card` is the README's Markdown text (see `model_card`).
+    """
+    _require_weights(config, weights)
+    files: dict[str, bytes] = {
+        "config.json": _json(hugging_face_config(config)),
+        "generation_config.json": _json({"do_sample": True, "temperature": 0.8, "top_k": 40}),
+        "README.md": card.encode(),
+        **tokenizer_files(tokenizer, config.context),
+        "model.safetensors": save(
+            {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, {"format": "pt"}
+        ),
+    }
+    partial = folder.absolute().with_name(f".{folder.absolute().name}.partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not force and any(folder.iterdir()):
+            raise ExportRefused(f"{folder} is not empty; name another folder, or use --force to replace its files")
+        partial.mkdir(exist_ok=True)
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        for name in files:  # only now, when all of it is on the disk
+            (partial / name).replace(folder / name)
+    except OSError as error:
+        raise ExportRefused(
+            f"cannot write to {folder} ({error.strerror}); choose a folder with space and permission"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+    """What `LlamaConfig` calls the same things; `rope_theta` stands in the old and the new place."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
+    """A fast tokenizer's files: byte-level BPE without merges, so that each byte is its own token."""
+    if not isinstance(tokenizer, ByteTokenizer):
+        return {}  # others bring a tokenizer.json of their own
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    fast = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": dict(zip(printable_bytes(), range(256), strict=True)),
+            "merges": [],
+        },
+    }
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer.json": _json(fast), "tokenizer_config.json": _json(about)}
+
+
+def printable_bytes() -> list[str]:
+    """GPT-2's printable stand-in for each byte: itself where printable in Latin-1, else U+0100 onwards in
+    order.
+    """
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    others = iter(range(256))
+    return [chr(byte) if byte in printable else chr(256 + next(others)) for byte in range(256)]
+
+
+def model_card(title: str, config: ModelConfig, facts: Mapping[str, str]) -> str:
+    """A README in the form of the hub's model cards; `facts` (run, data, loss, …) become a table."""
+    rows = {"parameters": f"{config.parameters():,}", "context": f"{config.context} tokens", **facts}
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [llama, farflock]\n---\n\n"
+        f"# {title}\n\nA Llama-style language model, trained with Farflock on machines far apart.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\n'
+        'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+    )
+
+
+def _require_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    wanted = {name: tuple(weight.shape) for name, weight in Llama(config).named_parameters()}
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if found != wanted:
+        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        raise ExportRefused(
+            f"{len(wrong)} tensors do not fit the configuration, the first being {wrong[0]} "
+            f"(found {found.get(wrong[0])}, expected {wanted.get(wrong[0])}); "
+            "export with the run's own configuration"
+        )
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

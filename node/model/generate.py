@@ -1,0 +1,67 @@
+"""Sample text from a model: a pure function of weights, prompt and seed.
+
+No cache of keys and values: small models redo the context for each token, which keeps this one screen long;
+beyond the context length the oldest tokens slide out.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from farflock.node.model.llama import Llama
+from farflock.node.model.tokenizer import Tokenizer
+
+
+def generate(
+    model: Llama,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 40,
+    seed: int = 0,
+) -> str:
+    """The continuation of `prompt` by `tokens` tokens, without the prompt. An empty prompt means a new line.
+
+    Temperature 0 takes the likeliest token each time. Equal arguments give equal text on one machine.
+    """
+    ids = [int(token) for token in tokenizer.encode(prompt or "\n")]
+    drawn = sample(model, ids, temperature=temperature, top_k=top_k, seed=seed)
+    return tokenizer.decode(list(islice(drawn, tokens)))
+
+
+def sample(model: Llama, ids: list[int], *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
+    """Tokens after `ids`, without end; raise `ValueError` at once for options out of range."""
+    if not ids:
+        raise ValueError("sampling starts from at least one token; give a prompt")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"the temperature is {temperature}; it must be finite and 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}; it must be 1 or more, or left out")
+    return _sample(model, list(ids), temperature, top_k, torch.Generator().manual_seed(seed))
+
+
+def _sample(
+    model: Llama, ids: list[int], temperature: float, top_k: int | None, generator: torch.Generator
+) -> Iterator[int]:
+    device = next(model.parameters()).device
+    while True:
+        window = torch.tensor([ids[-model.config.context :]], device=device)
+        with torch.no_grad():
+            logits_V = model(window)[0, -1].float().cpu()
+        ids = [*window[0].tolist(), draw(logits_V, temperature, top_k, generator)]
+        yield ids[-1]
+
+
+def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """One token: among the `top_k` likeliest if given, in proportion to exp(logit / temperature)."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    if top_k is not None and top_k < logits_V.numel():
+        best, places = logits_V.topk(top_k)
+        return int(places[draw(best, temperature, None, generator)])
+    weights = torch.softmax((logits_V - logits_V.max()) / temperature, dim=-1)
+    return int(torch.multinomial(weights, 1, generator=generator))

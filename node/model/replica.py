@@ -1,0 +1,130 @@
+"""A plain module as the methods see it: full float32 copies out, new values in, one inner step at a time.
+
+Methods must not know where a parameter or a moment lies; `Slots` knows, for this replica and the sharded one
+(node/model/replica_fsdp.py).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from farflock.optimizers.corrections import TREND
+from farflock.optimizers.method import Tensors, What
+from farflock.optimizers.muon import Muon
+
+SCALARS = ("step", "mu_product")  # moments of one number a parameter
+
+
+class Slots:
+    """Where a module and its inner optimizer keep what methods ask for. A tied parameter is there once; buffers and frozen
+    parameters are not."""
+
+    def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None) -> None:
+        self.parameters = {name: entry for name, entry in module.named_parameters() if entry.requires_grad}
+        self._inner, self._clip_norm = inner, clip_norm
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name, in the module's order."""
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+
+    def find(self, name: str, what: What) -> Tensor:
+        """The tensor itself; zeros for what was never there yet (a gradient, a moment). NAdam's product begins with 1."""
+        parameter = self.parameters[name]
+        if what == "param":
+            return parameter.detach()
+        stored = parameter.grad if what == "grad" else self._inner.state.get(parameter, {}).get(what)
+        if stored is None:
+            begun = what == "mu_product" and isinstance(self._inner, torch.optim.NAdam)
+            return torch.full((), float(begun)) if what in SCALARS else torch.zeros_like(parameter.detach())
+        return torch.as_tensor(stored).detach()
+
+    def ensure(self, name: str, what: What) -> Tensor | None:
+        """The tensor to write to, made if it is not there yet; None for a moment that this optimizer does not have."""
+        parameter = self.parameters[name]
+        if what == "param":
+            return parameter.detach()
+        if what == "grad":
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+        state = self._inner.state[parameter]
+        if state.get(what) is None:
+            first = self._first_moments(parameter) | ({TREND: torch.zeros_like(parameter)} if what == TREND else {})
+            state.update({name: zero for name, zero in first.items() if state.get(name) is None})
+        stored: Tensor | None = state.get(what)
+        return stored
+
+    def step(self, rate: float | None) -> None:
+        """Clip the gradient's norm, step the inner optimizer at `rate` (None: as it is), zero the gradients."""
+        for group in self._inner.param_groups if rate is not None else ():
+            group["lr"] = rate
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self._clip_norm)
+        self._inner.step()
+        self._inner.zero_grad(set_to_none=False)
+
+    def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The moments that the optimizer would begin with at its first step: all of them, or it would miss the rest."""
+        inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
+        options = inner.defaults
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
+            on_device = options.get("fused") or options.get("capturable")
+            step = torch.zeros((), device=parameter.device if on_device else "cpu")
+            first = {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            return first | ({"mu_product": torch.ones_like(step)} if isinstance(inner, torch.optim.NAdam) else {})
+        with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))  # torch before 2.9 has no Muon
+        if isinstance(inner, with_momentum) and options["momentum"]:
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        return {}
+
+
+class PlainReplica:
+    """One process, one module, one inner optimizer. `lr` is set by the loop before each step."""
+
+    def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0) -> None:
+        self._slots = Slots(module, inner, clip_norm)
+        self.lr: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameter names, in the module's order."""
+        return tuple(self._slots.parameters)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by name."""
+        return self._slots.shapes
+
+    def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
+        """Float32 copies on the CPU; what was never there yet (a gradient, a moment) reads as zeros."""
+        return {name: self._slots.find(name, what).to("cpu", torch.float32, copy=True) for name in names}
+
+    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
+        """x <- (1 - mix)·x + mix·new; `ValueError` for another shape, or a moment that the inner optimizer does not have."""
+        for name, new in tensors.items():
+            target = self._slots.ensure(name, what)
+            require_place(name, what, target, new)
+            if target is not None:
+                blend(target, new.to(target.device, target.dtype), mix)
+
+    def inner_step(self, lr: float | None = None) -> None:
+        """Clip the gradient's norm, step the inner optimizer at `lr` (None: at `self.lr`), zero the gradients."""
+        self._slots.step(self.lr if lr is None else lr)
+
+
+def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> None:
+    """`ValueError` unless `new` has the target's shape; without a target only zeros, which is how it reads, may go there."""
+    if target is None:
+        if bool(new.any()):
+            raise ValueError(
+                f"the inner optimizer keeps no {what} for {name}; use the optimizer that the state is from"
+            )
+    elif new.shape != target.shape:
+        raise ValueError(f"{what} of {name} has shape {tuple(target.shape)}, got {tuple(new.shape)}")
+
+
+def blend(target: Tensor, new: Tensor, mix: float) -> None:
+    """x <- (1 - mix)·x + mix·new in place, each product and the sum rounded by itself (portable arithmetic)."""
+    target.copy_(new if mix == 1.0 else target * (1 - mix) + new * mix)

@@ -1,0 +1,60 @@
+"""A model's tensors cut by stages, and put together from pieces of any other cut.
+
+A stage's tensors have the names that they have in the whole model, so a checkpoint of four stages is that of one model, or of
+three stages. Names may have a prefix (`param.`, `exp_avg.`), as in checkpoints.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from farflock.node.model.llama import Llama, ModelConfig
+
+_NAME = re.compile(r"(?:.*?\.)??((?:model|lm_head)\..+)", re.S)
+
+
+class Misfit(ValueError):
+    """Tensors do not make up the stage or the model that is wanted; the message says which."""
+
+
+def shapes_of(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a stage's tensors, in their order; takes no memory for them."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Llama(config, span).named_parameters()}
+
+
+@functools.cache
+def names_of(config: ModelConfig, span: range) -> frozenset[str]:
+    """The names of a stage's tensors; takes no memory for them."""
+    return frozenset(shapes_of(config, span))
+
+
+def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict[str, Tensor]:
+    """Those of a stage; `Misfit` if one is missing. With prefixes, each prefix must have all of them or none."""
+    wanted = names_of(config, span)
+    found = {name: tensor for name, tensor in tensors.items() if _bare(name) in wanted}
+    for prefix in {name.removesuffix(_bare(name)) for name in found} or {""}:
+        if lacking := sorted(name for name in wanted if prefix + name not in found):
+            raise Misfit(
+                f"layers {span.start} to {span.stop - 1} lack {len(lacking)} tensors, {prefix}{lacking[0]} among them"
+            )
+    return found
+
+
+def joined(pieces: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of several stages together; `Misfit` if two pieces have one tensor with different values."""
+    whole: dict[str, Tensor] = {}
+    for piece in pieces:
+        for name, tensor in piece.items():
+            if name in whole and not torch.equal(whole[name], tensor):
+                raise Misfit(f"{name} is in two pieces that differ; they are not of one moment, take one of them")
+            whole[name] = tensor
+    return whole
+
+
+def _bare(name: str) -> str:
+    matched = _NAME.fullmatch(name)
+    return matched[1] if matched else name

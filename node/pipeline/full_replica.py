@@ -1,0 +1,167 @@
+"""The microbatches of a full replica: drawn as a trainer draws its own, taken through all stages at once, here, and given to
+each stage's server, which counts them beside those of others.
+
+No activation goes over a wire, nothing is asked of anybody and nothing is put aside: a gradient is in the sums of this peer's
+servers or nowhere. So what no round has named is gone with this peer, as a dead trainer's is, and is asked of nobody again; and
+a microbatch counts once at each stage, for its key goes with the sum that it is in (node/train/microbatch_ids.py).
+
+It is held back as trainers are. As many batches as theirs may be late, a replica may have ready for a stage that has all it
+needs and does not step yet, for a round is open; more would be of weights that are too old by then. And like a trainer it keeps
+only so many that no round has named.
+"""
+
+import asyncio
+import collections
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from farflock.node.pipeline.passes.stage import Staged, backward_through
+from farflock.node.pipeline.server.server import BACKWARD_COST, Pass, StageServer
+from farflock.node.pipeline.server.task import Batch
+from farflock.node.pipeline.trainer.heard import Heard
+from farflock.node.pipeline.trainer.stage_directory import Rolls
+from farflock.node.pipeline.trainer.trainer import NUMBERS, RECENT, Report
+from farflock.swarm.peer.peer import Peer, Wait
+from farflock.swarm.protocol.ledger import Ledger
+
+TICK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of one stage: what counts, and when a step of it is due."""
+
+    server: StageServer
+    batch: Batch
+
+
+class FullTrainer:
+    """One life of a full replica's own training. `parts` are those of all stages, from the first to the last; `batch(n)` is
+    the n-th microbatch of its stream, of so many `tokens`, which visits the stages of `order`, as it would on the way that the
+    run's policy has for it. At most `ahead` wait for a step of a stage that has enough, and at most `kept` to be named. `first`
+    is this life's first number (`first_number`)."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        rolls: Rolls,
+        parts: Sequence[Part],
+        batch: Callable[[int], tuple[Tensor, Tensor]],
+        tokens: int,
+        ahead: int,
+        kept: int,
+        order: Callable[[int], Sequence[int]],
+        run_pass: Pass,
+        report: Report = lambda kind, fields: None,
+        first: int = 0,
+    ) -> None:
+        self._peer, self._rolls, self._parts, self._tokens = peer, rolls, tuple(parts), tokens
+        self._batch, self._ahead, self._most_kept, self._order = batch, ahead, kept, order
+        self._pass, self._report = run_pass, report
+        self._servers = [part.server for part in self._parts]
+        self._ledger = Ledger(len(self._servers))
+        self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
+        self._heard = Heard(peer.me, len(self._servers))
+        self._first = self._next = first
+        self.stopping = False
+        self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
+        self.finished = 0  # microbatches that count at every stage
+        self.lost = 0  # microbatches of which it is not known whether they count, for the log of rounds has moved on
+        self._late: set[int] = set()  # microbatches that some stage left out
+        self.dropped = 0  # gradients that never counted, for a round found them too late: each at one stage
+        self.spoilt = 0  # microbatches whose gradient was not finite: they count nowhere
+
+    async def run(self, enough: Callable[[], bool]) -> None:
+        """Train until `enough`, or until told to stop."""
+        self._first = self._next = self._first + self._rolls.tokens() // self._tokens
+        while not (self.stopping or enough()):
+            self._look_around()
+            if self._may_begin():
+                await self._train(self._next)
+            else:
+                await asyncio.sleep(TICK_S)
+
+    @property
+    def kept(self) -> int:
+        """Microbatches that wait to be named."""
+        return len(self._begun_s)
+
+    @property
+    def recent_loss(self) -> float | None:
+        """Mean of the last microbatches' losses, in nats a token."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    @property
+    def doubled(self) -> int:
+        """Microbatches named twice at one stage, which must not be."""
+        return self._heard.doubled
+
+    @property
+    def begun(self) -> int:
+        """Microbatches so far."""
+        return self._next - self._first
+
+    def waits(self) -> list[Wait]:
+        """It asks nobody for anything."""
+        return []
+
+    def _may_begin(self) -> bool:
+        if self.kept >= self._most_kept or not self._peer.membership.is_member:
+            return False
+        ready = [part for part in self._parts if part.server.untaken(self._peer.me) >= self._ahead]
+        return not any(part.batch.is_full() for part in ready)  # one that lacks something may lack it of me alone
+
+    async def _train(self, number: int) -> None:
+        self._next, started_s = number + 1, self._now()
+        visited = [self._servers[stage] for stage in self._order(number)]
+        staged, loss, rounds = await self._pass(lambda: self._compute(number), BACKWARD_COST * len(visited))
+        if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
+            self.spoilt += 1  # in the sum it would spoil everybody's
+            return
+        self._ledger.begin(number, self._order(number))
+        self._begun_s[number] = started_s
+        for server, part, of in zip(visited, staged, rounds, strict=True):
+            await server.contribute((self._peer.me, number), part, loss if server.stage.is_last else None, of)
+        self._losses.append(loss / self._tokens)
+        self._report("loss", {"number": number, "loss": loss / self._tokens})
+
+    def _compute(self, number: int) -> tuple[tuple[Staged, ...], float, list[int]]:
+        """In what computes: one microbatch, there and back, by the weights that all stages have now, and their rounds."""
+        visited = [self._servers[stage] for stage in self._order(number)]
+        staged, loss = backward_through([server.stage for server in visited], *self._batch(number % NUMBERS))
+        return staged, loss, [server.applied for server in visited]
+
+    def _look_around(self) -> None:
+        """Hear what rounds have named, and forget what counts everywhere."""
+        for stage, keys in self._rolls.named():
+            self._ledger.committed(stage, self._heard.of_round(stage, keys))
+        self._hear_of_late()
+        while (doubtful := self._rolls.skipped()) is not None:
+            self._give_up(doubtful)
+        for number in self._ledger.finish():
+            took_s = self._now() - self._begun_s.pop(number)
+            if number in self._late:
+                self._late.discard(number)
+                continue
+            self.finished += 1
+            self._report("microbatch", {"number": number, "took_s": took_s})
+
+    def _hear_of_late(self) -> None:
+        """What rounds named and left out counts at other stages alone."""
+        for stage, (trainer, number) in self._rolls.left_out:
+            if trainer == self._peer.me and number in self._begun_s:
+                self._late.add(number)
+                self.dropped += 1
+                self._report("dropped", {"number": number, "stage": stage})
+        self._rolls.left_out.clear()
+
+    def _give_up(self, stage: int) -> None:
+        """Rounds of a stage have left everybody's log before I heard of them: what waits for them may count or not."""
+        waiting = [number for number in self._begun_s if self._ledger.phase((number, stage)) != "committed"]
+        self._ledger.committed(stage, waiting)
+        self.lost += len(waiting)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,242 @@
+"""What the ends of a pipeline's edges remember of samples, for a codec that sends what changed since the last visit
+(compression/aqsgd.py, decision 018).
+
+A stage's output goes to the trainer, which hands it to the next stage, and hands it in once more for the backward pass. So an
+edge has three ends: the server before it, the trainer, and the server behind it. The trainer decodes what comes and keeps the
+value m, float16, with its tag. It says in each request what it holds of a sample, and the server before sends the difference if
+it holds the same, else all. What the trainer hands on is the difference where the server behind is known to hold m before, a
+tag alone where it holds m already, else m whole. Who does not hold what a message refers to says so (`Lacks`), and gets m
+whole.
+
+So whatever is lost, doubled, late or restarted costs bytes. What a stage computes with is the trainer's m, bit by bit, for the
+forward pass and for the backward pass of the same microbatch, however far other visits have moved the sample's m meanwhile: the
+trainer keeps the m of each microbatch until it counts.
+
+Shapes: B sequences, L positions, D model width.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflock.compression.activation import ActivationContext
+from farflock.compression.aqsgd import (
+    DIFFERENCE,
+    FULL,
+    HELD,
+    MAX_SAMPLES,
+    NO_TAG,
+    TAG_BYTES,
+    AqSgd,
+    Cache,
+    Entry,
+    Part,
+    ResyncNeeded,
+    whole,
+    written,
+)
+from farflock.compression.codec import CorruptPayload
+from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
+
+
+class NotHeld(Exception):
+    """A message refers to values that are not here; `rows` of it are to be sent whole."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        super().__init__(f"rows {rows[:8]} refer to values that are not held here")
+        self.rows = rows
+
+
+def misfit(edges: Edges, request: Forward | Backward) -> str | None:
+    """Why a request's samples cannot be; None if they can. A codec that remembers nothing wants none."""
+    visit = request.visit
+    if not edges.remembers:
+        return None if visit is None else "samples are named, and the run's codec remembers none"
+    if visit is None or len(visit.samples) != edges.batch:
+        return f"it needs the ids of {edges.batch} samples"
+    held = edges.batch * TAG_BYTES if isinstance(request, Forward) else 0
+    return None if len(visit.held) == held else f"it needs {held} bytes of tags"
+
+
+class ServerMemory:
+    """Both ends of a stage server: of the outputs that it sent and of the inputs that it got, each at most the codec's bound of
+    bytes, all trainers together. Samples are apart by trainer, and inputs by the stage that they come from. It is touched by
+    what computes alone."""
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges, self._sent, self._got = edges, fresh(edges), fresh(edges)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the values that are remembered."""
+        return self._sent.held_bytes + self._got.held_bytes
+
+    def output(self, caller: str, y_BLD: Tensor, request: Forward) -> bytes:
+        """The payload of a stage's output for a trainer that holds what the request says."""
+        visit = _visit(request)
+        names = _names(caller, request.stage, visit)
+        held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
+        self._sent.forget(name for name, tag in zip(names, held, strict=True) if self._sent.tag(name) != tag)
+        out = bytearray()
+        self._sent.encode(y_BLD, _context(self._edges, request, names), out)
+        return bytes(out)
+
+    def input(self, caller: str, payload: bytes, request: Forward | Backward) -> Tensor:
+        """The stage's input (B, L, D): the trainer's m, bit by bit. `NotHeld` if it refers to what is not here,
+        `CorruptPayload` for what no trainer sends."""
+        names = _names(caller, request.source, _visit(request))
+        try:
+            return self._got.decode(payload, _context(self._edges, request, names))
+        except ResyncNeeded as needed:
+            lost = set(needed.samples)
+            raise NotHeld(tuple(row for row, name in enumerate(names) if name in lost)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a trainer holds of a stage's outputs for some samples, as it was when it asked: what comes back refers to it."""
+
+    samples: tuple[int, ...]
+    entries: tuple[Entry | None, ...]
+
+    @property
+    def visit(self) -> Visit:
+        """As a request says it."""
+        return Visit(self.samples, b"".join(NO_TAG if entry is None else entry.tag for entry in self.entries))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample's activation of one microbatch: m, float16 (L, D), and its tag; the difference that made it of the m before,
+    if it came as one; and whether the sender holds it, so that the next visit may be a difference."""
+
+    values: Tensor
+    tag: bytes
+    before: bytes
+    change: bytes
+    kept: bool
+
+    def part(self, there: bytes) -> Part:
+        """As it goes to who holds the value with the tag `there`."""
+        if there == self.tag:
+            return Part(HELD, self.tag, self.tag, b"")
+        if self.change and there == self.before:
+            return Part(DIFFERENCE, self.before, self.tag, self.change)
+        return whole(self.values, self.tag, self.kept)
+
+
+class TrainerMemory:
+    """A trainer's end of all edges: for each stage the last m of its samples' outputs, at most the codec's bound of bytes, and
+    which tags the servers behind it hold, as far as they said so. What a microbatch needs, its `Row`s, is its own affair."""
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges, self._end = edges, fresh(edges)
+        self._caches: dict[int, Cache] = {}
+        # by stage, of a server's life and a sample, the last use last
+        self._there: dict[int, dict[tuple[str, int], bytes]] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the values that are remembered."""
+        return sum(cache.held_bytes for cache in self._caches.values())
+
+    def known(self, stage: int, samples: tuple[int, ...]) -> Known:
+        """What is held of a stage's outputs."""
+        cache = self._cache(stage)
+        return Known(samples, tuple(cache.get(sample) for sample in samples))
+
+    def received(self, payload: bytes, request: Forward, known: Known) -> tuple[Row, ...]:
+        """Read a stage's output, which it made knowing what was `known`, and remember it; `CorruptPayload` if it is none."""
+        context = _context(self._edges, request, known.samples)
+        latest, rows = dict(zip(known.samples, known.entries, strict=True)), []
+        for sample, part in zip(known.samples, self._end.parts(payload, context), strict=True):
+            values = None if part.kind == HELD else self._end.value(part, latest[sample], context)
+            if values is None:
+                raise CorruptPayload(f"the difference of sample {sample} does not belong to what was said to be held")
+            latest[sample] = Entry(values, part.after, 0) if part.kind != FULL else None
+            change = bytes(part.payload) if part.kind == DIFFERENCE else b""
+            rows.append(Row(values, part.after, part.before, change, part.kind != FULL))
+        self._remember(request.stage, latest)
+        self.counts.update("differences" if row.change else "whole samples" for row in rows)
+        return tuple(rows)
+
+    def handed(self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row]) -> bytes:
+        """The payload of a stage's input for this life of a server, by what that is known to hold."""
+        there, parts = self._there.setdefault(stage, {}), []
+        latest = {sample: there.get((server, sample), NO_TAG) for sample in samples}
+        for sample, row in zip(samples, rows, strict=True):
+            parts.append(row.part(latest[sample]))
+            latest[sample] = row.tag if row.kept else NO_TAG
+        return written(parts)
+
+    def taken(
+        self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row], lacking: Collection[int] = ()
+    ) -> None:
+        """A server has read this input, all but the rows that it lacked something for. Of a call that brought nothing nothing
+        is known: it has the sample's m of before, or that of after, and a difference can be read by both."""
+        there = self._there.setdefault(stage, {})
+        for at, (sample, row) in enumerate(zip(samples, rows, strict=True)):
+            there.pop((server, sample), None)
+            if row.kept and at not in lacking:
+                there[server, sample] = row.tag
+        while len(there) > MAX_SAMPLES:
+            del there[next(iter(there))]
+        self.counts["not held"] += len(lacking)
+
+    def _remember(self, stage: int, latest: dict[int, Entry | None]) -> None:
+        cache = self._cache(stage)
+        for sample, entry in latest.items():
+            if entry is None:
+                cache.drop(sample)
+            else:
+                cache.put(sample, entry.values, entry.tag)
+
+    def _cache(self, stage: int) -> Cache:
+        return self._caches.setdefault(stage, Cache(self._end.max_samples, self._end.max_cache_bytes))
+
+
+def fresh(edges: Edges) -> AqSgd:
+    """An end of the run's codec that remembers nothing yet."""
+    assert isinstance(edges.codec, AqSgd), "a codec that remembers nothing"
+    return dataclasses.replace(edges.codec)
+
+
+def refers(payload: bytes, rows: Sequence[int], batch: int) -> bool:
+    """Whether these rows of an input refer to something: who lacks that is right to say so."""
+    return bool(rows) and all(row < batch and payload[row] in (DIFFERENCE, HELD) for row in rows)
+
+
+def value_bytes(batch: int, seq: int, dim: int) -> int:
+    """What the activations of so many sequences take in a memory."""
+    return batch * seq * dim * torch.float16.itemsize
+
+
+def _visit(request: Forward | Backward) -> Visit:
+    assert request.visit is not None, "refused before: `misfit`"
+    return request.visit
+
+
+def _names(caller: str, source: int, visit: Visit) -> tuple[int, ...]:
+    """Of a trainer's samples out of a stage, as the codec's ends call them. That two are called alike does not happen, and
+    would cost a resync: values are known by their tags."""
+    texts = (f"{caller}/{source}/{sample}".encode() for sample in visit.samples)
+    return tuple(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in texts)
+
+
+def _context(edges: Edges, request: Forward | Backward, samples: tuple[int, ...]) -> ActivationContext:
+    """Of a forward passage; a backward request hands in the input of the forward pass."""
+    return ActivationContext(
+        (edges.batch, edges.seq, edges.dim),
+        edges.dtype,
+        microbatch=request.number,
+        samples=samples,
+        epoch=max(request.epoch, 0),
+        run_seed=edges.run_seed,
+    )

@@ -1,0 +1,344 @@
+"""One node's part in a pipeline, put together: a stage server, a trainer, both, or a full replica, over one peer.
+
+The server's stage is synced by the ordinary driver, courier, seat and loop; the trainer holds no weights. A full
+replica is the union of its stages: a server of each, and microbatches of its own that never leave it
+(node/pipeline/full_replica.py). Processes and simulations assemble their nodes here, alike."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from farflock.node.assembly.node import Plan
+from farflock.node.model.data import Batches
+from farflock.node.model.stage_tensors import shapes_of
+from farflock.node.model.tokenizer import Tokens
+from farflock.node.pipeline.full_replica import FullTrainer, Part
+from farflock.node.pipeline.life.assembly import Assembly, Means
+from farflock.node.pipeline.life.beginning import SETTLE_S, Beginning, Serving
+from farflock.node.pipeline.life.end_copies import EndCopies
+from farflock.node.pipeline.life.rebalancer import Rebalancer
+from farflock.node.pipeline.life.table_keeper import TableKeeper, keeper_of
+from farflock.node.pipeline.server.dispatch import Closed, Dispatch
+from farflock.node.pipeline.trainer.stage_directory import Rolls, StreamName
+from farflock.node.pipeline.trainer.trainer import Trainer, TrainerTerms, first_number
+from farflock.node.run.pipeline_plan import PipelinePlan, Shapes, edges_of
+from farflock.node.run.policies import SWAP, lane_of, policy_of
+from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.train.exchange_client import Courier
+from farflock.optimizers.catalog import method
+from farflock.optimizers.method import Exchange
+from farflock.swarm.messages import Load
+from farflock.swarm.paths.policy import Microbatch, PathPolicy
+from farflock.swarm.peer.peer import Peer, Wait
+from farflock.swarm.peer.snapshots import Progress as Downloaded
+from farflock.swarm.roles import EVERY, NOTHING, role_of
+
+ENDLESS = 2**62  # tokens
+END_S = 30.0  # at most, for the others of a stage and for open rounds when the run is over
+
+
+class PipelineNode:
+    """One life of one node. `stage` is the one that it serves, `NOTHING` for none, `EVERY` for a full replica; with `tokens`,
+    the run's text, it trains; `saved` are its last checkpoints, by stage."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        pipeline: PipelinePlan,
+        peer: Peer,
+        means: Means,
+        stage: int,
+        tokens: Tokens | None = None,
+        saved: Mapping[int, Checkpoint] | None = None,
+    ) -> None:
+        self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
+        self._stage, self._saved = stage, saved or {}
+        self._edges = edges_of(plan, pipeline)
+        self._specimens: dict[int, list[Exchange]] = {}
+        self._began_s = 0.0
+        stages = range(len(pipeline.stages))
+        self._streams = {index: self._stream_of(index) for index in stages}
+        self._keeper = self._tables() if stage != NOTHING else None
+        assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY, self._keeper)
+        self.servings = tuple(
+            assembly.serving(index, self._specimens_of(index)[0], self._courier(index))
+            for index in stages
+            if stage in (index, EVERY)
+        )
+        if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
+            peer.calls.handler = self._handler()
+            if isinstance(peer.calls.handler, Dispatch):
+                peer.codec_offers.reads = lambda: self._edges.reads
+        for serving in self.servings:
+            if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
+                serving.loop.step = serving.trainee.joined_at = before.step
+        self._others = [index for index in stages if stage not in (index, EVERY)]
+        self.rolls = Rolls(peer, self._streams, whole=pipeline.constrain == "all")
+        self.trainer = self._trainer(tokens) if tokens is not None else None
+
+    # beginning
+
+    def found(self) -> None:
+        """Found the run: the initial weights of my stage are its."""
+        self.peer.found()
+        self._look_on()
+        for serving in self.servings:
+            self._beginning(serving).found()
+
+    async def join(
+        self, records: Sequence[bytes], timeout_s: float, downloaded: Downloaded = lambda here, total: None
+    ) -> None:
+        """Join through these members: the stage's state is downloaded from whoever has it, or begun anew. A full replica does
+        so for all stages at once: one that waited for the others' would be behind by then."""
+        await self.peer.meet(list(records), timeout_s)
+        self._look_on()
+        comes = _Together(downloaded)
+        beginnings = [self._beginning(serving).join(timeout_s, comes.part()) for serving in self.servings]
+        tasks = [asyncio.ensure_future(beginning) for beginning in beginnings]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await _ended(tasks)
+        self.peer.ask_in()
+
+    def _beginning(self, serving: Serving) -> Beginning:
+        index = serving.index
+        specimens, saved = self._specimens_of(index), self._saved.get(index)
+        look_on = partial(self._open_as_onlooker, index)
+        pipeline, report = self.pipeline, self._means.report
+        copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
+        versioned = pipeline.asynchronous is not None
+        keeper = self._keeper if index in (0, self._stage) else None  # a full replica asks once
+        return Beginning(
+            self.plan, pipeline.stages, serving, specimens, saved, look_on, report, copied, swapping, versioned, keeper
+        )
+
+    def _look_on(self) -> None:
+        for index in self._others:
+            self._open_as_onlooker(index)
+
+    def _open_as_onlooker(self, index: int) -> None:
+        courier = self._courier(index)
+        for number, specimen in enumerate(self._specimens_of(index)):
+            courier.look_on(specimen, noted=not number)
+
+    # as its process sees it
+
+    @property
+    def serving(self) -> Serving | None:
+        """Of who serves one stage, that one; of a full replica the first."""
+        return self.servings[0] if self.servings else None
+
+    @property
+    def role(self) -> str:
+        """As its record says it."""
+        return role_of(self._stage)
+
+    @property
+    def step(self) -> int:
+        """Its stage's steps, of several those of the one that is behind; of a trainer, microbatches."""
+        if self.servings:
+            return min(serving.loop.step for serving in self.servings)
+        return self.trainer.begun if self.trainer else 0
+
+    @property
+    def tokens(self) -> int:
+        """What the slowest stage has agreed upon."""
+        return self.rolls.tokens()
+
+    @property
+    def trained_tokens(self) -> int:
+        """What has counted here, or was trained from here."""
+        passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
+        return self._edges.tokens * max(passes, self.trainer.finished if self.trainer is not None else 0)
+
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last microbatches of a trainer, or of the last stage's last step."""
+        if self.trainer is not None:
+            return self.trainer.recent_loss
+        return self.serving.loop.last_loss if self.serving is not None else None
+
+    @property
+    def work(self) -> dict[str, int]:
+        """What a server has done, of all its stages, and what a trainer has on its way."""
+        counts: dict[str, int] = {}
+        if self.servings:
+            served = [serving.server.served for serving in self.servings]
+            counts |= {name: sum(each[name] for each in served) for name in ("forward", "backward", "merged", "busy")}
+        if self.trainer is not None:
+            counts |= {
+                "microbatches": self.trainer.finished,
+                "under way": self.trainer.kept,
+                "in doubt": self.trainer.lost,
+                "dropped": self.trainer.dropped,
+                "doubled": self.trainer.doubled,
+            }
+        if isinstance(self.trainer, Trainer):
+            counts |= self.trainer.visits
+        return counts
+
+    def waits(self) -> list[Wait]:
+        """Open rounds, and what its trainer has asked for."""
+        return self.peer.waits() + (self.trainer.waits() if self.trainer is not None else [])
+
+    # running
+
+    async def run(self, total_tokens: int) -> None:
+        """Serve and train until every stage has the run's tokens, or until `stop`."""
+        self._began_s = self._now()
+        serve = [serving.server.run() for serving in self.servings]  # until all else is over
+        if self._stage not in (NOTHING, EVERY):  # a full replica stays where it is: everywhere
+            needs_bytes = self._means.needs_bytes or (0,) * len(self.pipeline.stages)
+            serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
+        if self.pipeline.end_copies:
+            names = {index: stream.name for index, stream in self._streams.items()}
+            terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
+            serve += [EndCopies(self.peer, each, *terms).run() for each in self.servings]
+        if self._keeper is not None:
+            serve.append(self._keeper.run())
+        train = [serving.loop.run(ENDLESS) for serving in self.servings]
+        if self.servings:
+            train.append(self._end(total_tokens))
+        if self.trainer is not None:
+            train.append(self.trainer.run(lambda: self.rolls.tokens() >= total_tokens))
+        tasks = [asyncio.ensure_future(part) for part in (*serve, *train)]
+        rest, running = tasks[len(serve) :], set(tasks)
+        try:
+            while running.intersection(rest):
+                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()  # a server that failed serves nobody: this life is over
+        finally:
+            await _ended(tasks)
+
+    def _load(self, number: int) -> Load:
+        """This server's numbers. Who also trains stays where it is: as if nothing else had room here."""
+        assert self.serving is not None
+        server, room = self.serving.server, self._means.memory_bytes if self.trainer is None else 0
+        return Load(number, float(server.waiting), server.rate, room, self._now() - self._began_s)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _end(self, total_tokens: int) -> None:
+        """Stop the loop once every stage has agreed upon the run's tokens: it goes by estimates of its own stage's itself, and
+        would end before the round that the others wait for. The others of a stage are waited for: none is to go with a state
+        of its own."""
+        while self.rolls.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
+            await asyncio.sleep(SETTLE_S / 10)
+        ends_s = self._now() + END_S
+        while not self.stopping and self._now() < ends_s:
+            over = [serving.batch.is_over() for serving in self.servings]
+            if all(over):
+                break
+            await asyncio.sleep(SETTLE_S / 10)
+        drain_s = 0.0 if self.stopping else END_S
+        for serving in self.servings:
+            serving.loop.stop(drain_s)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was told to stop."""
+        parts = (*(serving.loop for serving in self.servings), self.trainer)
+        return any(part is not None and part.stopping for part in parts)
+
+    def stop(self) -> None:
+        """End soon."""
+        for serving in self.servings:
+            serving.loop.stop()
+        if self.trainer is not None:
+            self.trainer.stopping = True
+
+    # putting together
+
+    def _tables(self) -> TableKeeper | None:
+        pipeline, stream = self.pipeline, self._streams[0].name
+        terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
+        return keeper_of(self._edges.codec, pipeline.turns, self.peer, *terms)
+
+    def _handler(self) -> Dispatch | Closed:
+        if self._stage == EVERY and self.pipeline.constrain == "pipelines":
+            return Closed("this peer trains a model that is free: ask one that serves a stage of a pipeline")
+        return Dispatch({serving.index: serving.server for serving in self.servings})
+
+    def _trainer(self, tokens: Tokens) -> Trainer | FullTrainer:
+        plan, me = self.plan, self.peer.me
+        batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
+        if self._stage == EVERY:
+            return self._full_trainer(batches)
+        first, report = first_number(self.peer.port.incarnation), self._means.report
+        walk = self._policy(), self._edges, batches.batch, self._terms(), report, lane_of(me), first
+        return Trainer(self.peer, self.rolls, *walk, batches.samples)
+
+    def _full_trainer(self, batches: Batches) -> FullTrainer:
+        first, means, ahead = first_number(self.peer.port.incarnation), self._means, self._most_late()
+        parts = [Part(serving.server, serving.batch) for serving in self.servings]
+        policy, lane = self._policy(), lane_of(self.peer.me)
+
+        def order(number: int) -> tuple[int, ...]:
+            return policy.stage_order(Microbatch(number, 0, lane))
+
+        work = parts, batches.batch, self._edges.tokens, ahead, self.pipeline.trainer.kept, order
+        return FullTrainer(self.peer, self.rolls, *work, means.run_pass, means.report, first)
+
+    def _policy(self) -> PathPolicy:
+        pipeline = self.pipeline
+        return policy_of(pipeline.policy, pipeline.layers, self.plan.run_seed, self.peer.me, pipeline.paths)
+
+    def _terms(self) -> TrainerTerms:
+        """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the
+        first, and find what comes then too old."""
+        terms, asynchronous = self.pipeline.trainer, self.pipeline.asynchronous
+        gone = terms.gone if asynchronous is None else asynchronous.gone
+        return replace(terms, window=min(terms.window, self._most_late()), gone=gone)
+
+    def _most_late(self) -> int:
+        """The microbatches of so many batches."""
+        rounds = max(self.pipeline.server.staleness, 1)
+        return max(rounds * self.pipeline.batch_tokens // self._edges.tokens, 1)
+
+    def _courier(self, index: int) -> Courier:
+        return Courier(self.peer, self.plan.run_seed, self._means.compute, index)
+
+    def _specimens_of(self, index: int) -> list[Exchange]:
+        """One of each stream of a stage. Only shapes are asked of them: tensors would be the whole model, of which this node is
+        to hold a part."""
+        if index not in self._specimens:
+            shapes = shapes_of(self.plan.model, self.pipeline.stages[index])
+            with torch.device("meta"):
+                self._specimens[index] = method(self.plan.method, **self.plan.options).streams(Shapes(shapes))
+        return self._specimens[index]
+
+    def _stream_of(self, index: int) -> StreamName:
+        """The first stream of a stage: its notes tell which microbatches count."""
+        first = self._specimens_of(index)[0]
+        return StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride, self.pipeline.share(index))
+
+
+class _Together:
+    """Several downloads as one: chunks that are here, and all, added up."""
+
+    def __init__(self, downloaded: Downloaded) -> None:
+        self._downloaded, self._parts = downloaded, list[tuple[int, int]]()
+
+    def part(self) -> Downloaded:
+        """Where one of them says how far it is."""
+        place = len(self._parts)
+        self._parts.append((0, 0))
+
+        def coming(here: int, total: int) -> None:
+            self._parts[place] = here, total
+            self._downloaded(sum(part[0] for part in self._parts), sum(part[1] for part in self._parts))
+
+        return coming
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """End them, and wait until they have."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,160 @@
+"""A stage: consecutive layers of a model on one peer, for microbatches that come and go in any order.
+
+A backward pass needs the stage's input and the gradient of its output and nothing that a forward pass left behind: it computes
+the forward pass again. So another peer of the stage may do it, memory does not grow with what is under way, and the result
+depends on weights and input alone. What it asks of the weights is a sum over tokens, with their number beside it; sums of
+different peers are added, and divided once, by all tokens that count at this stage (specs of the field divide by the world
+size, which is wrong as soon as a microbatch is lost or skips a stage).
+
+Shapes: B sequences, L positions, D model width, V vocabulary.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from farflock.node.model.llama import Llama, ModelConfig
+
+Gradients = dict[str, Tensor]
+
+
+class BadSplit(ValueError):
+    """A model cannot be cut this way; the message says why and what to choose."""
+
+
+def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage, of which there may be unequally many. The first stage also embeds, the last one has the norm
+    and the head."""
+    if not sizes or min(sizes) < 1:
+        raise BadSplit(f"stages of {list(sizes)} layers: each needs one or more")
+    if sum(sizes) != config.layers:
+        raise BadSplit(f"stages of {list(sizes)} layers are {sum(sizes)} in all, the model has {config.layers}")
+    if config.tied and len(sizes) > 1:
+        raise BadSplit("a model whose head is its embedding cannot be split into stages; set tied to false")
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def even(config: ModelConfig, stages: int) -> tuple[range, ...]:
+    """So many stages of nearly equally many layers, larger ones in the middle: the ends embed and predict."""
+    if not 1 <= stages <= config.layers:
+        raise BadSplit(f"{config.layers} layers make 1 to {config.layers} stages, not {stages}")
+    small, rest = divmod(config.layers, stages)
+    first = (stages - rest) // 2
+    return split(config, [small + (first <= index < first + rest) for index in range(stages)])
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What one microbatch asks of a stage's weights: the gradient of its summed loss, and how many tokens that is of."""
+
+    gradients: Gradients
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """What a backward pass gives: the gradient of the stage's input, (B, L, D), None at the first stage; what its weights are
+    to have; and at the last stage the loss, in nats, summed over tokens."""
+
+    input_gradient: Tensor | None
+    staged: Staged
+    loss_sum: float | None = None
+
+
+class Stage:
+    """Computes; keeps nothing between calls but its weights. One thread at a time calls it."""
+
+    def __init__(self, model: Llama) -> None:
+        self.model = model
+        self._names = tuple(name for name, _ in model.named_parameters())
+        self._weights = tuple(model.parameters())
+
+    @property
+    def is_first(self) -> bool:
+        """Takes tokens."""
+        return self.model.span.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Gives a loss."""
+        return self.model.span.stop == self.model.config.layers
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Activations (B, L, D) from tokens (B, L) or activations; from the last stage logits (B, L, V)."""
+        y: Tensor = self.model(x)
+        return y
+
+    @torch.no_grad()
+    def loss_sum(self, x: Tensor, targets_BL: Tensor) -> float:
+        """At the last stage, without a backward pass: nats, summed over tokens."""
+        return float(_summed_loss(self.model(x), targets_BL))
+
+    @torch.enable_grad()
+    def backward(self, x: Tensor, outside: Tensor) -> Backward:
+        """`outside` is the gradient of the summed loss by this stage's output, (B, L, D), or at the last stage the targets
+        (B, L)."""
+        wanted: tuple[Tensor, ...] = self._weights
+        if not self.is_first:
+            x = x.detach().requires_grad_()
+            wanted = (x, *wanted)
+        y = self.model(x)
+        result = _summed_loss(y, outside) if self.is_last else y
+        found = torch.autograd.grad(result, wanted, None if self.is_last else outside)
+        gradients = self.of_weights(found[-len(self._names) :])
+        return Backward(
+            input_gradient=None if self.is_first else found[0],
+            staged=Staged(gradients, x.shape[0] * x.shape[1]),
+            loss_sum=float(result.detach()) if self.is_last else None,
+        )
+
+    def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
+        """By name, what these gradients of the loss by the weights, in their order, come to."""
+        return dict(zip(self._names, gradients, strict=True))
+
+
+@torch.enable_grad()
+def backward_through(
+    stages: Sequence[Stage], tokens_BL: Tensor, targets_BL: Tensor
+) -> tuple[tuple[Staged, ...], float]:
+    """The same where all stages of a microbatch's path are here, from the first to the last: what each one's weights are to
+    have, and the loss, in nats, summed over tokens. No forward pass is done again: none was done before."""
+    y = tokens_BL
+    for stage in stages:
+        y = stage.model(y)
+    loss = _summed_loss(y, targets_BL)
+    found = iter(torch.autograd.grad(loss, [weight for stage in stages for weight in stage._weights]))
+    staged = [
+        Staged(stage.of_weights(itertools.islice(found, len(stage._weights))), tokens_BL.numel()) for stage in stages
+    ]
+    return tuple(staged), float(loss.detach())
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """The sum of what counts at one peer since it was last taken, and the tokens that it is of."""
+
+    sums: Gradients = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, staged: Staged) -> None:
+        """One more microbatch, or what was taken and did not count."""
+        assert not self.sums or self.sums.keys() == staged.gradients.keys(), "gradients of another stage"
+        self.sums = {name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()}
+        self.tokens += staged.tokens
+
+    def take(self) -> Staged:
+        """All of it; what comes from now on counts for the next round."""
+        taken = Staged(self.sums, self.tokens)
+        self.sums, self.tokens = {}, 0
+        return taken
+
+
+def _summed_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    logits = logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum")

@@ -1,0 +1,212 @@
+"""A lost stage made from what its neighbours hold: CheckFree's weighted mean and CheckFree+'s copies (Blagoev et al., "All is
+Not Lost: LLM Recovery without Checkpoints", arXiv:2506.15461).
+
+When nobody of a stage is left and no fresh snapshot is to be had, its neighbours' weights are a far better beginning than
+chance, and the others go on without a step back. What is made has parameters alone: whoever takes the stage builds a new
+replica and a new method from them, so that moments are zero and steps count from zero, and asks for `bumped_rate`. Which source
+a lost stage is made from is `recovery_policy.py`'s choice.
+
+Tensors have the names that they have in the unsplit model; layers correspond by their position in their stage.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from farflock.node.model.llama import Llama, ModelConfig
+from farflock.optimizers.method import Tensors
+from farflock.optimizers.state import state_hash
+
+EMA_BETA = 0.9
+LR_BUMP = 1.1
+UNEQUAL = "neighbour mean of unequal stages"
+END = "neighbour mean of an end stage"
+DOUBLE = "neighbour mean beside a lost stage"
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)", re.S)
+_ELSE = "restore a snapshot, or roll back all stages to their last common checkpoint"
+
+
+class Unrecoverable(ValueError):
+    """This stage cannot be made from these tensors; the message names the rule and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientScale:
+    """How large a stage's gradients are: the moving average of the squared norm of its mean gradient, before clipping, over its
+    layers (an embedding or a head has no counterpart in the stage that is to be made). 0 is a stage that never trained; the
+    first gradient counts whole."""
+
+    squared: float = 0.0
+
+    def after(self, gradients: Tensors) -> "GradientScale":
+        """With one more step's gradient; one that is not finite tells nothing."""
+        layers = [x for name, x in gradients.items() if _LAYER.fullmatch(name)]
+        found = math.fsum(float(x.detach().double().square().sum()) for x in layers)
+        if not math.isfinite(found):
+            return self
+        return GradientScale(EMA_BETA * self.squared + (1 - EMA_BETA) * found if self.squared else found)
+
+    def omega(self, norm_power: Literal[1, 2] = 2) -> float:
+        """The stage's weight ω in the mean: its gradient's norm to this power. The paper writes the square; its code takes the
+        norm, of one gradient, after clipping it to 1."""
+        return self.squared if norm_power == 2 else math.sqrt(self.squared)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A stage beside the lost one: its layers, its parameters (others' bytes: they are checked) and its ω."""
+
+    span: range
+    tensors: Tensors
+    omega: float = 0.0
+
+
+def neighbour_mean(
+    config: ModelConfig, lost: range, before: Neighbour | None, after: Neighbour | None
+) -> dict[str, Tensor]:
+    """CheckFree 3.1: W = (ω₋W₋ + ω₊W₊) / (ω₋ + ω₊), layer by layer in their order; None is a neighbour that is lost too.
+
+    Exactly: equal ω give the arithmetic mean, an ω of 0 a copy of the other neighbour, and no value is outside the interval of
+    its two; computed in float64, rounded once. Deviations: with both ω = 0 it is the arithmetic mean, and no epsilon is added
+    to the norms (1e-4 in the released code), so that ω may be scaled by any common factor. `Unrecoverable` for end
+    stages, a lost neighbour, and stages or tensors of unequal shape.
+    """
+    if lost.start == 0 or lost.stop == config.layers:
+        raise Unrecoverable(
+            f"{END}: layers {_told(lost)} have one neighbour alone; copy that one's layers if the embedding or the head "
+            f"has an exact copy, else {_ELSE}"
+        )
+    if before is None or after is None:
+        raise Unrecoverable(f"{DOUBLE}: layers {_told(lost)} need both their neighbours; {_ELSE}")
+    assert before.span.stop == lost.start, f"layers {_told(before.span)} are not before layers {_told(lost)}"
+    assert after.span.start == lost.stop, f"layers {_told(after.span)} are not after layers {_told(lost)}"
+    pieces = [moved(config, beside.span, lost, beside.tensors) for beside in (before, after)]
+    share = _share(before.omega, after.omega)
+    return {name: _between(name, x, pieces[1][name], share) for name, x in pieces[0].items()}
+
+
+def partner_copy(
+    config: ModelConfig, lost: range, partner: Neighbour, ends: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """CheckFree+ 3.2: the layers of the partner (S1 <- S2, Sn <- Sn-1), and at an end of the model the exact copies of its
+    embedding, or norm and head, that neighbours hold. All copied. `Unrecoverable` if that does not make up the stage, as for
+    unequal stages."""
+    made = moved(config, partner.span, lost, partner.tensors)
+    for name, shape in _shapes(config, lost).items():
+        if name not in made:
+            made[name] = _fitting(name, ends or {}, shape)
+    return made
+
+
+def end_tensors(tensors: Tensors) -> dict[str, Tensor]:
+    """What an end stage holds besides layers, copied: the embedding, or the norm and the head. Neighbours keep it after each
+    step, so that it is restored exactly; nothing for the stages between."""
+    return {name: x.detach().clone() for name, x in tensors.items() if not _LAYER.fullmatch(name)}
+
+
+def end_shapes(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of what `end_tensors` leaves of such a stage."""
+    return {name: shape for name, shape in _shapes(config, span).items() if not _LAYER.fullmatch(name)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EndCopy:
+    """An end stage's own tensors after a round, as a neighbour keeps them, and the hash under which they came."""
+
+    round: int
+    digest: bytes
+    tensors: Tensors
+
+    @staticmethod
+    def of(round: int, tensors: Tensors) -> "EndCopy":
+        """What the end stage hands out after a round."""
+        ends = end_tensors(tensors)
+        return EndCopy(round, state_hash(ends), ends)
+
+    def restored(self) -> dict[str, Tensor]:
+        """The tensors, bit for bit; `Unrecoverable` if they are not what the hash says."""
+        if state_hash(dict(self.tensors)) != self.digest:
+            raise Unrecoverable(
+                f"exact copy of an end: that of round {self.round} is not what its hash says; ask another neighbour"
+            )
+        return {name: x.clone() for name, x in self.tensors.items()}
+
+
+def moved(config: ModelConfig, source: range, target: range, tensors: Tensors) -> dict[str, Tensor]:
+    """The layers of one stage under the names of another one's, position by position, copied; `Unrecoverable` if they are not
+    equally many, or not all there in the model's shapes and finite. A stage's embedding or head is not looked at."""
+    if len(source) != len(target):
+        raise Unrecoverable(
+            f"{UNEQUAL}: {len(source)} layers ({_told(source)}) for {len(target)} ({_told(target)}); "
+            f"cut the model into equal stages, or {_ELSE}"
+        )
+    made = {}
+    for name, shape in _shapes(config, target).items():
+        if matched := _LAYER.fullmatch(name):
+            theirs = f"model.layers.{int(matched[1]) - target.start + source.start}.{matched[2]}"
+            made[name] = _fitting(theirs, tensors, shape)
+    return made
+
+
+def bumped_rate(rate: float, steps_since: int, bump: float = LR_BUMP, decay_steps: float = math.inf) -> float:
+    """The learning rate of a stage that was made from its neighbours so many of its steps ago: `bump` times the schedule's,
+    exactly so at first. By default it stays so, as in the paper; with `decay_steps` the excess falls by e in so many
+    steps. A stage that is lost again begins anew: bumps do not multiply."""
+    if not (bump > 0 and decay_steps > 0 and steps_since >= 0):
+        raise ValueError(
+            f"a bump of {bump} that decays in {decay_steps} steps trains nothing; usual are 1.1 and infinity"
+        )
+    excess = (bump - 1) if math.isinf(decay_steps) else (bump - 1) * math.exp(-steps_since / decay_steps)
+    return rate * (1 + excess)
+
+
+def _share(before: float, after: float) -> float:
+    """The earlier neighbour's part of the mean."""
+    for omega in (before, after):
+        if not 0 <= omega < math.inf:
+            raise Unrecoverable(f"neighbour mean: a weight ω of {omega} is no squared norm; ask another neighbour")
+    largest = max(before, after)
+    if largest == 0:
+        return 0.5
+    return (before / largest) / (
+        before / largest + after / largest
+    )  # two subnormal ω keep their ratio, huge ones their sum
+
+
+def _between(name: str, before: Tensor, after: Tensor, share: float) -> Tensor:
+    if before.dtype != after.dtype:
+        raise Unrecoverable(f"{UNEQUAL}: {name} would be of {before.dtype} and of {after.dtype}; give both in float32")
+    if share in (0.0, 1.0):
+        return before if share else after
+    low, high = torch.minimum(before, after), torch.maximum(before, after)
+    mean = before.double() * share + after.double() * (1 - share)
+    return mean.to(before.dtype).clamp(low, high)
+
+
+def _fitting(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
+    """One of a peer's tensors, copied."""
+    x = tensors.get(name)
+    if x is None:
+        raise Unrecoverable(f"{name} is missing among what a neighbour gave; ask another one, or {_ELSE}")
+    if tuple(x.shape) != shape:
+        raise Unrecoverable(f"{UNEQUAL}: {name} has shape {tuple(x.shape)}, the lost one {shape}; {_ELSE}")
+    if not x.is_floating_point() or not bool(torch.isfinite(x).all()):
+        raise Unrecoverable(f"{name} holds something else than finite numbers; ask another neighbour, or {_ELSE}")
+    return x.detach().clone()
+
+
+@functools.cache
+def _shapes(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(x.shape) for name, x in Llama(config, span).named_parameters()}
+
+
+def _told(span: range) -> str:
+    return f"{span.start} to {span.stop - 1}"

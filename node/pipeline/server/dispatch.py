@@ -1,0 +1,45 @@
+"""Calls of trainers at a node that serves one stage or several: each goes to the server of its stage."""
+
+from collections.abc import Mapping
+
+from farflock.node.pipeline.passes.requests import BadRequest, Refused, decode_request, encode
+from farflock.node.pipeline.server.server import StageServer
+from farflock.swarm.links import PeerId
+from farflock.swarm.peer.serving import Reply
+
+
+class Dispatch:
+    """The handler of calls of a node with these servers, by stage. What names none of their stages goes to the first one, which
+    says why it is refused."""
+
+    def __init__(self, servers: Mapping[int, StageServer]) -> None:
+        self._servers, self._first = dict(servers), next(iter(servers.values()))
+
+    def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
+        """As `StageServer.admit`."""
+        return self._server(request).admit(caller, request, sizes)
+
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+        """As `StageServer.serve`."""
+        return await self._server(request).serve(caller, request, payloads)
+
+    def _server(self, request: bytes) -> StageServer:
+        try:
+            return self._servers.get(decode_request(request).stage, self._first)
+        except BadRequest:
+            return self._first
+
+
+class Closed:
+    """The handler of calls of a node that serves no passes, for this reason."""
+
+    def __init__(self, why: str) -> None:
+        self._refusal = encode(Refused(why))
+
+    def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes:
+        """Refuse it."""
+        return self._refusal
+
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+        """Refuse it: nothing was admitted."""
+        return Reply(self._refusal)

@@ -1,0 +1,138 @@
+"""What a run with a subspace codec asks of its weights: all that writes into the residual stream before the last edge writes
+into the subspace, after every step, average, download and recovery.
+
+In our model (node/model/llama.py) that is the embedding, and `o_proj` and `down_proj` of each layer. Norms' gains
+stretch single coordinates and would lead out of the subspace, but they act on what a branch reads, not on what it adds.
+The last stage is exempt: nothing that it computes goes over an edge.
+
+The embedding stays one table, as in every Llama: E = E_fix + E_S, with E_S in the subspace, so that projecting it is
+E <- E_fix + (E - E_fix) P. Exports, checkpoints and averages see ordinary weights.
+
+Shapes: D model width, K rank, V vocabulary.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from farflock.compression.subspace import Basis, project
+from farflock.node.model.llama import Llama
+from farflock.node.model.replica import PlainReplica
+from farflock.node.pipeline.passes.stage import Gradients, Stage
+from farflock.optimizers.method import Tensors, What
+
+EMBEDDING = "model.embed_tokens.weight"
+_WRITER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn\.o_proj|mlp\.down_proj)\.weight")
+_OUTPUT, _ROW = 0, 1  # the dimension that is the residual stream's: of a linear layer's weight, and of an embedding
+
+
+def writers(names: Iterable[str], tail: int) -> dict[str, int]:
+    """Of these tensors, those that write into the stream before layer `tail`, and which of their dimensions is the stream's."""
+    found = {name: _OUTPUT for name in names if (match := _WRITER.fullmatch(name)) and int(match[1]) < tail}
+    return {EMBEDDING: _ROW, **found} if tail and EMBEDDING in set(names) else found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constraint:
+    """What some tensors have to keep to. `dims` are theirs, as of `writers`; a model with none of them is free."""
+
+    basis: Basis
+    dims: Mapping[str, int]
+
+    @classmethod
+    def on(cls, names: Iterable[str], stages: Sequence[range], basis: Basis) -> "Constraint":
+        """Of a stage's tensors, or of a whole model's that is to be averaged with such stages."""
+        return cls(basis, writers(list(names), stages[-1].start))
+
+    def begin(self, model: nn.Module) -> None:
+        """Initial weights: the embedding is its frozen part, E_S = 0, and the rest is projected."""
+        tensors = dict(model.named_parameters())
+        if EMBEDDING in self.dims:
+            with torch.no_grad():
+                tensors[EMBEDDING].copy_(self.basis.fixed_VD)
+        self.keep(tensors)
+
+    def keep(self, tensors: Tensors) -> None:
+        """Project those of these weights that are constrained, in place, with the same bits on every machine; what is inside
+        already stays as it is."""
+        dims = {name: dim for name, dim in self.dims.items() if name in tensors}
+        project(tensors, dims, self.basis, {EMBEDDING: self.basis.fixed_VD})
+
+    def of_gradients(self, gradients: Gradients) -> Gradients:
+        """The gradients of the same loss by weights that are projected first. What a stage hears from the next one is the part
+        of a gradient in the subspace: so these, unlike those of free weights, do not depend on where the model is cut."""
+        return {name: self._inside(name, x) for name, x in gradients.items()}
+
+    def _inside(self, name: str, gradient: Tensor) -> Tensor:
+        if name not in self.dims:
+            return gradient
+        columns_DK = self.basis.columns(gradient.dtype).to(gradient.dtype)
+        last = gradient.movedim(self.dims[name], -1)
+        return ((last @ columns_DK) @ columns_DK.T).movedim(-1, self.dims[name])
+
+    def after(self, basis: Basis) -> "Constraint":
+        """The same with another version of the basis."""
+        return replace(self, basis=basis)
+
+
+def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
+    """Where only pipelines are constrained and averages with free replicas are not: the version of the basis that takes in what
+    led the averaged embedding out of E_fix + span(U).
+
+    T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and 4). Only their sum, the
+    table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ = the whole table, T_S = 0: without arithmetic,
+    so with the same bits everywhere. `ValueError` for a table that is not finite.
+    """
+    return Basis(version, basis.columns_DK, table_VD.detach().to("cpu", torch.float32, copy=True), basis.fixed_LD)
+
+
+class ConstrainedStage(Stage):
+    """A stage whose gradients are those of projected weights."""
+
+    def __init__(self, model: Llama, constraint: Constraint) -> None:
+        super().__init__(model)
+        self._constraint = constraint
+
+    def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
+        """As `Stage.of_weights`."""
+        return self._constraint.of_gradients(super().of_weights(gradients))
+
+
+class ConstrainedReplica(PlainReplica):
+    """A replica whose weights are projected after whatever changes them: a step, and everything that methods write."""
+
+    def __init__(
+        self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None, constraint: Constraint
+    ) -> None:
+        super().__init__(module, inner, clip_norm)
+        self._constraint = constraint
+
+    @property
+    def constraint(self) -> Constraint:
+        """What its weights keep to."""
+        return self._constraint
+
+    def follow(self, constraint: Constraint) -> None:
+        """Keep to another version from now on; what is there already is projected by `settle`, or when it is written next."""
+        self._constraint = constraint
+
+    def settle(self) -> None:
+        """Project all weights."""
+        self._keep(self._slots.parameters)
+
+    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
+        """As `PlainReplica.write`; weights are then projected."""
+        super().write(tensors, what, mix)
+        if what == "param":
+            self._keep(tensors)
+
+    def inner_step(self, lr: float | None = None) -> None:
+        """As `PlainReplica.inner_step`; all weights are then projected."""
+        super().inner_step(lr)
+        self._keep(self._slots.parameters)
+
+    def _keep(self, names: Iterable[str]) -> None:
+        self._constraint.keep({name: self._slots.find(name, "param") for name in names})

@@ -1,0 +1,159 @@
+"""Versions of the frozen embedding in a run where only pipelines are constrained: when each is made, spoken and given up.
+
+Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of the first stage the
+averaged embedding, which all who serve that stage hold with the same bits, becomes the next E_fix
+(node/pipeline/versions/constraint.py, `drifted`). One round later the weights of pipelines go over to it: meanwhile
+everybody else downloads it (node/pipeline/life/table_keeper.py). Which version a payload is in goes by the weights that
+made it, not by the clock, and it says so itself: who comes late speaks the old one, which is read for a while, and
+nobody reads what he has not got.
+
+Shapes: D model width, V vocabulary.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflock.compression.subspace import OVERLAP_EPOCHS
+from farflock.compression.subspace_versions import SubspaceVersions
+from farflock.node.pipeline.versions.constraint import ConstrainedReplica, drifted
+from farflock.node.train.state_sync import Books
+
+LEAD = 1  # rounds between a version's making and its use, for downloads
+FIRST = 1  # the version that everybody makes from the run's seed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """When versions change, by rounds of the first stage: one is made after every `every` rounds, and given up `overlap` rounds
+    after its successor took effect."""
+
+    every: int
+    overlap: int = OVERLAP_EPOCHS
+
+    def made(self, version: int) -> int:
+        """The round after which the averaged embedding is this version's; -1, before the first, for `FIRST`."""
+        return (version - FIRST) * self.every - 1
+
+    def newest(self, applied: int) -> int:
+        """The last version that is made once round `applied` is in the weights."""
+        return FIRST + max(applied + 1, 0) // self.every
+
+    def in_effect(self, applied: int) -> int:
+        """The version that weights are in then."""
+        return self.newest(applied - LEAD)
+
+    def oldest(self, applied: int) -> int:
+        """The oldest version that is still read then."""
+        return self.in_effect(applied - self.overlap)
+
+    @property
+    def most(self) -> int:
+        """How many versions are held at once."""
+        return 1 - (-(LEAD + self.overlap) // self.every)
+
+
+class Tables:
+    """The versions that one node holds, in its codec; touched by what computes alone."""
+
+    def __init__(self, codec: SubspaceVersions, turns: Turns) -> None:
+        self.codec, self.turns = codec, turns
+        self.embeds = False  # whether this node's own weights are in some version
+
+    def table(self, version: int) -> Tensor | None:
+        """E_fix of a version (V, D), if it is here."""
+        basis = self.codec.held.get(version)
+        return None if basis is None else basis.fixed_VD
+
+    def hold(self, version: int, table_VD: Tensor) -> bool:
+        """Read this version too. False for a table that cannot be one: it is not finite, or another model's."""
+        try:
+            self.codec.hold(drifted(self.codec.first.basis, version, table_VD))
+        except ValueError as error:
+            log.warning("version %d of the frozen embedding is not used: %s", version, error)
+            return False
+        return True
+
+    def lacking(self, applied: int) -> list[int]:
+        """What is read now, or soon, and not here; the most urgent first."""
+        turns, effect = self.turns, self.turns.in_effect(applied)
+        wanted = range(turns.oldest(applied), turns.newest(applied) + 1)
+        return sorted(
+            (v for v in wanted if v not in self.codec.held), key=lambda version: (version != effect, -version)
+        )
+
+    def give_up(self, applied: int) -> None:
+        """Forget what nobody reads any more."""
+        if not self.embeds:
+            self.codec.speak(max(self.codec.held))
+        self.codec.give_up(self.turns.oldest(applied))
+
+
+class FirstStage:
+    """The books of the first stage, where rounds make versions and weights follow them. `embedding` is the averaged one, as of
+    the last round in the method's state; `replica` is None at who is free."""
+
+    def __init__(
+        self, books: Books, tables: Tables, embedding: Callable[[], Tensor], replica: ConstrainedReplica | None
+    ) -> None:
+        self._books, self._tables, self._embedding, self._replica = books, tables, embedding, replica
+        tables.embeds = replica is not None
+        self._changed = False  # with the round that is being applied
+
+    def brought(self, number: int) -> bytes:
+        """As `Books.brought`."""
+        return self._books.brought(number)
+
+    def closing(self, number: int, noted: bytes) -> None:
+        """As `Books.closing`. What the round writes is projected as the version has it that takes effect with it."""
+        self._books.closing(number, noted)
+        self._changed = self.follow(number)
+
+    def closed(self, number: int, noted: bytes) -> None:
+        """As `Books.closed`. The embedding as it is now may be the next version."""
+        self._books.closed(number, noted)
+        version = self._tables.turns.newest(number)
+        if self._tables.turns.made(version) == number:
+            self._tables.hold(version, self._embedding())
+        if self._changed and self._replica is not None:
+            self._replica.settle()  # what no write has projected: work that the round did not take
+        self._tables.give_up(number)
+
+    def follow(self, applied: int) -> bool:
+        """Go over to the version that is in effect, if it is here, and say whether that is another one; who lacks it stays with
+        the one that it has, and says so in each payload."""
+        version, codec = self._tables.turns.in_effect(applied), self._tables.codec
+        if self._replica is None or version == codec.spoken or version not in codec.held:
+            return False
+        self._replica.follow(self._replica.constraint.after(codec.held[version]))
+        codec.speak(version)
+        return True
+
+    def follow_late(self, applied: int) -> None:
+        """The same between rounds, once the version has come at last: also what is there is projected."""
+        if self.follow(applied) and self._replica is not None:
+            self._replica.settle()
+
+    def begin_anew(self, applied: int) -> bool:
+        """The stage has a state that is nobody else's. A version that was just made with the former one is made of this one; if
+        nobody has the version in effect, for all who had it are gone, the embedding as it is takes its place too, and that of
+        all that are to be read. Says whether it did."""
+        turns, lacking = self._tables.turns, self._tables.lacking(applied)
+        lost = turns.in_effect(applied) in lacking
+        for version in lacking:
+            if lost or turns.made(version) == applied:
+                self._tables.hold(version, self._embedding())
+        return lost
+
+
+def finite_table(tensors: dict[str, Tensor], name: str, vocabulary: int, width: int) -> Tensor | None:
+    """A table that came from another peer, (V, D) in float32 without NaN; None for anything else."""
+    table = tensors.get(name)
+    if table is None or len(tensors) != 1 or table.shape != (vocabulary, width) or table.dtype != torch.float32:
+        return None
+    return table if bool(table.isfinite().all()) else None

@@ -1,0 +1,91 @@
+"""A run seen from outside: its manifest, its newest view, and which of its members answer. Nothing is joined.
+
+Whoever looks takes a name that is forgotten at once, listens to nobody and publishes nothing.
+"""
+
+import asyncio
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from farflock.node.process.network import Machine, identity_of, learn_run, network
+from farflock.node.run.invite import Invite
+from farflock.node.run.manifest import Manifest
+from farflock.node.state.paths import RunFolder
+from farflock.swarm.links import Links
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.record import unseal
+
+ANSWER_S = 5.0  # for members to show that they live
+POLL_S = 0.1
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A member: whether it answered, and its round trip; `addresses` is empty for one that can only dial out, or whose record
+    was not found."""
+
+    peer: str
+    addresses: tuple[str, ...]
+    answers: bool
+    rtt_ms: float | None
+
+
+class Sight(msgspec.Struct, frozen=True):
+    """What can be seen of a run. `branch` names the branch that its newest view is on, None for the main line."""
+
+    manifest: Manifest
+    view: int
+    branch: str | None
+    members: tuple[Seen, ...]
+
+
+async def look_up(machine: Machine, invite: Invite, timeout_s: float) -> Manifest:
+    """The manifest of an invite's run, verified."""
+    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
+        nobody = _nobody(machine, passing)
+        async with network(nobody, identity_of(nobody.folder), invite.run, invite.addresses) as (directory, links):
+            _, manifest, _ = await learn_run(directory, links, invite, timeout_s)
+            return manifest
+
+
+async def look(machine: Machine, invite: Invite, timeout_s: float) -> Sight:
+    """The manifest, and the members of the newest view; `Refused` or `TimeoutError` if nobody answers in time."""
+    with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
+        nobody = _nobody(machine, passing)
+        identity = identity_of(nobody.folder)
+        async with network(nobody, identity, invite.run, invite.addresses) as (directory, links):
+            _, manifest, records = await learn_run(directory, links, invite, timeout_s)
+            terms, life = RunTerms(invite.run, manifest.run.seed), unseal(links.record(), invite.run).incarnation
+            peer = Peer(terms, identity, links, None, incarnation=life, record=links.record)
+            async with peer.running():
+                await peer.meet(records, timeout_s)
+                await _heard(peer, links)
+                return _sight(peer, links, manifest)
+
+
+def _nobody(machine: Machine, folder: str) -> Machine:
+    return dataclasses.replace(machine, folder=RunFolder(Path(folder)), client_mode=True)
+
+
+async def _heard(peer: Peer, links: Links) -> None:
+    """Wait until every member has answered, or for `ANSWER_S`."""
+    ends_s = time.monotonic() + ANSWER_S
+    while time.monotonic() < ends_s:
+        if all(links.life(member) == "alive" for member in peer.port.views.newest.peers):
+            return
+        await asyncio.sleep(POLL_S)
+
+
+def _sight(peer: Peer, links: Links, manifest: Manifest) -> Sight:
+    view, records = peer.port.views.newest, peer.membership.records
+    members = []
+    for member in view.peers:
+        rtt_s = links.rtt_s(member)
+        addresses = records[member].endpoints if member in records else ()
+        answers = links.life(member) == "alive"
+        members.append(Seen(member, addresses, answers, None if rtt_s is None else rtt_s * 1000))
+    branch = peer.membership.branch
+    return Sight(manifest, view.number, branch[0] if branch else None, tuple(members))

@@ -1,0 +1,176 @@
+"""How a process comes into a swarm: its identity, directory and links, and what it learns of a run before it takes part.
+
+Shared by nodes (node/process/node_process.py) and by the optimizer for other people's loops (node/library/swarm_optimizer.py).
+"""
+
+import asyncio
+import contextlib
+import resource
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from farflock.node.errors import Refused
+from farflock.node.run.invite import Invite
+from farflock.node.run.manifest import Head, Manifest, parse, require_same_protocol, unseal_head
+from farflock.node.state.paths import RunFolder, write_whole
+from farflock.swarm.dht.kademlia import DhtDirectory
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.bootstrap import fetch_chunk
+from farflock.swarm.record import BadRecord, unseal
+from farflock.swarm.zmq.links import ZmqLinks
+
+LEARN_TIMEOUT_S = 120.0
+FETCH_S = 20.0
+MANIFEST_BYTES = 256 * 1024
+HEAD_EVERY_S = 60.0
+DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's own process has its share
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this machine gives: where it listens, how many threads, and where its files are."""
+
+    folder: RunFolder
+    host: str = "127.0.0.1"
+    port: int = 0  # of the links; 0: any
+    dht_port: int = 0
+    threads: int = 1
+    client_mode: bool = False  # cannot be dialled
+    checkpoint_s: float = 600.0  # from one checkpoint to the next
+    role: str = "auto"  # in a run whose model is cut into stages (node/pipeline_process.py)
+
+
+def identity_of(folder: RunFolder) -> Identity:
+    """This machine's identity in this folder: the key file, made on the first start."""
+    if not folder.identity.exists():
+        Identity.generate().save(folder.identity)
+    return Identity.load(folder.identity)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open up to `DESCRIPTORS` files and sockets, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextlib.asynccontextmanager
+async def network(
+    machine: Machine, identity: Identity, run: str, addresses: Sequence[str]
+) -> AsyncIterator[tuple[DhtDirectory, ZmqLinks]]:
+    """Directory and links, open for as long as the block runs. Sequence numbers of records are milliseconds of the wall
+    clock at the start: they must only rise from one start to the next."""
+    raise_descriptor_limit()
+    listen = (f"/ip4/{machine.host}/tcp/{machine.dht_port}",)
+    directory = await DhtDirectory.open(
+        machine.folder.identity, run=run, initial_peers=addresses, listen=listen, client_mode=machine.client_mode
+    )
+    try:
+        links = await ZmqLinks.open(
+            identity,
+            run,
+            incarnation=secrets.randbits(62),
+            sequence=int(time.time() * 1000),
+            listen=None if machine.client_mode else f"tcp://{machine.host}:{machine.port}",
+            doors=directory.addresses,
+        )
+        try:
+            yield directory, links
+        finally:
+            await links.close()
+    finally:
+        await directory.close()
+
+
+async def learn_run(
+    directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
+) -> tuple[bytes, Manifest, list[bytes]]:
+    """The run's head, its manifest and some members' records, each verified against the invite."""
+    head, raw, records = await learn_terms(directory, links, invite, timeout_s)
+    return head, _checked(raw, invite), records
+
+
+async def learn_terms(
+    directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
+) -> tuple[bytes, bytes, list[bytes]]:
+    """As `learn_run`, with the manifest as it was sent: runs of somebody's own model have something else in its place."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        heads = {blob: head for blob in await directory.heads(invite.run) if (head := _head_of(blob, invite))}
+        records = await directory.peers(invite.run)
+        members = [peer for blob in records if (peer := _learned(links, blob, invite.run)) not in ("", links.me)]
+        if heads:
+            newest = max(heads, key=lambda blob: heads[blob].sequence)
+            require_same_protocol(heads[newest].protocol)
+        if heads and members:
+            raw = await fetch_chunk(links, invite.run, heads[newest].digest, heads[newest].size, members, FETCH_S)
+            if raw is not None:
+                return newest, raw, records
+        await asyncio.sleep(0.5)
+    raise Refused(
+        f"run {invite.run} cannot be joined",
+        "none of its members answered in time",
+        "check that somebody is training, and ask for a fresh invite",
+    )
+
+
+async def keep_published(directory: DhtDirectory, run: str, head: bytes) -> None:
+    """Re-publish the manifest's head, as every member does, so that the run can be found without its founder."""
+    while True:
+        await directory.publish_head(run, head)
+        await asyncio.sleep(HEAD_EVERY_S)
+
+
+def _checked(raw: bytes, invite: Invite) -> Manifest:
+    manifest = parse(raw.decode())
+    if manifest.run_id(invite.founder) != invite.run:
+        raise Refused(
+            "the manifest is not the run's", "its hash differs from the invite's run id", "ask for a new invite"
+        )
+    return manifest
+
+
+def _head_of(blob: bytes, invite: Invite) -> Head | None:
+    """A head that the run's founder signed, else None."""
+    try:
+        head = unseal_head(blob)
+    except ValueError:
+        return None
+    fits = head.run == invite.run and head.founder == invite.founder and head.size <= MANIFEST_BYTES
+    return head if fits else None
+
+
+def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
+    """The owner of a record, which the links take in; empty for a bad one."""
+    try:
+        owner = unseal(blob, run).peer
+    except BadRecord:
+        return ""
+    links.learn(blob)
+    return owner
+
+
+class Doors:
+    """Where the last members known could be reached: a node that starts again finds its run by them, whoever is gone.
+
+    `doors.json` in the node's folder: run, founder, and up to `MAX_ADDRESSES` addresses."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.path / "doors.json"
+
+    def write(self, invite: Invite) -> None:
+        """Remember an invite's content."""
+        write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
+
+    def read(self, run: str) -> Invite | None:
+        """What was remembered of this run; None for nothing, or nothing readable."""
+        try:
+            invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return invite if invite.run == run else None

@@ -1,0 +1,323 @@
+"""A node as a process: real links and directory, worker threads, files, signals.
+
+`found` and `join` differ in where the manifest comes from; from then on both are the same `Participant` that simulations
+run. Everything lives on one asyncio loop; what computes runs in two worker threads.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from farflock.node.assembly.checkpoints import Keeper, Keepers, last_of
+from farflock.node.assembly.node import Participant, TakingPart, participant
+from farflock.node.assembly.resume import take_up, take_up_moments
+from farflock.node.errors import Failure, FarflockError, Refused
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.pipeline.life.rebalancer import LifeOver
+from farflock.node.process.network import (
+    LEARN_TIMEOUT_S,
+    Doors,
+    Machine,
+    identity_of,
+    keep_published,
+    learn_run,
+    network,
+)
+from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
+from farflock.node.process.status import Status, StatusWriter
+from farflock.node.process.worker import Worker
+from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
+from farflock.node.run.manifest import Head, Manifest, seal_head
+from farflock.node.run.memory import require_room
+from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.state.history import History
+from farflock.node.state.run_log import Journal
+from farflock.swarm.dht.greeting import DirectoryUnreachable
+from farflock.swarm.dht.kademlia import DhtDirectory
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.chunks import digest_of
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.snapshots import Progress as Downloaded
+from farflock.swarm.record import unseal
+from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.zmq.links import ZmqLinks
+
+JOIN_TIMEOUT_S = 120.0
+REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
+POLL_S = 0.1
+LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
+REMEMBER_EVERY_S = 5.0
+INVITE_LASTS_S = 7 * 24 * 3600
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Node:
+    """A running node: what commands and the live view look at."""
+
+    machine: Machine
+    manifest: Manifest
+    run: str
+    founder: str
+    participant: TakingPart
+    directory: DhtDirectory
+    links: ZmqLinks
+    history: History
+    journal: Journal
+    keeper: Keeper | Keepers | None  # none where nothing is held that could be kept
+    doors: tuple[str, ...] = ()  # by which I came in
+    show: Callable[[Status], None] = lambda status: None  # called once a second
+
+    def awaited(self) -> int:
+        """How many members there must be before the founder trains; 0 where nobody is waited for any more."""
+        first = self.links.me == self.founder and not self.participant.step
+        return self.manifest.exchange.start_peers if first else 0
+
+    def invite(self) -> str:
+        """An invite to this run, over my own address and those of others: I may have none, or end first."""
+        return mint(self._invite((*self.directory.addresses[:1], *self._others())))
+
+    def _others(self) -> tuple[str, ...]:
+        """One address of each member that has any, then those that I came in by."""
+        records = self.participant.peer.membership.records.values()
+        return (*(record.doors[0] for record in records if record.doors and record.peer != self.links.me), *self.doors)
+
+    def _invite(self, addresses: Sequence[str]) -> Invite:
+        distinct = tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+        return Invite(self.run, self.founder, distinct, int(time.time() + INVITE_LASTS_S))
+
+    async def remember(self) -> None:
+        """Write down where the others are, for the next start."""
+        while True:
+            if others := self._others():
+                with contextlib.suppress(OSError):  # a full disk must not end a node that could train on
+                    Doors(self.machine.folder).write(self._invite(others))
+            await asyncio.sleep(REMEMBER_EVERY_S)
+
+
+async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node], None]) -> Path:
+    """Found a run, or take it up again, and train it to its end; returns the final checkpoint's folder.
+
+    Taking up means going back into the swarm if its members can still be reached, else going on from the checkpoint."""
+    _require_room(manifest, Failure)
+    identity = identity_of(machine.folder)
+    run = manifest.run_id(identity.peer)
+    pipeline = manifest.pipeline_plan()
+    if pipeline is None:
+        stage, trains, saved = EVERY, True, last_of(machine.folder, run)
+    else:
+        stage, trains = founders(machine.role, pipeline)
+        saved = last_of_part(machine.folder, run, pipeline, stage)
+    known = Doors(machine.folder).read(run)
+    if saved is not None and known is not None and not _ended(saved, manifest):
+        try:
+            return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
+        except (Refused, DirectoryUnreachable) as reason:
+            log.info("nobody of the run can be reached, so it goes on from step %d: %s", saved.step, reason)
+    try:
+        return await _found(machine, manifest, run, identity, saved, stage, trains, on_start)
+    except LifeOver as reason:
+        return await join(machine, _known_again(machine, run, reason), on_start)
+
+
+async def _found(
+    machine: Machine,
+    manifest: Manifest,
+    run: str,
+    identity: Identity,
+    saved: Checkpoint | None,
+    stage: int,
+    trains: bool,
+    on_start: Callable[[Node], None],
+) -> Path:
+    async with network(machine, identity, run, ()) as (directory, links):
+        peer = _peer(manifest, run, identity, directory, links, stage)
+        node = _node(machine, manifest, run, identity.peer, peer, directory, links, stage, trains)
+        text = manifest.canonical()
+        head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
+        part = node.participant
+        async with peer.running():
+            if saved is not None and isinstance(part, Participant):
+                part.peer.found()
+                take_up(part, saved)
+            else:
+                part.found()  # a stage takes its checkpoint up by itself
+            if saved is not None:
+                node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
+            return await _train(node, head, on_start)
+
+
+async def join(
+    machine: Machine,
+    invite: Invite,
+    on_start: Callable[[Node], None],
+    learn_timeout_s: float = LEARN_TIMEOUT_S,
+    downloaded: Downloaded = lambda here, total: None,
+) -> Path:
+    """Join the run of an invite and train it to its end; returns the final checkpoint's folder.
+
+    Who has been in this run before keeps its place in its data and its inner moments; the state is the swarm's. A stage's
+    server that the others have left behind begins another life."""
+    while True:
+        try:
+            return await _join(machine, invite, on_start, learn_timeout_s, downloaded)
+        except LifeOver as reason:
+            invite = _known_again(machine, invite.run, reason)
+            if reason.stage is not None:
+                machine = replace(machine, role=role_of(reason.stage))
+
+
+def _known_again(machine: Machine, run: str, reason: LifeOver) -> Invite:
+    """By which addresses to come in again; `Failure` where none was heard of."""
+    log.info("begins another life in the run: %s", reason)
+    known = Doors(machine.folder).read(run)
+    if known is None:
+        raise Failure("the run has gone on without this node", str(reason), "join again by an invite of another member")
+    return known
+
+
+async def _join(
+    machine: Machine,
+    invite: Invite,
+    on_start: Callable[[Node], None],
+    learn_timeout_s: float,
+    downloaded: Downloaded,
+) -> Path:
+    identity = identity_of(machine.folder)
+    known, saved = Doors(machine.folder).read(invite.run), last_of(machine.folder, invite.run)
+    doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[:MAX_ADDRESSES]
+    async with network(machine, identity, invite.run, doors) as (directory, links):
+        head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
+        _require_room(manifest, Refused)
+        pipeline = manifest.pipeline_plan()
+        stage, trains = EVERY if pipeline is None else NOTHING, True
+        peer = _peer(manifest, invite.run, identity, directory, links, stage)
+        async with peer.running():
+            if pipeline is not None:
+                with _answered(peer):
+                    founded = identity.peer == invite.founder  # who founded the run and comes back trains as before
+                    stage, trains = await joiners(machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded)
+                links.record(role=role_of(stage))
+            node = _node(machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains)
+            node.doors = doors
+            part = node.participant
+            if saved is not None and isinstance(part, Participant):
+                take_up_moments(part, saved)
+            await _come_in(part, records, downloaded)
+            node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
+            return await _train(node, head, on_start)
+
+
+def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
+    """Of a model that is cut into stages a node holds one, which it looks at when it knows which."""
+    if manifest.pipeline is None:
+        require_room(manifest, error)
+
+
+async def _come_in(part: TakingPart, records: list[bytes], downloaded: Downloaded) -> None:
+    with _answered(part.peer):
+        await part.join(records, JOIN_TIMEOUT_S, downloaded)
+
+
+@contextlib.contextmanager
+def _answered(peer: Peer) -> Iterator[None]:
+    """Say who did not answer in time."""
+    try:
+        yield
+    except TimeoutError:
+        if peer.membership.known.is_set():
+            why = f"no member sent a whole one within {JOIN_TIMEOUT_S:.0f} s"
+            raise Failure("the run's state could not be downloaded", why, "check the link, and try again") from None
+        why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
+        raise Refused("the run cannot be joined", why, "check that somebody trains, or ask for a new invite") from None
+
+
+def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
+    """Whether the checkpoint is that of the run's end."""
+    return int(saved.meta["tokens"]) >= manifest.run.total_tokens
+
+
+async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> Path:
+    """The common part: publish, train, keep the status file, save, say goodbye."""
+    part = node.participant
+    peer = part.peer
+    peer.port.store.put(node.manifest.canonical(), "manifest")
+    status = StatusWriter(node)
+    helpers = [
+        asyncio.create_task(keep_published(node.directory, node.run, head)),
+        asyncio.create_task(status.run(lambda now: node.show(now))),
+        asyncio.create_task(node.remember()),
+    ]
+    try:
+        on_start(node)
+        await _until(node, lambda: len(peer.port.views.newest.members) >= node.awaited())
+        await part.run(node.manifest.run.total_tokens)
+        lingers_s = asyncio.get_running_loop().time() + LINGER_S
+        await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
+        saved = await node.keeper.save() if node.keeper is not None else node.machine.folder.path
+        await peer.part()
+        node.history.event("stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step)
+        return saved
+    finally:
+        for task in helpers:
+            task.cancel()
+        for ended in await asyncio.gather(*helpers, return_exceptions=True):
+            if isinstance(ended, Exception):
+                log.error("a task beside the training failed", exc_info=ended)
+        status.write("has ended")
+        node.history.close()
+
+
+async def _until(node: Node, there: Callable[[], bool]) -> None:
+    """Return once a condition holds, or the node is to stop."""
+    while not (there() or node.participant.stopping):  # noqa: ASYNC110 - two parts' conditions
+        await asyncio.sleep(POLL_S)
+
+
+def _peer(
+    manifest: Manifest, run: str, identity: Identity, directory: DhtDirectory, links: ZmqLinks, stage: int
+) -> Peer:
+    """The peer, with the record of who serves this stage."""
+    terms = RunTerms(run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s)
+    incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
+    return Peer(
+        terms, identity, links, directory, incarnation=incarnation, record=links.record, compute=Worker("codec")
+    )
+
+
+def _node(
+    machine: Machine,
+    manifest: Manifest,
+    run: str,
+    founder: str,
+    peer: Peer,
+    directory: DhtDirectory,
+    links: ZmqLinks,
+    stage: int,
+    trains: bool,
+) -> Node:
+    """Put the node together; its workers end with the process."""
+    torch.set_num_threads(machine.threads)
+    corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
+    tokens = ByteTokenizer().encode(corpus.train)
+    history = History.open(machine.folder.path, time.time)
+    journal = Journal(history, links.total_bytes)
+    part: TakingPart
+    keeper: Keeper | Keepers | None
+    if manifest.pipeline is not None:
+        part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
+    else:
+        part = replica = participant(
+            manifest.plan(), peer, tokens, compute=peer.port.compute, train=Worker("train"), report=journal.report
+        )
+        keeper = Keeper(replica, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
+        replica.loop.pause = keeper.pause
+    return Node(machine, manifest, run, founder, part, directory, links, history, journal, keeper)

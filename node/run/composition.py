@@ -1,0 +1,457 @@
+"""Whether the parts of a pipeline fit each other: rules that each have a name, asked before anything starts.
+
+A codec, a path policy and a method are chosen apart, and some of them cannot be together: found out on the way, that is a run
+which stands still or trains something else. What breaks a rule is refused by its name, with the reason and what is possible.
+
+Some say what any such pipeline needs (codecs that remember need pinned routes; a path begins where tokens are embedded
+and ends where the loss is; stages that change places are alike), others what our own books need. What holds by how
+things are built has no rule: every stage divides by its own count; servers refuse what comes rounds too late; models
+have no dropout; a recovery changes its own stage alone, and takes equal shapes alone
+(node/pipeline/recovery/rebuild.py); and of codecs whose ends share parameters these are made from the run's seed, or
+agreed upon in a version that each payload names (node/pipeline/versions/table_versions.py), and weights are projected
+by whatever writes them (node/pipeline/versions/constraint.py)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farflock.compression.activation import ActivationContext, Direction, Scope
+from farflock.compression.activation_catalog import activation_codec, known_of, most_bytes, subspace_terms
+from farflock.node.assembly.node import Plan
+from farflock.node.errors import Usage
+from farflock.node.model.llama import ModelConfig
+from farflock.node.pipeline.memory.samples import value_bytes
+from farflock.node.pipeline.passes.requests import MAX_VISIT
+from farflock.node.pipeline.passes.stage import BadSplit, even, split
+from farflock.node.run.basis import largest_rank
+from farflock.node.run.pipeline_plan import PipelinePlan, Shapes
+from farflock.node.train import microbatch_ids as notes
+from farflock.optimizers.catalog import SUMMING
+from farflock.optimizers.method import All, Exchange, Method
+from farflock.swarm.paths.policy import Microbatch, PathPolicy
+from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
+
+APART = frozenset({"diloco", "sparseloco"})  # methods whose average is kept apart from the weights that are trained
+LOOKED_AT = 64  # microbatches of each of two lanes, whose paths are tried; of planned ones whole rounds of them
+
+Breach = tuple[str, str]  # why it cannot be, and what to do
+
+
+class Uncomposable(Usage):
+    """Parts of a pipeline that cannot be together; `rule` names what they break."""
+
+    def __init__(self, rule: str, why: str, remedy: str) -> None:
+        super().__init__(f"the pipeline breaks the rule {rule!r}", why, remedy)
+        self.rule = rule
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is put together: the run's plan, how its model is cut, how its stages are synced, and how microbatches find their
+    way."""
+
+    plan: Plan
+    pipeline: PipelinePlan
+    method: Method
+    policy: PathPolicy
+
+    @property
+    def count(self) -> int:
+        """Of the stages."""
+        return len(self.pipeline.stages)
+
+    @property
+    def batch(self) -> int:
+        """Microbatches that a stage takes in per step."""
+        return self.pipeline.batch_tokens // (self.plan.batch * self.plan.seq)
+
+    @property
+    def looked_at(self) -> int:
+        """How many microbatches of a lane are tried."""
+        turns = len(self.pipeline.paths.lanes[0]) if self.pipeline.paths is not None else 1
+        return -(-LOOKED_AT // turns) * turns
+
+    @property
+    def orders(self) -> list[tuple[int, ...]]:
+        """The different orders in which microbatches take the stages, as far as they are tried."""
+        numbers = ((step, lane) for step in range(self.looked_at) for lane in range(2))
+        return sorted({self.policy.stage_order(Microbatch(step, 0, lane)) for step, lane in numbers})
+
+    def visits(self, stage: int) -> int:
+        """How many of the first microbatches of a lane take this stage."""
+        return sum(stage in self.policy.stage_order(Microbatch(step, 0, 0)) for step in range(self.looked_at))
+
+    @property
+    def streams(self) -> list[Exchange]:
+        """What the method exchanges of a stage: that its tensors are small here makes no difference to how."""
+        names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)]
+        return self.method.streams(Shapes(dict.fromkeys(names, (8, 8))))
+
+
+def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
+    """The layers of stages of these sizes; `Uncomposable` if they do not make up the model."""
+    require_untied(config, len(sizes))
+    try:
+        return split(config, sizes)
+    except BadSplit as error:
+        nearest = [len(span) for span in even(config, min(max(len(sizes), 1), config.layers))]
+        raise Uncomposable("all layers", str(error), f"choose {nearest}") from None
+
+
+def require_untied(config: ModelConfig, stages: int) -> None:
+    """`Uncomposable` if two of so many stages would have to share a tensor."""
+    if config.tied and stages > 1:
+        why = f"the head is the embedding, and they would be on the first and the last of {stages} stages"
+        raise Uncomposable("tied model", why, "set model.tied to false")
+
+
+def require_composable(parts: Parts) -> None:
+    """`Uncomposable` with the first rule that these parts break."""
+    for name, rule in RULES.items():
+        breach = rule(parts)
+        if breach is not None:
+            raise Uncomposable(name, *breach)
+
+
+# what a stage computes
+
+
+def _one_batch(parts: Parts) -> Breach | None:
+    """A step is as many microbatches as its stage's group takes in; nothing else accumulates."""
+    if parts.plan.accumulate == 1:
+        return None
+    why = f"train.accumulate is {parts.plan.accumulate}, and a step of a stage is made of pipeline.batch microbatches"
+    return why, f"set accumulate to 1, and pipeline.batch to {parts.plan.accumulate} times as many if that is meant"
+
+
+def _one_precision(parts: Parts) -> Breach | None:
+    """Who recomputes a pass must find what was computed: stages compute as their weights are."""
+    return (
+        ("train.autocast is on, and stages compute as they are kept", "set it to false")
+        if parts.plan.autocast
+        else None
+    )
+
+
+# codecs
+
+
+def _pinned_routes(parts: Parts) -> Breach | None:
+    """A codec that remembers an edge's samples needs a lane that keeps its servers."""
+    codec = parts.pipeline.codec
+    if scope_of(codec) != "edge_sample" or parts.policy.pinned:
+        return None
+    why = f"codec {codec} remembers what passed an edge, and policy {parts.pipeline.policy} takes another one each time"
+    return why, f"choose a codec that remembers nothing, such as {_without_memory(codec)}"
+
+
+def _recurring_samples(parts: Parts) -> Breach | None:
+    """A codec that sends what changed since the last visit sends first visits whole, in 16 bits a value."""
+    plan, codec, choice = parts.plan, parts.pipeline.codec, f"choose {_without_memory(parts.pipeline.codec)}"
+    if scope_of(codec) != "edge_sample":
+        return None
+    most = plan.schedule.total_tokens // (2 * plan.seq)
+    if plan.samples == 0:
+        why = f"codec {codec} sends whole what it sees first, and without train.samples each sequence is drawn anew"
+        return why, f"set train.samples to what each trainer is to see again and again, or {choice}"
+    if plan.samples > most:
+        why = f"the run's {plan.schedule.total_tokens:,} tokens visit {plan.samples} samples of {plan.seq} less than twice"
+        return why, f"set train.samples to {most} or less, or {choice}" if most else choice
+    if plan.batch > MAX_VISIT:
+        why = f"a request names each sample of its microbatch, {MAX_VISIT} at most, and train.batch is {plan.batch}"
+        return why, f"set train.batch to {MAX_VISIT} or less, or {choice}"
+    return None
+
+
+def _room_for_samples(parts: Parts) -> Breach | None:
+    """Ends that hold less than a microbatch hold nothing until it comes again; others hold nothing at all."""
+    plan, pipeline = parts.plan, parts.pipeline
+    if scope_of(pipeline.codec) != "edge_sample":
+        if pipeline.cache_bytes is None:
+            return None
+        return f"codec {pipeline.codec} remembers nothing", "leave pipeline.cache_bytes out"
+    least = value_bytes(plan.batch, plan.seq, plan.model.dim)
+    if pipeline.cache_bytes is None or pipeline.cache_bytes >= least:
+        return None
+    why = f"a microbatch's activation takes {least:,} bytes, and an end of an edge holds {pipeline.cache_bytes:,}"
+    each = value_bytes(1, plan.seq, plan.model.dim)
+    return why, f"set pipeline.cache_bytes to {plan.samples * each:,} for each trainer of a server"
+
+
+def _shared_basis(parts: Parts) -> Breach | None:
+    """Both ends of such a codec hold the same basis, which every peer makes from the run's seed."""
+    terms, width = subspace_terms(parts.pipeline.codec), parts.plan.model.dim
+    if terms is None or terms.rank <= (most := largest_rank(width)):
+        return None
+    why = f"codec {parts.pipeline.codec} would send {terms.rank} numbers for {width}, and no such basis is made"
+    return why, f"choose subspace:{most} or less, or int8" if most else "choose int8"
+
+
+def scope_of(codec: str) -> Scope:
+    """What a codec's routes must grant; of those that cannot even be made without what they share, by name. Where several are
+    named, nothing. `ValueError` for what is not known."""
+    return "shared_params" if subspace_terms(codec) is not None else activation_codec(known_of(codec)[0]).scope
+
+
+def _without_memory(codec: str) -> str:
+    return "int4" if codec.startswith("aqsgd4") else "int8"
+
+
+def _payloads(parts: Parts) -> Breach | None:
+    """A call carries an activation, and its gradient, whole."""
+    plan, codec = parts.plan, parts.pipeline.codec
+    most = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
+    remedy = f"set train.batch to {most} or less" if most else "shorten train.seq"
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        shape = (plan.batch, plan.seq, plan.model.dim)
+        try:
+            size = most_bytes(codec, ActivationContext(shape, plan.dtype, direction=direction))
+        except ValueError as error:
+            return str(error), remedy
+        if size > MAX_PAYLOAD_BYTES:
+            return (
+                f"a microbatch's {direction} payload has {size:,} bytes, a call carries {MAX_PAYLOAD_BYTES:,}",
+                remedy,
+            )
+    return None
+
+
+def _free_replicas(parts: Parts) -> Breach | None:
+    """Where full replicas leave the subspace, all share an average that is nobody's own weights, and what pipelines make of it
+    follows from it alone."""
+    pipeline, method = parts.pipeline, parts.plan.method
+    if pipeline.constrain == "all":
+        why = f"table_every is {pipeline.table_every}, and the frozen embedding stays as it is where all keep to it"
+        return (why, "set constrain to pipelines, or leave table_every out") if pipeline.table_every else None
+    if subspace_terms(pipeline.codec) is None:
+        why = f"constrain is pipelines, and codec {pipeline.codec} asks nothing of weights"
+        return why, "choose a codec subspace:K, or leave constrain out"
+    if method not in APART:
+        why = (
+            f"with method {method} members share the weights that they train, and those of pipelines would be projected"
+        )
+        return why, f"choose {' or '.join(sorted(APART))}, or constrain all"
+    if pipeline.asynchronous is not None:
+        why = (
+            "passes at former weights would need the frozen embedding of each, and versions of it last for a few rounds"
+        )
+        return why, "leave pipeline.asynchronous out, or constrain all"
+    if not pipeline.table_every:
+        return "table_every is 0, and averages lead the embedding out of the subspace", "set it to 1 or more"
+    return None
+
+
+# paths
+
+
+def _first_stage(parts: Parts) -> Breach | None:
+    """Who begins elsewhere has no activations to begin with."""
+    for order in parts.orders:
+        if order[:1] != (0,):
+            return f"policy {parts.pipeline.policy} takes stages {list(order)}", "begin with stage 0, which embeds"
+    return None
+
+
+def _last_stage(parts: Parts) -> Breach | None:
+    """The loss is there."""
+    for order in parts.orders:
+        if order[-1] != parts.count - 1:
+            remedy = f"end with stage {parts.count - 1}, which has the head"
+            return f"policy {parts.pipeline.policy} takes stages {list(order)}", remedy
+    return None
+
+
+def _every_stage(parts: Parts) -> Breach | None:
+    """Counts are each stage's own, but rounds must keep step: a stage that fewer visit than its batches are made for fills them
+    more slowly, until its rounds are too far back for any forward pass."""
+    for order in parts.orders:
+        if len(order) != len(set(order)):
+            return f"policy {parts.pipeline.policy} takes stages {list(order)}", "visit each stage once"
+    for stage in range(parts.count):
+        visits, share = parts.visits(stage), parts.policy.share(stage)
+        if not share or abs(visits - share * parts.looked_at) > 1:
+            why = f"policy {parts.pipeline.policy} visits stage {stage} {visits} times of {parts.looked_at}"
+            return (
+                f"{why}, not {share} of them, so that its rounds would stay behind",
+                "visit each stage as often as the policy says that it does",
+            )
+    return None
+
+
+def _whole_batches(parts: Parts) -> Breach | None:
+    """A stage's batch is its share of the run's, in microbatches."""
+    for stage in range(parts.count):
+        share = parts.policy.share(stage)
+        if (parts.batch * share).denominator != 1:
+            why = f"stage {stage} sees {share} of the microbatches, and a batch has {parts.batch} of them"
+            more = -(-parts.batch // share.denominator) * share.denominator
+            return why, f"set pipeline.batch to {more}, or another multiple of {share.denominator}"
+    return None
+
+
+def _equal_swaps(parts: Parts) -> Breach | None:
+    """Stages that change places take, give and are alike."""
+    spans = parts.pipeline.stages
+    kinds = [(stage == 0, stage == parts.count - 1, len(span)) for stage, span in enumerate(spans)]
+    for order in parts.orders:
+        for here, there in zip(sorted(order), order, strict=True):
+            if kinds[here] != kinds[there]:
+                why = f"policy {parts.pipeline.policy} puts stage {there} ({len(spans[there])} layers) in the place of"
+                return f"{why} stage {here} ({len(spans[here])})", "swap inner stages of equally many layers, or none"
+    return None
+
+
+# recovery
+
+
+def _end_copies(parts: Parts) -> Breach | None:
+    """A lost end stage takes its layers from the stage beside it, and only what else it holds from the copy."""
+    sizes = parts.pipeline.layers
+    if not parts.pipeline.end_copies or (len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]):
+        return None
+    why = f"a lost end could not take the layers of the stage beside it: stages have {list(sizes)} layers"
+    return why, "give each end and the stage beside it equally many layers, or set pipeline.end_copies to 0"
+
+
+# methods
+
+
+def _one_group(parts: Parts) -> Breach | None:
+    """A microbatch counts when a round of its stage's whole group names it."""
+    streams = parts.streams
+    if not streams:
+        why = f"method {parts.plan.method} exchanges nothing, so that no round names a microbatch"
+    elif any(exchange.group != All() for exchange in streams):
+        why = f"method {parts.plan.method} syncs parts of a group apart, and all of a stage must agree on what counts"
+    else:
+        return None
+    return why, "choose ddp, or a method whose rounds are everybody's, such as diloco"
+
+
+def _rounds_by_steps(parts: Parts) -> Breach | None:
+    """A trainer keeps what no round has named, so that rounds must come after so many microbatches, not after a time."""
+    round_s = getattr(parts.method, "round_s", None)
+    if round_s is None:
+        return None
+    return f"method {parts.plan.method} ends its rounds every {round_s:g} s", "leave round_s out and name a period"
+
+
+def _rounds_in_step(parts: Parts) -> Breach | None:
+    """Forward passes are taken within a few rounds of the one that their microbatch set out in, at every stage: each round must
+    stand for as many microbatches, and name them."""
+    streams = parts.streams
+    if streams[0].stride != 1:
+        why, remedy = (
+            f"has {streams[0].stride} streams by turns, of which one alone names microbatches",
+            "one fragment, or ",
+        )
+    elif any(exchange.enough for exchange in streams):
+        why, remedy = "ends a round whenever somebody's work is there", ""
+    elif any(exchange.apply_after for exchange in streams):
+        why, remedy = "trains on while a round is open", "no delay, or "
+    else:
+        return None
+    return f"method {parts.plan.method} {why}, so that stages' rounds run apart", f"choose {remedy}ddp or diloco"
+
+
+# microbatches on their way
+
+
+def _kept(parts: Parts) -> Breach | None:
+    """A lone trainer must be able to fill a round while the one before it is agreed upon."""
+    trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
+    needed = least_kept(parts.batch, steps, trainer.window)
+    if needed > notes.MAX_KEYS:
+        why = f"a round of {steps} steps of {parts.batch} microbatches asks a trainer to keep {needed}"
+        return f"{why}, of at most {notes.MAX_KEYS}", "lower pipeline.batch, or the method's period"
+    if trainer.kept >= needed:
+        return None
+    why = f"a round takes {steps} steps of {parts.batch} microbatches, and a trainer keeps {trainer.kept}"
+    return f"{why}, with {trainer.window} on their way", f"set pipeline.kept to {needed} or more"
+
+
+def least_kept(batch: int, steps: int, window: int) -> int:
+    """How many microbatches a trainer must be able to keep: two rounds of so many steps, and those on their way."""
+    return 2 * batch * steps + window
+
+
+def steps_of(options: Method | Mapping[str, Any]) -> int:
+    """Steps of a method, or of one with these options, between two rounds that name microbatches."""
+    for name in ("mask_period", "period"):
+        found = options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
+        if isinstance(found, int):
+            return found
+    return 1
+
+
+# asynchronous passes
+
+
+def _versions_in_use(parts: Parts) -> Breach | None:
+    """No version is kept that nothing may be computed with."""
+    terms, staleness = parts.pipeline.asynchronous, parts.pipeline.server.staleness
+    if terms is None or terms.versions <= staleness + 1:
+        return None
+    why = f"{terms.versions} versions are kept, and gradients may be {staleness} rounds late"
+    return why, f"set pipeline.staleness to {terms.versions - 1}, or versions to {staleness + 1}"
+
+
+def _shared_versions(parts: Parts) -> Breach | None:
+    """A version is the same at all servers of its stage, or none could take another one's place."""
+    if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
+        return None
+    why = f"the members of a stage hold weights of their own with method {parts.plan.method}"
+    return why, "choose a method that keeps all members equal, such as ddp or diloco, or leave asynchronous out"
+
+
+def _predicted_steps(parts: Parts) -> Breach | None:
+    """What is predicted is the next step of all."""
+    terms = parts.pipeline.asynchronous
+    if terms is None or not terms.predicts or parts.plan.method in SUMMING:
+        return None
+    why = f"correction {terms.correction} goes ahead along the last step of all"
+    return f"{why}, and with method {parts.plan.method} each has its own", "choose method ddp, or another correction"
+
+
+def _corrected_momentum(parts: Parts) -> Breach | None:
+    """Corrections are made of the inner optimizer's momentum."""
+    inner, terms = parts.plan.inner, parts.pipeline.asynchronous
+    correction = "none" if terms is None else terms.correction
+    called = inner.name + (" with nesterov" if inner.nesterov else "" if inner.momentum else " without momentum")
+    velocity = inner.name in ("adamw", "nadam") or (inner.name == "sgd" and bool(inner.momentum))
+    if "spike" in correction and not (inner.name == "sgd" and inner.momentum and not inner.nesterov):
+        needs = "set train.optimizer to sgd, train.momentum to 0.9, and train.nesterov to false"
+    elif ("prediction" in correction or correction == "braking") and not velocity:
+        needs = "set train.momentum to 0.9" if inner.name == "sgd" else "set train.optimizer to adamw, nadam or sgd"
+    elif correction == "nesterov" and not (inner.nesterov or inner.name == "nadam"):
+        needs = "set train.optimizer to nadam, or to sgd with train.momentum at 0.99 and train.nesterov"
+    else:
+        return None
+    return f"correction {correction} cannot be made with {called}", f"{needs}, or choose another correction"
+
+
+RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
+    "one batch": _one_batch,
+    "one precision": _one_precision,
+    "pinned routes": _pinned_routes,
+    "recurring samples": _recurring_samples,
+    "room for samples": _room_for_samples,
+    "shared basis": _shared_basis,
+    "payload": _payloads,
+    "free replicas": _free_replicas,
+    "first stage": _first_stage,
+    "last stage": _last_stage,
+    "every stage": _every_stage,
+    "whole batches": _whole_batches,
+    "swap of unequal stages": _equal_swaps,
+    "end copies": _end_copies,
+    "one group": _one_group,
+    "rounds in step": _rounds_in_step,
+    "rounds by steps": _rounds_by_steps,
+    "kept microbatches": _kept,
+    "versions in use": _versions_in_use,
+    "shared versions": _shared_versions,
+    "predicted steps": _predicted_steps,
+    "corrected momentum": _corrected_momentum,
+}

@@ -1,0 +1,265 @@
+"""[pipeline]: how a run's model is cut into stages and what is agreed upon between them, as a part of its manifest.
+
+A run without this table trains whole models. What is left out has a default; resolved, every number is spelt out.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from farflock.compression.activation_catalog import activation_codec, alternatives, subspace_terms
+from farflock.experiments.placement.asymmetric import MAX_STAGES
+from farflock.node.assembly.node import Plan
+from farflock.node.errors import Usage
+from farflock.node.model.llama import ModelConfig
+from farflock.node.nearest import nearest
+from farflock.node.pipeline.life.rebalancer import EMERGENCY_S, Balance
+from farflock.node.pipeline.passes.stage import BadSplit, even
+from farflock.node.pipeline.server.server import ServerTerms
+from farflock.node.pipeline.trainer.trainer import TrainerTerms
+from farflock.node.pipeline.versions.stash import MAX_VERSIONS
+from farflock.node.pipeline.versions.versions import Asynchronous, Correction, Gone
+from farflock.node.run.basis import run_basis
+from farflock.node.run.composition import (
+    Parts,
+    Uncomposable,
+    least_kept,
+    require_composable,
+    require_split,
+    require_untied,
+    scope_of,
+    steps_of,
+)
+from farflock.node.run.pipeline_plan import Constrained, PipelinePlan
+from farflock.node.run.planned_paths import PathTerms, fill_plan, plan_of_texts, require_plan
+from farflock.node.run.policies import NAMES, UnknownPolicy, policy_of
+from farflock.node.train import microbatch_ids as notes
+from farflock.optimizers.method import Method
+from farflock.swarm.paths.checkfree import RULE as SWAP_RULE
+from farflock.swarm.paths.checkfree import BadSwap
+from farflock.swarm.paths.partial import BadSkip
+from farflock.swarm.paths.policy import PathPolicy
+from farflock.swarm.paths.skippipe import BadPlan
+
+METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual one syncs in pairs
+BATCH = 16
+CACHE_BYTES = 1 << 28  # of samples' values at each end of an edge, unless a manifest says otherwise
+TABLE_EVERY = 4  # rounds
+_SERVER, _TRAINER, _BALANCE = ServerTerms(), TrainerTerms(), Balance()
+
+Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Microbatches = Annotated[int, msgspec.Meta(ge=1, le=notes.MAX_KEYS)]
+Seconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
+
+
+class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[pipeline.asynchronous]: passes that need not wait for rounds (docs/decisions/016). A server keeps the last `versions`
+    weights of its stage, newest included, and a gradient that would be more than pipeline.staleness rounds late counts nowhere.
+    `correction` says what is done about those that are late, and `gone` what becomes of a microbatch whose weights nobody has
+    any more: the rest of it is to be dropped, or differentiated at the newest weights."""
+
+    versions: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSIONS)]
+    correction: Correction = "none"
+    gone: Gone = "drop"
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[pipeline]. `stages` are the layers of each stage; a founder may name how many stages there are instead, of
+    nearly equally many layers each (unequal ones, for machines that were measured, come from the planner,
+    experiments/placement/asymmetric.py, and are then written down here). A stage steps once its group has taken in
+    `batch` microbatches, which are train.batch sequences of train.seq tokens. Activations go as `codec` between stages,
+    or as the first of several (`int4 | int8`) that all servers of an edge read (docs/decisions/020), on paths of a
+    `policy`. `basis` is the SHA-256 of what all peers share for a subspace codec; each makes it from the run's seed
+    (node/run/basis.py), and does not begin with another one. Of a codec that remembers samples (docs/decisions/018),
+    each end of an edge holds at most `cache_bytes` of their values.
+
+    Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
+    gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
+    `window` microbatches are on their way and `kept` are there in all, and it asks somebody else after `forward_timeout_s` and
+    `backward_timeout_s`. Every `rebalance_s` seconds one server may go to a stage that has too few; if it is 0, only to one
+    that has none. After every `end_copies` rounds, if that is not 0, servers of the stages beside the first and the last
+    copy the embedding, or the norm and the head, which nothing else could restore.
+
+    `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines` alone, while full replicas train
+    freely beside them. Then the frozen part of the embedding is taken anew from the average after every `table_every` rounds of
+    the first stage (docs/decisions/019), and all servers download it."""
+
+    stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
+    batch: Microbatches = BATCH
+    codec: Name = "int8"
+    basis: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")] | None = None
+    cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
+    policy: Name = "swarm"
+    queue: Few = _SERVER.queue
+    together: Few = _SERVER.together
+    places: Few = _SERVER.places
+    lease_s: Seconds = _SERVER.lease_s
+    staleness: Annotated[int, msgspec.Meta(ge=0, le=1024)] = _SERVER.staleness
+    window: Few = _TRAINER.window
+    kept: Microbatches = _TRAINER.kept
+    end_copies: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
+    backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
+    rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = _BALANCE.every_s
+    asynchronous: AsynchronousTerms | None = None  # backward passes use the weights that are there
+    constrain: Constrained = "all"
+    table_every: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    plan: PathTerms | None = None  # paths for policy `planned`
+
+
+def fill_pipeline(table: dict[str, Any]) -> None:
+    """Spell out what follows from the other tables: the layers of so many stages, and how many microbatches a trainer must
+    keep. What is wrong is left as it is, and said when all is read."""
+    pipeline = dict(table["pipeline"])
+    _require_known(pipeline.get("codec"))
+    stages, batch = pipeline.get("stages"), pipeline.get("batch", BATCH)
+    if isinstance(stages, int) and not isinstance(stages, bool):
+        pipeline["stages"] = _sizes(stages, table["model"])
+    window = pipeline.get("window", _TRAINER.window)
+    if "kept" not in pipeline and isinstance(batch, int) and isinstance(window, int):
+        needed = least_kept(batch, steps_of(table["method"]["options"]), window)
+        pipeline["kept"] = _TRAINER.kept if needed > notes.MAX_KEYS else max(needed, _TRAINER.kept)
+    if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
+        pipeline["basis"] = digest
+    if "cache_bytes" not in pipeline and _remembers(pipeline.get("codec")):
+        pipeline["cache_bytes"] = CACHE_BYTES
+    if pipeline.get("constrain") == "pipelines":
+        pipeline = {"table_every": TABLE_EVERY} | pipeline
+    asynchronous, staleness = pipeline.get("asynchronous"), pipeline.get("staleness", _SERVER.staleness)
+    if isinstance(asynchronous, dict) and "versions" not in asynchronous and isinstance(staleness, int):
+        pipeline["asynchronous"] = {"versions": min(max(staleness + 1, 1), MAX_VERSIONS)} | asynchronous
+    if "plan" in pipeline:
+        _fill_paths(pipeline, table)
+    table["pipeline"] = pipeline
+
+
+def _fill_paths(pipeline: dict[str, Any], table: dict[str, Any]) -> None:
+    """Lanes in place of hosts, as far as all else allows."""
+    seed = table.get("run", {}).get("seed", 0)
+    layers = pipeline.get("stages")
+    fits = isinstance(layers, list) and all(isinstance(many, int) for many in layers) and isinstance(seed, int)
+    if not (fits and layers and isinstance(pipeline["plan"], dict)):
+        return
+    try:
+        pipeline["plan"] = fill_plan(pipeline["plan"], layers, seed)
+    except BadPlan as error:
+        raise Uncomposable(error.rule, error.why, error.remedy) from None
+    except ValueError as error:
+        raise Usage("pipeline.plan", str(error), "") from None
+
+
+def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
+    try:
+        config = msgspec.convert(model, ModelConfig)
+    except msgspec.ValidationError:
+        return [1]  # the model is refused for what it is
+    require_untied(config, stages)
+    try:
+        return [len(span) for span in even(config, stages)]
+    except BadSplit as error:
+        raise Uncomposable("all layers", str(error), f"choose {min(max(stages, 1), config.layers)}") from None
+
+
+def _require_known(codec: object) -> None:
+    """`Usage` if one of several codecs is not known: who joins with another release does without, a founder has mistyped it."""
+    try:
+        names = alternatives(codec) if isinstance(codec, str) else ()
+        for name in names if len(names) > 1 else ():
+            activation_codec(name)
+    except ValueError as error:
+        raise Usage("pipeline.codec", str(error), "") from None
+
+
+def _remembers(codec: object) -> bool:
+    try:
+        return isinstance(codec, str) and scope_of(codec) == "edge_sample"
+    except ValueError:
+        return False  # said later
+
+
+def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
+    """The digest of the basis of such a codec; None where there is none, or where something is wrong, which is said later."""
+    try:
+        terms = subspace_terms(codec) if isinstance(codec, str) else None
+        config = msgspec.convert(table["model"], ModelConfig)
+        seed = table.get("run", {}).get("seed", 0)
+        if terms is None or not isinstance(seed, int) or not 0 <= seed < 1 << 31:
+            return None
+        return run_basis(seed, config.dim, terms.rank, config.vocab_size).digest.hex()
+    except ValueError:
+        return None
+
+
+def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
+    """What all nodes of such a run do alike; `Uncomposable` if the stages are not the model's."""
+    return PipelinePlan(
+        require_split(plan.model, terms.stages),
+        terms.batch * plan.batch * plan.seq,
+        terms.codec,
+        terms.policy,
+        ServerTerms(terms.queue, terms.together, terms.places, terms.lease_s, terms.staleness),
+        TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
+        balance=Balance(terms.rebalance_s),
+        end_copies=terms.end_copies,
+        basis=terms.basis,
+        cache_bytes=terms.cache_bytes,
+        asynchronous=Asynchronous(late.versions, late.correction, late.gone) if (late := terms.asynchronous) else None,
+        paths=None if terms.plan is None else plan_of_texts(terms.plan.lanes),
+        constrain=terms.constrain,
+        table_every=terms.table_every,
+    )
+
+
+def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
+    """`Usage` for what cannot run: names that are not known, numbers that leave nothing possible, and parts that do not fit
+    each other (`Uncomposable`, with the rule's name)."""
+    if terms.window > terms.kept:
+        why = f"{terms.window} microbatches on their way are more than the {terms.kept} that are kept in all"
+        raise Usage("pipeline.window", why, f"set it to {terms.kept} or less, or enlarge pipeline.kept")
+    try:
+        scope_of(terms.codec)
+    except ValueError as error:
+        raise Usage("pipeline.codec", str(error), "") from None
+    if 0 < terms.rebalance_s < EMERGENCY_S:
+        why = f"servers look at each other's work every {EMERGENCY_S:.0f} s"
+        raise Usage(f"pipeline.rebalance_s: {terms.rebalance_s}", why, f"set it to {EMERGENCY_S:.0f} or more, or to 0")
+    _require_paths(terms)
+    pipeline = plan_of(terms, plan)
+    require_composable(Parts(plan, pipeline, made, _policy(pipeline, plan)))
+    _require_named(terms)
+
+
+def _require_paths(terms: Pipeline) -> None:
+    """`Uncomposable` for planned paths that no run of these stages can follow."""
+    if terms.plan is None:
+        return
+    try:
+        require_plan(plan_of_texts(terms.plan.lanes), terms.plan.servers, terms.stages, terms.batch)
+    except BadPlan as error:
+        raise Uncomposable(error.rule, error.why, error.remedy) from None
+
+
+def _policy(pipeline: PipelinePlan, plan: Plan) -> PathPolicy:
+    try:
+        return policy_of(pipeline.policy, pipeline.layers, plan.run_seed, "", pipeline.paths)
+    except UnknownPolicy as error:
+        raise Usage("pipeline.policy", str(error), nearest(pipeline.policy, NAMES)) from None
+    except BadPlan as error:
+        raise Usage("pipeline.plan", error.why, error.remedy) from None
+    except BadSwap as error:
+        raise Uncomposable(SWAP_RULE, str(error).removeprefix(f"{SWAP_RULE}: "), "") from None
+    except BadSkip as error:
+        raise Uncomposable("skip ratio", str(error), "") from None
+
+
+def _require_named(terms: Pipeline) -> None:
+    """A basis that could be another peer's has a digest in the manifest, and what needs none names none."""
+    shares = subspace_terms(terms.codec) is not None
+    if shares and terms.basis is None:
+        why = (
+            f"codec {terms.codec} needs a basis that all peers hold alike, and pipeline.basis does not name its digest"
+        )
+        raise Uncomposable("shared basis", why, "found the run with this version, which fills it in, or choose int8")
+    if not shares and terms.basis is not None:
+        raise Uncomposable("shared basis", f"codec {terms.codec} has no basis", "leave pipeline.basis out")

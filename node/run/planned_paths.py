@@ -1,0 +1,261 @@
+"""[pipeline.plan]: the paths that microbatches take with policy `planned`, agreed upon before the run.
+
+A founder names them, or what was measured of the hosts that are to serve, from which they are planned when the manifest is
+resolved (swarm/paths/planner.py); what is signed and sent are always the paths. A path is a text such as `0:1 2:0 3:1`: stage 0
+by the server at its place 1, and so on. Places number the servers of a stage in the order in which they became members, which
+all peers read off the same view; when one leaves, those after it move up. Where hosts are known by name, `2:12D3Koo…` is a
+peer's id and stays what it is.
+
+Activations go from a server to the trainer and from there to the next server. So what counts of a host besides its speed is
+its own line, in both directions, whoever comes before or after it.
+
+Deviations from SkipPipe (arXiv:2502.19913): a server keeps nothing between a microbatch's passes, so that its limit on memory
+has nothing to hold; which of its collisions happen depends on when trainers begin, and those are refused that are certain: two
+lanes that set out to one server with the same microbatch. Its balance is asked of each lane too, for trainers choose lanes
+apart and some may have none.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Annotated, Any
+
+import msgspec
+
+from farflock.node.errors import Usage
+from farflock.swarm.identity import BadIdentity, public_key
+from farflock.swarm.messages import MAX_MEMBERS
+from farflock.swarm.paths.draft import Instance
+from farflock.swarm.paths.planner import plan_paths
+from farflock.swarm.paths.skippipe import BadPlan, Kind, Path, Plan, Stop, Terms, place_name, require_paths
+
+MAX_PATHS = 1024  # of a lane
+MAX_CHARS = 900  # of a path: lines of a manifest are not much longer
+MAX_TEXT = 40 * 1024  # characters of all paths, of the 64 KiB that a manifest may have
+PLAN_WORK = 200  # plans that the planner looks at: some seconds
+
+_STOP = re.compile(r"(0|[1-9][0-9]?):(?:(0|[1-9][0-9]?)|([1-9A-HJ-NP-Za-km-z]{40,64}))", re.ASCII)
+
+PathText = Annotated[str, msgspec.Meta(max_length=MAX_CHARS, pattern=r"^[0-9A-Za-z: ]*$")]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+ByPlace = tuple[Annotated[tuple[Seconds, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)], ...]
+
+
+class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[pipeline.plan]. Each trainer follows one lane, whose paths its microbatches take in turn, again and again. `servers`
+    says how many places each stage has; if a founder leaves it out, those on the paths. A place on no path is a spare: whoever
+    has it takes over where another one is gone."""
+
+    servers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)], ...], msgspec.Meta(min_length=1)]
+    lanes: Annotated[
+        tuple[Annotated[tuple[PathText, ...], msgspec.Meta(min_length=1, max_length=MAX_PATHS)], ...],
+        msgspec.Meta(min_length=1, max_length=MAX_MEMBERS),
+    ]
+
+
+class HostTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a founder may write in place of `lanes`: how many stages a path visits, whether neighbours may change places on it,
+    and, by stage and place, the seconds that a host takes for a forward pass and its line for a microbatch one way."""
+
+    visited: Annotated[int, msgspec.Meta(ge=1)]
+    forward_s: ByPlace
+    line_s: ByPlace
+    turns: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4  # paths that are planned for each server of stage 0
+    swaps: bool = False
+
+
+# reading and writing
+
+
+def plan_of_texts(lanes: Sequence[Sequence[str]]) -> Plan:
+    """The plan that a manifest's texts say; `BadPlan` for what is none."""
+    return Plan(tuple(tuple(_path(text) for text in texts) for texts in lanes), per_step=1)
+
+
+def texts_of(plan: Plan) -> list[list[str]]:
+    """A plan as a manifest has it; `plan_of_texts` gives it again."""
+    return [[_line(path) for path in paths] for paths in plan.lanes]
+
+
+def _line(path: Path) -> str:
+    return " ".join(_text(stop) for stop in path)
+
+
+def _path(text: str) -> Path:
+    return tuple(_stop(word, text) for word in text.split(" "))
+
+
+def _stop(word: str, text: str) -> Stop:
+    found = _STOP.fullmatch(word)
+    if found is None:
+        why = f"{word[:64]!r} in the path {text[:64]!r} is no stage with a server"
+        raise BadPlan("stage's server", why, "write a path as 0:1 2:0 3:1, stages with places")
+    stage, place, peer = int(found[1]), found[2], found[3]
+    if place is not None:
+        return Stop(stage, place_name(stage, int(place)))
+    try:
+        public_key(peer)
+    except BadIdentity as error:
+        raise BadPlan("stage's server", str(error), f"name a place, such as {stage}:0, or a peer's whole id") from None
+    return Stop(stage, peer)
+
+
+def _text(stop: Stop) -> str:
+    return stop.peer if ":" in stop.peer else f"{stop.stage}:{stop.peer}"
+
+
+# rules
+
+
+def kinds_of(layers: Sequence[int]) -> tuple[Kind, ...]:
+    """What stages of so many layers take, give and have: the first embeds, the last has the loss."""
+    last = len(layers) - 1
+    return tuple(
+        Kind("tokens" if stage == 0 else "hidden", "logits" if stage == last else "hidden", ((many,),))
+        for stage, many in enumerate(layers)
+    )
+
+
+def require_plan(plan: Plan, servers: Sequence[int], layers: Sequence[int], batch: int) -> None:
+    """`BadPlan` unless such a run can follow it: so many servers of each stage, stages of so many layers, that step after
+    their share of `batch` microbatches."""
+    if len(servers) != len(layers):
+        why = f"the plan is for the servers of {len(servers)} stages, and there are {len(layers)}"
+        raise BadPlan("stage's server", why, "plan again for these stages")
+    if (size := sum(len(_line(path)) for path in plan.paths)) > MAX_TEXT:
+        why = f"the paths have {size} characters, and the manifest room for {MAX_TEXT}"
+        raise BadPlan("horizon", why, "give fewer paths or lanes, or fewer turns to plan")
+    _require_members(servers)
+    _require_places(plan, servers)
+    known, terms = _servers_of(plan, servers), Terms(kinds_of(layers), len(plan.paths[0]))
+    for paths in plan.lanes:  # each alone, for a run may have one trainer
+        require_paths(Plan((paths,), plan.per_step), known, terms)
+    _require_apart(plan)
+    _require_lanes(plan, len(layers), batch)
+
+
+def _require_members(servers: Sequence[int]) -> None:
+    if sum(servers) >= MAX_MEMBERS:
+        why = f"{sum(servers)} servers and a trainer are more than the {MAX_MEMBERS} members that a run may have"
+        raise BadPlan("stage's server", why, "plan for fewer servers")
+
+
+def _require_places(plan: Plan, servers: Sequence[int]) -> None:
+    for stop in itertools.chain.from_iterable(plan.paths):
+        _, colon, place = stop.peer.partition(":")
+        if colon and stop.stage < len(servers) and int(place) >= servers[stop.stage]:
+            why = f"a path goes to place {place} of stage {stop.stage}, of which there are {servers[stop.stage]}"
+            raise BadPlan("stage's server", why, "number places from 0 on, or enlarge pipeline.plan.servers")
+
+
+def _servers_of(plan: Plan, servers: Sequence[int]) -> list[set[str]]:
+    """By stage, its places and the peers that have one by name; a peer whom two stages name has it at the first."""
+    known = [{place_name(stage, place) for place in range(many)} for stage, many in enumerate(servers)]
+    named: dict[str, int] = {}
+    for stop in itertools.chain.from_iterable(plan.paths):
+        if ":" not in stop.peer and named.setdefault(stop.peer, stop.stage) == stop.stage < len(servers):
+            known[stop.stage].add(stop.peer)
+    return known
+
+
+def _require_apart(plan: Plan) -> None:
+    """All lanes set out at once, so that two which begin at one server collide there for certain."""
+    for turn, paths in enumerate(zip(*plan.lanes, strict=True)):
+        first: dict[str, int] = {}
+        for lane, path in enumerate(paths):
+            before = first.setdefault(path[0].peer, lane)
+            if before != lane:
+                why = f"lanes {before} and {lane} both set out to {_text(path[0])} with path {turn}"
+                raise BadPlan(
+                    "collision", why, "let each begin at another server, or plan fewer lanes: trainers share them"
+                )
+
+
+def _require_lanes(plan: Plan, stages: int, batch: int) -> None:
+    """A lane visits each stage as often as the others do, and does not put the visits of one off for a batch."""
+    shares = [_visits(paths) for paths in plan.lanes]
+    if never := set(range(stages)) - set(_visits(plan.paths)):
+        raise BadPlan("stage balance", f"no path visits stage {min(never)}", "let each stage be on some paths")
+    for lane, visits in enumerate(shares):
+        if visits != shares[0]:
+            stage = min(stage for stage in visits | shares[0] if visits[stage] != shares[0][stage])
+            why = f"lane {lane} visits stage {stage} {visits[stage]} times, lane 0 {shares[0][stage]} times"
+            remedy = "let lanes visit a stage equally often: how many trainers follow which is not known beforehand"
+            raise BadPlan("stage balance", why, remedy)
+    for lane, paths in enumerate(plan.lanes):
+        _require_steady(lane, paths, shares[0], batch)
+
+
+def _require_steady(lane: int, paths: Sequence[Path], visits: Counter[int], batch: int) -> None:
+    seen: Counter[int] = Counter()
+    for number, path in enumerate(paths, 1):
+        seen.update(stop.stage for stop in path)
+        for stage, many in visits.items():
+            share = Fraction(many, len(paths))
+            if abs(seen[stage] - share * number) > max(share * batch / 2, Fraction(1)):
+                why = f"lane {lane} visits stage {stage} {seen[stage]} times on its first {number} paths"
+                why += f", {many} on all {len(paths)}"
+                raise BadPlan("stage balance", why, "mix the paths, so that stages fill their batches together")
+
+
+def _visits(paths: Sequence[Path]) -> Counter[int]:
+    return Counter(stop.stage for path in paths for stop in path)
+
+
+# planning
+
+
+def fill_plan(given: Mapping[str, Any], layers: Sequence[int], seed: int) -> dict[str, Any]:
+    """What a founder wrote in [pipeline.plan], with the hosts made into lanes, and how many servers there are to be; what is
+    wrong with lanes is said later."""
+    if "lanes" in given:
+        return {"servers": _counted(given["lanes"], len(layers))} | dict(given)
+    try:
+        hosts = msgspec.convert(dict(given), HostTerms)
+    except msgspec.ValidationError as error:
+        raise Usage("pipeline.plan", str(error), "name lanes, or visited, forward_s and line_s of the hosts") from None
+    sizes = [[len(places) for places in table] for table in (hosts.forward_s, hosts.line_s)]
+    if sizes[0] != sizes[1] or len(sizes[0]) != len(layers):
+        why = f"forward_s is about {sizes[0]} hosts, line_s about {sizes[1]}, and there are {len(layers)} stages"
+        raise Usage("pipeline.plan", why, "give both a row for each stage and a number for each of its hosts")
+    _require_members(sizes[0])  # before it is planned, which takes a minute for hundreds
+    return {"servers": sizes[0], "lanes": texts_of(planned(hosts, layers, seed))}
+
+
+def _counted(lanes: object, stages: int) -> list[int]:
+    """How many servers of each stage are on these paths, at least one."""
+    try:
+        plan = plan_of_texts(msgspec.convert(lanes, list[list[str]]))
+    except (msgspec.ValidationError, BadPlan):
+        return [1] * stages
+    stops = set(itertools.chain.from_iterable(plan.paths))
+    return [max(sum(stop.stage == stage for stop in stops), 1) for stage in range(stages)]
+
+
+def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> Plan:
+    """A plan for these hosts by their places; `BadPlan` if there is none. Each lane takes the paths of all lanes by turns, so
+    that one trainer uses all servers and trains all stages equally."""
+    serving = tuple(tuple(place_name(stage, at) for at in range(len(row))) for stage, row in enumerate(hosts.forward_s))
+    names = list(itertools.chain.from_iterable(serving))
+    lines = dict(zip(names, itertools.chain.from_iterable(hosts.line_s), strict=True))
+    instance = Instance(
+        serving=serving,
+        terms=Terms(kinds_of(layers), hosts.visited),
+        forward_s=dict(zip(names, itertools.chain.from_iterable(hosts.forward_s), strict=True)),
+        transfer_s={here: {there: lines[here] + lines[there] for there in names} for here in names},
+        memory=len(serving[0]) * hosts.turns,  # nothing is kept between passes
+        turns=hosts.turns,
+        per_step=1,
+        swaps=hosts.swaps,
+        head_is_first=False,
+    )
+    return _by_turns(plan_paths(instance, seed, PLAN_WORK))
+
+
+def _by_turns(plan: Plan) -> Plan:
+    """The same paths, all of them in each lane, which begins with its own."""
+    lanes, turns = len(plan.lanes), len(plan.lanes[0])
+    order = [[((lane + at) % lanes, turn) for turn in range(turns) for at in range(lanes)] for lane in range(lanes)]
+    return Plan(tuple(tuple(plan.lanes[lane][turn] for lane, turn in way) for way in order), plan.per_step)

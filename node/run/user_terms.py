@@ -1,0 +1,161 @@
+"""The terms of a run of somebody's own model: what stands in the manifest's place, and what all its peers must agree on.
+
+Nobody can send a model as data, so each peer brings it with its program; the terms hold its fingerprint, the method
+with every option spelt out, and the run's name and seed. They are sealed, sent and hashed as a manifest is. A founder's
+arguments make them; a joiner's must not contradict them, and what a joiner leaves out is the run's.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from farflock.node.errors import Refused, Usage
+from farflock.node.run.fit import require_members
+from farflock.node.run.manifest import (
+    PROTOCOL,
+    SENT,
+    USER_MODEL,
+    Exchange,
+    Method,
+    Text,
+    constructor_options,
+    convert,
+    fill_method,
+    require_method,
+    tables,
+)
+from farflock.node.run.toml import to_toml
+from farflock.optimizers.catalog import method as build_method
+from farflock.optimizers.method import Method as Made
+from farflock.swarm.messages import MAX_MEMBERS
+
+Table = dict[str, Any]
+
+DEFAULT_METHOD = "diloco"
+DEFAULT_VIEW_S = 5.0  # a joiner is let in at the next change of the view: loops in notebooks are short
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[run]: what it is called, and the seed of the swarm's own randomness (pairs, reducers); models have their own."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
+    protocol: Annotated[int, msgspec.Meta(ge=0)] = PROTOCOL
+
+
+class UserModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[user_model]: how many trained tensors and numbers, a hash over all that must be equal, and the inner optimizer's
+    class."""
+
+    tensors: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    numbers: Annotated[int, msgspec.Meta(ge=1, le=2**60)]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    inner: Text
+
+
+class UserTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A whole run of somebody's own model, resolved."""
+
+    run: Run
+    user_model: UserModel
+    method: Method
+    exchange: Exchange
+
+    def canonical(self) -> bytes:
+        """The TOML that is hashed, signed and sent."""
+        return to_toml(msgspec.to_builtins(self)).encode()
+
+    def build(self) -> Made:
+        """The method; `Usage` where it refuses its options."""
+        try:
+            return build_method(self.method.name, **constructor_options(self.method, self.exchange))
+        except ValueError as error:
+            raise Usage("the run cannot work", str(error), "") from None
+
+
+def run_id(raw: bytes, founder: str) -> str:
+    """The run's id from the terms as they are sent, as manifests have it."""
+    return hashlib.sha256(raw + b"\x00" + founder.encode()).hexdigest()[:32]
+
+
+def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
+    """What must be equal among peers: names, shapes and types of all parameters, and the values of frozen ones."""
+    trained = [entry for entry in model.parameters() if entry.requires_grad]
+    if not trained:
+        raise Usage("the model", "it has no parameter that is trained", "unfreeze some")
+    digest = hashlib.sha256()
+    for name, entry in model.named_parameters():
+        digest.update(f"{name}\x00{tuple(entry.shape)}\x00{entry.dtype}\x00{entry.requires_grad}\x00".encode())
+        if not entry.requires_grad:
+            digest.update(entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    numbers = sum(entry.numel() for entry in trained)
+    return UserModel(len(trained), numbers, digest.hexdigest(), type(inner).__name__)
+
+
+def wish(model: UserModel, method: str | None, run: Table, options: Table) -> Table:
+    """What a caller named, as the tables of the terms: what it left out (None) is missing there."""
+    sent = {name: options[name] for name in (*SENT, "view_s") if options.get(name) is not None}
+    rest = {name: value for name, value in options.items() if name not in (*SENT, "view_s")}
+    table: Table = {"run": {name: value for name, value in run.items() if value is not None}}
+    table[USER_MODEL] = msgspec.to_builtins(model)
+    table["method"] = {"options": rest} if method is None else {"name": method, "options": rest}
+    return table | {"exchange": sent}
+
+
+def founded(wished: Table) -> UserTerms:
+    """A founder's terms, defaults spelt out; `Usage` for what cannot run."""
+    table = {**wished, "method": {"name": DEFAULT_METHOD} | wished["method"]}
+    table["exchange"] = {"view_s": DEFAULT_VIEW_S} | wished["exchange"]
+    fill_method(table)
+    table["run"] = {**table["run"], "protocol": PROTOCOL}
+    return _checked(table)
+
+
+def joined(raw: bytes, wished: Table) -> UserTerms:
+    """The run's terms, as they were sent; `Refused` if they cannot be taken part in, or if what a joiner named differs."""
+    try:
+        table = tables(raw, "the run's terms")
+        if USER_MODEL not in table:
+            why = "its nodes train a model of Farflock's"
+            raise Refused("that run is none of your own model", why, "join it with `farflock join INVITE`")
+        terms = _checked(table)
+    except Usage as error:
+        raise Refused("this version cannot take part in that run", str(error), "tell its founder, or update") from None
+    _require_equal(wished, msgspec.to_builtins(terms))
+    return terms
+
+
+def _checked(table: Table) -> UserTerms:
+    terms = convert(table, UserTerms)
+    require_method(terms.method)
+    require_members(terms.build(), MAX_MEMBERS, "the greatest number of members")
+    return terms
+
+
+def _require_equal(wished: Table, theirs: Table) -> None:
+    mine, run = wished[USER_MODEL], theirs[USER_MODEL]
+    if mine["sha256"] != run["sha256"]:
+        sizes = (
+            f"{mine['tensors']} tensors of {mine['numbers']} numbers here, {run['tensors']} of {run['numbers']} there"
+        )
+        if (mine["tensors"], mine["numbers"]) == (run["tensors"], run["numbers"]):
+            sizes = "names, shapes, types or frozen values differ"
+        raise Refused("this model is not the run's", sizes, "build it as the run's founder did")
+    known = dict(_flat(theirs, ""))
+    for place, value in _flat(wished, ""):
+        if known.get(place) != value:
+            there = f"{known[place]!r}" if place in known else "nothing"
+            why = f"it is {value!r} here and {there} in the run"
+            raise Refused(place, why, "leave it out to take the run's, or name the same")
+
+
+def _flat(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

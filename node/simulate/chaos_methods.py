@@ -1,0 +1,183 @@
+"""What a disaster runs: every method of the catalogue with short rounds, on a replica of a few counted numbers.
+
+Cheap to train and easy to judge: a gradient tells whose step it was, and a handful of steps holds rounds of every stream.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflock.node.errors import Usage
+from farflock.node.simulate.watch import DEADLINE_S, TOKENS_PER_STEP
+from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Tensors, What
+
+SIZES: Mapping[str, int] = {"a": 12, "b": 5}  # values of each tensor
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+STEP_S = 0.5
+FP32 = {"codec": "fp32", "return_codec": "fp32"}
+PHASES = {  # of an exchange, by the tag of a message
+    b"offer": "offer",
+    b"pair": "offer",
+    b"pair+": "offer",
+    b"want": "transfer",
+    b"piece": "transfer",
+    b"reduced": "reduced",
+    b"holds": "held",
+    b"have": "held",
+    b"propose": "vote",
+    b"accepted": "vote",
+    b"prepare": "vote",
+    b"promise": "vote",
+    b"decided": "decided",
+    b"commit": "decided",
+}
+PAIR_PHASES = ("decided", "held", "offer", "transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A method with its options, how long one of its local steps takes, and how many values it trains."""
+
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    step_s: float = STEP_S
+    sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)
+
+    def replica(self, place: int) -> "CountingReplica":
+        """What the peer of this number trains."""
+        return CountingReplica(place, self.sizes, moments=self.method == "desloc")
+
+    def make(self) -> Method:
+        """A new method; whoever waits for an exchange waits for `DEADLINE_S`."""
+        deadline = {"deadline_s": DEADLINE_S} if self.method != "local" else {}
+        return method(self.method, **{**deadline, **self.options})
+
+    def streams(self) -> list[Exchange]:
+        """A specimen of each of its streams."""
+        return self.make().streams(self.replica(0))
+
+    def phases(self) -> tuple[str, ...]:
+        """The phases that its exchanges have: pairs take no vote, and only means are reduced; none where nothing is sent."""
+        streams = self.streams()
+        if any(isinstance(entry.group, RandomGroups) for entry in streams):
+            return PAIR_PHASES
+        reduced = any(entry.kind == "mean" for entry in streams)
+        return tuple(sorted({phase for phase in PHASES.values() if streams and (reduced or phase != "reduced")}))
+
+
+ARMS = (
+    Arm("diloco", {"period": 3, **FP32}),
+    Arm("sparseloco", {"period": 3, "codec": "topk:2/8"}),
+    Arm("streaming", {"period": 4, "fragments": 2, "overlap": 1}),
+    Arm("noloco", {"period": 3, "codec": "fp32"}),
+    Arm("ddp", FP32, 3 * STEP_S),
+    Arm("desloc", {"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}),
+    Arm("edit", {"period": 4, "warmup": 2, **FP32}),
+    Arm("diloco", {"period": 3, "codec": "topk:2/8", "feedback": 0.9}),
+    Arm("async", {"period": 6, "enough": 2, "codec": "int8"}),
+    Arm("sparta", {"period": 3, "one_in": 3}),
+    Arm("demo", {"period": 3, "chunk": 4, "codec": "topk:2/16", "check_rounds": 4}),
+    Arm("co2", {"period": 3, **FP32}),
+    Arm("delayed", {"period": 3, **FP32}),
+    Arm("flexdemo", {"period": 3, "rate": 0.5, "check_rounds": 4}),
+    Arm("sparta-diloco", {"period": 6, "mask_period": 3, "one_in": 3, **FP32}),
+    Arm("diloco", {"period": 3, "codec": "int8"}),
+    Arm("local"),
+    Arm("lean", {"period": 3, "return_codec": "fp32"}),
+    Arm("streaming", {"period": 4, "fragments": 2, "overlap": 0, "feedback": 0.5, "codec": "int4"}),
+    Arm("edit", {"round_s": 2.0, "warmup": 2, **FP32}),
+)
+
+
+def arms_of(name: str | None = None) -> tuple[Arm, ...]:
+    """All arms, or those of one method; `Usage` if that is not known."""
+    if name is not None and name not in METHODS:
+        raise Usage(f"{name[:64]!r} cannot be tried", "no method is called so", f"choose from {', '.join(METHODS)}")
+    return tuple(arm for arm in ARMS if name in (None, arm.method))
+
+
+def arm_of(seed: int, name: str | None = None) -> Arm:
+    """The arm that a seed runs, of all or of this method's."""
+    arms = arms_of(name)
+    return arms[seed % len(arms)]
+
+
+class CountingReplica:
+    """A few tensors that every local step moves in a way that tells whose step it was. The inner optimizer is gradient descent
+    at a rate of 1; with `moments` it also keeps means of the gradient and of its square, which move nothing."""
+
+    def __init__(self, place: int, sizes: Mapping[str, int], *, moments: bool = False) -> None:
+        self._place, self._sizes = place, sizes
+        kept = ("param", "grad", *MOMENTS) if moments else ("param", "grad")
+        self._tensors = {what: self._zeros() for what in kept}
+
+    def _zeros(self) -> dict[str, Tensor]:
+        return {name: torch.zeros(size) for name, size in self._sizes.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All."""
+        return tuple(self._sizes)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """All are flat."""
+        return {name: (size,) for name, size in self._sizes.items()}
+
+    def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
+        """Copies; what is not kept reads as zeros."""
+        kept = self._tensors.get(what) or self._zeros()
+        return {name: kept[name].clone() for name in names}
+
+    def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
+        """Overwrite; what is not kept is ignored."""
+        for name, new in tensors.items():
+            if what in self._tensors:
+                self._tensors[what][name] = new.clone()
+
+    def inner_step(self, lr: float | None = None) -> None:
+        """theta <- theta - grad."""
+        held = self._tensors
+        for name, grad in held["grad"].items():
+            held["param"][name] = held["param"][name] - grad
+            if "step" in held:
+                held["exp_avg"][name] = (held["exp_avg"][name] + grad) * 0.5
+                held["exp_avg_sq"][name] = (held["exp_avg_sq"][name] + grad * grad) * 0.5
+                held["step"][name] = held["step"][name] + 1
+        held["grad"] = self._zeros()
+
+    def add_gradient(self, step: int) -> None:
+        """This peer's gradient of this step: 1 at its own place, a little of the step's number in the last tensor."""
+        names = self.names
+        for name, at, much in ((names[0], self._place, 1.0), (names[-1], step, 0.25)):
+            grad = self._tensors["grad"][name]
+            grad[at % len(grad)] += much
+
+
+@dataclass(slots=True)
+class CountingTrainee:
+    """Trains a counting replica."""
+
+    replica: CountingReplica
+
+    @property
+    def weight(self) -> float:
+        """Each step counts once."""
+        return 1.0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """What the watch counts."""
+        return TOKENS_PER_STEP
+
+    def forward_backward(self, step: int, progress: Progress) -> float:
+        """Its gradient; there is no loss."""
+        self.replica.add_gradient(step)
+        return 0.0
+
+    def set_rate(self, tokens: int) -> None:
+        """Its gradients are whole counts, which no rate scales."""

@@ -1,0 +1,244 @@
+"""A pipeline on a simulated network: the product's own trainers and stage servers, real passes, virtual time, one seed.
+
+Who serves what is given; churn kills peers at seeded moments, and each comes back a while later as another life that serves the
+same stage. A life that the rest has left behind ends by itself and begins anew.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from farflock.node.assembly.node import Plan
+from farflock.node.model.tokenizer import Tokens
+from farflock.node.pipeline.life.assembly import Means
+from farflock.node.pipeline.life.rebalancer import LifeOver
+from farflock.node.pipeline.node import PipelineNode
+from farflock.node.run.pipeline_plan import PipelinePlan
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.snapshots import SnapshotUnavailable
+from farflock.swarm.record import Record, seal, unseal
+from farflock.swarm.roles import EVERY, NOTHING, role_of
+from farflock.swarm.sim.directory import MemoryDirectory, MemoryTable
+from farflock.swarm.sim.network import LinkModel, SimNetwork
+
+JOIN_TIMEOUT_S = 120.0
+LINGER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a peer does: the stage that it serves, `NOTHING` for none, `EVERY` for a full replica; whether it trains; what a
+    forward pass through one stage takes it; and which codecs its release knows, if not all that the run names."""
+
+    stage: int = NOTHING
+    trains: bool = False
+    forward_s: float = 0.05
+    codec: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineWorld:
+    """The simulated surroundings. The first peer founds the run. `churn_s` is the mean time between kills, of stage
+    servers and full replicas; who is killed stays away for `away_s`."""
+
+    parts: tuple[Part, ...]
+    total_tokens: int
+    link: LinkModel = field(default_factory=LinkModel)
+    churn_s: float | None = None
+    away_s: tuple[float, float] = (5.0, 20.0)
+    view_s: float = 3.0
+    branch_after_s: float = 600.0
+    limit_s: float = 3600.0  # virtual; a run that takes longer has failed
+
+
+@dataclass(slots=True)
+class Tale:
+    """What happened: events as they were reported, by peer number and life."""
+
+    events: list[tuple[float, int, str, dict[str, object]]] = field(default_factory=list)
+    kills: int = 0
+    virtual_s: float = 0.0
+    sent_bytes: int = 0
+
+    def fields(self, kind: str) -> list[dict[str, object]]:
+        """Of the events of a kind."""
+        return [fields for _, _, what, fields in self.events if what == kind]
+
+
+class PipelineSimulation:
+    """All nodes of one simulated run. `made` is called with each life's number and node before it begins: tests look in."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        pipeline: PipelinePlan,
+        world: PipelineWorld,
+        tokens: Tokens,
+        made: Callable[[int, PipelineNode], None] = lambda number, node: None,
+    ) -> None:
+        self._plan, self._pipeline, self._world, self._tokens, self._made = plan, pipeline, world, tokens, made
+        self.random = random.Random(f"{plan.run_seed}/pipeline")
+        self.network = SimNetwork(plan.run_seed, world.link)
+        self._table = MemoryTable(str(plan.run_seed), plan.run_seed, asyncio.get_running_loop().time)
+        self._identities = [identity_of(plan, number) for number in range(len(world.parts))]
+        self._stages = [part.stage for part in world.parts]  # a server may go to another one
+        self._lives: dict[int, asyncio.Task[None]] = {}
+        self.nodes: dict[int, PipelineNode] = {}
+        self.tale = Tale()
+        self._births = 0
+        self.done: set[int] = set()
+
+    async def run(self) -> Tale:
+        """Everybody from start to end. `TimeoutError` if that takes longer than the world allows."""
+        async with asyncio.timeout(self._world.limit_s):
+            for number in range(len(self._world.parts)):
+                self._lives[number] = asyncio.create_task(self._live(number))
+                await asyncio.sleep(0.2)
+            churn = asyncio.create_task(self._churn()) if self._world.churn_s else None
+            try:
+                await self._until_done()
+            finally:
+                for task in [*self._lives.values(), *([churn] if churn else [])]:
+                    task.cancel()
+                await asyncio.gather(*self._lives.values(), return_exceptions=True)
+        self.tale.virtual_s = asyncio.get_running_loop().time()
+        self.tale.sent_bytes = sum(self.network.line(node.peer.me).sent_bytes for node in self.nodes.values())
+        return self.tale
+
+    def end(self) -> None:
+        """Wait for nobody any more: the run is over soon."""
+        self.done |= set(range(len(self._world.parts)))
+
+    async def _until_done(self) -> None:
+        """Until all trainers are: the servers are needed as long."""
+        trainers = {number for number, part in enumerate(self._world.parts) if part.trains}
+        while not trainers <= self.done:
+            for task in self._lives.values():
+                if task.done() and not task.cancelled():
+                    task.result()
+            alive = [task for task in self._lives.values() if not task.done()]
+            await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+        await asyncio.sleep(LINGER_S)
+
+    async def _live(self, number: int) -> None:
+        """One life after the other, until one is not left behind."""
+        while True:
+            try:
+                await self._one_life(number)
+                return
+            except (LifeOver, SnapshotUnavailable) as reason:
+                self.tale.events.append((_now(), number, "over", {"reason": str(reason)}))
+                if isinstance(reason, LifeOver) and reason.stage is not None:
+                    self._stages[number] = reason.stage
+                self.network.kill(self._identities[number].peer)
+                await asyncio.sleep(1.0)
+
+    async def _one_life(self, number: int) -> None:
+        self._births += 1
+        directory = self._table.directory(self._identities[number].peer)
+        peer = self._peer(number, self._births, directory)
+        async with peer.running():
+            part = self._world.parts[number]
+            tokens = self._tokens if part.trains else None
+            pipeline = replace(self._pipeline, codec=part.codec or self._pipeline.codec)
+            node = PipelineNode(self._plan, pipeline, peer, self._means(number), self._stages[number], tokens)
+            self.nodes[number] = node
+            self._made(number, node)
+            if self._births == 1:
+                node.found()
+            else:
+                await node.join(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
+            await node.run(self._world.total_tokens)
+            self.done.add(number)
+            await asyncio.sleep(self._world.limit_s)
+
+    def _means(self, number: int) -> Means:
+        forward_s, turn = self._world.parts[number].forward_s, asyncio.Lock()
+
+        async def compute(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
+            return work()
+
+        async def run_pass(work: Callable[[], Any], cost: float) -> Any:  # noqa: ANN401
+            async with turn:  # a machine computes one thing at a time, also where it serves several stages
+                done = work()
+                await asyncio.sleep(forward_s * cost)
+                return done
+
+        async def train(work: Callable[[], float]) -> float:
+            return work()
+
+        def report(kind: str, fields: dict[str, object]) -> None:
+            self.tale.events.append((_now(), number, kind, fields))
+
+        return Means(compute, run_pass, train, report)
+
+    def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
+        identity, run = self._identities[number], str(self._plan.run_seed)
+        role = role_of(self._stages[number])
+        record = seal(identity, Record(run, identity.peer, incarnation, incarnation, curve=bytes(32), role=role))
+        terms = RunTerms(run, self._plan.run_seed, self._world.view_s, self._world.branch_after_s)
+        links = self.network.links(identity.peer)
+        return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: record)
+
+    async def _introduced(self, me: str, directory: MemoryDirectory) -> list[bytes]:
+        run = str(self._plan.run_seed)
+        others: list[bytes] = []
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            while not others:
+                await asyncio.sleep(0.5)
+                others = [blob for blob in await directory.peers(run) if unseal(blob, run).peer != me]
+        return others
+
+    # bad luck
+
+    async def _churn(self) -> None:
+        assert self._world.churn_s is not None
+        while True:
+            await asyncio.sleep(self.random.expovariate(1 / self._world.churn_s))
+            parts = self._world.parts
+            mortal = [number for number, part in enumerate(parts) if not part.trains or part.stage == EVERY]
+            victims = mortal if self.settled else []
+            if victims:
+                self.kill(self.random.choice(victims), self.random.uniform(*self._world.away_s))
+
+    @property
+    def settled(self) -> bool:
+        """Whether everybody is a member: who loses a majority at once is another experiment."""
+        members = [node.peer.membership.is_member for node in self.nodes.values()]
+        return len(members) == len(self._world.parts) and all(members)
+
+    def kill(self, number: int, away_s: float | None) -> None:
+        """End a life without a word; after `away_s` the next one begins, with None never: nobody waits for it any more."""
+        self.tale.kills += 1
+        if away_s is None:
+            self.done.add(number)
+        self.network.kill(self._identities[number].peer)
+        self.nodes.pop(number, None)
+        self._lives[number].cancel()
+        self._lives[number] = asyncio.create_task(self._return(number, self._lives[number], away_s))
+
+    async def _return(self, number: int, before: asyncio.Task[None], away_s: float | None) -> None:
+        await asyncio.gather(before, return_exceptions=True)
+        if away_s is not None:
+            await asyncio.sleep(away_s)
+            await self._live(number)
+
+
+def identity_of(plan: Plan, number: int) -> Identity:
+    """The identity of a simulated peer."""
+    return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{number}".encode()).digest())
+
+
+def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0) -> tuple[Part, ...]:
+    """So many servers of each stage, stage by stage, then so many that only train, and so many full replicas."""
+    serving = [Part(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)]
+    whole = [Part(EVERY, trains=True, forward_s=forward_s)] * replicas
+    return (*serving, *([Part(trains=True)] * trainers), *whole)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

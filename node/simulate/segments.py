@@ -1,0 +1,88 @@
+"""The legs of a long simulated run on disk: every node's checkpoint, and what the run remembers beside them.
+
+A leg's folder counts once its `story.json` is there, which is written last and at once. Nothing in a leg is ever
+changed; a run that is started again in the same folder goes on after the newest whole one.
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from farflock.node.assembly.node import Participant
+from farflock.node.assembly.resume import memory_of
+from farflock.node.errors import Usage
+from farflock.node.state import checkpoint
+from farflock.node.state.checkpoint import Checkpoint, CheckpointError
+from farflock.node.state.paths import write_whole
+
+_LEG = re.compile(r"leg-([1-9][0-9]{0,8})")
+
+
+class Story(msgspec.Struct):
+    """What a simulated run remembers from leg to leg beside its nodes. `losses` are pairs of the run's tokens and a loss;
+    `rounds` pairs of a stream and a round that somebody applied."""
+
+    legs: int = 0
+    births: int = 0
+    kills: int = 0
+    sent_bytes: int = 0
+    virtual_s: float = 0.0
+    losses: list[tuple[int, float]] = msgspec.field(default_factory=list)
+    rounds: set[tuple[str, int]] = msgspec.field(default_factory=set)
+
+
+class _Page(msgspec.Struct):
+    """`story.json`: the story, the peers that are saved, and which run this is."""
+
+    terms: str
+    peers: list[int]
+    story: Story
+
+
+class LegShelf:
+    """The legs of one run in one folder; `terms` are all that the run depends on."""
+
+    def __init__(self, folder: Path, terms: str) -> None:
+        self._folder, self._terms = folder, hashlib.sha256(terms.encode()).hexdigest()
+
+    def newest(self) -> tuple[Story, dict[int, Checkpoint]]:
+        """Where the run stands; a fresh story if there is no leg. `Usage` if the folder is another run's."""
+        for number in sorted(self._numbers(), reverse=True):
+            leg = self._folder / f"leg-{number}"
+            try:
+                page = msgspec.json.decode((leg / "story.json").read_bytes(), type=_Page)
+                if page.terms != self._terms:
+                    raise Usage(
+                        f"{leg} is another run's", "its manifest or its world differs", "name another folder, or none"
+                    )
+                return page.story, self._load(leg, page.peers)
+            except (OSError, msgspec.MsgspecError, CheckpointError):
+                continue  # cut short: the leg before it is whole
+        return Story(), {}
+
+    def save(self, story: Story, nodes: Mapping[int, Participant]) -> dict[int, Checkpoint]:
+        """Write the leg that has just ended, and read it back: what goes on is what was written."""
+        leg = self._folder / f"leg-{story.legs}"
+        shutil.rmtree(leg, ignore_errors=True)  # one that was cut short
+        for number, node in nodes.items():
+            parts, cursors = memory_of(node)
+            checkpoint.save(leg / f"peer-{number}", node.loop.step, parts, {"node": cursors})
+        page = _Page(self._terms, sorted(nodes), story)
+        write_whole(leg / "story.json", msgspec.json.encode(page, order="sorted"))
+        return self._load(leg, page.peers)
+
+    def _numbers(self) -> list[int]:
+        if not self._folder.is_dir():
+            return []
+        return [int(match[1]) for path in self._folder.iterdir() if (match := _LEG.fullmatch(path.name))]
+
+    def _load(self, leg: Path, peers: list[int]) -> dict[int, Checkpoint]:
+        found = {number: checkpoint.latest(leg / f"peer-{number}") for number in peers}
+        missing = [number for number, saved in found.items() if saved is None]
+        if missing:
+            raise CheckpointError(f"{leg} lacks the checkpoints of peers {missing}; the leg before it is used")
+        return {number: saved for number, saved in found.items() if saved is not None}

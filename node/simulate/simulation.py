@@ -1,0 +1,309 @@
+"""A whole run on a simulated network: the product's own nodes, real steps, virtual time, one seed.
+
+The same seed gives the same bytes: the same rounds, losses and states. Churn kills peers and lets others join, both at
+seeded moments; every kill is followed by a new life of the same peer a while later. A long run may be cut into legs: at
+the end of one everybody stops and is saved (node/simulate/segments.py), and the next one begins from there in a world
+of its own."""
+
+import asyncio
+import collections
+import hashlib
+import random
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflock.node.assembly.node import Participant, Plan, participant
+from farflock.node.assembly.resume import take_up
+from farflock.node.model.evaluation import Estimate, losses, summarise
+from farflock.node.model.llama import build
+from farflock.node.model.replica import PlainReplica
+from farflock.node.model.tokenizer import Tokens
+from farflock.node.simulate.segments import LegShelf, Story
+from farflock.node.state.checkpoint import Checkpoint
+from farflock.optimizers.catalog import method
+from farflock.optimizers.method import State
+from farflock.optimizers.state import state_hash
+from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.snapshots import SnapshotUnavailable
+from farflock.swarm.record import Record, seal, unseal
+from farflock.swarm.sim.directory import DirectoryFaults, MemoryDirectory, MemoryTable
+from farflock.swarm.sim.network import LinkModel, SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
+
+JOIN_TIMEOUT_S = 120.0
+LINGER_S = 30.0  # after the last step: peers answer those who are still on their way
+AWAY_S = (5.0, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The simulated surroundings. `step_s` is what one training step takes; `churn_s` the mean time between kills."""
+
+    peers: int
+    total_tokens: int
+    link: LinkModel = field(default_factory=LinkModel)
+    step_s: float = 0.5
+    spread: float = 0.1  # steps of peer i take up to this share longer, drawn once
+    churn_s: float | None = None
+    view_s: float = 5.0
+    branch_after_s: float = 600.0
+    directory: DirectoryFaults = field(default_factory=DirectoryFaults)
+    leg_tokens: int | None = None  # after how many tokens all stop and are saved; None: never
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What `farflock sim` prints."""
+
+    state_hash: str
+    rounds: int
+    losses: list[float]  # mean training loss over peers, by tenth of the run
+    bytes: int
+    bytes_per_peer: float
+    virtual_s: float
+    kills: int
+    steps: int
+    states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+
+class Simulation:
+    """All nodes of one simulated run, from where `saved` (by peer) left them, or from the start, until `until` tokens."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        tokens: Tokens,
+        progress: Callable[[float], None],
+        story: Story,
+        saved: Mapping[int, Checkpoint],
+        until: int,
+    ) -> None:
+        self._plan, self._world, self._tokens, self._progress = plan, world, tokens, progress
+        self._story, self._saved, self._until = story, saved, until
+        self._random = random.Random(f"{plan.run_seed}/simulation")
+        self.network = SimNetwork(plan.run_seed + 1_000_003 * story.legs, world.link)
+        now = asyncio.get_running_loop().time
+        self.directory = MemoryTable(str(plan.run_seed), plan.run_seed, now, world.directory)
+        self._identities = [_identity(plan, index) for index in range(world.peers)]
+        self._slowness = [1 + self._random.random() * world.spread for _ in self._identities]
+        self._begun: set[int] = set()
+        self._lives: dict[int, asyncio.Task[None]] = {}
+        self._nodes: dict[int, Participant] = {}
+        self._done = 0
+        self._random.seed(f"{plan.run_seed}/simulation/{story.legs}")  # speeds, drawn before, are those of all legs
+
+    async def run(self) -> dict[int, Participant]:
+        """Everybody from start to end; the nodes as they were then, by number."""
+        for index in range(self._world.peers):
+            self._lives[index] = asyncio.create_task(self._live(index))
+            await asyncio.sleep(self._random.random())
+        churn = asyncio.create_task(self._churn()) if self._world.churn_s else None
+        try:
+            await self._until_done()
+        finally:
+            if churn is not None:
+                churn.cancel()
+            for task in self._lives.values():
+                task.cancel()
+            await asyncio.gather(*self._lives.values(), return_exceptions=True)
+        self._story.legs += 1
+        self._story.sent_bytes += sum(self.network.line(node.peer.me).sent_bytes for node in self._nodes.values())
+        self._story.virtual_s += asyncio.get_running_loop().time()
+        return dict(sorted(self._nodes.items()))
+
+    async def _until_done(self) -> None:
+        while alive := [task for task in self._lives.values() if not task.done()]:
+            await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
+            for task in self._lives.values():
+                if task.done() and not task.cancelled():
+                    task.result()
+            founder = self._nodes.get(0)
+            if founder is not None:
+                self._progress(founder.seat.progress(0).tokens / self._world.total_tokens)
+
+    async def _live(self, index: int) -> None:
+        """One life of one peer: found or join, train, linger."""
+        known = index in self._begun
+        self._story.births += 1
+        self._begun.add(index)
+        directory = self.directory.directory(self._identities[index].peer)
+        peer = self._peer(index, self._story.births, directory)
+        async with peer.running():
+            node = self._assemble(index, peer)
+            self._nodes[index] = node
+            if self._saved and not known:
+                await self._resume(index, node, directory)
+            elif self._story.births == 1:
+                node.found()
+            else:
+                await node.join(await self._introduced(peer.me, directory), JOIN_TIMEOUT_S)
+            await node.loop.run(self._until, drain_s=LINGER_S)
+            self._done += 1
+            await asyncio.sleep(LINGER_S)
+            await node.loop.drain(LINGER_S)
+
+    async def _resume(self, index: int, node: Participant, directory: MemoryDirectory) -> None:
+        """Begin a leg where the one before it ended; nobody trains before all are members again."""
+        if index == 0:
+            node.peer.found()
+        else:
+            await node.peer.join(await self._introduced(node.peer.me, directory), JOIN_TIMEOUT_S)
+        take_up(node, self._saved[index])
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            while not self._complete():  # noqa: ASYNC110 - all nodes' condition
+                await asyncio.sleep(0.1)
+
+    def _assemble(self, index: int, peer: Peer) -> Participant:
+        step_s = self._world.step_s * self._slowness[index]
+
+        async def compute(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
+            return work()
+
+        async def train(work: Callable[[], float]) -> float:
+            loss = work()
+            await asyncio.sleep(step_s)
+            return loss
+
+        def report(kind: str, fields: dict[str, Any]) -> None:
+            if kind == "step":
+                self._story.losses.append((node.seat.progress(0).tokens, fields["loss"]))
+            elif kind == "round":
+                self._story.rounds.add((fields["stream"], fields["round"]))
+
+        node = participant(self._plan, peer, self._tokens, compute=compute, train=train, report=report)
+        return node
+
+    def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
+        identity = self._identities[index]
+        world = self._world
+        terms = RunTerms(str(self._plan.run_seed), self._plan.run_seed, world.view_s, world.branch_after_s)
+        record = self._record(index, incarnation)
+        links = self.network.links(identity.peer)
+        return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: record)
+
+    def _record(self, index: int, incarnation: int) -> bytes:
+        identity = self._identities[index]
+        run = str(self._plan.run_seed)
+        return seal(identity, Record(run, identity.peer, incarnation, incarnation, curve=bytes(32)))
+
+    async def _introduced(self, me: PeerId, directory: MemoryDirectory) -> list[bytes]:
+        """Look into the directory until it shows somebody else; `TimeoutError` if it never does."""
+        run = str(self._plan.run_seed)
+        others: list[bytes] = []
+        async with asyncio.timeout(JOIN_TIMEOUT_S):
+            while not others:
+                await asyncio.sleep(1.0)
+                others = [blob for blob in await directory.peers(run) if unseal(blob, run).peer != me]
+        return others
+
+    async def _churn(self) -> None:
+        """Kill a seeded peer now and then; it comes back as a new life."""
+        assert self._world.churn_s is not None
+        while True:
+            await asyncio.sleep(self._random.expovariate(1 / self._world.churn_s))
+            if self._done or not self._complete():
+                continue
+            index = self._random.randrange(self._world.peers)
+            self._story.kills += 1
+            peer = self._identities[index].peer
+            self._story.sent_bytes += self.network.line(peer).sent_bytes
+            self.network.kill(peer)
+            del self._nodes[index]
+            self._lives[index].cancel()
+            await asyncio.gather(self._lives[index], return_exceptions=True)
+            self._lives[index] = asyncio.create_task(self._return(index, self._random.uniform(*AWAY_S)))
+
+    def _complete(self) -> bool:
+        """Whether everybody is a member: a swarm that loses its majority at once is dead, and that is another experiment."""
+        members = [node.peer.membership.is_member for node in self._nodes.values()]
+        return len(members) == self._world.peers and all(members)
+
+    async def _return(self, index: int, away_s: float) -> None:
+        """Come back as a new life; who finds nobody left, because the run has ended meanwhile, stays away."""
+        await asyncio.sleep(away_s)
+        try:
+            await self._live(index)
+        except (TimeoutError, SnapshotUnavailable):
+            if not self._done:
+                raise
+
+
+def outcome(world: World, story: Story, states: dict[str, State]) -> Outcome:
+    """What a run that has ended amounts to; the hash covers the method's state of every peer."""
+    digest = hashlib.sha256()
+    for peer in sorted(states):
+        digest.update(peer.encode() + state_hash(states[peer]))
+    return Outcome(
+        state_hash=digest.hexdigest(),
+        rounds=len(story.rounds),
+        losses=_by_tenth(story.losses, world.total_tokens),
+        bytes=story.sent_bytes,
+        bytes_per_peer=story.sent_bytes / world.peers,
+        virtual_s=story.virtual_s,
+        kills=story.kills,
+        steps=len(story.losses),
+        states=states,
+    )
+
+
+def simulate(
+    plan: Plan,
+    world: World,
+    tokens: Tokens,
+    progress: Callable[[float], None] = lambda share: None,
+    folder: Path | None = None,
+) -> Outcome:
+    """Run a simulation to its end. With a `folder` each leg is saved there, and legs that are there already are not run
+    again: the outcome is bit by bit that of a run that was never interrupted. `Usage` if the folder is another run's."""
+    shelf = LegShelf(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}") if folder else None
+    story, saved = shelf.newest() if shelf else (Story(), {})
+
+    async def leg(until: int) -> dict[int, Participant]:
+        return await Simulation(plan, world, tokens, progress, story, saved, until).run()
+
+    leg_tokens = world.leg_tokens or world.total_tokens
+    states = {_identity(plan, index).peer: checkpoint.parts["method"] for index, checkpoint in saved.items()}
+    while story.legs * leg_tokens < world.total_tokens:
+        nodes = run_virtual(leg(min((story.legs + 1) * leg_tokens, world.total_tokens)))
+        states = {node.peer.me: _state(node) for node in nodes.values()}
+        if shelf:
+            saved = shelf.save(story, nodes)
+    return outcome(world, story, states)
+
+
+def held_out(plan: Plan, states: Collection[State], x: Tensor, y: Tensor) -> Estimate:
+    """The loss of the peers' models on held-out sequences, mean over peers; the standard error is over sequences."""
+    different = {state_hash(state): state for state in states}
+    weights = collections.Counter(state_hash(state) for state in states)
+    means = torch.zeros(len(x), dtype=torch.float64)
+    for digest, state in different.items():
+        model = build(plan.model, plan.run_seed)
+        replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
+        kept = method(plan.method, **plan.options)
+        kept.restore(replica, state, "adopt")
+        replica.write(kept.eval_params(replica), "param")
+        means += losses(model, x, y) * (weights[digest] / weights.total())
+    return summarise(means)
+
+
+def _state(node: Participant) -> State:
+    return node.loop.driver.method.snapshot(node.loop.driver.replica)
+
+
+def _identity(plan: Plan, index: int) -> Identity:
+    return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{index}".encode()).digest())
+
+
+def _by_tenth(losses: list[tuple[int, float]], total: int) -> list[float]:
+    tenths: list[list[float]] = [[] for _ in range(10)]
+    for tokens, loss in losses:
+        tenths[min(int(10 * tokens / total), 9)].append(loss)
+    return [round(sum(values) / len(values), 4) for values in tenths if values]

@@ -1,0 +1,329 @@
+"""What is watched during a disaster, by records of its own that share no code with what they check.
+
+An update counts at most once, in its own round; members of an exact method are equal after each sync; a mean is the
+mean of what its participants sent, the same bits for all of them; tokens add up, life by life; every wait has a name and a
+deadline, and none lasts long after it; whatever a peer holds stays small.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflock.compression.catalog import codec
+from farflock.compression.codec import Context
+from farflock.node.loop import Loop
+from farflock.node.simulate.memory_audit import longest
+from farflock.node.train.driver import Driver
+from farflock.node.train.exchange_client import Courier
+from farflock.optimizers.catalog import METHODS
+from farflock.optimizers.method import Exchange, Result, State, Tensors
+from farflock.optimizers.state import state_hash
+from farflock.swarm.peer.peer import Peer
+
+DEADLINE_S = 6.0  # of an exchange
+TOKENS_PER_STEP = 10
+STORE_BYTES = 2048  # what a peer may keep of chunks that nobody needs: a few rounds' worth, so that it has to let go
+MAX_STORE_BYTES = STORE_BYTES + 6144  # with those of open exchanges and of the log
+MAX_TASKS = 60  # of one peer
+MAX_ITEMS = 160  # in any one table, list or queue of a peer: a store of that size holds some 120 of the smallest chunks
+OVERDUE_S = DEADLINE_S  # a wait may outlast its deadline by so much once all hear each other again
+TOLERANCE = 1e-3
+
+Life = tuple[str, int]  # a peer and which of its lives
+Round = tuple[str, int]  # a stream and a round's number
+Rounds = tuple[Round, ...]  # of each stream the last one in a state
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One peer's contribution to one round, as it was encoded."""
+
+    values: Mapping[str, Tensor]
+    weight: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Feedback:
+    """A slow twin of one life's error feedback."""
+
+    residual: dict[str, Tensor]
+    message: dict[str, Tensor]
+
+
+class Watch:
+    """Collects what all peers do, and the violations."""
+
+    def __init__(self, arm: str, peers: Sequence[str]) -> None:
+        self._equality, self._pairs_only = METHODS[arm].equality, arm == "noloco"
+        self._peers = peers
+        self._sent: dict[Round, dict[Life, _Sent]] = {}
+        self._hashes: dict[Rounds, dict[bytes, str]] = {}
+        self._states: dict[Rounds, State] = {}  # of the first who had applied these (close methods)
+        self._means: dict[tuple[Round, tuple[str, ...]], Tensors] = {}  # as the first of the participants decoded it
+        self._pairs: dict[tuple[Round, str], tuple[str, ...]] = {}
+        self._applied: set[tuple[Life, Round]] = set()  # what is in each life's state
+        self._rounds: set[Round] = set()
+        self._closes: dict[Round, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens
+        self._counted: Counter[Life] = Counter()  # tokens in close lists
+        self._trained: Counter[Life] = Counter()
+        self._times: list[tuple[float, str, str]] = []  # of applied rounds: when, who, of which stream
+        self._feedback: dict[Life, _Feedback] = {}
+        self.statuses: Counter[str] = Counter()  # of applied rounds
+        self.calm_until_s = 0.0  # only a death has happened: until then no round may fail
+        self.violations: list[str] = []
+
+    def violate(self, what: str) -> None:
+        """Note a violation, at most 20 of them."""
+        if len(self.violations) < 20:
+            self.violations.append(what)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that somebody applied."""
+        return len(self._rounds)
+
+    def rounds_since(self, since_s: float) -> dict[str, Counter[str]]:
+        """By peer, how many rounds of each stream it has applied since a moment."""
+        counts = {peer: Counter[str]() for peer in self._peers}
+        for _, peer, stream in (entry for entry in self._times if entry[0] >= since_s):
+            counts[peer][stream] += 1
+        return counts
+
+    def digest(self) -> str:
+        """One hash for all that happened: equal for two runs of one seed."""
+        text = repr((self._times, sorted((key, sorted(hashes)) for key, hashes in self._hashes.items())))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # what the harness tells
+
+    def courier(self, peer: Peer, index: int, birth: int, driver: Driver, inner: Courier) -> Courier:
+        """The same courier, with every exchange noted on its way out and every result on its way in."""
+        watch = self
+        carry, replay = inner.carry, inner.replay
+
+        async def noted_carry(exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
+            place = watch._sent.setdefault((exchange.key.stream, exchange.key.round), {})
+            if (peer.me, birth) in place:
+                watch.violate(f"peer {index} offered {exchange.key} twice: a round key was used again")
+            place[peer.me, birth] = sent = _Sent(_decoded(exchange), exchange.weight, tokens)
+            watch._check_feedback(index, (peer.me, birth), driver, exchange)
+            result = await carry(exchange, tokens, state)
+            watch._check_result(index, exchange.key.stream, exchange.key.round, result)
+            watch._settle_feedback((peer.me, birth), sent, result)
+            return result
+
+        def noted_replay(stream: str, round_number: int) -> Result | None:
+            result = replay(stream, round_number)
+            if result is not None:
+                watch._check_result(index, stream, round_number, result)
+            return result
+
+        inner.carry, inner.replay = noted_carry, noted_replay  # type: ignore[method-assign]
+        return inner
+
+    def reported(
+        self,
+        index: int,
+        birth: int,
+        driver: Driver,
+        kind: str,
+        fields: Mapping[str, Any],
+        rounds: Mapping[str, int] | None = None,
+    ) -> None:
+        """A node's own report: after each applied round its state is compared with that of others who have applied the same
+        `rounds`, by stream."""
+        life, now_s = (self._peers[index], birth), asyncio.get_running_loop().time()
+        if kind == "step":
+            self._trained[life] += TOKENS_PER_STEP
+        if kind == "adopt":  # a snapshot replaces the state, and with it the residual and the rounds that were in it
+            self._feedback.pop(life, None)
+            self._applied = {entry for entry in self._applied if entry[0] != life}
+        if kind != "round":
+            return
+        key = stream, number = fields["stream"], fields["round"]
+        if (life, key) in self._applied:
+            self.violate(f"peer {index} applied round {number} of {stream} twice")
+        self._applied.add((life, key))
+        self._rounds.add(key)
+        self._times.append((now_s, life[0], stream))
+        self.statuses[fields["status"]] += 1
+        if not self._pairs_only and fields["status"] == "failed" and now_s < self.calm_until_s:
+            self.violate(f"round {number} of {stream} failed although only a peer had died")
+        self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
+
+    def _compare(self, index: int, key: Round, driver: Driver, rounds: Rounds) -> None:
+        """Members of an exact method that have applied the same rounds hold the same bits, of a close one nearly the same."""
+        if self._equality == "per-peer":
+            self._hashes.setdefault(rounds, {})
+            return
+        state = driver.method.snapshot(driver.replica)
+        hashes = self._hashes.setdefault(rounds, {})
+        hashes.setdefault(state_hash(state), f"peer {index}")
+        near = len(hashes) == 1
+        if self._equality == "close":
+            near = _near(state, self._states.setdefault(rounds, state))
+        if not near:
+            self.violate(f"states differ after round {key[1]} of {key[0]}: {sorted(hashes.values())}")
+
+    def look(self, peer: Peer) -> None:
+        """At any moment: what a peer holds is bounded, and each of its waits has a deadline and somebody it waits for."""
+        name, now_s = peer.me[-6:], peer.port.now()
+        for wait in peer.waits():
+            if not wait.left_s <= DEADLINE_S:
+                self.violate(
+                    f"{name} waits for {wait.what} for {wait.left_s:.1f} s, beyond the deadline of an exchange"
+                )
+            if peer.me in wait.whom:
+                self.violate(f"{name} waits for itself in {wait.what}")
+        size_bytes = peer.port.store.size_bytes
+        if size_bytes > MAX_STORE_BYTES:
+            self.violate(
+                f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, at most {MAX_STORE_BYTES} are needed"
+            )
+        if len(peer._tasks) > MAX_TASKS:
+            self.violate(f"{name} has {len(peer._tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed")
+
+    def check_memory(self, peer: Peer) -> None:
+        """Nothing that a peer holds has grown long; slow, for it looks everywhere."""
+        count, way = longest(peer)
+        if count > MAX_ITEMS:
+            name, now_s = peer.me[-6:], peer.port.now()
+            self.violate(f"{name} holds {count} items in {way} at {now_s:.1f} s, at most {MAX_ITEMS} are needed")
+
+    # checks
+
+    def _check_result(self, index: int, stream: str, number: int, result: Result) -> None:
+        if result.status == "failed" or result.mean is None:
+            return
+        key = (stream, number)
+        sent = self._sent.get(key, {})
+        by_peer: dict[str, list[_Sent]] = {}
+        for (peer, _), entry in sent.items():
+            by_peer.setdefault(peer, []).append(entry)
+        missing = [peer for peer in result.participants if peer not in by_peer]
+        if missing:
+            self.violate(f"round {number} of {stream} counts {missing}, who sent nothing to it")
+            return
+        self._check_pair(key, result.participants)
+        if any(len(by_peer[peer]) != 1 for peer in result.participants):
+            return  # two lives of one peer offered; which of them counts is decided by the view
+        entries = [by_peer[peer][0] for peer in result.participants]
+        known = self._means.setdefault((key, result.participants), result.mean)
+        if known is result.mean:
+            self._check_mean(index, stream, number, result, entries)
+        elif any(not torch.equal(known[name], mean) for name, mean in result.mean.items()):
+            self.violate(f"peer {index} has another mean in round {number} of {stream} than others who took part")
+        self._check_gathered(index, key, result, sent)
+        if not self._pairs_only:
+            self._check_tokens(key, result, sent)
+
+    def _check_pair(self, key: Round, participants: tuple[str, ...]) -> None:
+        """In pairs, a contribution counts with one partner only."""
+        for peer in participants if self._pairs_only and len(participants) == 2 else ():
+            known = self._pairs.setdefault((key, peer), participants)
+            if known != participants:
+                self.violate(f"in round {key[1]} of {key[0]} {peer} counts in the pair {known} and in {participants}")
+
+    def _check_mean(self, index: int, stream: str, number: int, result: Result, entries: list[_Sent]) -> None:
+        """The mean is the weighted mean of what its participants sent, within the return codec's rounding."""
+        assert result.mean is not None
+        total = sum(entry.weight for entry in entries)
+        for name, mean in result.mean.items():
+            shares = [entry.values[name].double() * (entry.weight / total) for entry in entries]
+            expected = torch.stack(shares).sum(dim=0)
+            largest = max(float(entry.values[name].abs().max()) for entry in entries)
+            error = float((mean.double() - expected).abs().max())
+            if error > TOLERANCE + largest / 100:
+                self.violate(f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}")
+
+    def _check_gathered(self, index: int, key: Round, result: Result, sent: Mapping[Life, _Sent]) -> None:
+        """What was gathered of a participant is what one of its lives sent, bit by bit."""
+        for who, tensors in (result.gathered or {}).items():
+            lives = [entry.values for life, entry in sent.items() if life[0] == who]
+            if not any(all(torch.equal(values[name], x) for name, x in tensors.items()) for values in lives):
+                self.violate(f"peer {index} has gathered of {who} what it never sent in round {key[1]} of {key[0]}")
+
+    def _check_tokens(self, key: Round, result: Result, sent: Mapping[Life, _Sent]) -> None:
+        """Tokens after a round are those before it and those of its participants; all peers say the same, and no life's
+        tokens count more often than it has trained them."""
+        now, (stream, number) = (result.participants, result.tokens), key
+        known = self._closes.get(key)
+        if known is not None:
+            if known != now:
+                self.violate(f"round {number} of {stream} ended as {known} for one and as {now} for another")
+            return
+        self._closes[key] = now
+        mine = {life: entry.tokens for life, entry in sent.items() if life[0] in result.participants}
+        before = self._closes.get((stream, number - (result.next_round - number)))
+        if before is not None and before[1] + sum(mine.values()) != result.tokens:
+            self.violate(
+                f"round {number} of {stream} has {result.tokens} tokens after {before[1]} and {list(mine.values())}"
+            )
+        self._counted.update(mine)
+        for life in mine:
+            if self._counted[life] > self._trained[life]:
+                self.violate(
+                    f"{self._counted[life]} tokens of {life} are counted, it has trained {self._trained[life]}"
+                )
+
+    def _check_feedback(self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange) -> None:
+        """A message is beta·e + (phi - theta), with the residual e of the twin. Where training goes on meanwhile theta has
+        moved on."""
+        beta = getattr(driver.method, "feedback", None)
+        if beta is None or exchange.apply_after:
+            return
+        replica = driver.replica
+        theta, phi = replica.read(replica.names, "param"), driver.method.eval_params(replica)
+        twin = self._feedback.setdefault(life, _Feedback({}, {}))
+        for name, message in exchange.tensors.items():
+            kept = twin.residual.get(name, torch.zeros_like(message))
+            error = float((beta * kept + (phi[name] - theta[name]) - message).abs().max())
+            if error > TOLERANCE:
+                self.violate(f"peer {index}: the feedback in {name} of {exchange.key} is off by {error:.4f}")
+        twin.message.update({name: message.clone() for name, message in exchange.tensors.items()})
+
+    def _settle_feedback(self, life: tuple[str, int], sent: _Sent, result: Result) -> None:
+        """Where the message was taken, the residual is what it held beyond what was delivered."""
+        twin = self._feedback.get(life)
+        for name in sent.values if twin is not None and result.status != "failed" else ():
+            assert twin is not None
+            if result.taken.get(name):
+                twin.residual[name] = twin.message[name] - sent.values[name]
+
+    def check_waits(self, peer: Peer, loop: Loop) -> None:
+        """At the end, when all hear each other again: nothing is open long after its deadline or without a name."""
+        named = {(wait.what.stream, wait.what.round) for wait in peer.waits()}
+        for pending in loop.driver.table:
+            key, age_s = pending.exchange.key, peer.run_s() - pending.since_s
+            carrying = loop._carrying.get(key)
+            if carrying is None or carrying.done():
+                continue  # the result is here, and is applied after this step
+            if age_s > pending.exchange.deadline_s + OVERDUE_S:
+                self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s")
+            if age_s > OVERDUE_S and (key.stream, key.round) not in named:
+                self.violate(f"{peer.me[-6:]} waits for {key} since {age_s:.1f} s and names nobody")
+
+
+def _near(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.allclose(x, other[name], 0.0, TOLERANCE) for name, x in one.items())
+
+
+def _decoded(exchange: Exchange) -> dict[str, Tensor]:
+    """What the others decode of an exchange's tensors, each tensor encoded alone."""
+    if exchange.codec == "fp32":
+        return {name: tensor.clone() for name, tensor in exchange.tensors.items()}
+    spec = codec(exchange.codec)
+    decoded = {}
+    for name, tensor in exchange.tensors.items():
+        out, payload = torch.empty(tensor.numel()), bytearray()
+        spec.encode(tensor.reshape(-1).contiguous(), Context(), payload)
+        spec.decode(payload, Context(), out)
+        decoded[name] = out.reshape(tensor.shape)
+    return decoded

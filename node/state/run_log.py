@@ -1,0 +1,51 @@
+"""What a node notes while it trains: numbers of each step, events, and a receipt for each round that it applied.
+
+A receipt says with whom a round was applied, with what outcome, and what the links carried since the receipt before it.
+"""
+
+import logging
+from collections.abc import Callable
+
+from farflock.node.state.history import History, HistoryUnusable
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Takes a loop's reports. `total_bytes` gives the bytes that the links sent and received since the start."""
+
+    def __init__(self, history: History, total_bytes: Callable[[], tuple[int, int]]) -> None:
+        self._history, self._total_bytes = history, total_bytes
+        self._counted = total_bytes()
+        self.rounds: dict[str, int] = {}  # applied here since the start, by status
+        self.last_round: int | None = None
+        self._fails = False
+
+    def report(self, kind: str, fields: dict[str, object]) -> None:
+        """Note what the loop says. A disk that is full must not end a node that could train on."""
+        try:
+            self._note(kind, fields)
+            self._fails = False
+        except HistoryUnusable as error:
+            if not self._fails:
+                log.warning("what happens is not written down: %s", error)
+            self._fails = True
+
+    def _note(self, kind: str, fields: dict[str, object]) -> None:
+        match kind:
+            case "step":
+                self._history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
+            case "round":
+                self._round(fields)
+            case _:
+                self._history.event(kind, **fields)
+
+    def _round(self, fields: dict[str, object]) -> None:
+        status = str(fields["status"])
+        self.rounds[status] = self.rounds.get(status, 0) + 1
+        self.last_round = int(str(fields["round"]))
+        self._history.event("round", **{name: fields[name] for name in ("stream", "round", "status", "peers")})
+        before, now = self._counted, self._total_bytes()
+        self._counted = now
+        named = {name: value for name, value in fields.items() if name != "peers"}
+        self._history.receipt(**named, sent_bytes=now[0] - before[0], received_bytes=now[1] - before[1])

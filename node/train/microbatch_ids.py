@@ -1,0 +1,107 @@
+"""Which microbatches a contribution to a stage's round is made of: a further shard of the exchange, so that what counts and
+what is said to count are decided together (docs/decisions/014). Its reduction is the union.
+
+Bytes: msgpack of {trainer: [numbers]}, trainers and numbers in order, each number after the first as its distance from the one
+before. Where some are late, it is [that, [ages]], an age for each number in the same order: by how many rounds the weights of
+its gradient are older than those that the round changes, or `LATE` for what is named and left out, being older than it may be.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from farflock.compression.codec import CorruptPayload
+from farflock.swarm.links import PeerId
+from farflock.swarm.peer.streams import Reduction
+from farflock.swarm.protocol.staging import Key
+
+MAX_BYTES = 64 * 1024
+MAX_KEYS = 16_384
+LATE = -1
+
+_Text = Annotated[str, msgspec.Meta(max_length=128)]
+_Steps = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MAX_KEYS)]
+_Listed = dict[_Text, _Steps]
+_Ages = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, le=2**31)]], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class _Aged(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    listed: _Listed
+    ages: _Ages
+
+
+_decoder: msgspec.msgpack.Decoder[_Listed | _Aged] = msgspec.msgpack.Decoder(_Listed | _Aged)
+
+
+def written(keys: Collection[Key] | Mapping[Key, int]) -> bytes:
+    """The shard of these keys, with their ages if they have any, the same for the same keys in any order."""
+    assert len(keys) <= MAX_KEYS, f"{len(keys)} microbatches in one contribution; at most {MAX_KEYS} fit"
+    listed: dict[PeerId, list[int]] = {}
+    last: dict[PeerId, int] = {}
+    for trainer, number in sorted(keys):
+        listed.setdefault(trainer, []).append(number - last.get(trainer, 0))
+        last[trainer] = number
+    if isinstance(keys, Mapping) and any(keys.values()):
+        return msgspec.msgpack.encode(_Aged(listed, [keys[key] for key in sorted(keys)]))
+    return msgspec.msgpack.encode(listed)
+
+
+def read(payload: bytes) -> list[Key]:
+    """The keys of a shard, in order; `CorruptPayload` for anything that `written` does not write."""
+    return list(read_ages(payload))
+
+
+def read_ages(payload: bytes) -> dict[Key, int]:
+    """The same, with their ages."""
+    if len(payload) > MAX_BYTES:
+        raise CorruptPayload(f"a list of microbatches of {len(payload)} bytes; at most {MAX_BYTES}")
+    try:
+        decoded = _decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptPayload(f"not a list of microbatches: {error}") from None
+    listed = decoded.listed if isinstance(decoded, _Aged) else decoded
+    keys: list[Key] = []
+    for trainer, steps in listed.items():
+        number = 0
+        for step in steps:
+            number += step
+            keys.append((trainer, number))
+    ages = decoded.ages if isinstance(decoded, _Aged) else [0] * len(keys)
+    if len(keys) > MAX_KEYS or len(ages) != len(keys):
+        raise CorruptPayload(f"a list of {len(keys)} microbatches with {len(ages)} ages")
+    found = dict(zip(keys, ages, strict=True))
+    if written(found) != payload:
+        raise CorruptPayload(f"a list of {len(keys)} microbatches that is not in order")
+    return found
+
+
+def union(inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
+    """What several contributions are made of together; those whose list cannot be read are left out and named."""
+    keys: dict[Key, int] = {}
+    rejected = []
+    for peer, _, payload in sorted(inputs):
+        try:
+            keys |= read_ages(payload)
+        except CorruptPayload:
+            rejected.append(peer)
+    reduced = written(keys) if len(keys) <= MAX_KEYS else b""
+    if len(rejected) == len(inputs) or not 0 < len(reduced) <= MAX_BYTES:
+        return Reduction(None, tuple(peer for peer, _, _ in inputs))
+    return Reduction(reduced, tuple(rejected))
+
+
+def joined(payloads: Iterable[bytes]) -> list[Key]:
+    """The keys of several lists that the group has agreed upon; what cannot be read has none."""
+    return sorted(joined_ages(payloads))
+
+
+def joined_ages(payloads: Iterable[bytes]) -> dict[Key, int]:
+    """The same, with their ages."""
+    keys: dict[Key, int] = {}
+    for payload in payloads:
+        try:
+            keys |= read_ages(payload)
+        except CorruptPayload:
+            continue
+    return keys

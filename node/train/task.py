@@ -1,0 +1,61 @@
+"""What a peer trains: a model, its batches, the gradient accumulated over micro-batches, and the learning rate."""
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from farflock.node.model.data import Batches
+from farflock.node.model.llama import next_token_loss
+from farflock.node.model.replica import PlainReplica
+from farflock.optimizers.method import Progress
+from farflock.optimizers.schedule import Schedule
+
+
+@dataclass(slots=True)
+class LanguageModel:
+    """A causal language model on one peer's stream of batches.
+
+    A step runs `accumulate` batches; its gradient is their mean, so all of them count alike. With `autocast` the matrix
+    products run in bf16 while masters and gradients stay fp32. The rate follows the run's progress, not this peer's steps.
+    """
+
+    module: nn.Module
+    replica: PlainReplica
+    batches: Batches
+    schedule: Schedule
+    accumulate: int = 1
+    autocast: bool = False
+    joined_at: int = 0  # the step at which this peer came in with empty moments
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step."""
+        return self.accumulate * self.batches.batch_size * self.batches.seq
+
+    @property
+    def weight(self) -> float:
+        """Each step counts once."""
+        return 1.0
+
+    def forward_backward(self, step: int, progress: Progress) -> float:
+        """Add this step's mean gradient to the model's; returns the mean loss in nats a token."""
+        self.replica.lr = self.schedule.rate(progress.tokens, step - self.joined_at)
+        total = 0.0
+        for part in range(self.accumulate):
+            x, y = self.batches.batch(step * self.accumulate + part)
+            with self._precision(x):
+                loss = next_token_loss(self.module(x), y) / self.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    def set_rate(self, tokens: int) -> None:
+        """The schedule's rate at the run's `tokens`; no warm-up of a joiner's own, since everybody takes this step."""
+        self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
+
+    def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+        if not self.autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(x.device.type, dtype=torch.bfloat16)

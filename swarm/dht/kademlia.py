@@ -1,0 +1,508 @@
+"""The directory over libp2p: hivemind's daemon and Kademlia protocol inside our own event loop.
+
+This module and the daemon's (`p2p_daemon`) alone import hivemind, and with it torch: import them as late as possible. What
+needs no hivemind lives beside them: the layout and rules of the table (`dht_validator`), what is stored (`dht_shelf`), quotas
+(`dht_quota`), the search (`dht_lookup`), the judgement of the first answers (`dht_greeting`), locks and sockets (`dht_files`).
+
+Of hivemind we take `P2P` (the libp2p daemon and its calls), the routing table and `DHTProtocol`'s messages, so that any
+hivemind peer can read the table. We do not take `hivemind.DHT` (a forked process that hangs on values from 16 kB) nor
+`DHTNode`: its search believes unsigned expiries and made-up neighbours, one exception in it makes a read wait for ever,
+and it cannot be given another protocol class without changing it for everybody in the process.
+
+Everything here runs in the event loop that called `open`; the daemon dies with the thread of that loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from hivemind.dht.protocol import DHTProtocol as HivemindProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.proto import dht_pb2
+from hivemind.utils import get_dht_time as wall_s  # expiries are wall-clock times, as everywhere in hivemind's table
+from hivemind.utils.auth import AuthRPCWrapper
+from hivemind.utils.multiaddr import Multiaddr
+
+from farflock.swarm.dht.daemon import BoundDaemon, finds_no_door
+from farflock.swarm.dht.files import IdentityLock, refuse_taken_ports, remove_dead_sockets
+from farflock.swarm.dht.greeting import DirectoryUnreachable, Greeting, clock_ahead_s, judge
+from farflock.swarm.dht.item_store import Item, Shelf
+from farflock.swarm.dht.lookup import WIDTH, Reply, Walk
+from farflock.swarm.dht.validator import (
+    CLOCK_SLACK_S,
+    MAX_HEAD_BYTES,
+    BadItem,
+    Rules,
+    cell_name,
+    cell_of,
+    head_name,
+    key_hash,
+    pack_items,
+    pack_subkey,
+    unpack_items,
+    unwrap,
+    wrap,
+)
+from farflock.swarm.directory import MAX_RECORD_AGE_S
+from farflock.swarm.identity import BadIdentity, Identity, public_key
+from farflock.swarm.quota import Quota, units
+from farflock.swarm.record import BadRecord, unseal
+
+OPEN_TIMEOUT_S = 90.0
+DAEMON_START_TIMEOUT_S = 60.0
+DAEMON_IDLE_TIMEOUT_S = 30.0  # a daemon that nobody has connected to ends by itself after this time
+GREETING_TIMEOUT_S = 10.0  # longer than a call: the greeted peer dials back before it answers
+CALL_TIMEOUT_S = 3.0
+STORE_TIMEOUT_S = 15.0
+READ_TIMEOUT_S = 15.0
+
+REPLICAS = 5
+HEAD_LIFETIME_S = 300.0
+BUCKET_SIZE = 20
+DEPTH_MODULO = 5
+PARALLEL_CALLS = 64
+MAX_MESSAGE_BYTES = 2**20  # the daemon drops longer ones before they reach this process
+MAX_REPLY_BYTES = 3 * 2**18
+MAX_KEYS_PER_CALL = 16
+MAX_TABLE_PEERS = 2048
+MAX_CONTACTS = 64
+MAX_INITIAL_PEERS = 16
+MAX_ADDRESS_CHARS = 256
+MAX_PEER_ID_BYTES = 64
+
+_SOCKET_FOLDER = Path("/tmp")  # hivemind's choice
+_log = logging.getLogger(__name__)
+
+
+class RunValidator(RecordValidatorBase):  # type: ignore[misc]
+    """The rules of a run's table in hivemind's form, for our own protocol and for anybody else's `hivemind.DHT`."""
+
+    def __init__(self, run: str) -> None:
+        self._rules = Rules(run)
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the record may be stored or believed."""
+        if record.subkey[:2] != pack_subkey(b"") or len(record.subkey) != 34:
+            return False
+        item = Item(record.subkey[2:], record.value, record.expiration_time)
+        return self._rules.allows(record.key, item, wall_s())
+
+
+class RefusedCall(RuntimeError):
+    """A remote call that breaks a limit; only its caller hears of it."""
+
+
+class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
+    """hivemind's protocol with limits on what a stranger may store, ask and claim.
+
+    The class's name is part of the calls' names on the wire, and hivemind reads the annotations of the `rpc_` methods:
+    keep both. hivemind's own `storage` and `cache` stay empty, so nothing is handed over to newly met peers: owners
+    announce again within seconds, and nobody can pull everything out by showing up under many names."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.shelf, self.quota, self.closed = Shelf(), Quota(), False
+        self.contacts: dict[PeerID, None] = {}  # the last peers heard, to find the way back after an outage
+
+    def get_stub(self, peer: PeerID) -> AuthRPCWrapper:
+        """As hivemind's, but nothing is called once the directory is closing."""
+        if self.closed:
+            raise RefusedCall("the directory is closed")
+        return super().get_stub(peer)
+
+    async def greet(self, peer: PeerID) -> Greeting | None:
+        """Introduce myself; None if the peer does not answer."""
+        request = dht_pb2.PingRequest(peer=self.node_info, validate=True)
+        sent_s = wall_s()
+        try:
+            response = await self.get_stub(peer).rpc_ping(request, timeout=GREETING_TIMEOUT_S)
+            node_id = DHTID.from_bytes(response.peer.node_id)
+        except Exception:  # whatever a stranger's answer breaks on its way here counts as no answer
+            _log.debug("no greeting from %s", peer, exc_info=True)
+            return None
+        await self.update_routing_table(node_id, peer)
+        return Greeting(clock_ahead_s(sent_s, wall_s(), response.dht_time), bool(response.available))
+
+    async def ask(self, peer: PeerID, key: bytes) -> Reply[PeerID] | None:
+        """What the peer stores under a key, each item checked, and whom it knows nearby; None if it does not answer."""
+        request = dht_pb2.FindRequest(keys=[key], peer=self.node_info)
+        try:
+            async with self.rpc_semaphore:
+                response = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
+            (result,) = response.results
+            node_id, reply = DHTID.from_bytes(response.peer.node_id), self._believe(key, result)
+        except Exception:  # as above; it must not end the search for all other peers
+            _log.debug("no answer from %s", peer, exc_info=True)
+            await self.update_routing_table(None, peer, responded=False)
+            return None
+        await self.update_routing_table(node_id, peer)
+        return reply
+
+    def _believe(self, key: bytes, result: dht_pb2.FindResult) -> Reply[PeerID]:
+        found = unpack_items(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
+        near = list(zip(result.nearest_node_ids[:WIDTH], result.nearest_peer_ids[:WIDTH], strict=True))
+        if any(len(peer) > MAX_PEER_ID_BYTES for _, peer in near):  # its base58 form takes quadratic time
+            raise BadItem("a neighbour's peer id is too long")
+        return Reply(
+            [item for item in found if self._allows(key, item)],
+            [(DHTID.from_bytes(node), PeerID(peer)) for node, peer in near],
+        )
+
+    def _allows(self, key: bytes, item: Item) -> bool:
+        record = DHTRecord(key, pack_subkey(item.subkey), item.value, item.expires_s)
+        return bool(self.record_validator.validate(record))
+
+    def keep(self, key: bytes, item: Item) -> bool:
+        """Store an item here if the rules and the room allow it."""
+        return self._allows(key, item) and self.shelf.put(key, item, wall_s())
+
+    async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        """Somebody introduces itself, or looks whether I live."""
+        self._pay(context, 1, 0)
+        if len(request.peer.node_id) not in (0, DHTID.HASH_NBYTES):
+            raise RefusedCall(f"a node id has {DHTID.HASH_NBYTES} bytes, got {len(request.peer.node_id)}")
+        return await super().rpc_ping(request, context)
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        """Somebody wants items stored. Only single items are taken: no regular values, dictionaries or cache entries."""
+        self._pay(context, len(request.keys), request.ByteSize())
+        columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
+        if len(request.keys) > MAX_KEYS_PER_CALL or len({len(column) for column in columns}) != 1:
+            raise RefusedCall(f"a store has at most {MAX_KEYS_PER_CALL} items in columns of equal length")
+        await self._meet(request.peer, context)
+        kept = [
+            not in_cache and subkey[:2] == pack_subkey(b"") and self.keep(key, Item(subkey[2:], value, expires_s))
+            for key, subkey, value, expires_s, in_cache in zip(*columns, strict=True)
+        ]
+        return dht_pb2.StoreResponse(store_ok=kept, peer=self.node_info)
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """Somebody looks for keys: what I store under each, and the peers I know near to it."""
+        if len(request.keys) > MAX_KEYS_PER_CALL or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
+            raise RefusedCall(f"a search has at most {MAX_KEYS_PER_CALL} keys of {DHTID.HASH_NBYTES} bytes")
+        found = [self.shelf.items(key, wall_s()) for key in request.keys]
+        reply_bytes = sum(len(item.value) + len(item.subkey) for items in found for item in items)
+        self._pay(context, len(request.keys), reply_bytes)
+        if reply_bytes > MAX_REPLY_BYTES:
+            raise RefusedCall(f"a reply has at most {MAX_REPLY_BYTES} bytes; ask for fewer keys")
+        await self._meet(request.peer, context)
+        results = [self._result(key, items) for key, items in zip(request.keys, found, strict=True)]
+        return dht_pb2.FindResponse(results=results, peer=self.node_info)
+
+    def _result(self, key: bytes, items: list[Item]) -> dht_pb2.FindResult:
+        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), WIDTH)
+        result = dht_pb2.FindResult(
+            type=dht_pb2.NOT_FOUND,
+            nearest_node_ids=[node.to_bytes() for node, _ in near],
+            nearest_peer_ids=[peer.to_bytes() for _, peer in near],
+        )
+        if items:
+            result.type, result.value = dht_pb2.FOUND_DICTIONARY, pack_items(items)
+            result.expiration_time = max(item.expires_s for item in items)
+        return result
+
+    def _pay(self, context: P2PContext, calls: int, size_bytes: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if not self.quota.take(context.remote_id.to_bytes(), units(calls, size_bytes), now_s):
+            raise RefusedCall("over quota; ask again later")
+
+    async def _meet(self, peer: dht_pb2.NodeInfo, context: P2PContext) -> None:
+        if len(peer.node_id) == DHTID.HASH_NBYTES:
+            await self.update_routing_table(DHTID.from_bytes(peer.node_id), context.remote_id)
+
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        """Add a peer that answered or called, remove one that did not answer.
+
+        A peer has one node id and a node id one peer: otherwise anybody could take or clear another's place in the
+        table by claiming its node id. The table's size is bounded (hivemind's list of replacements is not)."""
+        table = self.routing_table
+        known = table.get(peer_id=peer_id)
+        if not responded:
+            if known is not None:
+                with contextlib.suppress(KeyError):  # hivemind's buckets lose a node id that lies on a bucket's border
+                    del table[known]
+            return
+        if self.closed or node_id is None or node_id == self.node_id:
+            return
+        if known not in (None, node_id) or table.get(node_id=node_id) not in (None, peer_id):
+            return
+        if known is None and len(table.uid_to_peer_id) >= MAX_TABLE_PEERS:
+            return
+        self.contacts.pop(peer_id, None)
+        self.contacts[peer_id] = None
+        if len(self.contacts) > MAX_CONTACTS:
+            del self.contacts[next(iter(self.contacts))]
+        await super().update_routing_table(node_id, peer_id)
+
+
+class DhtDirectory:
+    """`Directory` over a real libp2p table; one run, one identity, one event loop.
+
+    Every call ends by its deadline and gives what it has found or reached by then."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        run: str,
+        daemon: BoundDaemon,
+        protocol: DHTProtocol,
+        lock: IdentityLock,
+        doors: dict[PeerID, list[str]],
+        cells: int,
+    ) -> None:
+        """Use `open`."""
+        self._identity, self._run, self._cells = identity, run, cells
+        self._daemon, self._protocol, self._lock = daemon, protocol, lock
+        self._doors = doors
+        self._announced: Item | None = None
+        self._expiries_s: dict[str, float] = {}
+        self.addresses: tuple[str, ...] = ()
+
+    @classmethod
+    async def open(
+        cls,
+        identity_path: Path,
+        *,
+        run: str,
+        initial_peers: Sequence[str] = (),
+        listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
+        announce_as: Sequence[str] = (),
+        client_mode: bool = False,
+        cells: int = 1,
+        auto_nat: bool = False,
+        use_relay: bool = False,
+        timeout_s: float = OPEN_TIMEOUT_S,
+    ) -> "DhtDirectory":
+        """Start a daemon with the key in `identity_path` and join the table of `run` through `initial_peers`
+        (multiaddresses that end in `/p2p/ID`; none: found a new table).
+
+        `listen` and `announce_as` are multiaddresses without id. `client_mode` is for peers that cannot be dialled:
+        they read and announce, and store nothing for others. `cells`: see `dht_validator`. Raises `BadIdentity`,
+        `IdentityInUse`, `PortTaken`, `ClockSkew`, `DirectoryUnreachable`; then nothing is left running."""
+        identity = Identity.load(identity_path)
+        cell_of(identity.public, cells)  # refuses a wrong number before anything is started
+        doors = _parse_doors(initial_peers, identity)
+        refuse_taken_ports(() if client_mode else listen)
+        lock = IdentityLock(identity_path)
+        daemon = None
+        try:
+            remove_dead_sockets(_SOCKET_FOLDER, wall_s())
+            async with asyncio.timeout(timeout_s):
+                daemon = await BoundDaemon.start_patiently(
+                    initial_peers=[address for addresses in doors.values() for address in addresses],
+                    identity_path=str(identity_path),
+                    check_if_identity_free=False,  # it reads RSA keys only; the lock does its work
+                    host_maddrs=None if client_mode else list(listen),
+                    announce_maddrs=list(announce_as) or None,
+                    no_listen=client_mode,
+                    dht_mode="client" if client_mode else "server",
+                    auto_nat=auto_nat,
+                    use_relay=use_relay,
+                    nat_port_map=False,
+                    startup_timeout=DAEMON_START_TIMEOUT_S,
+                    idle_timeout=DAEMON_IDLE_TIMEOUT_S,
+                    persistent_conn_max_msg_size=MAX_MESSAGE_BYTES,
+                )
+                protocol = await _speak(daemon, identity, run, client_mode)
+                self = cls(identity, run, daemon, protocol, lock, doors, cells)
+                await self._join(client_mode)
+        except BaseException as error:
+            if daemon is not None:
+                await daemon.stop()
+            lock.release()
+            if isinstance(error, TimeoutError | P2PDaemonError | EOFError):
+                raise _explained(error, timeout_s, len(doors)) from error
+            raise
+        return self
+
+    async def _join(self, client_mode: bool) -> None:
+        with contextlib.suppress(ValueError):  # hivemind's way of saying that there are none
+            self.addresses = tuple(str(address) for address in await self._daemon.get_visible_maddrs())
+        if self._doors:
+            greetings = await asyncio.gather(*map(self._protocol.greet, self._doors))
+            judge(len(self._doors), [greeting for greeting in greetings if greeting is not None], client_mode)
+            await self._walk(self._protocol.node_id.to_bytes(), STORE_TIMEOUT_S)
+
+    @property
+    def alive(self) -> bool:
+        """False once the daemon is gone: then nothing can be reached any more; close and open again."""
+        return not self._protocol.closed and not self._daemon.deaf
+
+    @property
+    def daemon_pid(self) -> int:
+        """The process id of the libp2p daemon, for those who look after its end."""
+        return self._daemon.pid
+
+    async def announce(self, run: str, record: bytes, timeout_s: float = STORE_TIMEOUT_S) -> bool:
+        """Store my sealed record until its lifetime is over; False if no other peer took it (it is then held here
+        only). Raises `BadRecord` for a record that is not mine or not of this run."""
+        self._only(run)
+        mine = unseal(record, run)
+        if mine.peer != self._identity.peer:
+            raise BadRecord(f"{self._identity.peer} cannot announce a record of {mine.peer}")
+        name = cell_name(run, cell_of(self._identity.public, self._cells))
+        self._announced = self._wrap(name, record, mine.lifetime_s)
+        return await self._put(name, self._announced, timeout_s)
+
+    async def peers(self, run: str, timeout_s: float = READ_TIMEOUT_S) -> list[bytes]:
+        """The newest live record of each owner in all cells, my own included, ordered by public key."""
+        self._only(run)
+        return await self._read([cell_name(run, cell) for cell in range(self._cells)], timeout_s)
+
+    async def publish_head(self, run: str, head: bytes, timeout_s: float = STORE_TIMEOUT_S) -> bool:
+        """Re-publish the manifest's head under my name for `HEAD_LIFETIME_S`; False if no other peer took it."""
+        self._only(run)
+        if not 1 <= len(head) <= MAX_HEAD_BYTES:
+            raise ValueError(f"a manifest's head has 1 to {MAX_HEAD_BYTES} bytes, got {len(head)}")
+        name = head_name(run)
+        return await self._put(name, self._wrap(name, head, HEAD_LIFETIME_S), timeout_s)
+
+    async def heads(self, run: str, timeout_s: float = READ_TIMEOUT_S) -> list[bytes]:
+        """Every different head that somebody publishes; whose signature they bear is the caller's to check."""
+        self._only(run)
+        return sorted(set(await self._read([head_name(run)], timeout_s)))
+
+    async def confirm_visible(self, timeout_s: float = READ_TIMEOUT_S) -> bool:
+        """Whether another peer hands out the record that I announced last."""
+        if self._announced is None:
+            return False
+        name = cell_name(self._run, cell_of(self._identity.public, self._cells))
+        walk = await self._walk(key_hash(name), timeout_s)
+        return any(self._announced in reply.items for reply in walk.replies)
+
+    async def close(self) -> None:
+        """End calls in flight (they give what they have), the daemon and all tasks; unlock the identity."""
+        self._protocol.closed = True
+        await self._daemon.stop()
+        self._lock.release()
+
+    def _only(self, run: str) -> None:
+        if run != self._run:
+            raise ValueError(f"this directory was opened for run {self._run}, not for {run}; open another one")
+
+    def _wrap(self, name: str, payload: bytes, lifetime_s: float) -> Item:
+        """The expiry always rises, so that what is announced last wins also when its lifetime is shorter."""
+        now_s = wall_s()
+        expires_s = max(now_s + lifetime_s, self._expiries_s.get(name, 0.0) + 0.001)
+        self._expiries_s[name] = min(expires_s, now_s + MAX_RECORD_AGE_S - CLOCK_SLACK_S)
+        return wrap(self._identity, name, payload, self._expiries_s[name])
+
+    async def _read(self, names: Sequence[str], timeout_s: float) -> list[bytes]:
+        """The newest item of each owner under any of the keys, here or at others."""
+        keys = [key_hash(name) for name in names]
+        newest: dict[bytes, Item] = {}
+        walks = await asyncio.gather(*(self._walk(key, timeout_s) for key in keys))
+        found = [item for walk in walks for reply in walk.replies for item in reply.items]
+        found += [item for key in keys for item in self._protocol.shelf.items(key, wall_s())]
+        for item in found:
+            if item.subkey not in newest or item.expires_s > newest[item.subkey].expires_s:
+                newest[item.subkey] = item
+        return [unwrap(newest[subkey]) for subkey in sorted(newest)]
+
+    async def _put(self, name: str, item: Item, timeout_s: float) -> bool:
+        """Store at the `REPLICAS` nearest peers that answer, this one among them; whether another one took it."""
+        key, loop = key_hash(name), asyncio.get_running_loop()
+        ends_s = loop.time() + timeout_s
+        walk = await self._walk(key, timeout_s / 2)
+        me = self._protocol.node_id ^ int.from_bytes(key)
+        nearer = sum(node ^ int.from_bytes(key) < me for node, _ in walk.nearest)
+        wanted = REPLICAS
+        if not self._protocol.client_mode and nearer < REPLICAS:
+            wanted -= self._protocol.keep(key, item)
+        waiting, kept = [peer for _, peer in walk.nearest], 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(ends_s):
+                while waiting and kept < wanted:
+                    batch, waiting = waiting[: wanted - kept], waiting[wanted - kept :]
+                    kept += sum(await asyncio.gather(*(self._store_at(peer, key, item) for peer in batch)))
+        return kept > 0
+
+    async def _store_at(self, peer: PeerID, key: bytes, item: Item) -> bool:
+        answer = await self._protocol.call_store(
+            peer, [DHTID.from_bytes(key)], [item.value], item.expires_s, subkeys=[item.subkey]
+        )
+        return bool(answer) and answer[0] is True
+
+    async def _walk(self, key: bytes, timeout_s: float) -> Walk[PeerID]:
+        """Search towards a key until the deadline; what was found by then is in the walk."""
+        target, table = int.from_bytes(key), self._protocol.routing_table
+        ends_s = asyncio.get_running_loop().time() + timeout_s
+        if not table.uid_to_peer_id:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(ends_s):
+                    await self._knock_again()
+        friends = table.get_nearest_neighbors(DHTID(target), WIDTH)
+        walk = Walk(target, self._daemon.peer_id, friends, lambda peer: self._protocol.ask(peer, key))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(ends_s):
+                await walk.run()
+        return walk
+
+    async def _knock_again(self) -> None:
+        """Find the way back after an outage, in which every peer that did not answer was taken from the table."""
+        others = [peer for peer in self._protocol.contacts if peer not in self._doors]
+        await asyncio.gather(*map(self._knock, self._doors), *map(self._protocol.greet, others))
+
+    async def _knock(self, door: PeerID) -> None:
+        with contextlib.suppress(P2PDaemonError, OSError, ValueError):
+            places = [Multiaddr(address.rpartition("/p2p/")[0]) for address in self._doors[door]]
+            await self._daemon._client.connect(door, places)
+        await self._protocol.greet(door)
+
+
+def _parse_doors(addresses: Sequence[str], identity: Identity) -> dict[PeerID, list[str]]:
+    """The addresses of an invite by peer, without my own; raise `DirectoryUnreachable` for one of another form."""
+    if len(addresses) > MAX_INITIAL_PEERS:
+        raise DirectoryUnreachable(
+            f"at most {MAX_INITIAL_PEERS} addresses, got {len(addresses)}; ask for a fresh invite"
+        )
+    doors: dict[PeerID, list[str]] = {}
+    for address in addresses:
+        place, _, peer = address.rpartition("/p2p/")
+        try:
+            known = public_key(peer) == identity.public
+        except BadIdentity as error:
+            raise _bad_address(address, str(error)) from None
+        if not place.startswith("/") or len(address) > MAX_ADDRESS_CHARS or "," in address:
+            raise _bad_address(address, "it has the form /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…")
+        if not known:
+            doors.setdefault(PeerID.from_base58(peer), []).append(address)
+    return doors
+
+
+def _bad_address(address: str, reason: str) -> DirectoryUnreachable:
+    return DirectoryUnreachable(
+        f"{address[:MAX_ADDRESS_CHARS]!r} is no peer's address: {reason}; ask any member for a fresh invite"
+    )
+
+
+def _explained(error: BaseException, timeout_s: float, doors: int) -> DirectoryUnreachable:
+    if isinstance(error, TimeoutError):
+        return DirectoryUnreachable(f"the directory did not open within {timeout_s:.0f} s; is this machine overloaded?")
+    if finds_no_door(error):
+        return DirectoryUnreachable(
+            f"none of the {doors} peers in the invite could be reached; check this machine's network, or ask any member"
+            " for a fresh invite"
+        )
+    return DirectoryUnreachable(f"the libp2p daemon ended ({error}); is the port to listen on free, the address right?")
+
+
+async def _speak(daemon: BoundDaemon, identity: Identity, run: str, client_mode: bool) -> DHTProtocol:
+    """The node id follows from the key, so that a restarted peer takes its own old place in the others' tables."""
+    protocol: DHTProtocol = await DHTProtocol.create(
+        daemon,
+        DHTID.generate(source=identity.public),
+        BUCKET_SIZE,
+        DEPTH_MODULO,
+        REPLICAS,
+        CALL_TIMEOUT_S,
+        parallel_rpc=PARALLEL_CALLS,
+        client_mode=client_mode,
+        record_validator=RunValidator(run),
+    )
+    return protocol

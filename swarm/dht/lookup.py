@@ -1,0 +1,104 @@
+"""The walk through the distributed table towards a key, asking peers and collecting what they answer.
+
+hivemind's own search counts peers that somebody merely named: one reply that names twenty made-up peers close to the
+key hides all honest ones. Here only peers that answered count, the peers that we know ourselves are asked first, each
+peer is asked once, and what was found until the deadline is kept.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from farflock.swarm.dht.item_store import Item
+
+WIDTH = 20  # peers nearest to the key that must have answered
+PARALLEL_CALLS = 8
+MAX_ASKED = 64
+
+Peer = TypeVar("Peer", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[Peer]):
+    """What one peer answered: its items under the key, and the peers it knows near to it, with their node ids."""
+
+    items: Sequence[Item]
+    near: Sequence[tuple[int, Peer]]
+
+
+class Walk(Generic[Peer]):
+    """One search for the peers nearest to `target` (by XOR of node ids) and for what they store there.
+
+    `friends` are the peers of our own table: up to `WIDTH` of them are asked in any case. `ask` returns None for a
+    peer that does not answer; it must have a deadline of its own. Results may be read at any time, also when `run`
+    was cancelled.
+    """
+
+    def __init__(
+        self,
+        target: int,
+        me: Peer,
+        friends: Iterable[tuple[int, Peer]],
+        ask: Callable[[Peer], Awaitable[Reply[Peer] | None]],
+    ) -> None:
+        self._target, self._ask = target, ask
+        self._friends = sorted(friends, key=self._distance)[:WIDTH]
+        self._strangers: list[tuple[int, Peer]] = []
+        self._seen: set[Peer] = {me, *(peer for _, peer in self._friends)}
+        self._asked = 0
+        self._answered: list[tuple[int, Peer]] = []
+        self.replies: list[Reply[Peer]] = []
+
+    @property
+    def nearest(self) -> list[tuple[int, Peer]]:
+        """The peers that answered, nearest first."""
+        return sorted(self._answered, key=self._distance)
+
+    async def run(self) -> None:
+        """Ask until the `WIDTH` nearest peers known have answered, nobody is left, or `MAX_ASKED` were asked."""
+        running: dict[asyncio.Task[Reply[Peer] | None], tuple[int, Peer]] = {}
+        try:
+            while True:
+                while len(running) < PARALLEL_CALLS and (contact := self._next(running.values())) is not None:
+                    running[asyncio.create_task(self._call(contact[1]))] = contact
+                if not running:
+                    return
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    self._take(running.pop(task), task.result())
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _call(self, peer: Peer) -> Reply[Peer] | None:
+        return await self._ask(peer)
+
+    def _next(self, running: Iterable[tuple[int, Peer]]) -> tuple[int, Peer] | None:
+        if self._asked >= MAX_ASKED:
+            return None
+        waiting = self._friends or self._strangers
+        if not waiting or (waiting is self._strangers and not self._wanted(waiting[0], running)):
+            return None
+        self._asked += 1
+        return waiting.pop(0)
+
+    def _wanted(self, stranger: tuple[int, Peer], running: Iterable[tuple[int, Peer]]) -> bool:
+        """Whether fewer than `WIDTH` peers that answered, or still may, are nearer than the stranger."""
+        distance = self._distance(stranger)
+        return sum(self._distance(contact) < distance for contact in (*self._answered, *running)) < WIDTH
+
+    def _take(self, contact: tuple[int, Peer], reply: Reply[Peer] | None) -> None:
+        if reply is None:
+            return
+        self._answered.append(contact)
+        self.replies.append(reply)
+        fresh = [(node, peer) for node, peer in reply.near[:WIDTH] if peer not in self._seen]
+        self._seen.update(peer for _, peer in fresh)
+        self._strangers = sorted(
+            {peer: (node, peer) for node, peer in [*self._strangers, *fresh]}.values(), key=self._distance
+        )
+
+    def _distance(self, contact: tuple[int, Peer]) -> int:
+        return contact[0] ^ self._target

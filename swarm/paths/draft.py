@@ -1,0 +1,226 @@
+"""The paths of a plan while a planner changes them a little at a time, so that they keep to every rule at each step.
+
+A planner that only ever holds paths that are allowed has nothing to mend: it changes one or two of them, asks what that is
+worth, and takes it back if it is not.
+"""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.paths.skippipe import BadPlan, Path, Plan, Stop, Terms, require_order
+from farflock.swarm.paths.timetable import Compute, Timetable, Transfer, constant, timetable
+
+MAX_MICROBATCHES = 4096  # of a horizon
+
+Change = dict[int, Path]  # new paths by their place
+
+_ALONE = ("mate", "flip", "shift")
+_MOVES = (*_ALONE, "trade", "trade", "exchange")
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """What is to be planned: `serving[stage]` are the servers; each of stage 0 begins a lane of `turns` microbatches, of which
+    `per_step` belong to a step. Seconds of a forward pass at each peer and of a microbatch from one to another; `memory`
+    microbatches fit a peer. `swaps` says whether two stages may change places."""
+
+    serving: tuple[tuple[PeerId, ...], ...]
+    terms: Terms
+    forward_s: Compute
+    transfer_s: Transfer
+    memory: int
+    turns: int
+    per_step: int
+    swaps: bool = True
+    head_is_first: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.serving) != len(self.terms.kinds) or not all(self.serving):
+            raise ValueError(
+                f"{[len(peers) for peers in self.serving]} servers cannot serve {len(self.terms.kinds)} stages; give each one"
+                " or more"
+            )
+        if not (self.turns >= 1 and self.microbatches <= MAX_MICROBATCHES and self.memory >= 1):
+            raise ValueError(
+                f"{len(self.serving[0])} lanes of {self.turns} microbatches with room for {self.memory} cannot be planned; take"
+                f" 1 to {MAX_MICROBATCHES} in all and room for one"
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """Of the horizon."""
+        return len(self.serving[0]) * self.turns
+
+    def timetable(self, plan: Plan) -> Timetable:
+        """What the plan would do over these links."""
+        return timetable(plan, self.forward_s, self.memory, constant(self.transfer_s), self.head_is_first)
+
+
+class Draft:
+    """The paths of all lanes, `different` ones a lane, each used as often as it takes to fill the horizon."""
+
+    def __init__(self, instance: Instance, different: int, chance: random.Random) -> None:
+        assert instance.turns % different == 0, f"{different} paths do not fill {instance.turns} turns"
+        self._instance, self._chance = instance, chance
+        self.different, self.repeats = different, instance.turns // different
+        self.paths = even_paths(instance, different)
+        self._mean = instance.terms.mean_visits(len(self.paths))
+        self._slack = 1.0 if self._mean % 1 else 1.0 / self.repeats
+        self._visits = _visits(self.paths)
+
+    def plan(self) -> Plan:
+        """All lanes' paths over the horizon."""
+        many, turns = self.different, range(self._instance.turns)
+        lanes = [self.paths[start : start + many] for start in range(0, len(self.paths), many)]
+        return Plan(tuple(tuple(lane[turn % many] for turn in turns) for lane in lanes), self._instance.per_step)
+
+    def adopt(self, plan: Plan) -> None:
+        """Take the paths of a plan, and mend their balance with as little delay as may be."""
+        self.apply(dict(enumerate(plan.paths)))
+        while change := self._mended():
+            self.apply(change)
+
+    def _mended(self) -> Change:
+        """A path that visits the stage with too few visits in place of the one with most, if any has too few or too many."""
+        visits = {stage: self._visits[stage] for stage in self._instance.terms.optional}
+        if not visits or max(abs(count - self._mean) for count in visits.values()) <= 1:
+            return {}
+        most, least = max(visits, key=visits.__getitem__), min(visits, key=visits.__getitem__)
+        places = [
+            (index, place)
+            for index, path in enumerate(self.paths)
+            for place, stop in enumerate(path)
+            if stop.stage == most and all(stop.stage != least for stop in path)
+        ]
+        changes = [
+            {index: _replaced(self.paths[index], place, Stop(least, peer))}
+            for index, place in places
+            for peer in self._instance.serving[least]
+        ]
+        return min(changes, key=self._lengthening_s)
+
+    def _lengthening_s(self, change: Change) -> float:
+        return sum(self._hops_s(path) - self._hops_s(self.paths[index]) for index, path in change.items())
+
+    def _hops_s(self, path: Path) -> float:
+        """One way, and back to where it began if the head is there."""
+        peers = [stop.peer for stop in path] + [path[0].peer] * self._instance.head_is_first
+        pairs = itertools.pairwise(peers)
+        return sum(self._instance.transfer_s[here][there] for here, there in pairs if here != there)
+
+    def apply(self, change: Change) -> Change:
+        """Put new paths in their places; returns what takes that back."""
+        before = {index: self.paths[index] for index in change}
+        for index, path in change.items():
+            for stop in self.paths[index]:
+                self._visits[stop.stage] -= 1
+            for stop in path:
+                self._visits[stop.stage] += 1
+            self.paths[index] = path
+        return before
+
+    def propose(self) -> Change:
+        """New paths for one or two places; empty if what was drawn does not fit."""
+        many = len(self.paths)
+        one = self._chance.randrange(many)
+        other = (one + self._chance.randrange(1, many)) % many if many > 1 else one
+        match self._chance.choice(_MOVES if many > 1 else _ALONE):
+            case "mate":
+                return self._mate(one)
+            case "trade":
+                return self._trade(one, other)
+            case "flip":
+                return self._flip(one)
+            case "shift":
+                return self._shift(one)
+            case _:
+                return self._exchange(one, other)
+
+    def _mate(self, index: int) -> Change:
+        """Another server of the same stage."""
+        path = self.paths[index]
+        place = self._place(path)
+        stop = path[place]
+        peer = self._chance.choice(self._instance.serving[stop.stage])
+        return {index: _replaced(path, place, Stop(stop.stage, peer))} if place and peer != stop.peer else {}
+
+    def _trade(self, one: int, other: int) -> Change:
+        """Two microbatches trade a stop each; visits of stages stay what they are."""
+        here, there = self.paths[one], self.paths[other]
+        give, take = self._place(here), self._place(there)
+        if not give or here[give] == there[take]:
+            return {}
+        return self._fitting({one: _replaced(here, give, there[take]), other: _replaced(there, take, here[give])})
+
+    def _flip(self, index: int) -> Change:
+        """Two neighbouring stages the other way round, or all in their own order again."""
+        path = self.paths[index]
+        ordered = _ordered(path)
+        if ordered != path:
+            return {index: ordered}
+        if len(path) < 3 or not self._instance.swaps:
+            return {}
+        place = self._chance.randrange(1, len(path) - 1)
+        return self._fitting({index: (*path[:place], path[place + 1], path[place], *path[place + 2 :])})
+
+    def _shift(self, index: int) -> Change:
+        """Another stage in place of one, as far as balance allows."""
+        path, terms = self.paths[index], self._instance.terms
+        place = self._place(path)
+        if not place or len(terms.optional) < 2:
+            return {}
+        old, new = path[place].stage, self._chance.choice(terms.optional)
+        peer = self._chance.choice(self._instance.serving[new])
+        if self._visits[old] - 1 < self._mean - self._slack or self._visits[new] + 1 > self._mean + self._slack:
+            return {}
+        return self._fitting({index: _replaced(path, place, Stop(new, peer))})
+
+    def _exchange(self, one: int, other: int) -> Change:
+        """Two microbatches take each other's path after its first stop."""
+        here, there = self.paths[one], self.paths[other]
+        return {one: (here[0], *there[1:]), other: (there[0], *here[1:])} if here[1:] != there[1:] else {}
+
+    def _place(self, path: Path) -> int:
+        """Any but the first; 0 if there is no other."""
+        return self._chance.randrange(1, len(path)) if len(path) > 1 else 0
+
+    def _fitting(self, change: Change) -> Change:
+        try:
+            for path in change.values():
+                require_order([stop.stage for stop in path], self._instance.terms)
+        except BadPlan:
+            return {}
+        return change
+
+
+def even_paths(instance: Instance, different: int) -> list[Path]:
+    """Paths that visit the optional stages in turn, and the servers of each in turn: what looks at no cost."""
+    terms, serving = instance.terms, instance.serving
+    optional, count = terms.optional, terms.visited - len(terms.needed)
+    visits: Counter[int] = Counter()
+    paths = []
+    for number in range(len(serving[0]) * different):
+        turn = (optional[(number * count + k) % len(optional)] for k in range(count))
+        stages = sorted({*terms.needed[1:], *turn})
+        stops = [Stop(stage, serving[stage][visits[stage] % len(serving[stage])]) for stage in stages]
+        visits.update(stages)
+        paths.append((Stop(0, serving[0][number // different]), *stops))
+    return paths
+
+
+def _replaced(path: Path, place: int, stop: Stop) -> Path:
+    """Another stop in place of one; of another stage, all take their own order."""
+    changed = (*path[:place], stop, *path[place + 1 :])
+    return changed if path[place].stage == stop.stage else _ordered(changed)
+
+
+def _ordered(path: Path) -> Path:
+    return tuple(sorted(path, key=lambda stop: stop.stage))
+
+
+def _visits(paths: Iterable[Path]) -> Counter[int]:
+    return Counter(stop.stage for path in paths for stop in path)

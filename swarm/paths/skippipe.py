@@ -1,0 +1,294 @@
+"""Plans of paths that leave stages out or take two of them the other way round: what a plan is, what makes one bad, and the
+policy that follows it.
+
+Where a stage has several servers, a microbatch may visit K of S stages, so that its hops are fewer and avoid slow links
+(SkipPipe, arXiv:2502.19913). The model bears it if every stage is trained equally often and stages only change places with a
+neighbour; servers bear it if nobody holds more microbatches than fit or is wanted twice at a time. A plan that breaks one of
+these rules is refused here, before anything runs.
+
+Deviations from the released code: visits of a stage are held to the mean ± 1, not only below a cap; its further limit on how
+far a path may run ahead (four stages) is left out, since it forbids nothing that the rules for swaps and skips allow but
+skips of more than three stages; and a path need not come back to where it began, if the last stage has the head.
+"""
+
+import collections
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import msgspec
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.paths.policy import Microbatch, Planned, Serving
+
+MAX_DISPLACED = 2  # stages of a path that are not in their place among those visited
+MAX_DISPLACEMENT = 1  # places that each of them is away
+_ROUNDING_S = 1e-9  # what two ends of a sum of seconds may differ by
+
+Rule = Literal[
+    "horizon",
+    "stage's server",
+    "first stage",
+    "one visit",
+    "skip ratio",
+    "swap bound",
+    "swap of unequal stages",
+    "missing stage",
+    "stage balance",
+    "memory",
+    "collision",
+]
+
+
+class BadPlan(ValueError):
+    """A plan breaks a rule; the message names it, says how, and what to do."""
+
+    def __init__(self, rule: Rule, why: str, remedy: str) -> None:
+        super().__init__(f"{rule}: {why}; {remedy}")
+        self.rule, self.why, self.remedy = rule, why, remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tells stages apart that may not change places: what goes in, what comes out, and the shapes of their weights."""
+
+    takes: str
+    gives: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+class Stop(msgspec.Struct, frozen=True, gc=False):
+    """A stage of a path, and who should do it: a peer, or in plans that are made before anybody is there whoever has a place
+    among the stage's servers (`place_name`)."""
+
+    stage: int
+    peer: PeerId
+
+    def server(self, serving: Serving) -> PeerId | None:
+        """The peer that this is; None if nobody has that place."""
+        _, colon, place = self.peer.partition(":")
+        return serving.at(self.stage, int(place)) if colon else self.peer
+
+
+def place_name(stage: int, place: int) -> str:
+    """What stands for a peer that is known by its place alone; no peer's id has a colon."""
+    return f"{stage}:{place}"
+
+
+Path = tuple[Stop, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`lanes[lane][turn]` is the path of a lane's microbatch. A lane starts `per_step` microbatches a step; they take its
+    paths in turn, and begin again after the last, which is the horizon over which visits are balanced."""
+
+    lanes: tuple[tuple[Path, ...], ...]
+    per_step: int
+
+    def __post_init__(self) -> None:
+        lengths = {len(paths) for paths in self.lanes}
+        if len(lengths) != 1 or 0 in lengths or self.per_step < 1:
+            raise BadPlan(
+                "horizon",
+                f"lanes have {sorted(lengths)} paths, {self.per_step} microbatches a step",
+                "give every lane as many paths, at least one, and at least one microbatch a step",
+            )
+
+    def path(self, microbatch: Microbatch) -> Path:
+        """The way of a microbatch; lanes beyond those planned take the paths of others."""
+        paths = self.lanes[microbatch.lane % len(self.lanes)]
+        return paths[(microbatch.step * self.per_step + microbatch.index) % len(paths)]
+
+    @property
+    def paths(self) -> list[Path]:
+        """All of the horizon."""
+        return [path for paths in self.lanes for path in paths]
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a lane's microbatches all take one path."""
+        return all(len(set(paths)) == 1 for paths in self.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What plans have to keep to: the stages, and how many of them a path visits (K)."""
+
+    kinds: tuple[Kind, ...]
+    visited: int
+
+    def __post_init__(self) -> None:
+        if not len(self.needed) <= self.visited <= len(self.kinds):
+            raise BadPlan(
+                "skip ratio",
+                f"paths cannot visit {self.visited} of {len(self.kinds)} stages, {len(self.needed)} of which none may skip",
+                f"take a number from {len(self.needed)} to {len(self.kinds)}",
+            )
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Stages that no path may leave out: the first, and whatever gives something else than it takes, as a head does."""
+        return tuple(stage for stage, kind in enumerate(self.kinds) if stage == 0 or kind.takes != kind.gives)
+
+    @property
+    def optional(self) -> tuple[int, ...]:
+        """All others."""
+        needed = self.needed
+        return tuple(stage for stage in range(len(self.kinds)) if stage not in needed)
+
+    def mean_visits(self, microbatches: int) -> float:
+        """How often each optional stage is visited if all are trained equally: M (K - needed) / (S - needed)."""
+        optional = len(self.optional)
+        return microbatches * (self.visited - len(self.needed)) / optional if optional else 0.0
+
+
+def require_paths(plan: Plan, serving: Sequence[Collection[PeerId]], terms: Terms) -> None:
+    """`BadPlan` unless every path and their balance keep to the rules; `serving[stage]` are the stage's servers."""
+    for path in plan.paths:
+        for stop in path:
+            if not 0 <= stop.stage < len(serving) or stop.peer not in serving[stop.stage]:
+                raise BadPlan(
+                    "stage's server",
+                    f"a path goes to {stop.peer} for stage {stop.stage}, which it does not serve",
+                    "plan again for the present servers",
+                )
+        require_order([stop.stage for stop in path], terms)
+    _require_balance(plan, terms)
+
+
+def require_order(order: Sequence[int], terms: Terms) -> None:
+    """`BadPlan` unless these stages make a path."""
+    if not order or order[0] != 0:
+        raise BadPlan("first stage", f"a path takes stages {list(order)}", "begin with stage 0, which embeds")
+    if len(set(order)) != len(order):
+        raise BadPlan("one visit", f"a path takes stages {list(order)}", "visit each stage once at most")
+    if len(order) != terms.visited:
+        skipped, wanted = 1 - len(order) / len(terms.kinds), 1 - terms.visited / len(terms.kinds)
+        raise BadPlan(
+            "skip ratio",
+            f"a path takes {len(order)} stages of {len(terms.kinds)}, so it skips {skipped:.4g} of them, not {wanted:.4g}",
+            f"visit {terms.visited}",
+        )
+    if missing := set(terms.needed) - set(order):
+        raise BadPlan(
+            "missing stage",
+            f"a path takes stages {list(order)} and not {sorted(missing)}",
+            "visit all stages whose output is of another kind than their input",
+        )
+    _require_swaps(order, terms.kinds)
+
+
+def _require_swaps(order: Sequence[int], kinds: Sequence[Kind]) -> None:
+    place = {stage: index for index, stage in enumerate(sorted(order))}
+    moved = [abs(place[stage] - index) for index, stage in enumerate(order) if place[stage] != index]
+    if len(moved) > MAX_DISPLACED or max(moved, default=0) > MAX_DISPLACEMENT:
+        raise BadPlan(
+            "swap bound",
+            f"a path takes stages {list(order)}, {len(moved)} of them out of place, one by {max(moved)}",
+            f"displace {MAX_DISPLACED} at most, each by {MAX_DISPLACEMENT}",
+        )
+    for before, after in itertools.pairwise(order):
+        if before > after and kinds[before] != kinds[after]:
+            raise BadPlan(
+                "swap of unequal stages",
+                f"a path takes stage {before}, {kinds[before]}, before stage {after}, {kinds[after]}",
+                "take stages that differ in input, output or shapes in their own order",
+            )
+
+
+def _require_balance(plan: Plan, terms: Terms) -> None:
+    paths = plan.paths
+    visits = collections.Counter(stop.stage for path in paths for stop in path)
+    mean = terms.mean_visits(len(paths))
+    for stage in terms.optional:
+        if abs(visits[stage] - mean) > 1:
+            raise BadPlan(
+                "stage balance",
+                f"stage {stage} is visited {visits[stage]} times by {len(paths)} microbatches, the mean is {mean:.4g}",
+                "train every stage equally often, up to one visit",
+            )
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """A peer computes on a microbatch, named as (lane, turn)."""
+
+    peer: PeerId
+    microbatch: tuple[int, int]
+    start_s: float
+    end_s: float
+
+
+def require_timetable(works: Iterable[Work], memory: int) -> None:
+    """`BadPlan` if a peer is to do two things at a time, or to hold more than `memory` microbatches. One is held from the
+    start of the peer's first work on it to the end of the last."""
+    by_peer: dict[PeerId, list[Work]] = collections.defaultdict(list)
+    for work in works:
+        by_peer[work.peer].append(work)
+    for peer in sorted(by_peer):
+        mine = sorted(by_peer[peer], key=lambda work: (work.start_s, work.end_s))
+        _require_one_at_a_time(peer, mine)
+        _require_memory(peer, mine, memory)
+
+
+def _require_one_at_a_time(peer: PeerId, works: Sequence[Work]) -> None:
+    for work, following in itertools.pairwise(works):
+        if following.start_s < work.end_s - _ROUNDING_S:
+            raise BadPlan(
+                "collision",
+                f"{peer} is to work on {work.microbatch} until {work.end_s:.4f} s and on {following.microbatch} from"
+                f" {following.start_s:.4f} s",
+                "let one of them wait, or send it to another server of the stage",
+            )
+
+
+def _require_memory(peer: PeerId, works: Sequence[Work], memory: int) -> None:
+    first: dict[tuple[int, int], float] = {}
+    last: dict[tuple[int, int], float] = {}
+    for work in works:
+        first.setdefault(work.microbatch, work.start_s)
+        last[work.microbatch] = work.end_s
+    changes = sorted([(at_s, 1) for at_s in first.values()] + [(at_s - _ROUNDING_S, -1) for at_s in last.values()])
+    held = 0
+    for at_s, change in changes:
+        held += change
+        if held > memory:
+            raise BadPlan(
+                "memory",
+                f"{peer} is to hold {held} microbatches at {at_s:.4f} s and has room for {memory}",
+                "start them later, or send some to another server of the stage",
+            )
+
+
+class Following(Planned):
+    """The policy that follows a plan. Where the planned server is gone or excluded, its stage mates take over, beginning at a
+    place that lanes and turns have shared out, so that one server does not inherit all.
+
+    At a stage that the microbatch's path leaves out, which nobody should ask for, any of its servers is an answer.
+    """
+
+    def __init__(self, plan: Plan, stages: int) -> None:
+        super().__init__(stages, _mates_after(plan), plan.pinned)
+        self._plan = plan
+
+    def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
+        return tuple(stop.stage for stop in self._plan.path(microbatch))
+
+    def share(self, stage: int) -> Fraction:
+        paths = self._plan.paths
+        return Fraction(sum(stop.stage == stage for path in paths for stop in path), len(paths))
+
+
+def _mates_after(plan: Plan) -> Callable[[Microbatch, int, Serving], list[PeerId]]:
+    def line(microbatch: Microbatch, stage: int, serving: Serving) -> list[PeerId]:
+        peers = serving.peers(stage)
+        named = [stop.server(serving) for stop in plan.path(microbatch) if stop.stage == stage]
+        planned = [peer for peer in named if peer is not None and peer in peers]
+        mates = [peer for peer in peers if peer not in planned]
+        turn = 0 if plan.pinned else microbatch.step * plan.per_step + microbatch.index
+        start = (microbatch.lane + turn) % len(mates) if mates else 0
+        return planned + mates[start:] + mates[:start]
+
+    return line

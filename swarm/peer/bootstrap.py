@@ -1,0 +1,48 @@
+"""Fetching one chunk before being anybody: what a newcomer needs to read the run's manifest.
+
+It knows the run's id, a chunk's digest, and a few members' records; it has no view, no stream, no peer yet.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from farflock.swarm.frame import ProtocolViolation, unpack
+from farflock.swarm.links import Links, PeerId
+from farflock.swarm.messages import Miss, Piece
+from farflock.swarm.peer.chunks import Store
+from farflock.swarm.peer.context import Port
+
+
+async def fetch_chunk(
+    links: Links, run: str, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
+) -> bytes | None:
+    """The chunk of this digest, verified, from any of these holders; None if nobody delivered it in time."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    store = Store(budget_bytes=size)
+    port = Port(run, 0, 0, links, store, spawn)
+
+    async def receive() -> None:
+        while True:
+            sender, packed = await links.receive()
+            try:
+                frame = unpack(packed)
+            except ProtocolViolation:
+                continue
+            if isinstance(frame.message, Piece | Miss):
+                port.chunks.receive(sender, frame.message, frame.body)
+
+    spawn(receive())
+    try:
+        there = await port.chunks.fetch(digest, size, lambda: holders, "bootstrap", timeout_s)
+        return store.get(digest) if there else None
+    finally:
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,182 @@
+"""Calls: one peer asks another for a piece of work, with payloads both ways; a pass through a model's stage is such a call.
+
+A request is repeated until its answer comes, so that links may lose anything. Payloads are chunks, fetched by who needs them
+when it has room: a refusal costs none, and nobody's memory is filled by others.
+
+    caller                              server (serving.py)
+    Call, repeated ------------------>  admit: a refusal is an answer
+                                        fetch the payloads, serve
+    fetch its payloads  <-------------  Answer, repeated for each repeated Call
+    Heard --------------------------->  forget the answer
+
+Ids are those of one life of the caller. A server that restarts knows nothing of what it was asked: it is asked anew.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Answer, Call, Heard, Verdict
+from farflock.swarm.paths.round_robin import Failure
+from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
+from farflock.swarm.peer.serving import LEASE_S, ROOM_BYTES, Handler, Reply, Serving
+from farflock.swarm.peer.window import Window
+
+RESEND_S = 0.5
+KEEP_S = LEASE_S / 3  # while an answer's payloads are fetched, its call is repeated to keep them there
+
+
+class CallFailed(Exception):
+    """A call brought nothing. `reason`: "dial", the peer is gone; "rpc", it cannot or did not do it; "deadline"."""
+
+    def __init__(self, reason: Failure, message: str) -> None:
+        super().__init__(message)
+        self.reason: Failure = reason
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A call of mine on its way. Its answer is None if the peer is gone."""
+
+    peer: PeerId
+    call: Call
+    answer: asyncio.Future[Answer | None]
+    resend_s: float = 0.0
+
+
+class Calls:
+    """All calls of one peer, both ways. `room_bytes` bounds the payloads under way that it asks with, and as much again those
+    that it is asked with and answers with."""
+
+    def __init__(self, port: Port, *, room_bytes: int = ROOM_BYTES) -> None:
+        self._port, self._room_bytes = port, room_bytes
+        self._serving = Serving(port, room_bytes)
+        self._sending = Window(room_bytes)
+        self._ids = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+
+    @property
+    def handler(self) -> Handler | None:
+        """Who serves the calls of others, and my own to myself; while there is none, they fail."""
+        return self._serving.handler
+
+    @handler.setter
+    def handler(self, handler: Handler | None) -> None:
+        self._serving.handler = handler
+
+    async def ask(
+        self,
+        peer: PeerId,
+        request: bytes,
+        payloads: Sequence[bytes] = (),
+        *,
+        timeout_s: float,
+        max_reply_bytes: int,
+    ) -> Reply:
+        """Have a peer's handler do something, at most once in each of the peer's lives. A peer without room is asked again
+        until it has some. `CallFailed` if this brings nothing in time, or more than `max_reply_bytes` of payloads;
+        `ValueError` for more than a call can carry. If it is cancelled, the peer is told to drop what it has."""
+        require_sendable(request, payloads)
+        size = sum(map(len, payloads))
+        if size > self._room_bytes:
+            raise ValueError(f"a call carries at most {self._room_bytes} bytes, got {size}; cut the batch")
+        try:
+            async with asyncio.timeout(timeout_s):
+                if peer == self._port.me:
+                    return await self._ask_myself(request, tuple(payloads), max_reply_bytes)
+                taken = await self._sending.take(size, size) if size else 0
+                try:
+                    return await self._ask(peer, request, payloads, timeout_s, max_reply_bytes)
+                finally:
+                    self._sending.give(taken)
+        except TimeoutError:
+            raise CallFailed("deadline", f"{peer} did not answer, or not deliver, within {timeout_s:.1f} s") from None
+
+    def receive(self, sender: PeerId, incarnation: int, message: Call | Answer | Heard) -> None:
+        """Take in a message of a call."""
+        match message:
+            case Call():
+                self._serving.take_call(sender, incarnation, message)
+            case Heard():
+                self._serving.take_heard(sender, incarnation, message)
+            case Answer():
+                self._take_answer(sender, message)
+
+    def tick(self) -> None:
+        """Repeat my calls, give up those to peers that are gone; the same for what I am asked."""
+        self._serving.tick()
+        now_s = self._port.now()
+        for asked in self._asked.values():
+            if self._port.life(asked.peer) == "dead":
+                if not asked.answer.done():
+                    asked.answer.set_result(None)
+            elif asked.resend_s <= now_s:
+                self._send(asked)
+
+    async def _ask(
+        self, peer: PeerId, request: bytes, payloads: Sequence[bytes], timeout_s: float, max_reply_bytes: int
+    ) -> Reply:
+        if self._port.life(peer) == "dead":
+            raise CallFailed("dial", f"{peer} is gone")
+        number = next(self._ids)
+        pin = ("call", number)
+        call = Call(number, request, put(self._port, payloads, pin))
+        asked = self._asked[number] = _Asked(peer, call, asyncio.get_running_loop().create_future())
+        try:
+            self._send(asked)
+            answer = await asked.answer
+            if answer is None:
+                raise CallFailed("dial", f"{peer} is gone, and has not answered")
+            _require_good(peer, answer.verdict, sum(sizes_of(answer.payloads)), max_reply_bytes)
+            fetched = await fetch(self._port, peer, answer.payloads, pin, timeout_s)
+            if fetched is None:
+                gone = self._port.life(peer) == "dead"
+                raise CallFailed("dial" if gone else "rpc", f"{peer} does not deliver what it answered")
+            return Reply(answer.body, fetched)
+        finally:
+            del self._asked[number]
+            self._port.store.release(pin)
+            self._port.send(peer, Heard(number))
+
+    async def _ask_myself(self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int) -> Reply:
+        """In a task of its own: a caller that is cancelled leaves the handler alone, as with everybody else."""
+        done: asyncio.Future[tuple[Verdict, Reply]] = asyncio.get_running_loop().create_future()
+
+        async def here() -> tuple[bytes, ...]:
+            return payloads
+
+        async def work() -> None:
+            outcome = await self._serving.outcome(self._port.me, request, tuple(map(len, payloads)), here)
+            if not done.done():
+                done.set_result(outcome)
+
+        self._port.spawn(work())
+        verdict, reply = await done
+        _require_good(self._port.me, verdict, sum(map(len, reply.payloads)), max_reply_bytes)
+        return reply
+
+    def _send(self, asked: _Asked) -> None:
+        asked.resend_s = self._port.now() + (KEEP_S if asked.answer.done() else RESEND_S)
+        self._port.send(asked.peer, asked.call)
+
+    def _take_answer(self, sender: PeerId, answer: Answer) -> None:
+        asked = self._asked.get(answer.id)
+        if asked is None or asked.peer != sender or answer.incarnation != self._port.incarnation:
+            self._port.drop("answer to no call")
+        elif answer.verdict == "full":
+            self._port.counters["calls to a full peer"] += 1  # nothing was done: it is asked again
+        elif not asked.answer.done():
+            asked.answer.set_result(answer)
+
+
+def _require_good(peer: PeerId, verdict: Verdict, size: int, max_reply_bytes: int) -> None:
+    """What an answer says, and whether its payloads may be fetched."""
+    if verdict == "late":
+        raise CallFailed("deadline", f"{peer} did not get the payloads in time, or has given this call up")
+    if verdict != "ok":
+        raise CallFailed("rpc", f"{peer} failed to do what it was asked")
+    if size > max_reply_bytes:
+        raise CallFailed("rpc", f"{peer} answers with {size} bytes, {max_reply_bytes} were agreed to")

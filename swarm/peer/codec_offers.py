@@ -1,0 +1,53 @@
+"""Which codecs each stage server reads, as it tells all members: a payload that it could not read goes to another server.
+
+What a server reads changes during a run, where versions of what both ends share come and go. So it is told to the members
+directly, not in records of the directory, which last a minute; and again and again, for it may be lost, and newcomers have
+heard nothing.
+"""
+
+from collections.abc import Callable
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import CodecId, Reads
+from farflock.swarm.peer.context import Port
+
+REPEAT_S = 5.0
+
+Told = tuple[CodecId, ...]
+
+
+class CodecOffers:
+    """One peer's part. `reads` says what it reads now, the preferred codec first; who serves nothing leaves it as it is."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self.reads: Callable[[], Told] = tuple
+        self._told: dict[PeerId, tuple[int, Told]] = {}  # with the life that told it
+        self._said: tuple[bytes, Told] = b"", ()  # the view that it was said to
+        self._said_s = 0.0
+
+    def receive(self, sender: PeerId, incarnation: int, message: Reads) -> None:
+        """A member's."""
+        view = self._port.views.newest
+        if view.index(sender, incarnation) is None:
+            self._port.drop("codecs of a stranger")
+        else:
+            self._told = {peer: told for peer, told in self._told.items() if peer in view.peers}
+            self._told[sender] = incarnation, message.codecs
+
+    def tick(self) -> None:
+        """Say what changed, to newcomers all, and all of it again after a while."""
+        view, mine = self._port.views.newest, self.reads()
+        is_old = self._port.now() - self._said_s >= REPEAT_S
+        if mine and (self._said != (view.hash, mine) or is_old):
+            self._said, self._said_s = (view.hash, mine), self._port.now()
+            for peer in view.peers:
+                if peer != self._port.me:
+                    self._port.send(peer, Reads(mine))
+
+    def of(self, peer: PeerId, incarnation: int) -> Told | None:
+        """What this life of a peer reads; None if it has not told."""
+        if peer == self._port.me:
+            return self.reads() or None
+        life, told = self._told.get(peer, (incarnation, None))
+        return told if life == incarnation else None

@@ -1,0 +1,67 @@
+"""What the servers of all stages tell each other of their work, period by period: all see the same, and one of them moves.
+
+A move must be the same whoever computes it (swarm/protocol/rebalance.py). So everybody says its numbers once in a
+period, and a snapshot is complete or is none: who lacks somebody's numbers computes nothing in that period."""
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Load
+from farflock.swarm.peer.context import Port
+from farflock.swarm.protocol.rebalance import Server, Snapshot
+from farflock.swarm.roles import EVERY
+
+REPEAT_S = 1.0
+
+
+class Loads:
+    """One peer's part."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._mine: Load | None = None
+        self._told: dict[PeerId, Load] = {}
+        self._sent_s = 0.0
+
+    def say(self, load: Load) -> None:
+        """My numbers of a period."""
+        if self._mine is None or self._mine.number != load.number:
+            self._mine = load
+            self._send()
+
+    def receive(self, sender: PeerId, incarnation: int, message: Load) -> None:
+        """A member's."""
+        view = self._port.views.newest
+        if view.index(sender, incarnation) is None:
+            self._port.drop("load of a stranger")
+        elif sender not in self._told or message.number >= self._told[sender].number:
+            self._told = {peer: load for peer, load in self._told.items() if peer in view.peers}
+            self._told[sender] = message
+
+    def tick(self) -> None:
+        """Say it again: it may have been lost."""
+        if self._mine is not None and self._port.now() - self._sent_s >= REPEAT_S:
+            self._send()
+
+    def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> Snapshot | None:
+        """Who serves what in this period by the newest view, if everybody who is there has told its numbers; else None."""
+        view, told = self._port.views.newest, dict(self._told)
+        if self._mine is not None:
+            told[self._port.me] = self._mine
+        stages: list[list[Server]] = [[] for _ in needs_bytes]
+        replicas = 0
+        for member in view.members:
+            gone = member.peer != self._port.me and self._port.gone(view, member.peer)
+            replicas += not gone and member.stage == EVERY
+            if gone or not 0 <= member.stage < len(stages):
+                continue  # replicas and trainers do not move, and nobody holds others up by naming a stage that there is not
+            load = told.get(member.peer)
+            if load is None or load.number != number:
+                return None
+            stages[member.stage].append(Server(member.peer, load.queue, load.rate, load.memory_bytes, load.resident_s))
+        return Snapshot(number, tuple(map(tuple, stages)), needs_bytes, replicas)
+
+    def _send(self) -> None:
+        assert self._mine is not None
+        self._sent_s = self._port.now()
+        for peer in self._port.views.newest.peers:
+            if peer != self._port.me:
+                self._port.send(peer, self._mine)

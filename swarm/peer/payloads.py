@@ -1,0 +1,65 @@
+"""The payloads of calls: cut into chunks by who has them, fetched whole by who needs them.
+
+They may be larger than a chunk, and come from one peer only: who is merely suspect is waited for, nobody else has them.
+"""
+
+import asyncio
+from collections.abc import Hashable, Sequence
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_PAYLOAD_CHUNKS, MAX_PAYLOADS, Payload
+from farflock.swarm.peer.context import Port
+
+MAX_PAYLOAD_BYTES = MAX_PAYLOAD_CHUNKS * MAX_CHUNK_BYTES
+LOOK_S = 0.1  # between looks at a holder that is suspect
+
+
+def require_sendable(body: bytes, payloads: Sequence[bytes] = ()) -> None:
+    """`ValueError` for what is more than a call, or an answer, can carry."""
+    largest = max(map(len, payloads), default=0)
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"a call's body has at most {MAX_BODY_BYTES} bytes, got {len(body)}; send more as a payload")
+    if len(payloads) > MAX_PAYLOADS or largest > MAX_PAYLOAD_BYTES:
+        raise ValueError(
+            f"a call carries at most {MAX_PAYLOADS} payloads of at most {MAX_PAYLOAD_BYTES} bytes each, "
+            f"got {len(payloads)} of up to {largest}; join or cut them"
+        )
+
+
+def sizes_of(payloads: Sequence[Payload]) -> tuple[int, ...]:
+    """The bytes of each payload, as its holder says."""
+    return tuple(sum(size for _, size in payload) for payload in payloads)
+
+
+def put(port: Port, payloads: Sequence[bytes], pin: Hashable) -> tuple[Payload, ...]:
+    """Cut payloads into chunks and keep these until `pin` is released."""
+    return tuple(tuple((port.store.put(part, pin), len(part)) for part in _cut(payload)) for payload in payloads)
+
+
+async def fetch(
+    port: Port, holder: PeerId, payloads: Sequence[Payload], pin: Hashable, timeout_s: float
+) -> tuple[bytes, ...] | None:
+    """Get payloads whole; None if time ran out, the holder is dead or has them no longer, or they are not of the sizes named.
+    Chunks that are here are pinned, whatever comes of it: release `pin` afterwards."""
+    chunks = {digest: size for payload in payloads for digest, size in payload}
+    if not all(await asyncio.gather(*(_fetch(port, holder, *chunk, pin, timeout_s) for chunk in chunks.items()))):
+        return None
+    whole = [[port.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
+    if [[len(part) for part in parts] for parts in whole] != [[size for _, size in payload] for payload in payloads]:
+        return None
+    return tuple(parts[0] if len(parts) == 1 else b"".join(parts) for parts in whole)
+
+
+async def _fetch(port: Port, holder: PeerId, digest: bytes, size: int, pin: Hashable, timeout_s: float) -> bool:
+    ends_s = port.now() + timeout_s
+    while (left_s := ends_s - port.now()) > 0:
+        if await port.chunks.fetch(digest, size, lambda: [holder], pin, left_s, final=True):
+            return True
+        if port.life(holder) != "suspect":
+            return False
+        await asyncio.sleep(LOOK_S)
+    return False
+
+
+def _cut(payload: bytes) -> list[bytes]:
+    return [payload[start : start + MAX_CHUNK_BYTES] for start in range(0, len(payload), MAX_CHUNK_BYTES)]

@@ -1,0 +1,348 @@
+"""One peer of a run: the loops that receive and tick, and the few calls that a node makes.
+
+Everything that decides is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue beside it only
+carry messages to it and time. It runs unchanged on real links and on the simulator's.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farflock.swarm.directory import Directory
+from farflock.swarm.frame import ProtocolViolation, unpack
+from farflock.swarm.identity import Identity
+from farflock.swarm.links import Links, PeerId
+from farflock.swarm.messages import (
+    Answer,
+    BranchAsk,
+    BranchSign,
+    Call,
+    Forgotten,
+    Heard,
+    Holds,
+    Key,
+    Lineage,
+    Load,
+    LogQuery,
+    Message,
+    Miss,
+    Offer,
+    PairAbort,
+    PairAccept,
+    PairCommit,
+    PairHave,
+    PairPropose,
+    PairRefuse,
+    Piece,
+    Reads,
+    Reduced,
+    StateOffer,
+    StateQuery,
+    Tally,
+    Want,
+)
+from farflock.swarm.peer.branching import Branching
+from farflock.swarm.peer.calls import Calls
+from farflock.swarm.peer.chunks import Store
+from farflock.swarm.peer.codec_offers import CodecOffers
+from farflock.swarm.peer.context import Port, inline
+from farflock.swarm.peer.loads import Loads
+from farflock.swarm.peer.membership import Membership
+from farflock.swarm.peer.pairing import Pairing
+from farflock.swarm.peer.rounds import Rounds
+from farflock.swarm.peer.snapshots import Snapshots
+from farflock.swarm.peer.streams import Outcome, Stream, work_pin
+from farflock.swarm.peer.tallies import Tallies
+from farflock.swarm.protocol.views import VIEW_STREAM
+
+TICK_S = 0.1
+LOOK_EVERY = 5  # ticks, for branches: what they wait for is counted in minutes, and a look at all members costs
+ANNOUNCE_EVERY_S = 15.0
+PART_S = 5.0  # who leaves stays so long at most for those who could decide nothing without it
+HAND_OVER_S = 1.0  # until they have what was decided last, for nobody else could tell them
+GOODBYE_S = 0.2  # until it has gone out, and the others' are here who leave together with me
+STORE_BYTES = 256 * 1024 * 1024
+
+log = logging.getLogger(__name__)
+
+Receive = Callable[[PeerId, int, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """What all peers of a run know beforehand. Members that have seen no quorum for `branch_after_s` go on without it."""
+
+    run: str
+    seed: int
+    view_s: float = 30.0
+    branch_after_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Something this peer waits for: what, for whom, and for how long still."""
+
+    what: Key
+    whom: tuple[PeerId, ...]
+    left_s: float
+
+
+class Peer:
+    """A member (or one that wants to be) of one run. Use as `async with peer.running():`."""
+
+    def __init__(
+        self,
+        terms: RunTerms,
+        identity: Identity,
+        links: Links,
+        directory: Directory | None,
+        *,
+        incarnation: int,
+        record: Callable[[], bytes],
+        compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline,
+        store_bytes: int = STORE_BYTES,
+    ) -> None:
+        self.terms, self._links, self._directory, self._record = terms, links, directory, record
+        self._tasks: set[asyncio.Task[None]] = set()
+        store = Store(store_bytes)
+        self.port = Port(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
+        self.membership = Membership(self.port, identity, terms.view_s)
+        self.rounds = Rounds(self.port)
+        self.pairing = Pairing(self.port)
+        self.calls = Calls(self.port)
+        self.tallies = Tallies(self.port)
+        self.loads = Loads(self.port)
+        self.codec_offers = CodecOffers(self.port)
+        self.snapshots = Snapshots(self.port, self._askable)
+        self.branching = Branching(
+            self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
+        )
+        self._pair_streams: set[str] = set()
+        self.failure: BaseException | None = None  # a bug in one of our tasks: raised by `running`
+
+    @property
+    def me(self) -> PeerId:
+        """My peer id."""
+        return self._links.me
+
+    # the run
+
+    def found(self) -> None:
+        """Found the run: view 0 is me."""
+        self.membership.my_record(self._record())
+        self.membership.found()
+
+    async def meet(self, records: Sequence[bytes], timeout_s: float) -> None:
+        """Get to know the run from these members' records; returns once the views are known. `TimeoutError` if no member
+        answers. A newcomer downloads the state before it asks to be let in: a view of members without it could lose it."""
+        self.membership.my_record(self._record())
+        for blob in records:
+            self.membership.learn(blob)
+        self.membership.watching = True
+        async with asyncio.timeout(timeout_s):
+            await self.membership.known.wait()
+
+    def ask_in(self) -> None:
+        """Ask the members to admit me, until they have."""
+        self.membership.wants_in = True
+
+    async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
+        """Meet the run and ask to be let in at once: for peers that need no state."""
+        await self.meet(records, timeout_s)
+        self.ask_in()
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else of the newest view is known to be alive: nobody is there to stay for."""
+        others = (peer for peer in self.port.views.newest.peers if peer != self.me)
+        return all(self.port.life(peer) in ("suspect", "dead", "unknown") for peer in others)
+
+    def leave(self) -> None:
+        """Say goodbye; the next view is made without me."""
+        self.membership.leave()
+
+    async def part(self) -> None:
+        """Say goodbye, and stay until the others can decide without me, for `PART_S` at most."""
+        alone, now = self.port.chain is None or self.alone, self.port.now
+        self.leave()
+        until_s, goes_s = now() + PART_S, now() + GOODBYE_S
+        while not alone and now() < min(until_s, goes_s):
+            goes_s = now() + HAND_OVER_S if self._is_needed() else goes_s
+            await asyncio.sleep(TICK_S)
+
+    def _is_needed(self) -> bool:
+        """Whether the others lack a quorum without me, of the newest view or of one that an open round belongs to."""
+        return any(self.membership.is_needed_in(view) for view in (self.port.views.newest, *self.rounds.next_views()))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Peer"]:
+        """Receive, tick and announce for as long as the block runs; ends every task of this peer with it."""
+        owner = asyncio.current_task()
+        assert owner is not None
+        self._owner = owner
+        for loop in (self._receive_loop(), self._tick_loop(), self._announce_loop()):
+            self._spawn(loop)
+        try:
+            yield self
+        except asyncio.CancelledError:
+            if self.failure is not None:
+                owner.uncancel()
+                raise self.failure from None
+            raise
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # exchanges
+
+    def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
+        """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
+        if stream.group == 2:
+            self._pair_streams.add(stream.name)
+            self.pairing.open(stream, after_round)
+        else:
+            self.rounds.open(stream, after_round, tokens)
+        self.branching.opened(stream.name)
+
+    async def exchange(
+        self,
+        name: str,
+        number: int,
+        shards: Sequence[bytes],
+        *,
+        weight: float = 1.0,
+        tokens: int = 0,
+        state: bytes = b"",
+    ) -> Outcome:
+        """Bring encoded shards to a round of a stream. A pair's ends by the stream's deadline; a collective's when the
+        round is decided, however long that takes: the caller trains on meanwhile. It is lost if this peer has given up the
+        line of views that its state belongs to, until the stream is opened again."""
+        key = Key(name, number)
+        if name in self.branching.adrift:
+            return Outcome(key, "lost", number + 1)
+        digests = tuple(self.port.store.put(shard, work_pin(key)) for shard in shards)
+        sizes = tuple(len(shard) for shard in shards)
+        offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
+        if name in self._pair_streams:
+            return await self.pairing.exchange(name, offer)
+        return await self.rounds.exchange(name, offer)
+
+    def decided(self, name: str, number: int) -> Outcome | None:
+        """A collective round from the log, decided without me or before I asked; None if there is no such."""
+        known = name not in self._pair_streams and name not in self.branching.adrift
+        return self.rounds.decided(name, number) if known else None
+
+    def tokens(self, name: str) -> int:
+        """The run's agreed tokens, as of the last decided round of a collective stream (0 for pairs)."""
+        return 0 if name in self._pair_streams else self.rounds.tokens(name)
+
+    def reach(self, stage: int | None = None) -> int:
+        """The earliest round of the collective streams of a stage (None: of the whole model) whose state the logs can bring up
+        to date: who adopts needs one of it or of a later one. -1 where nothing is open."""
+        return self.rounds.reach(stage)
+
+    def waits(self) -> list[Wait]:
+        """What this peer waits for, for whom and how long still: what `status` prints."""
+        now_s = self.port.now()
+        entries = self.rounds.waits() + self.pairing.waits()
+        return [Wait(key, whom, ends_s - now_s) for key, whom, ends_s in entries]
+
+    def run_s(self) -> float:
+        """The run's time."""
+        return self.membership.clock.run_s(self.port.now())
+
+    # loops
+
+    async def _receive_loop(self) -> None:
+        while True:
+            sender, packed = await self._links.receive()
+            try:
+                frame = unpack(packed)
+            except ProtocolViolation as error:
+                self.port.drop("bad frame")
+                log.debug("a bad frame of %s: %s", sender, error)
+                continue
+            self._route(sender, frame.incarnation, frame.message, frame.body)
+
+    def _route(self, sender: PeerId, incarnation: int, message: Message, body: bytes | memoryview) -> None:
+        match message:
+            case BranchAsk() | BranchSign() | Lineage():
+                self.branching.receive(sender, incarnation, message)
+            case Want() | Piece() | Miss():
+                self.port.chunks.receive(sender, message, body)
+            case Call() | Answer() | Heard():
+                self.calls.receive(sender, incarnation, message)
+            case StateQuery() | StateOffer():
+                self._to_exchanges(lambda who, _, said: self.snapshots.receive(who, said), sender, incarnation, message)
+            case PairPropose() | PairAccept() | PairRefuse() | PairHave() | PairCommit() | PairAbort():
+                self._to_exchanges(self.pairing.receive, sender, incarnation, message)
+            case Load():
+                self._to_exchanges(self.loads.receive, sender, incarnation, message)
+            case Reads():
+                self._to_exchanges(self.codec_offers.receive, sender, incarnation, message)
+            case Tally():
+                self._to_exchanges(self.tallies.receive, sender, incarnation, message)
+            case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
+                self._to_exchanges(self.rounds.receive, sender, incarnation, message)
+            case _ if hasattr(message, "key") and message.key.stream != VIEW_STREAM:
+                self._to_exchanges(self.rounds.receive, sender, incarnation, message)
+            case _:
+                self.membership.receive(sender, incarnation, message)
+
+    def _to_exchanges(self, receive: Receive, sender: PeerId, incarnation: int, message: Any) -> None:  # noqa: ANN401 - narrowed by `_route`
+        """Hand on a message about an exchange or a state; if it names a view that does not hold here, see who lacks views."""
+        if self.port.chain is None:
+            return
+        stale = self.port.counters["stale view"]
+        receive(sender, incarnation, message)
+        if self.port.counters["stale view"] > stale:
+            offer = getattr(message, "offer", message)
+            self.membership.reconcile(sender, offer.view)
+
+    async def _tick_loop(self) -> None:
+        for turn in itertools.count():
+            self.membership.tick()
+            self.calls.tick()
+            if self.port.chain is not None:
+                if turn % LOOK_EVERY == 0:
+                    self.branching.tick()
+                self.rounds.tick()
+                self.tallies.tick()
+                self.loads.tick()
+                self.codec_offers.tick()
+            await asyncio.sleep(TICK_S)
+
+    async def _announce_loop(self) -> None:
+        """Keep my record in the directory, and learn those of others from it."""
+        while self._directory is not None:
+            await self._directory.announce(self.terms.run, self._record())
+            for blob in await self._directory.peers(self.terms.run):
+                self.membership.learn(blob)
+            await asyncio.sleep(ANNOUNCE_EVERY_S)
+
+    def _askable(self, stage: int | None) -> list[PeerId]:
+        """Who may have the state of a stage (None: of the whole model)."""
+        chain = self.port.chain
+        members = list(self.membership.records)
+        if chain is not None:
+            members = [chain.newest.peers[index] for index in chain.newest.serving(stage)]
+        return [peer for peer in members if peer != self.me and self.port.life(peer) != "dead"][:8]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task of ours that fails is a bug: the whole peer ends with it, loudly."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
+            log.error("a task of peer %s failed", self.me, exc_info=error)
+            self.failure = error
+            self._owner.cancel()

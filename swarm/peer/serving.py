@@ -1,0 +1,235 @@
+"""What a peer is asked by others: each call is judged, its payloads fetched, its handler run once, its answer kept until heard.
+
+A server owes a caller an answer, not the work twice: links lose answers, and callers repeat themselves. So it remembers what
+it was asked, in a table of bounded size; who finds it full asks again later. What its former life was asked it does not know.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Answer, Call, Heard, Verdict
+from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
+
+LEASE_S = 30.0  # an answer is kept so long after it was sent last
+FETCH_S = 60.0  # for the payloads of a call to come
+SERVE_S = 300.0  # for the handler
+FORGET_S = 600.0  # a caller that was silent for so long has no late copy of a call on the way
+MAX_CALLS = 256  # being served, or answered and not heard
+MAX_CALLS_EACH = 64  # the same of one caller
+MAX_CALLERS = 256  # lives of callers that are remembered
+MAX_LIVES = 4  # of them, of one peer
+MAX_OVER = 512  # ids of one life that are remembered one by one
+ROOM_BYTES = 128 * 1024 * 1024  # payloads of calls under way: of those that I ask, and as much of those that I am asked
+
+log = logging.getLogger(__name__)
+
+_Caller = tuple[PeerId, int]  # in which life
+_Key = tuple[PeerId, int, int]  # and which of its calls
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a call brings: a body of at most 8 KiB, and at most 4 payloads of at most 64 MiB each."""
+
+    body: bytes = b""
+    payloads: tuple[bytes, ...] = ()
+
+
+class Handler(Protocol):
+    """Who does what is asked. What it raises is logged and fails the one call."""
+
+    def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
+        """Before any payload (of `sizes` bytes each) is fetched: None to go on, else the answer's body, a refusal."""
+        ...
+
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+        """Do it, once for each call. It may go on for `SERVE_S` even if its caller is gone; then nobody gets the reply."""
+        ...
+
+
+@dataclass(slots=True)
+class _Served:
+    """One call, until its caller has heard my answer or cannot want it any more."""
+
+    held_bytes: int
+    answer: Answer | None = None
+    until_s: float = math.inf
+    fetching: asyncio.Task[Any] | None = None  # what to cancel if nobody wants it any more
+    unwanted: bool = False
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Which calls of one life of a caller are over, so that a late copy of one is not served again."""
+
+    heard_s: float = 0.0
+    floor: int = 0  # all below are over, or come too late
+    over: dict[int, None] = field(default_factory=dict)  # oldest first
+
+    def end(self, number: int) -> None:
+        if self.is_over(number):
+            return
+        self.over[number] = None
+        if len(self.over) > MAX_OVER:
+            oldest = next(iter(self.over))
+            del self.over[oldest]
+            self.floor = max(self.floor, oldest + 1)
+
+    def is_over(self, number: int) -> bool:
+        return number < self.floor or number in self.over
+
+
+class Serving:
+    """The calls that others make to this peer, and its own to itself."""
+
+    def __init__(self, port: Port, room_bytes: int) -> None:
+        self.handler: Handler | None = None
+        self._port, self._room_bytes = port, room_bytes
+        self._served: dict[_Key, _Served] = {}
+        self._seen: dict[_Caller, _Seen] = {}
+        self._held_bytes = 0
+
+    def take_call(self, sender: PeerId, incarnation: int, call: Call) -> None:
+        """Begin with a new call; repeat my answer to a known one."""
+        key, seen = (sender, incarnation, call.id), self._remember((sender, incarnation))
+        served, size = self._served.get(key), sum(sizes_of(call.payloads))
+        if served is not None:
+            self._send_answer(key, served)
+        elif seen is not None and seen.is_over(call.id):
+            self._say(key, "late")
+        elif size > self._room_bytes:
+            self._say(key, "failed")
+        elif seen is None or self._is_full(sender, size):
+            self._say(key, "full")
+        else:
+            self._served[key] = _Served(size)
+            self._held_bytes += size
+            self._port.spawn(self._serve(key, call))
+
+    def take_heard(self, sender: PeerId, incarnation: int, heard: Heard) -> None:
+        """The caller needs no answer, or no longer; its call may still be on the way."""
+        key, seen = (sender, incarnation, heard.id), self._remember((sender, incarnation))
+        if key in self._served:
+            self._end(key)
+        elif seen is not None:
+            seen.end(heard.id)
+
+    def tick(self) -> None:
+        """Give up callers that are gone, and answers that nobody has heard for too long."""
+        now_s = self._port.now()
+        for key, served in list(self._served.items()):
+            if served.until_s <= now_s or self._port.life(key[0]) == "dead":
+                self._end(key)
+        for caller in [caller for caller, seen in self._seen.items() if seen.heard_s + FORGET_S <= now_s]:
+            del self._seen[caller]
+
+    async def outcome(
+        self,
+        caller: PeerId,
+        request: bytes,
+        sizes: tuple[int, ...],
+        payloads: Callable[[], Awaitable[tuple[bytes, ...] | None]],
+    ) -> tuple[Verdict, Reply]:
+        """Have the handler do it; `payloads` gets them, or None. Whatever the handler raises fails this one call."""
+        handler = self.handler
+        if handler is None:
+            return "failed", Reply()
+        try:
+            refusal = handler.admit(caller, request, sizes)
+            require_sendable(refusal or b"")
+        except Exception:
+            log.exception("a call of %s could not be judged", caller)
+            return "failed", Reply()
+        if refusal is not None:
+            return "ok", Reply(refusal)
+        whole = await payloads()
+        if whole is None:
+            return "late", Reply()
+        try:
+            async with asyncio.timeout(SERVE_S):
+                reply = await handler.serve(caller, request, whole)
+            require_sendable(reply.body, reply.payloads)
+        except Exception:
+            log.exception("a call of %s failed", caller)
+            return "failed", Reply()
+        return "ok", reply
+
+    async def _serve(self, key: _Key, call: Call) -> None:
+        """One call, to its answer or, if nobody wants it any more, to its end."""
+        served = self._served[key]
+        try:
+            if served.unwanted:
+                return
+            sizes = sizes_of(call.payloads)
+            verdict, reply = await self.outcome(key[0], call.request, sizes, lambda: self._fetch(key, served, call))
+            if not served.unwanted:
+                self._answer(key, served, verdict, reply)
+        finally:
+            if served.answer is None:
+                self._drop(key)
+
+    async def _fetch(self, key: _Key, served: _Served, call: Call) -> tuple[bytes, ...] | None:
+        served.fetching = asyncio.current_task()
+        try:
+            return await fetch(self._port, key[0], call.payloads, key, FETCH_S)
+        finally:
+            served.fetching = None
+            self._port.store.release(key)
+
+    def _answer(self, key: _Key, served: _Served, verdict: Verdict, reply: Reply) -> None:
+        """Answer, and keep the answer until it is heard."""
+        size = sum(map(len, reply.payloads))
+        self._held_bytes += size - served.held_bytes
+        served.held_bytes = size
+        served.answer = Answer(key[1], key[2], verdict, reply.body, put(self._port, reply.payloads, key))
+        self._send_answer(key, served)
+
+    def _send_answer(self, key: _Key, served: _Served) -> None:
+        if served.answer is not None:
+            served.until_s = self._port.now() + LEASE_S
+            self._port.send(key[0], served.answer)
+
+    def _say(self, key: _Key, verdict: Verdict) -> None:
+        self._port.send(key[0], Answer(key[1], key[2], verdict))
+
+    def _end(self, key: _Key) -> None:
+        """Nobody wants the answer any more. A handler at work is left alone: it may hold more than this call."""
+        served = self._served[key]
+        if served.answer is not None:
+            self._drop(key)
+        else:
+            served.unwanted = True
+            if served.fetching is not None:
+                served.fetching.cancel()
+
+    def _drop(self, key: _Key) -> None:
+        self._held_bytes -= self._served.pop(key).held_bytes
+        self._port.store.release(key)
+        if (seen := self._seen.get(key[:2])) is not None:
+            seen.end(key[2])
+
+    def _remember(self, caller: _Caller) -> _Seen | None:
+        """One life of a caller; None if there are too many. Lives have no order: a late message of one that has ended must not
+        end the calls of the next."""
+        if caller not in self._seen:
+            lives = [other for other in self._seen if other[0] == caller[0]]
+            if len(lives) >= MAX_LIVES:
+                del self._seen[min(lives, key=lambda life: self._seen[life].heard_s)]
+            if len(self._seen) >= MAX_CALLERS:
+                return None
+            self._seen[caller] = _Seen()
+        self._seen[caller].heard_s = self._port.now()
+        return self._seen[caller]
+
+    def _is_full(self, sender: PeerId, size: int) -> bool:
+        """Answers take of the room too. They are never refused, for the work is done, but while they take all of it nothing new
+        begins."""
+        of_sender = sum(key[0] == sender for key in self._served)
+        many = len(self._served) >= MAX_CALLS or of_sender >= MAX_CALLS_EACH
+        return many or self._held_bytes + size > self._room_bytes

@@ -1,0 +1,239 @@
+"""State downloads: a member offers its snapshot as a list of chunks, a joiner takes them from all who hold them.
+
+For an exact stream the joiner takes the state that most of those who answered announce for one round; for a per-peer
+stream any one member's. The chunks are verified by their digests, the whole by the state's hash (in node/).
+"""
+
+import asyncio
+import collections
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
+from farflock.swarm.peer.context import Port
+
+ASK_EVERY_S = 1.0
+SETTLE_S = 0.5  # after the first offer, how long to wait for others to compare it with
+MAX_SNAPSHOT_CHUNKS = 65536
+PARALLEL = 16
+MAX_ASKERS = 64
+MAX_DISTRUSTED = 64
+KEEP_ROUNDS = 4  # begun since a snapshot was made: so long it is offered on, and the logs still lead on from it
+KEEP_S = 30.0  # the same where there are no rounds
+
+
+class Listing(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a snapshot: the chunk that a `StateOffer` names."""
+
+    chunks: Annotated[tuple[tuple[Digest, Size], ...], msgspec.Meta(max_length=MAX_SNAPSHOT_CHUNKS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A stream's state after a round: opaque chunks, the state's hash, and the run's agreed tokens at that point."""
+
+    round: int
+    state: bytes
+    tokens: int
+    chunks: tuple[bytes, ...]
+
+
+Provide = Callable[[], Awaitable[Snapshot]]
+Progress = Callable[[int, int], None]  # chunks here, chunks in all
+
+
+class SnapshotUnavailable(Exception):
+    """No member delivered a snapshot in time; the message says how far it came."""
+
+
+class Snapshots:
+    """Serves this peer's snapshots and downloads those of others."""
+
+    def __init__(self, port: Port, asked: Callable[[int | None], list[PeerId]]) -> None:
+        self._port, self._members = port, asked
+        self._providers: dict[str, Provide] = {}
+        self._served: dict[str, StateOffer] = {}
+        self._versions: dict[str, Callable[[], int]] = {}  # of those that are made anew whenever it changes
+        self._made: dict[str, tuple[int, float, int]] = {}  # the last round begun then, the time, and the version
+        self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
+        self._offers: dict[str, dict[PeerId, StateOffer]] = {}
+        self._stages: dict[str, int | None] = {}  # of a running download: whose state it is
+        self._most_bytes: dict[str, int | None] = {}
+        self._least: dict[str, int] = {}  # of a running download: older states are of no use
+        self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
+        self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
+
+    def serve(self, name: str, provide: Provide, version: Callable[[], int] | None = None) -> None:
+        """From now on, answer questions for this stream's snapshot. One that was made is offered on for a while; where a
+        `version` is given, for as long as that stays."""
+        self._providers[name] = provide
+        self._made.pop(name, None)
+        if version is not None:
+            self._versions[name] = version
+
+    def withdraw(self) -> None:
+        """Serve nothing any more: my state is none of the run's."""
+        self._providers.clear()
+        self._versions.clear()
+        self._made.clear()
+
+    def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
+        """Answer a question, or note an answer to mine."""
+        if isinstance(message, StateOffer):
+            self._take_offer(sender, message)
+        elif message.stream in self._askers:
+            if len(self._askers[message.stream]) < MAX_ASKERS:
+                self._askers[message.stream].add(sender)
+        elif message.stream in self._providers:
+            self._askers[message.stream] = set()
+            self._port.spawn(self._offer(sender, message.stream))
+
+    def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
+        """Not if it is of a view that I lack: its state may belong to another line than the one that I would bring it to."""
+        wanted, chain = self._offers.get(offer.stream), self._port.chain
+        if wanted is None or sender not in self._members(self._stages.get(offer.stream)):
+            return  # not asked for, or of nobody who could tell
+        if (offer.state, offer.digest) in self._distrusted:
+            self._port.drop("distrusted snapshot")
+        elif chain is None or chain.by_hash(offer.view) is None:
+            self._port.drop("snapshot of an unknown view")
+            self._port.counters["stale view"] += 1
+        elif offer.round < self._least[offer.stream]:
+            self._port.drop("stale snapshot")
+        else:
+            wanted[sender] = offer
+
+    def distrust(self, name: str) -> None:
+        """The last download was not what its offer said (only the caller can tell): never take it again."""
+        self._distrusted.append(self._taken.pop(name))
+
+    async def fetch(
+        self,
+        name: str,
+        timeout_s: float,
+        progress: Progress = lambda here, total: None,
+        least: int = -1,
+        stage: int | None = None,
+        most_bytes: int | None = None,
+    ) -> Snapshot:
+        """Download the state that most members (of a stage) announce of those after round `least` or later: no log leads on
+        from an earlier one, however many lag behind with it. One of more than `most_bytes` is not begun.
+        `SnapshotUnavailable` if that fails in time."""
+        self._least[name], self._stages[name], self._most_bytes[name] = least, stage, most_bytes
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._fetch(name, timeout_s, progress)
+        except TimeoutError:
+            heard = len(self._offers.get(name, {}))
+            raise SnapshotUnavailable(
+                f"no snapshot of {name} within {timeout_s:.0f} s ({heard} members offered one); check the link, try again"
+            ) from None
+        finally:
+            self._offers.pop(name, None)
+            self._least.pop(name, None)
+            self._stages.pop(name, None)
+            self._most_bytes.pop(name, None)
+
+    async def _fetch(self, name: str, timeout_s: float, progress: Progress) -> Snapshot:
+        while True:
+            offers: dict[PeerId, StateOffer] = {}
+            line = self._port.chain
+            self._offers[name] = offers
+            await self._gather_offers(name, offers)
+            offer, holders = _choose(offers)
+            pin = ("download", name)
+            try:
+                chunks = await self._download(offer, holders, pin, timeout_s, progress)
+            finally:
+                self._port.store.release(pin)
+            if chunks is not None and self._port.chain is line:  # else its members are on a line that I left meanwhile
+                self._taken[name] = (offer.state, offer.digest)
+                return Snapshot(offer.round, offer.state, offer.tokens, chunks)
+
+    async def _gather_offers(self, name: str, offers: dict[PeerId, StateOffer]) -> None:
+        while not offers:
+            for peer in self._members(self._stages[name]):
+                self._port.send(peer, StateQuery(name))
+            await asyncio.sleep(ASK_EVERY_S)
+        await asyncio.sleep(SETTLE_S)
+
+    async def _download(
+        self, offer: StateOffer, holders: list[PeerId], pin: object, timeout_s: float, progress: Progress
+    ) -> tuple[bytes, ...] | None:
+        fetch = self._port.chunks.fetch
+        if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):
+            return None
+        try:
+            listing = msgspec.msgpack.decode(self._port.store.get(offer.digest) or b"", type=Listing)
+        except (msgspec.MsgspecError, RecursionError):
+            self._port.drop("undecodable snapshot listing")
+            return None
+        most = self._most_bytes.get(offer.stream)
+        if most is not None and sum(size for _, size in listing.chunks) > most:
+            self._port.drop("snapshot too large")
+            return None
+        gate, here = asyncio.Semaphore(PARALLEL), 0
+
+        async def one(digest: bytes, size: int) -> bool:
+            nonlocal here
+            async with gate:
+                done = await fetch(digest, size, lambda: holders, pin, timeout_s, final=True)
+            here += done
+            progress(here, len(listing.chunks))
+            return done
+
+        if not all(await asyncio.gather(*(one(digest, size) for digest, size in listing.chunks))):
+            return None
+        return tuple(self._port.store.get(digest) or b"" for digest, _ in listing.chunks)
+
+    async def _offer(self, asker: PeerId, name: str) -> None:
+        """Build a snapshot, or take the last one while it is new enough: there may be room for one only, and who is still
+        downloading it would lose it. Tell the asker where it is, and all who have asked meanwhile."""
+        askers = self._askers.setdefault(name, set())
+        askers.add(asker)
+        try:
+            if name in self._providers and not self._is_new(name):
+                made = (self._port.touched, self._port.now(), self._version(name))
+                snapshot = await self._providers[name]()
+                self._port.store.release(("snapshot", name))
+                self._served[name] = self._put(name, snapshot, ("snapshot", name))
+                self._made[name] = made
+            if name not in self._providers:
+                return  # withdrawn meanwhile
+            current = msgspec.structs.replace(self._served[name], view=self._port.views.newest.hash)
+            for waiting in sorted(askers):
+                self._port.send(waiting, current)
+        finally:
+            del self._askers[name]
+
+    def _is_new(self, name: str) -> bool:
+        touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
+        if name in self._versions:
+            return name in self._made and version == self._version(name)
+        return self._port.touched - touched <= KEEP_ROUNDS and self._port.now() - now_s <= KEEP_S
+
+    def _version(self, name: str) -> int:
+        return self._versions[name]() if name in self._versions else 0
+
+    def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
+        store = self._port.store
+        assert all(len(chunk) <= MAX_CHUNK_BYTES for chunk in snapshot.chunks), "a snapshot chunk is too large"
+        listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
+        listing = msgspec.msgpack.encode(Listing(listed))
+        digest = store.put(listing, pin)
+        return StateOffer(
+            name, self._port.views.newest.hash, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens
+        )
+
+
+def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:
+    """The state that most announce (ties: the newest round), and who can serve exactly its chunks."""
+    votes = collections.Counter((offer.round, offer.state, offer.digest) for offer in offers.values())
+    best = max(votes, key=lambda entry: (votes[entry], entry[0], entry[1]))
+    holders = sorted(peer for peer, offer in offers.items() if (offer.round, offer.state, offer.digest) == best)
+    return offers[holders[0]], holders

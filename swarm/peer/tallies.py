@@ -1,0 +1,126 @@
+"""How much the members of a stage have taken in since its last round: when the sum is a batch, the stage's step is due.
+
+Everybody tells its own number and adds up what it hears, so that all notice at nearly the same time and nobody is asked. A
+wrong number makes the steps of its round early or late, and no more than that: what a contribution weighs goes with it.
+
+At the end of a run they tell each other that too, and go when all have: who went before might miss a round that the others
+began, and leave with another state than theirs. So do members of a run of whole models, of which there are no batches (None
+for the stage): with each stream's next round, so that all see whether they have the same ones (node/train/end_barrier.py).
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Key, Tally
+from farflock.swarm.peer.context import Port
+
+REPEAT_S = 1.0  # what may have been lost is told again
+
+Who = tuple[PeerId, int]  # a peer in one of its lives: the next one begins with nothing, whatever this one has said
+
+
+class Told(NamedTuple):
+    """What a member has said; the greater of two is the later."""
+
+    over: bool = False
+    round: int = -1
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Book:
+    """One stream: its stage, its next round, and who has how much for it."""
+
+    stage: int | None  # None: the whole model
+    round: int
+    told: dict[Who, Told] = field(default_factory=dict)
+    sent_s: float = 0.0
+
+
+class Tallies:
+    """The tallies of all streams that this peer contributes to."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._me: Who = (port.me, port.incarnation)
+        self._books: dict[str, _Book] = {}
+        self.changed = asyncio.Event()  # set whenever a number did; who waits clears it
+
+    def say(self, stream: str, stage: int, number: int, tokens: int) -> None:
+        """I have so many tokens for this round of the stream, which is its next one."""
+        book = self._books.setdefault(stream, _Book(stage, number))
+        known = book.told.get(self._me)
+        mine = Told(known is not None and known.over, number, tokens)
+        if mine != known:
+            book.round = number
+            book.told[self._me] = mine
+            self._send(stream, book)
+            self.changed.set()
+
+    def end(self, stream: str, stage: int | None, number: int = 0) -> None:
+        """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin. This round
+        would be the next one."""
+        book = self._books.setdefault(stream, _Book(stage, number))
+        known = book.told.get(self._me, Told(round=book.round))
+        mine = known._replace(over=True, round=max(number, known.round))
+        if mine != known:
+            book.told[self._me] = mine
+            self._send(stream, book)
+            self.changed.set()
+
+    def is_over(self, stream: str) -> bool:
+        """Whether the run is over to all living members of the stage."""
+        return all(told.over for told in self.told(stream).values())
+
+    def told(self, stream: str) -> dict[PeerId, Told]:
+        """What the living members of the stage have said last, I too."""
+        book = self._books[stream]
+        return {peer: book.told.get((peer, life), Told()) for peer, life in self._living(book)}
+
+    def total(self, stream: str) -> int:
+        """What the living members of the stage have for its next round, together."""
+        book = self._books.get(stream)
+        if book is None:
+            return 0
+        told = (book.told.get(who, Told()) for who in self._living(book))
+        return sum(each.tokens for each in told if each.round == book.round and not each.over)
+
+    def _living(self, book: _Book) -> Iterator[Who]:
+        view = self._port.views.newest
+        for member in (view.members[index] for index in view.serving(book.stage)):
+            if member.peer == self._port.me:
+                yield self._me
+            elif not self._port.gone(view, member.peer):
+                yield member.peer, member.incarnation
+
+    def receive(self, sender: PeerId, incarnation: int, message: Tally) -> None:
+        """A member's number."""
+        book, view = self._books.get(message.key.stream), self._port.views.newest
+        index = view.index(sender, incarnation)
+        if book is None or index is None or index not in view.serving(book.stage):
+            self._port.drop("tally of somebody else")
+            return
+        told, who = Told(message.over, message.key.round, message.tokens), (sender, incarnation)
+        if told > book.told.get(who, Told()):
+            members = {(member.peer, member.incarnation) for member in view.members}
+            members.add(self._me)  # also once I am none
+            book.told = {each: numbers for each, numbers in book.told.items() if each in members}
+            book.told[who] = told
+            self.changed.set()
+
+    def tick(self) -> None:
+        """Tell again."""
+        for stream, book in self._books.items():
+            if self._port.now() - book.sent_s >= REPEAT_S:
+                self._send(stream, book)
+
+    def _send(self, stream: str, book: _Book) -> None:
+        book.sent_s = self._port.now()
+        mine = book.told[self._me]
+        view = self._port.views.newest
+        for index in view.serving(book.stage):
+            if (peer := view.peers[index]) != self._port.me:
+                self._port.send(peer, Tally(Key(stream, mine.round), mine.tokens, mine.over))

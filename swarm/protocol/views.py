@@ -1,0 +1,316 @@
+"""Views: the agreed, numbered member list, and from which round on it holds.
+
+A view is decided by the previous view's members (swarm/protocol/decide.py) and says itself at which round it begins, so that
+every round belongs to exactly one view and no round can be decided by two of them: a member that has accepted a view
+beginning at round R takes no part in rounds from R on under the old one, and refuses a view that begins at a round it
+has already touched. Rounds of all streams of a run count on one axis, those of a stage on its own.
+
+A view may also have a *branch* (swarm/protocol/branches.py): some of its members go on as a run of their own once
+nothing can be decided any more. Who signs a branch is exactly who is in it.
+
+Sans I/O, pure. Members are ordered by seniority: index 0 breaks ties of even views.
+"""
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from farflock.swarm.identity import verify
+from farflock.swarm.links import Life, PeerId
+from farflock.swarm.messages import MAX_MEMBERS, MAX_TRAIL, MAX_VALUE_BYTES, Count, Decided, Digest, Key
+from farflock.swarm.protocol import axes
+from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest, reaches
+from farflock.swarm.protocol.decide import is_certified
+from farflock.swarm.roles import EVERY, MAX_STAGES, NOTHING
+
+VIEW_STREAM = "#views"
+KEPT_VIEWS = MAX_TRAIL  # who is away for more of them cannot verify the newest any more and has to join anew
+_DOMAIN, _BRANCH_DOMAIN = b"view", b"branch"
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A peer in one of its lives: after a restart it has forgotten its promises, so it counts as another. Who serves another
+    stage (swarm/roles.py) has begun another life too."""
+
+    peer: Annotated[str, msgspec.Meta(max_length=64)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # whatever a record may say
+    stage: Annotated[int, msgspec.Meta(ge=NOTHING, lt=MAX_STAGES)] = EVERY
+
+
+class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """A numbered member list that holds from `first_round` on, and for the streams of stage s from `stage_rounds[s]` on
+    (swarm/protocol/axes.py); `previous` is the hash of the view before, of a branch that view's `branch_mark`."""
+
+    number: Count
+    previous: Digest
+    first_round: Count
+    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
+    stage_rounds: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
+
+    @property
+    def begins(self) -> Floor:
+        """The rounds that it holds from, by axis."""
+        return (self.first_round, *self.stage_rounds)
+
+    @functools.cached_property
+    def hash(self) -> bytes:
+        """SHA-256 of the encoding; it names the view in every message, so it is computed once."""
+        return hashlib.sha256(encode(self)).digest()
+
+    @functools.cached_property
+    def branch_mark(self) -> bytes:
+        """What a branch of this view has for `previous`: no ordinary successor can be taken for one."""
+        return hashlib.sha256(b"farflock-branch\x00" + self.hash).digest()
+
+    @functools.cached_property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Peer ids by member index."""
+        return tuple(member.peer for member in self.members)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the model is cut into stages."""
+        return any(member.stage != EVERY for member in self.members)
+
+    def index(self, peer: PeerId, incarnation: int) -> int | None:
+        """The member index of a peer in this life, None if it is no member."""
+        index, life = self._places.get(peer, (None, None))
+        return index if life == incarnation else None
+
+    def serving(self, stage: int | None) -> tuple[int, ...]:
+        """The members, by index, who have a part in this stage; None is the whole model: everybody."""
+        wanted = {stage, EVERY}
+        return tuple(index for index, member in enumerate(self.members) if stage is None or member.stage in wanted)
+
+    @functools.cached_property
+    def _places(self) -> dict[PeerId, tuple[int, int]]:
+        return {member.peer: (index, member.incarnation) for index, member in enumerate(self.members)}
+
+
+class Certified(msgspec.Struct, frozen=True, array_like=True):
+    """A view with the signatures of a quorum of the previous view's members; a branch has those of all its own, genesis
+    none."""
+
+    view: View
+    ballot: tuple[Count, Count] = (0, 0)
+    proofs: Annotated[tuple[tuple[Count, bytes], ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+
+
+class BadView(ValueError):
+    """A view that does not follow from the one before it."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_view_decoder = msgspec.msgpack.Decoder(View)
+_certified_decoder = msgspec.msgpack.Decoder(Certified)
+
+
+def encode(value: View | Certified) -> bytes:
+    """The canonical bytes: what is decided, signed and hashed."""
+    return _encoder.encode(value)
+
+
+def decode_view(raw: bytes) -> View:
+    """Decode a proposed view; `BadView` for anything else."""
+    try:
+        view = _view_decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadView(f"not a view: {error}") from None
+    if len(set(view.peers)) != len(view.peers):
+        raise BadView(f"view {view.number} names a peer twice")
+    return view
+
+
+def lifted(raw: bytes, floor: Floor) -> bytes:
+    """The same proposal, beginning at these rounds at the earliest."""
+    view = decode_view(raw)
+    first_round, *stage_rounds = highest(view.begins, floor)
+    return encode(msgspec.structs.replace(view, first_round=first_round, stage_rounds=tuple(stage_rounds)))
+
+
+def decode_certified(raw: bytes) -> Certified:
+    """Decode a certified view; `BadView` for anything else."""
+    if len(raw) > MAX_VALUE_BYTES:
+        raise BadView(f"a view of {len(raw)} bytes is over the limit of {MAX_VALUE_BYTES}")
+    try:
+        return _certified_decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadView(f"not a certified view: {error}") from None
+
+
+def genesis(run: str, founder: Member) -> View:
+    """View 0: the founder alone, from round 0 on."""
+    return View(0, hashlib.sha256(b"farflock-genesis\x00" + run.encode()).digest(), 0, (founder,))
+
+
+def view_key(number: int) -> Key:
+    """Under which key view `number` is decided."""
+    return Key(VIEW_STREAM, number)
+
+
+def signature_domain(run: str) -> bytes:
+    """Signatures on views of one run are worthless in another."""
+    return _DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
+
+
+def checker(run: str, view: View) -> Callable[[int, bytes, bytes], bool]:
+    """Verifies the signature of a member of `view` on the view after it."""
+    return lambda member, text, proof: verify(view.members[member].peer, signature_domain(run), text, proof)
+
+
+def branch_domain(run: str) -> bytes:
+    """Signatures on branches are no signatures on views."""
+    return _BRANCH_DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
+
+
+def require_branch_shape(parent: View, view: View) -> None:
+    """`BadView` unless `view` is a branch that some of the parent's members could found, in the parent's order and in the
+    same lives. Whether it must be, and from which round on, is for each of them to say: none is in it unasked."""
+    if view.number != parent.number + 1 or view.previous != parent.branch_mark:
+        raise BadView(f"view {view.number} is no branch of view {parent.number}")
+    if view.members != tuple(member for member in parent.members if member in view.members):
+        raise BadView(f"a branch of view {parent.number} has members that the view has not, or in another order")
+
+
+def require_branch(run: str, parent: View, certified: Certified) -> None:
+    """`BadView` unless every member of a branch, and nobody else, has signed it."""
+    view = certified.view
+    require_branch_shape(parent, view)
+    signers = tuple(parent.members.index(member) for member in view.members)
+    text, domain = encode(view), branch_domain(run)
+    if certified.ballot != (0, 0) or tuple(index for index, _ in certified.proofs) != signers:
+        raise BadView(f"a branch of view {parent.number} needs one signature of each of its members, in their order")
+    if not all(verify(parent.members[index].peer, domain, text, proof) for index, proof in certified.proofs):
+        raise BadView(f"a signature under a branch of view {parent.number} is false")
+
+
+@dataclass(slots=True)
+class Chain:
+    """The views that a peer knows, oldest first, without a gap; at most `KEPT_VIEWS`."""
+
+    run: str
+    views: list[Certified]
+    barrier: View | None = None  # a next view that I accepted: no part in rounds from its on before it is decided
+    held: Floor | None = None  # told to who wants a next view: till it is decided no vote in stages' rounds from there
+
+    @property
+    def newest(self) -> View:
+        """The last view that I know to be decided."""
+        return self.views[-1].view
+
+    def at(self, round_number: int, stage: int | None = None) -> View | None:
+        """The view that a round belongs to; None for rounds before the oldest view that I kept."""
+        for certified in reversed(self.views):
+            if axes.at(certified.view.begins, stage) <= round_number:
+                return certified.view
+        return None
+
+    def by_hash(self, digest: bytes) -> View | None:
+        """The known view of this hash."""
+        return next((entry.view for entry in reversed(self.views) if entry.view.hash == digest), None)
+
+    @property
+    def branch(self) -> View | None:
+        """The last branch among the views that I kept: whoever knows it is on it."""
+        pairs = zip(reversed(self.views[:-1]), reversed(self.views[1:]), strict=True)
+        return next((entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark), None)
+
+    def blocked(self, round_number: int, stage: int | None = None) -> bool:
+        """Whether taking part in this round must wait for the next view's decision."""
+        if stage is not None and self.held is not None and round_number >= axes.at(self.held, stage):
+            return True  # a view that others accept would be one that I refuse, and neither it nor the round could be decided
+        return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
+
+    def extend(self, certified: Certified) -> bool:
+        """Append the next view, or a branch; False if it is known already, `BadView` if it does not follow from mine."""
+        view, newest = certified.view, self.newest
+        if view.number <= newest.number:
+            return False
+        if view.previous == newest.branch_mark:
+            require_branch(self.run, newest, certified)
+        else:
+            self._require_decided(certified)
+        self.views.append(certified)
+        self.barrier = self.held = None
+        del self.views[:-KEPT_VIEWS]
+        return True
+
+    def since(self, number: int, limit: int = 16) -> tuple[bytes, ...]:
+        """Encoded views after `number`, oldest first, for a peer that lacks them; empty if mine do not reach back."""
+        if self.views[0].view.number > number + 1:
+            return ()
+        lacking = (entry for entry in self.views if entry.view.number > number)
+        return tuple(encode(entry) for entry in itertools.islice(lacking, limit))
+
+    def floor(self, raw: bytes, least: Floor) -> Floor:
+        """Whether I may accept this proposal for the next view: nothing if so, else the least rounds that it could begin at."""
+        try:
+            view = decode_view(raw)
+            self._require_successor(view)
+        except BadView:
+            return least or (1,)
+        return NO_FLOOR if reaches(view.begins, least) else least
+
+    def _require_decided(self, certified: Certified) -> None:
+        view, newest = certified.view, self.newest
+        self._require_successor(view)
+        decided = Decided(view_key(view.number), newest.hash, encode(view), certified.ballot, certified.proofs)
+        if not is_certified(decided, len(newest.members), checker(self.run, newest)):
+            raise BadView(f"view {view.number} lacks the signatures of a quorum of view {newest.number}")
+
+    def _require_successor(self, view: View) -> None:
+        newest = self.newest
+        if view.number != newest.number + 1 or view.previous != newest.hash:
+            raise BadView(f"view {view.number} does not follow view {newest.number}")
+        if not reaches(view.begins, newest.begins):  # at the same round it takes the place of a view that never held
+            raise BadView(f"view {view.number} begins at rounds {view.begins}, before {newest.begins}")
+
+
+@dataclass(slots=True)
+class Candidates:
+    """What a member has heard about who wants in and who goes; wishes to join expire, so they are repeated. Only members
+    leave, so `leaving` is as bounded as the view."""
+
+    joining: dict[PeerId, tuple[Member, float]] = field(default_factory=dict)  # member, expiry on the local clock
+    leaving: set[PeerId] = field(default_factory=set)
+
+    def join(self, member: Member, expires_s: float) -> None:
+        """Note a peer that asked to be admitted; the table is bounded."""
+        if member.peer in self.joining or len(self.joining) < 2 * MAX_MEMBERS:
+            self.joining[member.peer] = (member, expires_s)
+            self.leaving.discard(member.peer)
+
+    def leave(self, member: Member) -> None:
+        """Note a member that said goodbye; not if it has begun another life meanwhile."""
+        known, _ = self.joining.get(member.peer, (member, 0.0))
+        if known == member:
+            self.joining.pop(member.peer, None)
+            self.leaving.add(member.peer)
+
+    def live(self, now_s: float) -> dict[PeerId, Member]:
+        """Who still wants in."""
+        self.joining = {peer: entry for peer, entry in self.joining.items() if entry[1] > now_s}
+        return {peer: member for peer, (member, _) in self.joining.items()}
+
+
+def next_members(
+    view: View, lives: Mapping[PeerId, Life], joining: Mapping[PeerId, Member], leaving: Collection[PeerId]
+) -> tuple[Member, ...] | None:
+    """The members of the next view, or None if nothing changes: the dead and the leaving go, restarted ones are
+    replaced by their new life at the end of the line, joiners follow in the order of their ids."""
+    staying = tuple(
+        member
+        for member in view.members
+        if lives.get(member.peer, "unknown") != "dead"
+        and member.peer not in leaving
+        and joining.get(member.peer, member) == member
+    )
+    present = {member.peer for member in staying}
+    coming = tuple(joining[peer] for peer in sorted(joining) if peer not in present and peer not in leaving)
+    members = (staying + coming)[:MAX_MEMBERS]
+    return None if members == view.members or not members else members

@@ -1,0 +1,156 @@
+"""A directory in memory, for simulations and tests: what the real one may do wrong, it does here as a seed says.
+
+Callers must live with stale reads, lost stores and split views, so these happen where they can be repeated: nothing here
+has a clock or chance of its own.
+"""
+
+import collections
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from farflock.swarm.dht.validator import MAX_HEAD_BYTES
+from farflock.swarm.links import PeerId
+from farflock.swarm.record import BadRecord, unseal
+
+HEAD_LIFETIME_S = 300.0  # as in the real one, which cannot be imported without hivemind
+
+Shelf = Literal["records", "heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryFaults:
+    """`stale_s`: a read shows the table as it was at a moment drawn from the last so many seconds. `lost`: the share of
+    stores that are answered with True and kept nowhere."""
+
+    stale_s: float = 0.0
+    lost: float = 0.0
+
+
+class _Version(NamedTuple):
+    payload: bytes
+    stored_s: float
+    expires_s: float
+
+
+class MemoryTable:
+    """What all directories of one run share. `now` is the clock of its world: in virtual time the event loop's.
+
+    Each peer draws from its own generator, so what one of them does not shift the fate of others. `fired` counts the
+    stores that were lost and the entries that were read stale."""
+
+    def __init__(self, run: str, seed: int, now: Callable[[], float], faults: DirectoryFaults | None = None) -> None:
+        self.run, self.faults = run, faults or DirectoryFaults()
+        self.fired: collections.Counter[str] = collections.Counter()
+        self._seed, self._now = seed, now
+        self._randoms: dict[PeerId, random.Random] = {}
+        self._open: dict[PeerId, MemoryDirectory] = {}
+        self._islands: tuple[frozenset[PeerId], ...] = ()
+        self._versions: dict[tuple[Shelf, PeerId], list[_Version]] = {}  # by writer, oldest first
+
+    def directory(self, peer: PeerId) -> "MemoryDirectory":
+        """The directory as this peer uses it; for one that was here before, its next life."""
+        self._randoms.setdefault(peer, random.Random(f"{self._seed}/directory/{peer}"))
+        self._open[peer] = MemoryDirectory(self, peer)
+        return self._open[peer]
+
+    def close(self, peer: PeerId) -> None:
+        """Nobody can store at this peer any more; what it has stored itself lasts until it expires."""
+        del self._open[peer]
+
+    def is_open(self, directory: "MemoryDirectory") -> bool:
+        """Whether this is its peer's present life."""
+        return self._open.get(directory.me) is directory
+
+    def split(self, *islands: Collection[PeerId]) -> None:
+        """Only peers of one island see what the others of it have stored; who is in none stands alone."""
+        self._islands = tuple(frozenset(island) for island in islands)
+
+    def heal(self) -> None:
+        """End the split; what was stored meanwhile and has not expired is seen by everybody."""
+        self._islands = ()
+
+    def put(self, shelf: Shelf, writer: PeerId, payload: bytes, lifetime_s: float) -> bool:
+        """Store a writer's newest payload; False if it is alone: then it is seen once others are there."""
+        if self._randoms[writer].random() < self.faults.lost:
+            self.fired["lost"] += 1
+        else:
+            self._append(shelf, writer, payload, lifetime_s)
+        return any(other != writer and self._connected(other, writer) for other in self._open)
+
+    def seen(self, shelf: Shelf, reader: PeerId) -> list[bytes]:
+        """What a reader sees of the table as it was a while ago; what has expired by now is left out."""
+        now_s = self._now()
+        then_s = now_s - self._randoms[reader].uniform(0, self.faults.stale_s)
+        found = []
+        for (kind, writer), versions in sorted(self._versions.items()):
+            if kind == shelf and self._connected(reader, writer):
+                newest = [version for version in versions if version.stored_s <= then_s][-1:]
+                found += [version.payload for version in newest if version.expires_s > now_s]
+                if newest != versions[-1:]:
+                    self.fired["stale"] += 1
+        return found
+
+    def _append(self, shelf: Shelf, writer: PeerId, payload: bytes, lifetime_s: float) -> None:
+        """Add a version and drop those that no stale read can show any more."""
+        now_s, known = self._now(), self._versions.get((shelf, writer), [])
+        known = [*known, _Version(payload, now_s, now_s + lifetime_s)]
+        replaced_s = [after.stored_s for after in known[1:]] + [now_s]
+        self._versions[shelf, writer] = [
+            version
+            for version, until_s in zip(known, replaced_s, strict=True)
+            if until_s >= now_s - self.faults.stale_s
+        ]
+
+    def _connected(self, one: PeerId, other: PeerId) -> bool:
+        return one == other or not self._islands or any({one, other} <= island for island in self._islands)
+
+
+class MemoryDirectory:
+    """`Directory` over a `MemoryTable`: one run, one peer. It refuses what `dht.DhtDirectory` refuses."""
+
+    def __init__(self, table: MemoryTable, me: PeerId) -> None:
+        """Use `MemoryTable.directory`."""
+        self._table, self.me = table, me
+
+    async def announce(self, run: str, record: bytes) -> bool:
+        """Store my sealed record until its lifetime is over; False if nobody else is there to hold it. Raises `BadRecord`
+        for a record that is not mine or not of this run."""
+        self._only(run)
+        mine = unseal(record, run)
+        if mine.peer != self.me:
+            raise BadRecord(f"{self.me} cannot announce a record of {mine.peer}")
+        return self._put("records", record, mine.lifetime_s)
+
+    async def peers(self, run: str) -> list[bytes]:
+        """The newest live record of each owner that can be seen from here, my own included."""
+        self._only(run)
+        return self._read("records")
+
+    async def publish_head(self, run: str, head: bytes) -> bool:
+        """Re-publish the manifest's head under my name for `HEAD_LIFETIME_S`."""
+        self._only(run)
+        if not 1 <= len(head) <= MAX_HEAD_BYTES:
+            raise ValueError(f"a manifest's head has 1 to {MAX_HEAD_BYTES} bytes, got {len(head)}")
+        return self._put("heads", head, HEAD_LIFETIME_S)
+
+    async def heads(self, run: str) -> list[bytes]:
+        """Every different head that somebody publishes."""
+        self._only(run)
+        return sorted(set(self._read("heads")))
+
+    async def close(self) -> None:
+        """From now on nothing is stored or seen from here."""
+        if self._table.is_open(self):
+            self._table.close(self.me)
+
+    def _only(self, run: str) -> None:
+        if run != self._table.run:
+            raise ValueError(f"this directory was opened for run {self._table.run}, not for {run}; open another one")
+
+    def _put(self, shelf: Shelf, payload: bytes, lifetime_s: float) -> bool:
+        return self._table.is_open(self) and self._table.put(shelf, self.me, payload, lifetime_s)
+
+    def _read(self, shelf: Shelf) -> list[bytes]:
+        return self._table.seen(shelf, self.me) if self._table.is_open(self) else []

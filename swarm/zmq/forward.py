@@ -1,0 +1,311 @@
+"""The forwarded road: two peers that cannot see each other send sealed frames through a third that sees both.
+
+Own relaying instead of libp2p's: it is known at once (no wait for relay reservations), metered, and carries the same
+frames. The relay learns who talks to whom, when and how much, and can drop; everything else it does is refused by the
+seal. No I/O here: bytes and `now_s` in, bytes out.
+
+On the way to the relay: destination key (32) + payload; from the relay: the authenticated sender's key (32) + payload.
+Payload: 0x01 + hello, or 0x02 + sealed frame (swarm/zmq/sealed.py). Inside the seal, after one kind byte: a control frame;
+a bulk frame behind its end position in the stream of bulk bytes (8); ping or pong with a token (8); the bulk position
+that was received (8).
+"""
+
+import math
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from farflock.swarm.identity import Identity, peer_id, public_key
+from farflock.swarm.links import MAX_FRAME_BYTES, PeerId
+from farflock.swarm.zmq.outbox import BULK, CONTROL
+from farflock.swarm.zmq.sealed import SEAL_BYTES, BadSeal, Sealed
+
+WINDOW_BYTES = 2 * 1024 * 1024  # bulk on its way that the partner has not confirmed
+ACK_EVERY_BYTES = WINDOW_BYTES // 8
+WINDOW_STALL_S = 2.0  # without news for so long, what is on its way counts as lost
+HELLO_RETRY_S = 0.5
+HELLO_GIVE_UP_S = 5.0
+HELLOS_PER_S = 20.0  # each costs a signature check
+PING_EVERY_S = 0.25
+FORWARD_BYTES_PER_S = 32 * 1024 * 1024  # by default, for one sender
+MAX_SENDERS = 1024  # whose use a relay remembers
+MAX_FORWARD_BYTES = 32 + 1 + SEAL_BYTES + 1 + 8 + MAX_FRAME_BYTES
+
+_public_key = lru_cache(MAX_SENDERS)(public_key)  # base58 in Python, for each frame
+_peer_id = lru_cache(MAX_SENDERS)(peer_id)
+_HELLO, _SEALED = b"\x01", b"\x02"
+_CONTROL, _BULK, _PING, _PONG, _ACK = range(5)
+_NUMBER = struct.Struct(">Q")
+
+
+def pack_forward(kind: bytes, peer: PeerId, payload: bytes | memoryview) -> bytes:
+    """Address a payload: the message's kind, then its destination or sender."""
+    return b"".join((kind, _public_key(peer), payload))
+
+
+def unpack_forward(body: bytes | memoryview) -> tuple[PeerId, memoryview]:
+    """The addressed peer and the payload; raise `BadSeal` for a wrong length."""
+    if not 32 < len(body) <= MAX_FORWARD_BYTES:
+        raise BadSeal(f"a forwarded frame has 33 to {MAX_FORWARD_BYTES} bytes, got {len(body)}")
+    return _peer_id(bytes(body[:32])), memoryview(body)[32:]
+
+
+def is_hello(payload: bytes | memoryview) -> bool:
+    """Whether this payload may begin a session."""
+    return payload[:1] == _HELLO
+
+
+@dataclass(slots=True)
+class _Allowance:
+    left: float
+    at_s: float
+
+    def refill(self, rate: float, burst: float, now_s: float) -> None:
+        self.left = min(burst, self.left + rate * max(0.0, now_s - self.at_s))
+        self.at_s = now_s
+
+
+class Meter:
+    """What a relay gives away: units a second for each sender, four times that for all, one second's worth at once."""
+
+    def __init__(self, rate_per_s: float) -> None:
+        self._rate = rate_per_s
+        self._all = _Allowance(4 * rate_per_s, 0.0)
+        self._senders: dict[PeerId, _Allowance] = {}
+
+    def take(self, sender: PeerId, amount: float, now_s: float) -> bool:
+        """Whether `sender` may use `amount` now; if not, nothing is used."""
+        mine = self._senders.pop(sender, None) or _Allowance(self._rate, now_s)
+        self._senders[sender] = mine  # newest last, so that the least recent one is forgotten first
+        if len(self._senders) > MAX_SENDERS:
+            del self._senders[next(iter(self._senders))]
+        mine.refill(self._rate, self._rate, now_s)
+        self._all.refill(4 * self._rate, 4 * self._rate, now_s)
+        if amount > mine.left or amount > self._all.left:
+            return False
+        mine.left -= amount
+        self._all.left -= amount
+        return True
+
+
+@dataclass(slots=True)
+class Window:
+    """Flow control of bulk bytes from end to end: the relay's queues stay short, so it need not drop."""
+
+    sent: int = 0
+    acked: int = 0
+    news_s: float = 0.0
+    received: int = 0
+    acknowledged: int = 0
+
+    def room(self, now_s: float) -> bool:
+        """Whether another frame may go; bytes that were lost on the way stop counting after a while."""
+        if self.sent - self.acked >= WINDOW_BYTES and now_s - self.news_s >= WINDOW_STALL_S:
+            self.acked = self.sent
+        return self.sent - self.acked < WINDOW_BYTES
+
+    def send(self, size: int, now_s: float) -> int:
+        """Count a frame out; its end position."""
+        if self.sent == self.acked:
+            self.news_s = now_s
+        self.sent += size
+        return self.sent
+
+    def heard(self, position: int, now_s: float) -> None:
+        """The partner has received up to `position`."""
+        if self.acked < position <= self.sent:
+            self.acked, self.news_s = position, now_s
+
+    def due(self, least_bytes: int) -> int | None:
+        """The position to confirm, if at least so much came since the last time."""
+        if self.received - self.acknowledged < least_bytes:
+            return None
+        self.acknowledged = self.received
+        return self.received
+
+
+@dataclass(eq=False, slots=True)
+class _Session:
+    seal: Sealed
+    begun_s: float
+    window: Window = field(default_factory=Window)
+    confirmed: bool = False  # the partner has the keys too: a frame of it was opened
+
+
+class Tunnel:
+    """The forwarded road to one partner: handshake with retries, rekeying when the partner starts anew, pings, window.
+
+    Payloads for the partner that are no data gather in `outgoing`; whoever drives it carries them after each call.
+    """
+
+    def __init__(self, identity: Identity, partner: PeerId, run: str) -> None:
+        self.outgoing: deque[bytes] = deque(maxlen=16)
+        self.heard_s: float | None = None
+        self.rtt_s: float | None = None
+        self._identity, self._partner, self._run = identity, partner, run
+        self._pending: _Session | None = None
+        self._current: _Session | None = None
+        self._previous: _Session | None = None
+        self._hello_s = -HELLO_RETRY_S
+        self._ping_s = 0.0
+        self._pings = 0
+        self._hellos = Meter(HELLOS_PER_S)
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether both sides hold keys, so that data can go."""
+        return self._sender() is not None
+
+    def over(self, now_s: float, silence_s: float) -> bool:
+        """Whether there is neither an attempt nor a session, or one that has been silent for so long."""
+        if self.confirmed:
+            return self.silence_s(now_s) > silence_s
+        return self._current is None and self._pending is None
+
+    def silence_s(self, now_s: float) -> float:
+        """Seconds since the partner was heard, infinite if it never was."""
+        return math.inf if self.heard_s is None else now_s - self.heard_s
+
+    def excuse(self, late_s: float) -> None:
+        """Our own loop stood still for so long: the partner's silence meanwhile proves nothing."""
+        if self.heard_s is not None:
+            self.heard_s += late_s
+
+    def _sender(self) -> _Session | None:
+        """The session to seal with: after a rekeying the old one, until the partner is known to hold the new keys."""
+        for session in (self._current, self._previous):
+            if session and session.confirmed:
+                return session
+        return None
+
+    def knock(self, now_s: float) -> None:
+        """Begin a handshake, if none is going on."""
+        if self._pending is None:
+            self._pending = self._fresh(now_s)
+            self._say_hello(self._pending, now_s)
+
+    def _fresh(self, now_s: float) -> _Session:
+        seal = Sealed(self._identity, self._partner, self._run, X25519PrivateKey.generate())
+        return _Session(seal, now_s)
+
+    def _say_hello(self, session: _Session, now_s: float) -> None:
+        self._hello_s = now_s
+        self.outgoing.append(_HELLO + session.seal.hello())
+
+    def tick(self, now_s: float) -> None:
+        """Retry, give up, ping and confirm what is due; call about every `PING_EVERY_S`."""
+        if self._pending and now_s - self._pending.begun_s > HELLO_GIVE_UP_S:
+            self._pending = None
+        if self._pending and now_s - self._hello_s >= HELLO_RETRY_S:
+            self._say_hello(self._pending, now_s)
+        self._retire(now_s)
+        if self._current and now_s - self._ping_s >= PING_EVERY_S / 2:
+            self._ping(self._current, now_s)
+            self._confirm(self._current, 1)
+
+    def _retire(self, now_s: float) -> None:
+        """After a while the older of two sessions goes, or the newer if the partner never took it up."""
+        if self._current and now_s - self._current.begun_s > HELLO_GIVE_UP_S:
+            if not self._current.confirmed:
+                self._current = self._previous
+            self._previous = None
+
+    def _ping(self, session: _Session, now_s: float) -> None:
+        self._ping_s = now_s
+        self._pings += 1
+        self._say(session, _PING, self._pings)
+
+    def _say(self, session: _Session, kind: int, number: int) -> None:
+        self.outgoing.append(_SEALED + session.seal.seal(bytes([kind]) + _NUMBER.pack(number), CONTROL))
+
+    def _confirm(self, session: _Session, least_bytes: int) -> None:
+        position = session.window.due(least_bytes)
+        if position is not None:
+            self._say(session, _ACK, position)
+
+    def carry(self, lane: int, frame: bytes, now_s: float) -> bytes | None:
+        """A frame as payload for the partner; None without a session or, for bulk, without room in the window."""
+        session = self._sender()
+        if session is None:
+            return None
+        if lane == CONTROL:
+            return _SEALED + session.seal.seal(bytes([_CONTROL]) + frame, CONTROL)
+        if not session.window.room(now_s):
+            return None
+        position = session.window.send(len(frame), now_s)
+        return _SEALED + session.seal.seal(bytes([_BULK]) + _NUMBER.pack(position) + frame, BULK)
+
+    def take(self, payload: bytes | memoryview, now_s: float) -> tuple[int, bytes] | None:
+        """A payload that claims to be the partner's: its data frame with the lane, or None if it held none.
+
+        Raise `BadSeal` for anything that the partner did not make for this session.
+        """
+        if is_hello(payload):
+            self._take_hello(bytes(payload[1:]), now_s)
+            return None
+        if payload[:1] != _SEALED:
+            raise BadSeal(f"no payload begins with {bytes(payload[:1]).hex()}")
+        session, lane, data = self._open(payload[1:])
+        session.confirmed = True
+        self.heard_s = now_s
+        return self._take_inner(session, lane, data, now_s)
+
+    def _open(self, sealed: bytes | memoryview) -> tuple[_Session, int, bytes]:
+        error = BadSeal("a sealed frame without a session")
+        for session in (self._current, self._previous):
+            if session:
+                try:
+                    return session, *session.seal.open(sealed)
+                except BadSeal as refused:
+                    error = refused
+        raise error
+
+    def _take_hello(self, hello: bytes, now_s: float) -> None:
+        if not self._hellos.take(self._partner, 1, now_s):
+            raise BadSeal(f"more than {HELLOS_PER_S:.0f} hellos a second")
+        if self._current and self._is_of(self._current, hello):
+            if not self._current.confirmed:
+                self._say_hello(self._current, now_s)  # our last hello was lost
+                self._ping(self._current, now_s)
+            return
+        session = self._pending or self._fresh(now_s)
+        heard = session.seal.theirs
+        agreed = session.seal.meet(hello)  # raises before anything is kept
+        self._pending = None if agreed else session
+        if not agreed or heard != session.seal.theirs:
+            self._say_hello(session, now_s)
+        if agreed:
+            self._previous, self._current = self._sender(), session
+            self._ping(session, now_s)
+
+    def _is_of(self, session: _Session, hello: bytes) -> bool:
+        """Whether this hello repeats the session that we have."""
+        try:
+            return session.seal.meet(hello)
+        except BadSeal:
+            return False
+
+    def _take_inner(self, session: _Session, lane: int, data: bytes, now_s: float) -> tuple[int, bytes] | None:
+        kind = data[0] if data else -1
+        if kind == _CONTROL and lane == CONTROL:
+            return CONTROL, data[1:]
+        if len(data) < 1 + _NUMBER.size:
+            raise BadSeal(f"{len(data)} bytes inside a seal")
+        (number,) = _NUMBER.unpack_from(data, 1)
+        if kind == _BULK and lane == BULK:
+            session.window.received = number
+            self._confirm(session, ACK_EVERY_BYTES)
+            return BULK, data[9:]
+        if kind == _PING:
+            self._say(session, _PONG, number)
+        elif kind == _PONG:
+            if number == self._pings:  # the newest: of an older one the time was not kept
+                self.rtt_s = now_s - self._ping_s
+        elif kind == _ACK:
+            session.window.heard(number, now_s)
+        else:
+            raise BadSeal(f"kind {kind} inside a seal of lane {lane}")
+        return None

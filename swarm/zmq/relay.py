@@ -1,0 +1,139 @@
+"""The forwarded road over the connections that exist: as its sender, as its receiver, and as the relay between two.
+
+Who relays for whom: first those that the partner's record names (it keeps connections to them), then our own, then a
+few peers that we are connected to anyway; each is tried for a moment, and the one that answers is kept.
+"""
+
+from collections.abc import Iterator
+
+from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
+from farflock.swarm.zmq.forward import HELLOS_PER_S, Meter, Tunnel, is_hello, pack_forward, unpack_forward
+from farflock.swarm.zmq.outbox import CONTROL
+from farflock.swarm.zmq.partner import Partner, Route, Table
+from farflock.swarm.zmq.sealed import BadSeal
+
+RELAY_TRY_S = 1.0
+RELAY_SILENT_S = 2.0
+MAX_GUESSES = 4  # partners tried as relays although nobody named them
+MAX_UNCONFIRMED = 32  # sessions that a stranger began and has not shown to hold the keys of
+STRANGER_S = 5.0
+
+FORWARD, FORWARDED = b"\x05", b"\x06"
+
+
+class Detours:
+    """All tunnels of one peer, and its service as a relay."""
+
+    def __init__(self, identity: Identity, run: str, table: Table, relay: bool, forward_bytes_per_s: float) -> None:
+        self.relays: tuple[PeerId, ...] = ()  # my own, as my record names them
+        self._identity, self._run, self._table, self._relay = identity, run, table, relay
+        self._meter = Meter(forward_bytes_per_s)
+        self._hellos = Meter(HELLOS_PER_S)
+
+    def forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> None:
+        """As relay: pass a frame on, with its authenticated sender in place of its destination, or drop it."""
+        reason = self._forward(sender, lane, body, now_s) if self._relay else "forward: not a relay"
+        if reason:
+            self._table.counters[reason] += 1
+
+    def _forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> str | None:
+        """Why the frame was dropped, if it was."""
+        try:
+            peer, payload = unpack_forward(body)
+        except BadSeal:
+            return "forward: bad frame"
+        target = self._table.partners.get(peer)
+        route = target.best(lane) if target else None
+        if route is None:
+            return "forward: destination not connected"
+        if not self._meter.take(sender.peer, len(body), now_s):
+            return "forward: over budget"
+        if not route.write(pack_forward(FORWARDED, sender.peer, payload)):
+            return "forward: no room"
+        sender.relayed_bytes += len(body)
+        return None
+
+    def take(
+        self, relay: Partner, body: bytes | memoryview, now_s: float
+    ) -> tuple[Partner, tuple[int, bytes] | None] | None:
+        """As receiver: whose frame it is and what was inside, None if it was refused."""
+        try:
+            return self._take(relay.peer, *unpack_forward(body), now_s)
+        except BadSeal:
+            self._table.counters["bad seal"] += 1
+            return None
+
+    def _take(
+        self, relay: PeerId, sender: PeerId, payload: memoryview, now_s: float
+    ) -> tuple[Partner, tuple[int, bytes] | None]:
+        if sender in self._table.gate.refused or sender == self._identity.peer:
+            raise BadSeal(f"{sender} may not send here")
+        partner = self._table.partners.get(sender)
+        tunnel = partner.tunnel if partner else None
+        if tunnel is None:
+            tunnel = self._answer(relay, sender, payload, now_s)
+        taken = tunnel.take(payload, now_s)
+        partner = partner or self._table.begin(sender, now_s)
+        if partner is None:
+            raise BadSeal("no room for another partner")
+        partner.tunnel = tunnel
+        if not is_hello(payload) or not tunnel.confirmed:  # anybody can repeat an old hello, nobody a sealed frame
+            partner.via = relay
+        if taken:
+            partner.count("forwarded", received=len(payload))
+            partner.wanted_s = now_s
+        self.carry(partner)
+        return partner, taken
+
+    def _answer(self, relay: PeerId, sender: PeerId, payload: memoryview, now_s: float) -> Tunnel:
+        """A tunnel for a peer that begins one; it is kept only if its hello proves right."""
+        unconfirmed = sum(bool(p.tunnel and not p.tunnel.confirmed) for p in self._table.partners.values())
+        if not is_hello(payload) or unconfirmed >= MAX_UNCONFIRMED or not self._hellos.take(relay, 1, now_s):
+            raise BadSeal("a sealed frame without a session, or too many hellos")
+        return Tunnel(self._identity, sender, self._run)
+
+    def route(self, partner: Partner, lane: int) -> Route | None:
+        """The connection to the relay in use."""
+        via = self._table.partners.get(partner.via) if partner.via else None
+        return via.best(lane) if via else None
+
+    def carry(self, partner: Partner) -> None:
+        """Send what a tunnel wants to say; what does not fit now is lost and said again later."""
+        route = self.route(partner, CONTROL)
+        while partner.tunnel and partner.tunnel.outgoing:
+            message = pack_forward(FORWARD, partner.peer, partner.tunnel.outgoing.popleft())
+            if route and route.write(message):
+                partner.count("forwarded", sent=len(message))
+
+    def tend(self, partner: Partner, needed: bool, now_s: float) -> None:
+        """Begin, keep up or end a partner's tunnel; `needed`: it is wanted and cannot be dialled."""
+        tunnel = partner.tunnel
+        if tunnel is None:
+            if not needed:
+                return
+            tunnel = partner.tunnel = Tunnel(self._identity, partner.peer, self._run)
+        if needed and not (tunnel.confirmed and tunnel.silence_s(now_s) < RELAY_SILENT_S):
+            self._try_relay(partner, tunnel, now_s)
+        tunnel.tick(now_s)
+        self.carry(partner)
+
+    def _try_relay(self, partner: Partner, tunnel: Tunnel, now_s: float) -> None:
+        if partner.via and now_s - partner.via_s < RELAY_TRY_S and self.route(partner, CONTROL):
+            return
+        candidates = list(self._candidates(partner, now_s))
+        if candidates:
+            after = candidates.index(partner.via) + 1 if partner.via in candidates else 0
+            partner.via, partner.via_s = candidates[after % len(candidates)], now_s
+            tunnel.knock(now_s)
+
+    def _candidates(self, partner: Partner, now_s: float) -> Iterator[PeerId]:
+        """Relays that we are connected to, best guess first; those that were named are dialled for the next time."""
+        partners = self._table.partners
+        named = [*(partner.record.relays if partner.record else ()), *self.relays]
+        for peer in named:
+            self._table.want(peer, now_s)
+        others = [peer for peer, other in partners.items() if other.best(CONTROL) and peer not in named]
+        for peer in dict.fromkeys([*named, *others[:MAX_GUESSES]]):
+            if peer != partner.peer and peer in partners and partners[peer].best(CONTROL):
+                yield peer

@@ -1,0 +1,323 @@
+"""One ZMQ socket on the running asyncio loop: frames and connection events in the order in which they happened.
+
+Raw sockets with a reader on their descriptor, so that sending is a plain call that never waits. Each TCP connection
+is watched through a duplicate of its descriptor: ZMQ counts messages, but a message of many parts passes its limits
+(measured: 190 MiB through a receive mark of 4 messages of 0.3 MB, nobody reading), so the kernel's byte counter is
+compared with what was read, and whoever is too far ahead is cut off (Linux; other systems give no such counter).
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+import sys
+import termios
+from typing import Protocol
+
+import zmq
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from zmq.utils import z85
+
+from farflock.swarm.directory import MAX_RECORD_BYTES
+from farflock.swarm.links import PeerId
+from farflock.swarm.zmq.forward import MAX_FORWARD_BYTES
+from farflock.swarm.zmq.outbox import BULK
+
+MAX_WIRE_BYTES = 1 + MAX_FORWARD_BYTES  # kind byte and the longest body
+SEND_MARKS = (16, 16)  # messages in libzmq for one connection: control, bulk
+# Where libzmq's own queue is full it stops reading, and if the connection ends meanwhile it aborts the process (libzmq
+# issues 3937, 4364, 4767). So the marks are above what a partner may have on its way to us while our loop stands still.
+RECEIVE_MARKS = (4096, 64)
+MAX_CONNECTIONS = 128  # of one class; each takes two descriptors
+MAX_STRANGERS = 32  # connections whose first frame has not come
+STRANGER_S = 5.0
+STRANGER_WIRE_BYTES = 2 * MAX_RECORD_BYTES  # first frame, CURVE handshake and framing
+# Of control and bulk, taken by libzmq since the last message that we read: bulk's mark alone allows 16 MiB.
+UNREAD_BYTES = (8 * 1024 * 1024, 24 * 1024 * 1024)
+SILENT_S = 30.0  # every live partner pings every connection every 2 s
+BATCH = 64  # frames read before others get their turn
+
+_BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
+_MULTIADDRESS = re.compile(r"/ip(4|6)/([0-9a-fA-F.:]{2,45})/tcp/([0-9]{1,5})")
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def zmq_endpoint(multiaddress: str) -> str:
+    """`/ip4/192.0.2.7/tcp/4001` as `tcp://192.0.2.7:4001`; raise `ValueError` for any other kind of address."""
+    match = _MULTIADDRESS.fullmatch(multiaddress)
+    if match is None or not 0 < int(match[3]) < 65536:
+        raise ValueError(f"{multiaddress[:128]!r} is not of the form /ip4/A/tcp/P or /ip6/A/tcp/P")
+    if match[1] == "4":
+        return f"tcp://{ipaddress.IPv4Address(match[2])}:{match[3]}"
+    return f"tcp://[{ipaddress.IPv6Address(match[2])}]:{match[3]}"
+
+
+def multiaddress(host: str, port: int) -> str:
+    """The multiaddress of a numeric host; raise `ValueError` for a name."""
+    address = ipaddress.ip_address(host.strip("[]"))
+    return f"/ip{address.version}/{address}/tcp/{port}"
+
+
+def configure(
+    zmq_socket: zmq.Socket[bytes], lane: int, key: X25519PrivateKey, server: bytes | None, patience_s: float
+) -> None:
+    """Set what must be set before a socket binds (`server` None) or dials the owner of CURVE key `server`.
+
+    Heartbeats come from libzmq's own thread, so a held GIL raises no false alarm; silence shows after at most 0.9 of
+    the patience. Bulk connections get four times as much: a full queue in a home router delays them.
+    """
+    period_ms = int(patience_s * 1000) * (4 if lane == BULK else 1)
+    zmq_socket.linger = 0
+    zmq_socket.ipv6 = True
+    zmq_socket.immediate = True
+    zmq_socket.sndhwm, zmq_socket.rcvhwm = SEND_MARKS[lane], RECEIVE_MARKS[lane]
+    zmq_socket.maxmsgsize = MAX_WIRE_BYTES
+    zmq_socket.heartbeat_ivl = period_ms // 5
+    zmq_socket.heartbeat_timeout = period_ms * 7 // 10
+    zmq_socket.heartbeat_ttl = period_ms
+    zmq_socket.handshake_ivl = 2000
+    zmq_socket.reconnect_ivl = 100
+    zmq_socket.reconnect_ivl_max = 2000
+    zmq_socket.curve_secretkey = z85.encode(key.private_bytes_raw())
+    if server is None:
+        zmq_socket.router_mandatory = True
+        zmq_socket.curve_server = True
+    else:
+        zmq_socket.curve_publickey = z85.encode(key.public_key().public_bytes_raw())
+        zmq_socket.curve_serverkey = z85.encode(server)
+
+
+class Connection:
+    """A TCP connection under a ZMQ socket; `owner` is the identity that its first frame proved."""
+
+    def __init__(self, descriptor: int, now_s: float) -> None:
+        self.owner: PeerId | None = None
+        self.kicked = False
+        self._handle = socket.socket(fileno=os.dup(descriptor))
+        self._begun_s = self._read_s = now_s
+        self._taken_bytes = 0
+        self._unread_bytes = self._read_bytes = 0
+
+    def read(self, size_bytes: int, now_s: float) -> None:
+        """A whole message of it was read."""
+        self._read_s = now_s
+        self._read_bytes += size_bytes
+
+    def excuse(self, now_s: float) -> None:
+        """Its silence may be our own: we did not read."""
+        self._read_s = now_s
+
+    def fault(self, now_s: float, lane: int) -> str | None:
+        """Why this connection must be cut off, if it must: called every tick."""
+        taken = self._count()
+        before = 0 if self._read_bytes else self._unread_bytes
+        self._unread_bytes = max(0, before + taken - self._taken_bytes - self._read_bytes)
+        self._taken_bytes, self._read_bytes = taken, 0
+        if self.owner is None:
+            if now_s - self._begun_s > STRANGER_S:
+                return "stranger: no record in time"
+            return "stranger: too many bytes" if taken > STRANGER_WIRE_BYTES else None
+        if self._unread_bytes > UNREAD_BYTES[lane]:
+            return "endless message"
+        return "silent" if now_s - self._read_s > SILENT_S else None
+
+    def _count(self) -> int:
+        """Bytes that libzmq has taken from the kernel so far, ciphertext and framing included."""
+        if not sys.platform.startswith("linux"):
+            return 0
+        info = self._handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
+        if len(info) < _BYTES_RECEIVED_AT + 8:
+            return 0
+        waiting = struct.unpack("i", fcntl.ioctl(self._handle, termios.FIONREAD, bytes(4)))[0]
+        return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]) - int(waiting)
+
+    def kick(self) -> None:
+        """Cut it off: libzmq sees the end of the stream. ZAP is asked only at the handshake, so this is the one way."""
+        self.kicked = True
+        with contextlib.suppress(OSError):
+            self._handle.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the duplicate back."""
+        self._handle.close()
+
+
+class Events(Protocol):
+    """What a port tells its owner."""
+
+    def on_frame(self, port: "Port", route: bytes | None, frame: zmq.Frame) -> None: ...
+
+    def on_up(self, port: "Port") -> None: ...
+
+    def on_down(self, port: "Port", descriptor: int, owner: PeerId) -> None: ...
+
+    def on_refused(self, port: "Port") -> None: ...
+
+    def on_room(self, port: "Port") -> None: ...
+
+    def on_drop(self, reason: str) -> None: ...
+
+    def paused(self, lane: int) -> bool: ...
+
+
+class Port:
+    """A ROUTER that listens (`owner` None) or a DEALER that dials `owner`, for one class of traffic."""
+
+    def __init__(self, context: Context, lane: int, owner: PeerId | None, events: Events) -> None:
+        self.lane = lane
+        self.owner = owner
+        self.connections: dict[int, Connection] = {}
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.Handle | None = None
+        self._pumping = False
+        self.socket = context.socket(zmq.ROUTER if owner is None else zmq.DEALER)
+        self._monitor = self.socket.get_monitor_socket(_EVENTS)
+        for watched in (self.socket, self._monitor):
+            self._loop.add_reader(watched, self.pump)
+
+    def write(self, route: bytes | None, payload: bytes) -> bool:
+        """Hand one message to libzmq; False if it has no room or the connection is gone."""
+        try:
+            if route is None:
+                self.socket.send(payload, zmq.NOBLOCK)
+            else:
+                self.socket.send_multipart([route, payload], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+                raise
+            return False
+        finally:
+            if not self._pumping:
+                self.wake()  # sending eats the wake-up of what arrived meanwhile
+        return True
+
+    def wake(self) -> None:
+        """Pump again in the loop's next turn."""
+        if self._again is None and not self.socket.closed:
+            self._again = self._loop.call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Read what there is, up to a batch, and offer room to write."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        self._pumping = True
+        try:
+            self._watch()
+            for _ in range(BATCH):
+                if not self._readable():
+                    break
+                self._read()
+            self._events.on_room(self)
+        finally:
+            self._pumping = False
+        if self._readable():
+            self.wake()
+
+    def _readable(self) -> bool:
+        if self.socket.closed:
+            return False
+        events = int(self.socket.get(zmq.EVENTS))  # also clears the wake-up, so it comes first
+        return bool(events & zmq.POLLIN) and not self._events.paused(self.lane)
+
+    def _read(self) -> None:
+        """One message. Events are taken in first, so that a descriptor is never mistaken for its predecessor."""
+        try:
+            route = None if self.owner else self.socket.recv(zmq.NOBLOCK)
+            frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        self._watch()
+        if frame.more:
+            self._refuse_parts(frame)
+            return
+        connection = self.connections.get(frame.get(zmq.SRCFD))
+        if connection:
+            connection.read(len(frame.buffer), self._loop.time())
+        self._events.on_frame(self, route, frame)
+
+    def _refuse_parts(self, frame: zmq.Frame) -> None:
+        """Throw a message of several parts away, one part at a time, and its sender out."""
+        descriptor = frame.get(zmq.SRCFD)
+        while frame.more:
+            frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        self.kick(descriptor, "several parts")
+
+    def kick(self, descriptor: int, reason: str) -> None:
+        """Cut a connection off, if it is still there."""
+        connection = self.connections.get(descriptor)
+        if connection and not connection.kicked:
+            self._events.on_drop(reason)
+            connection.kick()
+
+    def _watch(self) -> None:
+        """Take in the monitor's events."""
+        while not self.socket.closed:
+            try:
+                head, _endpoint = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event, value = struct.unpack("=HI", head)
+            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
+                self._begin(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._end(value)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._events.on_up(self)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._events.on_refused(self)
+
+    def _begin(self, descriptor: int) -> None:
+        self._end(descriptor)
+        try:
+            self.connections[descriptor] = Connection(descriptor, self._loop.time())
+        except OSError:
+            return  # gone before we looked
+
+    def _end(self, descriptor: int) -> None:
+        connection = self.connections.pop(descriptor, None)
+        if connection:
+            connection.close()
+            if connection.owner:
+                self._events.on_down(self, descriptor, connection.owner)
+
+    def tick(self, now_s: float, late: bool) -> None:
+        """Cut off who breaks a limit. After a late tick silence proves nothing: it was our own."""
+        self.pump()
+        for descriptor, connection in list(self.connections.items()):
+            if late or self._events.paused(self.lane):
+                connection.excuse(now_s)
+            fault = connection.fault(now_s, self.lane)
+            if fault:
+                self.kick(descriptor, fault)
+        strangers = [fd for fd, connection in self.connections.items() if connection.owner is None]
+        crowd = max(len(strangers) - MAX_STRANGERS, len(self.connections) - MAX_CONNECTIONS)
+        for descriptor in strangers[: max(0, crowd)]:  # the oldest: an honest first frame takes two round trips
+            self.kick(descriptor, "stranger: too many")
+
+    def close(self) -> None:
+        """Leave the loop, close sockets and duplicates."""
+        if self._again is not None:
+            self._again.cancel()
+        for watched in (self.socket, self._monitor):
+            self._loop.remove_reader(watched)
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(0)
+        for connection in self.connections.values():
+            connection.close()
+        self.connections.clear()

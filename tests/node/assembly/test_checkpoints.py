@@ -1,0 +1,109 @@
+"""When a node's checkpoints are written, which are kept, and which one a new start goes on from."""
+
+import asyncio
+import logging
+
+import pytest
+
+from farflock.node.assembly.checkpoints import KEPT, Keeper, last_of
+from farflock.node.state import checkpoint
+from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError
+from farflock.node.state.paths import RunFolder
+from farflock.swarm.sim.virtual_time import run_virtual
+
+
+def kept_by(bench, text, folder, every_s, work, run="a" * 32):
+    """A keeper of one node, and what `work(keeper, node)` did with it."""
+    made = bench(text, "local")
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            keeper = Keeper(node, RunFolder(folder), run, "text", every_s)
+            await work(keeper, node)
+
+    asyncio.run(main())  # real time: checkpoints are written by a thread
+
+
+def test_every_step_is_a_checkpoint_where_no_time_is_to_pass_and_the_last_ones_are_kept(bench, text, tmp_path):
+    async def work(keeper, node):
+        for step in range(KEPT + 2):
+            node.loop.step = step
+            await keeper.pause()
+
+    kept_by(bench, text, tmp_path, 0.0, work)
+    assert [step for step, _ in checkpoint.steps(tmp_path / "checkpoints")] == list(range(2, KEPT + 2))
+
+
+def test_nothing_is_written_before_its_time(bench, text, tmp_path):
+    async def work(keeper, node):
+        await keeper.pause()
+
+    kept_by(bench, text, tmp_path, 1000.0, work)
+    assert not checkpoint.steps(tmp_path / "checkpoints")
+
+
+def test_a_step_that_has_a_checkpoint_is_not_written_again(bench, text, tmp_path):
+    async def work(keeper, node):
+        first = await keeper.save()
+        stamp = (first / "manifest.json").stat().st_mtime_ns
+        assert await keeper.save() == first
+        assert (first / "manifest.json").stat().st_mtime_ns == stamp
+
+    kept_by(bench, text, tmp_path, 0.0, work)
+
+
+def test_a_disk_that_fails_does_not_end_the_training(bench, text, tmp_path, monkeypatch, caplog):
+    def full(*arguments):
+        raise CheckpointError("no room on the disk for it")
+
+    async def work(keeper, node):
+        monkeypatch.setattr(checkpoint, "save", full)
+        await keeper.pause()
+        with pytest.raises(CheckpointError, match="no room"):
+            await keeper.save()
+
+    with caplog.at_level(logging.WARNING, logger="farflock"):
+        kept_by(bench, text, tmp_path, 0.0, work)
+    assert "left out" in caplog.text
+
+
+def test_a_new_start_takes_the_newest_whole_checkpoint_of_its_own_run(bench, text, tmp_path):
+    async def work(keeper, node):
+        for node.loop.step in (1, 2):
+            await keeper.save()
+
+    kept_by(bench, text, tmp_path, 0.0, work, run="b" * 32)
+    folder = RunFolder(tmp_path)
+    assert last_of(folder, "b" * 32).step == 2
+    with pytest.raises(CheckpointError, match=r"step-2 is of another run .* choose another --folder"):
+        last_of(folder, "c" * 32)
+    (folder.checkpoints / "step-2" / "method.safetensors").write_bytes(b"broken")
+    assert last_of(folder, "b" * 32).step == 1
+    (folder.checkpoints / "step-1" / "method.safetensors").write_bytes(b"broken")
+    with pytest.raises(CheckpointCorrupt, match=r"no checkpoint in .* is whole; restore one, or move them away"):
+        last_of(folder, "b" * 32)
+
+
+def test_an_empty_folder_has_none(tmp_path):
+    assert last_of(RunFolder(tmp_path), "b" * 32) is None
+
+
+def test_what_is_written_says_where_the_run_is(bench, text, tmp_path):
+    made = bench(text, "local")
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.peer.found()
+            node.seat.open()
+            await node.loop.run(640)
+            return node
+
+    node = run_virtual(main())
+    keeper = Keeper(node, RunFolder(tmp_path), "a" * 32, "text", 0.0)
+    saved = checkpoint.load(asyncio.run(keeper.save()))
+    assert saved.meta["tokens"] == 640
+    assert saved.meta["step"] == saved.step == node.loop.step
+    assert saved.meta["manifest"] == "text"
+    assert b"hidden_size" in saved.files["config.json"] or b"dim" in saved.files["config.json"]

@@ -1,0 +1,91 @@
+"""`farflock run` refuses what cannot run before it touches the network, and shows what it would do."""
+
+import json
+import socket
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_a_dry_run_prints_the_resolved_manifest_and_its_hash_and_makes_nothing(farflock, manifest, tmp_path):
+    code, out, _ = farflock("run", manifest, "--dry-run", "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert tomllib.loads(facts["manifest"])["model"]["layers"] == 2
+    assert len(facts["hash"]) == 64
+    assert list(tmp_path.iterdir()) == [manifest]
+
+
+def test_the_hash_changes_with_an_override_and_is_the_same_for_the_resolved_file(farflock, manifest, tmp_path):
+    def facts(*arguments):
+        return json.loads(farflock("run", *arguments, "--dry-run", "--json")[1])
+
+    first = facts(manifest)
+    assert facts(manifest, "--set", "train.lr=0.001")["hash"] != first["hash"]
+    again = tmp_path / "resolved.toml"
+    again.write_text(first["manifest"])
+    assert facts(again) == first
+
+
+def test_for_people_the_dry_run_is_toml_and_the_hash_below(farflock, manifest):
+    _, out, err = farflock("run", manifest, "--dry-run")
+    text, _, digest = out.rpartition("hash ")
+    assert tomllib.loads(text)["run"]["name"] == "plays"
+    assert (len(digest.strip()), err) == (64, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[train]\nbtach = 3\n", "did you mean 'batch'"),
+        ("[train\n", "run.toml: it is no TOML"),
+        ("[run]\nprotocol = 99\n", "update farflock"),
+    ],
+)
+def test_a_wrong_manifest_is_one_sentence(farflock, manifest, text, named):
+    manifest.write_text(text)
+    code, out, err = farflock("run", manifest)
+    assert code == (3 if "protocol" in text else 2)
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert named in err
+
+
+def test_a_manifest_that_is_not_there_is_a_usage_error(farflock, tmp_path):
+    code, _, err = farflock("run", tmp_path / "nowhere.toml")
+    assert code == 2
+    assert "nowhere.toml" in err
+
+
+@pytest.fixture
+def started(nursery):
+    """A function that runs the command in a process of its own: it imports the directory's library."""
+    return lambda *arguments: _started(nursery, arguments)
+
+
+def _started(nursery, arguments):
+    command = [sys.executable, "-m", "farflock.node.cli", "run", *(str(argument) for argument in arguments), "--json"]
+    return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_damaged_key_is_named_and_left_alone(started, manifest, tmp_path):
+    folder = tmp_path / "node"
+    folder.mkdir()
+    (folder / "identity.key").write_bytes(b"not a key")
+    done = started(manifest, "--folder", folder)
+    assert done.returncode == 1
+    assert "identity.key is not an Ed25519 key file" in json.loads(done.stdout.splitlines()[-1])["error"]
+    assert (folder / "identity.key").read_bytes() == b"not a key"
+
+
+@pytest.mark.net
+def test_a_taken_port_is_named_with_its_remedy(started, manifest, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = started(manifest, "--folder", tmp_path / "node", "--dht-port", port)
+    assert done.returncode == 1
+    assert str(port) in json.loads(done.stdout.splitlines()[-1])["error"]
+    assert "Traceback" not in done.stderr

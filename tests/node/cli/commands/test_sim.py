@@ -1,0 +1,176 @@
+"""`farflock sim` runs a manifest in virtual time; the same seed ends in the same state."""
+
+import collections
+import json
+
+import pytest
+
+from farflock.node.simulate import chaos, simulation
+from farflock.node.simulate.chaos import CELLS, ENOUGH_SEEDS, Report
+
+SHORT = ("--peers", "2", "--set", "run.total_tokens=2048")
+
+
+def facts(farflock, *arguments):
+    code, out, _ = farflock("sim", *arguments, "--json")
+    assert code == 0
+    return json.loads(out.splitlines()[-1])
+
+
+def test_the_same_seed_ends_in_the_same_state_and_another_in_another(farflock):
+    first, second, other = (facts(farflock, *SHORT, "--set", f"run.seed={seed}") for seed in (3, 3, 4))
+    assert first == second
+    assert first["state_hash"] != other["state_hash"]
+
+
+def test_it_reports_what_was_promised(farflock):
+    found = facts(farflock, *SHORT)
+    assert {"state_hash", "rounds", "losses", "bytes"} <= found.keys()
+    assert found["rounds"] > 0
+    assert found["bytes"] > 0
+    assert all(0 < loss < 10 for loss in found["losses"])
+
+
+def test_a_dry_run_trains_nothing_and_shows_the_manifest(farflock, manifest):
+    shown = facts(farflock, manifest, "--dry-run")
+    assert shown.keys() == {"manifest", "hash", "world", "world_hash"}
+    assert 'name = "plays"' in shown["manifest"]
+    assert shown["world"]["peers"] == 4
+
+
+def test_a_dry_runs_hashes_tell_the_manifest_from_its_world(farflock, manifest):
+    one, wet = (facts(farflock, manifest, "--dry-run", *options) for options in ((), ("--loss", "0.1")))
+    assert one["hash"] == wet["hash"]
+    assert one["world_hash"] != wet["world_hash"]
+
+
+def test_of_all_frames_the_named_share_is_lost(farflock, monkeypatch):
+    networks = []
+
+    class Kept(simulation.SimNetwork):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            networks.append(self)
+
+    monkeypatch.setattr(simulation, "SimNetwork", Kept)
+    weather = ("--loss", "0.3", "--set", "method.name=diloco", "--set", "run.total_tokens=8192")
+    facts(farflock, "--peers", "5", *weather)
+    (network,) = networks
+    frames = sum(line.sent_frames for line in network._lines.values())
+    assert frames > 1500
+    assert network.fired["loss"] / frames == pytest.approx(0.3, abs=0.03)
+
+
+def test_the_held_out_loss_comes_with_its_error(farflock):
+    found = facts(farflock, *SHORT)
+    assert 3 < found["held_out_loss"] < 7
+    assert 0 < found["held_out_standard_error"] < 0.5
+
+
+# Disasters.
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """Reports that stand in for disasters that have been run: a violation in seed 8, the rest as the test says."""
+    made, asked = {}, []
+
+    def run_seeds(first, count, workers, name):
+        asked.append((first, count, workers) if name is None else (first, count, workers, name))
+        for seed in range(first, first + count):
+            yield made.get(seed, Report(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100))
+
+    monkeypatch.setattr(chaos, "run_seeds", run_seeds)
+    made["asked"] = asked
+    return made
+
+
+def disasters(farflock, *arguments):
+    code, out, err = farflock("sim", "--chaos", *arguments, "--json")
+    return code, json.loads(out.splitlines()[-1]), err
+
+
+def test_one_seed_of_disasters_reports_what_was_promised(farflock):
+    code, found, _ = disasters(farflock, "--seeds", "1", "--first-seed", "3")
+    assert code == 0
+    assert (found["seeds"], found["violations"], found["failures"]) == (1, 0, [])
+    assert sum(sum(row.values()) for row in found["faults"].values()) == chaos.FAULTS
+    assert len(found["empty"]) >= len(CELLS) - chaos.FAULTS
+
+
+def test_a_violation_comes_with_the_command_that_brings_it_back_and_ends_in_failure(farflock, reports):
+    reports[8] = Report(8, ["two are one", "and more"], collections.Counter(CELLS), 5, "hash", 30.0)
+    code, found, _ = disasters(farflock, "--seeds", "5", "--first-seed", "6", "--workers", "2")
+    again = "farflock sim --chaos --seeds 1 --first-seed 8"
+    assert code == 1
+    assert found["failures"] == [{"seed": 8, "command": again, "violation": "two are one"}]
+    assert (found["violations"], found["slowest_recovery_s"]) == (1, 30.0)
+    assert reports["asked"] == [(6, 5, 2)]
+
+
+def test_one_method_may_be_chosen_and_is_part_of_the_command_that_brings_a_violation_back(farflock, reports):
+    reports[8] = Report(8, ["two are one"], collections.Counter(CELLS), 5, "hash", 30.0)
+    _, found, _ = disasters(farflock, "--seeds", "1", "--first-seed", "8", "--method", "demo")
+    assert found["failures"][0]["command"] == "farflock sim --chaos --seeds 1 --first-seed 8 --method demo"
+    assert reports["asked"] == [(8, 1, 1, "demo")]
+    _, shown, _ = disasters(farflock, "--dry-run", "--method", "edit")
+    assert {name for name, _ in shown["arms"]} == {"edit"}
+
+
+def test_one_method_alone_need_not_meet_every_phase_in_every_fault(farflock, reports):
+    reports.update({seed: Report(seed, [], collections.Counter(), 5, "hash") for seed in range(ENOUGH_SEEDS)})
+    code, _, _ = disasters(farflock, "--seeds", str(ENOUGH_SEEDS), "--method", "local")
+    assert code == 0
+
+
+def test_an_unknown_method_of_disasters_and_one_without_disasters_are_usage_errors(farflock):
+    code, _, err = farflock("sim", "--chaos", "--method", "dilocoo")
+    assert code == 2
+    assert "choose from local, ddp, diloco" in err
+    code, _, err = farflock("sim", "--method", "diloco")
+    assert code == 2
+    assert "--set method.name=NAME" in err
+
+
+def test_more_workers_than_seeds_are_not_started(farflock, reports):
+    disasters(farflock, "--seeds", "3", "--workers", "9")
+    assert reports["asked"] == [(0, 3, 3)]
+
+
+@pytest.mark.parametrize(("seeds", "code"), [(ENOUGH_SEEDS - 1, 0), (ENOUGH_SEEDS, 1)])
+def test_a_fault_that_never_met_a_phase_fails_where_there_were_seeds_enough(farflock, reports, seeds, code):
+    fired = collections.Counter(CELLS)
+    del fired["kill", "vote"]
+    reports.update({seed: Report(seed, [], fired, 5, "hash") for seed in range(seeds)})
+    ended, found, _ = disasters(farflock, "--seeds", str(seeds))
+    assert (ended, found["empty"]) == (code, ["kill in vote"])
+
+
+def test_a_table_of_kinds_and_phases_is_shown_to_people(farflock, reports):
+    code, out, _ = farflock("sim", "--chaos", "--seeds", "2")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["decided", "held", "offer", "reduced", "transfer", "vote"]
+    assert [line.split() for line in lines[1:11]] == [[kind, *["2"] * 6] for kind in chaos.KINDS]
+
+
+def test_a_dry_run_of_disasters_runs_none(farflock, reports):
+    code, shown, _ = disasters(farflock, "--dry-run", "--seeds", "7")
+    _, other, _ = disasters(farflock, "--dry-run", "--seeds", "8")
+    assert code == 0
+    assert shown["seeds"] == 7
+    assert shown["hash"] != other["hash"]
+    assert reports["asked"] == []
+
+
+def test_disasters_take_no_manifest(farflock, manifest):
+    code, _, err = farflock("sim", manifest, "--chaos")
+    assert code == 2
+    assert "leave out the manifest" in err
+
+
+@pytest.mark.parametrize(("option", "named"), [(("--set", "train.lr=-1"), "train.lr: -1"), (("--loss", "2"), "--loss")])
+def test_wrong_values_are_usage_errors(farflock, option, named):
+    code, _, err = farflock("sim", *option)
+    assert code == 2
+    assert named in err

@@ -1,0 +1,127 @@
+"""`farflock status` shows what a node wrote of itself, and says so where there is none."""
+
+import json
+
+import msgspec
+import pytest
+
+from farflock.node.cli.commands.status import _seen
+from farflock.node.process.inspect_run import Seen, Sight
+from farflock.node.process.status import Partner, Status, Waiting
+from farflock.node.run.manifest import load
+
+STATUS = Status(
+    pid=1,
+    run="ab" * 16,
+    peer="12D3KooWme",
+    invite="farflock:x",
+    step=12,
+    tokens=600,
+    total_tokens=1200,
+    loss=None,
+    view=3,
+    members=("12D3KooWme", "12D3KooWother"),
+    is_member=True,
+    partners=(Partner("12D3KooWother", "suspect", "direct", None),),
+    waits=(Waiting("pairs", 5, ("12D3KooWother",), 4.2),),
+    sent_bytes=1234567,
+    received_bytes=10,
+    unsure_rounds=0,
+    dropped={},
+)
+
+
+@pytest.fixture
+def node(tmp_path):
+    """The folder of a node that wrote its status."""
+    (tmp_path / "status.json").write_bytes(msgspec.json.encode(STATUS))
+    return tmp_path
+
+
+def test_status_says_how_far_the_run_is_and_whom_it_waits_for(farflock, node):
+    code, out, _ = farflock("status", "--folder", node)
+    assert code == 0
+    assert "50.0% of 1,200 tokens" in out
+    assert "sent 1,234,567 bytes" in out
+    assert "waits for ooWother (pairs, round 5, 4 s left)" in out
+
+
+def test_status_for_programs_is_the_whole_of_it(farflock, node):
+    _, out, _ = farflock("status", "--folder", node, "--json")
+    said = json.loads(out)
+    assert msgspec.convert(said, Status) == STATUS
+    assert said["running"] is False
+
+
+def test_before_the_first_step_there_is_no_loss_to_show(farflock, node):
+    _, out, _ = farflock("status", "--folder", node)
+    assert "None" not in out
+    assert "no step yet" in out
+    assert "no round applied yet" in out
+
+
+def test_a_node_that_trains_shows_loss_pace_and_rounds_and_that_it_lives(farflock, node, monkeypatch):
+    training = msgspec.structs.replace(
+        STATUS, loss=2.34567, tokens_per_s=1234.5, rounds={"ok": 3, "partial": 1}, last_round=3, doing="trains"
+    )
+    (node / "status.json").write_bytes(msgspec.json.encode(training))
+    monkeypatch.setattr("farflock.node.cli.commands.status.is_node", lambda pid: pid == 1)
+    lines = farflock("status", "--folder", node)[1].splitlines()
+    assert lines[0] == "process 1 trains"
+    assert "step 12, loss 2.346, 1,234 tokens/s" in lines
+    assert "rounds applied: 3 ok, 1 partial; the last is 3" in lines
+
+
+def test_what_a_dead_node_wrote_last_is_called_that(farflock, node):
+    assert farflock("status", "--folder", node)[1].startswith("the node does not run; this is what it wrote last")
+
+
+def test_a_round_that_is_overdue_is_said_to_be_late(farflock, node):
+    late = msgspec.structs.replace(STATUS, waits=(Waiting("delta", 5, (), -3.2),))
+    (node / "status.json").write_bytes(msgspec.json.encode(late))
+    assert "waits for the decision (delta, round 5, 3 s late" in farflock("status", "--folder", node)[1]
+
+
+def test_a_newcomer_that_is_no_member_yet_is_shown_as_one(farflock, node):
+    newcomer = msgspec.structs.replace(STATUS, is_member=False)
+    (node / "status.json").write_bytes(msgspec.json.encode(newcomer))
+    assert "not a member yet" in farflock("status", "--folder", node)[1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff"])
+def test_without_a_status_it_says_so_and_what_to_do(farflock, tmp_path, content):
+    if content is not None:
+        (tmp_path / "status.json").write_bytes(content)
+    code, out, err = farflock("status", "--folder", tmp_path, "--json")
+    assert code == 1
+    assert json.loads(out)["exit_code"] == 1
+    assert "--folder" in err
+
+
+def test_the_folder_in_the_users_data_is_looked_at_unless_another_is_named(farflock, tmp_path):
+    folder = tmp_path / "home" / "node"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_bytes(msgspec.json.encode(STATUS))
+    assert farflock("status")[0] == 0
+
+
+def test_a_node_on_a_branch_says_which_and_since_when(farflock, node):
+    apart = msgspec.structs.replace(STATUS, branch=("0badcafe", 17))
+    (node / "status.json").write_bytes(msgspec.json.encode(apart))
+    assert "on branch 0badcafe since round 17" in farflock("status", "--folder", node)[1]
+
+
+def test_an_invite_that_is_none_is_refused_before_anything_is_opened(farflock, tmp_path):
+    code, _, err = farflock("status", "farflock:abc", "--folder", tmp_path / "x")
+    assert code == 2
+    assert "invite" in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_seen_from_outside_is_told_in_lines(manifest):
+    plan = load(manifest)
+    members = (Seen("12D3KooWhere", ("/ip4/192.0.2.7/tcp/4001",), True, 12.4), Seen("12D3KooWgone", (), False, None))
+    said = _seen("ab" * 16, Sight(plan, 4, "0badcafe", members)).splitlines()
+    assert said[1] == "view 4, on branch 0badcafe: 2 members, 1 of them answer"
+    assert said[2].split() == ["D3KooWhere"[-8:], "12", "ms", "/ip4/192.0.2.7/tcp/4001"]
+    assert "does not answer" in said[3]

@@ -1,0 +1,42 @@
+"""How `run` and `join` end: the exit code says who asked for it, the last line what is left."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from farflock.node.cli.commands.training import conclude
+from farflock.node.cli.output import Output
+
+SAVED = Path("checkpoints") / "step-3"
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "code"),
+    [
+        (None, SAVED, 0),
+        (signal.SIGINT, SAVED, 130),
+        (signal.SIGTERM, SAVED, 0),
+        (signal.SIGHUP, SAVED, 0),
+        (signal.SIGINT, None, 130),
+        (signal.SIGTERM, None, 143),
+        (signal.SIGHUP, None, 129),
+    ],
+)
+def test_the_exit_code_is_what_the_one_who_asked_expects(capsys, asked, saved, code):
+    assert conclude(Output(as_json=True), saved, asked) == code
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    if saved is None:
+        assert said["exit_code"] == code
+    else:
+        assert said == {"checkpoint": str(SAVED), "ended": "left" if asked else "done"}
+
+
+def test_for_people_it_is_a_sentence(capsys):
+    conclude(Output(as_json=False), SAVED, None)
+    conclude(Output(as_json=False), SAVED, signal.SIGINT)
+    assert capsys.readouterr().out.splitlines() == [
+        f"done; checkpoint {SAVED}",
+        f"left the run; checkpoint {SAVED}",
+    ]

@@ -1,0 +1,242 @@
+"""The command line starts fast, says each error in one sentence, and ends with the exit code that was promised."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+
+from farflock.node.cli import main as cli
+from farflock.node.errors import Failure, Refused, Terminated, Usage
+from farflock.node.model.llama import PRESETS, build
+from farflock.node.state import checkpoint
+
+ROOT = Path(__file__).parents[3]
+TINY = PRESETS["tiny"]
+
+
+@pytest.fixture
+def farflock(capfd):
+    """A function that runs a command in this process -> (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(argument) for argument in arguments])
+        return (ended.value.code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A function that puts a command `fail` in the table, which raises what it is given."""
+
+    def install(error):
+        @click.command("fail")
+        @click.option("--json", "as_json", is_flag=True)
+        def command(as_json):
+            raise error
+
+        monkeypatch.setattr(cli, "import_module", lambda name: type("Module", (), {"command": command}))
+        monkeypatch.setitem(cli.COMMANDS, "fail", ("nowhere:command", "It fails."))
+
+    return install
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of a tiny model."""
+    model = build(TINY, 0)
+    files = {"config.json": msgspec.json.encode(TINY)}
+    meta = {"run": "ab12", "step": 7, "tokens": 640}
+    return checkpoint.save(tmp_path / "checkpoints", 7, {"model": dict(model.named_parameters())}, meta, files)
+
+
+def fresh(*arguments, **options):
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "farflock.node.cli", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_help_lists_every_command_in_a_fifth_of_a_second_of_work():
+    process = fresh("--help")
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in cli.COMMANDS)
+    usage = min(_cpu_s("--help") for _ in range(3))
+    assert usage < 0.2
+
+
+def _cpu_s(*arguments):
+    """Seconds of processor time: what a busy machine cannot stretch as it does the wall clock."""
+    before = os.times()
+    fresh(*arguments).communicate(timeout=30)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_in_the_table_exists_and_explains_itself(farflock, name):
+    code, out, _ = farflock(name, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: farflock {name}")
+    assert "--json" in out
+
+
+def test_without_a_command_the_help_is_shown_as_a_usage_error(farflock):
+    code, out, err = farflock()
+    assert code == 2
+    assert "Commands:" in out + err
+
+
+def test_the_version_is_that_of_the_package(farflock):
+    from farflock import __version__
+
+    assert farflock("--version") == (0, f"farflock, version {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["nonsense"], "nonsense"), (["generate"], "CHECKPOINT"), (["sim", "--peers", "0"], "--peers")],
+)
+def test_wrong_usage_is_exit_code_2_and_names_what_was_wrong(farflock, arguments, named):
+    code, out, err = farflock(*arguments)
+    assert (code, out) == (2, "")
+    assert named in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (Refused, 3)])
+def test_errors_of_ours_are_one_sentence_with_their_exit_code(farflock, failing, kind, code):
+    failing(kind("the tide is out", "it is noon", "wait"))
+    assert farflock("fail") == (code, "", "farflock: the tide is out: it is noon; wait\n")
+
+
+def test_with_json_the_last_line_of_output_is_the_error(farflock, failing):
+    failing(Refused("the tide is out", "it is noon", "wait"))
+    code, out, err = farflock("fail", "--json")
+    assert json.loads(out.splitlines()[-1]) == {"error": "the tide is out: it is noon; wait", "exit_code": code}
+    assert err.startswith("farflock: the tide is out")
+
+
+def test_a_usage_error_is_json_too(farflock):
+    code, out, _ = farflock("sim", "--peers", "0", "--json")
+    assert json.loads(out.splitlines()[-1])["exit_code"] == code == 2
+
+
+def test_an_interruption_is_exit_code_130(farflock, failing):
+    failing(KeyboardInterrupt())
+    code, out, err = farflock("fail")
+    assert (code, out) == (130, "")
+    assert "interrupted" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_end_a_command_cleans_up_and_exits_with_the_signal_s_code(farflock, failing, number):
+    failing(Terminated(number))
+    code, out, err = farflock("fail", "--json")
+    assert code == 128 + number
+    assert json.loads(out)["exit_code"] == code
+    assert "asked to end" in err
+
+
+def test_a_real_sigterm_is_raised_where_the_program_is_and_the_handler_goes_with_the_command(
+    farflock, saved, monkeypatch
+):
+    from farflock.node.model import generate
+
+    monkeypatch.setattr(generate, "draw", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or 65)
+    code, out, err = farflock("generate", saved)
+    assert (code, out) == (143, "")
+    assert err.strip() == "farflock: asked to end; what was running has been ended"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_fault_of_ours_is_one_sentence_and_a_log_with_the_traceback(farflock, failing, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    failing(ZeroDivisionError("division by zero"))
+    code, _, err = farflock("fail")
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    log = Path(re.search(r"\S+\.log", err)[0])
+    assert log.parent == tmp_path
+    assert "Traceback" in log.read_text()
+    assert "ZeroDivisionError" in err
+
+
+def test_a_full_disk_is_no_fault_of_ours(farflock, failing):
+    failing(OSError(28, "No space left on device", "/somewhere/step-3"))
+    code, _, err = farflock("fail")
+    assert code == 1
+    assert "/somewhere/step-3" in err
+    assert "free some space" in err
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly():
+    process = fresh("sim", "--dry-run", env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(timeout=60)
+    process.stderr.close()
+    assert "Traceback" not in err
+    assert "fault of ours" not in err
+
+
+def test_a_real_signal_in_the_midst_of_sampling_ends_it_with_130(farflock, saved, monkeypatch):
+    from farflock.node.model import generate
+
+    monkeypatch.setattr(generate, "draw", lambda *arguments: os.kill(os.getpid(), signal.SIGINT) or 65)
+    code, out, err = farflock("generate", saved)
+    assert (code, out) == (130, "")
+    assert err.strip() == "farflock: interrupted; what was running has been ended"
+
+
+def test_generate_is_a_function_of_checkpoint_prompt_and_seed(farflock, saved):
+    options = ("--prompt", "Once", "--tokens", "12", "--json")
+    first, second, other = (
+        json.loads(farflock("generate", saved, *options, "--seed", seed)[1].splitlines()[-1]) for seed in (1, 1, 2)
+    )
+    assert first == second != other
+    assert first["prompt"] == "Once"
+    assert len(first["text"]) > 0
+
+
+def test_generate_prints_the_prompt_and_what_follows(farflock, saved):
+    code, out, err = farflock(
+        "generate", saved, "--prompt", "Once", "--tokens", "5", "--temperature", "0", "--top-k", "0"
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith("Once")
+
+
+def test_generate_from_nothing_is_a_failure_with_the_remedy(farflock, tmp_path):
+    code, _, err = farflock("generate", tmp_path / "nothing")
+    assert code == 1
+    assert "there is no checkpoint" in err
+    assert "step-N" in err
+
+
+def test_a_damaged_checkpoint_is_a_failure_that_says_so(farflock, saved):
+    (saved / "model.safetensors").write_bytes(b"not any more")
+    code, _, err = farflock("generate", saved)
+    assert code == 1
+    assert "damaged" in err
+
+
+def test_export_writes_a_folder_and_never_over_another(farflock, saved, tmp_path):
+    target = tmp_path / "hf"
+    code, out, _ = farflock("export", saved.parent, target, "--json")
+    assert code == 0
+    assert json.loads(out)["folder"] == str(target)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+    assert "640" in (target / "README.md").read_text()
+    code, _, err = farflock("export", saved, target)
+    assert code == 1
+    assert "--force" in err
+    assert farflock("export", saved, target, "--force")[0] == 0

@@ -1,0 +1,194 @@
+"""A loop in a thread of its own: what is called there, what ends it, and how errors and Ctrl-C come through."""
+
+import asyncio
+import contextlib
+import gc
+import signal
+import threading
+import weakref
+
+import pytest
+
+from farflock.node.errors import Failure
+from farflock.node.library.background import Background, in_threads
+
+SOON_S = 0.2
+
+
+@pytest.fixture
+def background():
+    made = Background("background")
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+
+
+class Room:
+    """A context that notes how it was left."""
+
+    def __init__(self, fault=None):
+        self.fault, self.left, self.owner = fault, threading.Event(), None
+
+    @contextlib.asynccontextmanager
+    async def __call__(self):
+        if self.fault is not None:
+            raise self.fault
+        self.owner = asyncio.current_task()
+        try:
+            yield self
+        finally:
+            self.left.set()
+
+
+async def give(value):
+    await asyncio.sleep(0)
+    return value
+
+
+async def fail(error):
+    await asyncio.sleep(0)
+    raise error
+
+
+def test_a_call_runs_in_the_other_thread_and_gives_its_result(background):
+    life = background.enter(Room())
+
+    async def where():
+        return threading.current_thread()
+
+    assert life.call(where) is background._thread
+    assert life.call(lambda: give(7)) == 7
+
+
+def test_an_error_of_a_call_is_raised_and_ends_nothing(background):
+    life = background.enter(Room())
+    with pytest.raises(ValueError, match="seven"):
+        life.call(lambda: fail(ValueError("seven")))
+    assert life.call(lambda: give(8)) == 8
+
+
+def test_an_error_on_the_way_in_is_raised_as_it_is(background):
+    with pytest.raises(ValueError, match="door"):
+        background.enter(Room(ValueError("door")))
+
+
+def test_the_end_leaves_the_context_and_later_calls_say_so(background):
+    room = Room()
+    life = background.enter(room)
+    life.end()
+    assert room.left.is_set()
+    with pytest.raises(Failure, match="closed"):
+        life.call(lambda: give(1))
+    life.end()
+
+
+def test_what_is_under_way_hears_of_the_end(background):
+    life, heard = background.enter(Room()), threading.Event()
+
+    async def wait_long():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            heard.set()
+
+    def call():
+        with pytest.raises(Failure, match="closed"):
+            life.call(wait_long)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    while not life._calls:
+        life.call(lambda: give(0))
+    life.end()
+    caller.join(5)
+    assert heard.is_set()
+    assert not caller.is_alive()
+
+
+def test_a_context_that_breaks_is_the_cause_of_the_error_of_the_next_call(background):
+    @contextlib.asynccontextmanager
+    async def fragile():
+        try:
+            yield asyncio.current_task()
+        except asyncio.CancelledError:
+            raise OSError(5, "the line is gone") from None
+
+    life = background.enter(fragile)
+
+    async def break_it():
+        life.value.cancel()
+        await asyncio.sleep(60)
+
+    with pytest.raises(Failure, match="the line is gone") as caught:
+        life.call(break_it)
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(Failure, match="the line is gone"):
+        life.call(lambda: give(1))
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_ctrl_c_ends_the_wait_and_the_call_only_unless_it_must_go_through(background, through):
+    life, ended = background.enter(Room()), []
+
+    async def work():
+        background._loop.call_later(0.05, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
+        await asyncio.sleep(SOON_S)
+        ended.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        life.call(work, through=through)
+    life.call(lambda: asyncio.sleep(0 if through else 2 * SOON_S))
+    assert ended == (["whole"] if through else [])
+
+
+def test_closing_the_thread_ends_its_lives(background):
+    room = Room()
+    life = background.enter(room)
+    background.close()
+    assert room.left.is_set()
+    with pytest.raises(Failure, match="closed"):
+        life.call(lambda: give(1))
+    background.close()
+
+
+def test_a_thread_can_be_asked_to_close_from_inside(background):
+    life = background.enter(Room())
+
+    async def close():
+        background.close()
+        life.end()
+
+    with contextlib.suppress(Failure):
+        life.call(close)
+    background._thread.join(5)
+    assert not background._thread.is_alive()
+
+
+def test_a_life_keeps_nothing_of_its_calls(background):
+    class Big:
+        pass
+
+    life, big = background.enter(Room()), Big()
+    seen = weakref.ref(big)
+    life.call(lambda big=big: give(id(big)))
+    del big
+    life.call(lambda: give(0))
+    gc.collect()
+    assert seen() is None
+
+
+def test_threads_give_their_results_in_order():
+    assert in_threads(4, lambda number: number * number, lambda: None) == [0, 1, 4, 9]
+
+
+def test_the_first_error_makes_the_others_give_up_and_is_raised():
+    told = threading.Event()
+
+    def work(number):
+        if number == 2:
+            raise ValueError("two")
+        assert told.wait(5)
+        raise Failure("told", "to give up", "")
+
+    with pytest.raises(ValueError, match="two"):
+        in_threads(3, work, told.set)

@@ -1,0 +1,185 @@
+"""A whole swarm in this process: what notebooks see of it, and what is left of it afterwards (nothing)."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import farflock
+from farflock.node.errors import Refused, Usage
+from farflock.swarm.sim.network import LinkModel
+
+torch.set_num_threads(1)
+QUICK = {"view_s": 1.0, "deadline_s": 10.0}
+
+
+ONE_AT_A_TIME = threading.Lock()  # torch's own generator is everybody's
+
+
+def net():
+    with ONE_AT_A_TIME:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train(optimizer, model, steps, seed, seen=lambda step: None):
+    """An ordinary loop: the sum of four numbers, each rank on numbers of its own."""
+    chance = torch.Generator().manual_seed(seed)
+    rounds = set()
+    for step in range(steps):
+        x = torch.randn(16, 4, generator=chance)
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        rounds.add(optimizer.last_round)
+        seen(step)
+    return sorted(rounds - {None}), loss.item()
+
+
+def work_of(steps, **options):
+    def work(rank, optimize):
+        model = net()
+        optimizer = optimize(model, lr=1e-2, **options)
+        rounds, loss = train(optimizer, model, steps, rank)
+        return rounds, loss, optimizer.eval_params(), [entry.detach().clone() for entry in model.parameters()]
+
+    return work
+
+
+def together(rounds, peers):
+    return [entry for entry in rounds if entry.peers == peers]
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert not set(threading.enumerate()) - before
+
+
+def test_diloco_s_peers_end_a_round_with_the_same_bits():
+    with farflock.local_swarm(3, "diloco", period=5, **QUICK) as swarm:
+        (rounds, _, outer, weights), *others = swarm.train(work_of(25))
+    assert together(rounds, 3)
+    for other_rounds, _, other_outer, other_weights in others:
+        assert [entry.number for entry in other_rounds] == [entry.number for entry in rounds] == [0, 1, 2, 3, 4]
+        assert equal(outer.values(), other_outer.values())
+        assert equal(weights, other_weights)
+
+
+def test_ddp_s_peers_train_as_one():
+    with farflock.local_swarm(2, "ddp", **QUICK) as swarm:
+        (rounds, loss, _, weights), (_, _, _, others) = swarm.train(work_of(30))
+    assert len(together(rounds, 2)) > 20
+    assert equal(weights, others)
+    assert loss < 2
+
+
+def test_noloco_s_peers_meet_in_pairs():
+    with farflock.local_swarm(2, "noloco", period=5, **QUICK) as swarm:
+        for rounds, loss, _, _ in swarm.train(work_of(40)):
+            assert together(rounds, 2)
+            assert loss < 2
+
+
+def test_many_peers_are_let_in_at_once_and_every_rank_sees_all_of_them():
+    def work(rank, optimize):
+        return optimize(net()).members
+
+    with farflock.local_swarm(8) as swarm:
+        seen = swarm.train(work)
+        views = {made._here.peer.port.views.newest.number for made in swarm.optimizers.values()}
+    assert {len(members) for members in seen} == {8}
+    assert views == {1}
+
+
+def test_one_peer_alone_is_a_swarm_too():
+    with farflock.local_swarm(1, "diloco", period=5) as swarm:
+        [(rounds, _, _, _)] = swarm.train(work_of(20))
+    assert [entry.status for entry in rounds] == ["alone"] * 4
+
+
+def test_a_line_has_the_speed_that_it_is_given():
+    slow = LinkModel(up_bytes_per_s=1e6, down_bytes_per_s=1e6, latency_s=0.05)
+
+    def work(rank, optimize):
+        model = nn.Linear(200, 200)
+        optimizer = optimize(model)
+        train(optimizer, nn.Sequential(nn.Linear(4, 200), model), 4, rank)
+        return optimizer.last_round
+
+    with farflock.local_swarm(2, "diloco", period=1, codec="fp32", return_codec="fp32", link=slow, **QUICK) as swarm:
+        assert [entry.peers for entry in swarm.train(work)] == [2, 2]
+        sent = [swarm.network.line(made.peer).sent_bytes for made in swarm.optimizers.values()]
+    assert min(sent) > 4 * 160_000 / 2
+
+
+def test_the_others_go_on_without_a_peer_whose_line_is_dead():
+    def work(rank, optimize):
+        model = net()
+        optimizer = optimize(model)
+        me = optimizer.peer
+
+        def seen(step):
+            if rank == 2 and step == 14:
+                swarm.disturb(lambda network: network.kill(me))
+
+        return train(optimizer, model, 30 if rank < 2 else 15, rank, seen)[0][-1]
+
+    with farflock.local_swarm(3, "diloco", period=5, **QUICK) as swarm:
+        last = swarm.train(work)
+    assert [(entry.number, entry.peers) for entry in last[:2]] == [(5, 2), (5, 2)]
+
+
+def test_an_error_of_one_rank_ends_all_and_is_raised():
+    def work(rank, optimize):
+        model = net()
+        optimizer = optimize(model)
+        if rank == 1:
+            raise ZeroDivisionError("a mistake in the notebook")
+        train(optimizer, model, 1_000_000, rank)
+
+    with (
+        farflock.local_swarm(2, "diloco", period=2, **QUICK) as swarm,
+        pytest.raises(ZeroDivisionError, match="mistake"),
+    ):
+        swarm.train(work)
+
+
+def test_a_founder_that_is_refused_does_not_leave_the_others_waiting():
+    with farflock.local_swarm(3, "dilocko") as swarm, pytest.raises(Usage, match="diloco"):
+        swarm.train(work_of(1))
+
+
+def test_ranks_that_name_other_terms_are_told():
+    def work(rank, optimize):
+        optimize(net(), period=5 + rank)
+
+    with farflock.local_swarm(2, "diloco") as swarm, pytest.raises(Refused, match="period: it is 6 here and 5"):
+        swarm.train(work)
+
+
+def test_a_swarm_trains_once_and_a_rank_has_one_optimizer():
+    def work(rank, optimize):
+        optimize(net())
+        with pytest.raises(Usage, match="one peer"):
+            optimize(net())
+
+    with farflock.local_swarm(1) as swarm:
+        swarm.train(work)
+        with pytest.raises(Usage, match="another local_swarm"):
+            swarm.train(work)
+        with pytest.raises(Usage, match="this process alone"):
+            _ = swarm.optimizers[0].invite
+
+
+@pytest.mark.parametrize("peers", [0, 65])
+def test_a_swarm_has_one_to_sixty_four_peers(peers):
+    with pytest.raises(Usage, match="1 to 64"):
+        farflock.local_swarm(peers)

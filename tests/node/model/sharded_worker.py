@@ -1,0 +1,175 @@
+"""One of the processes of a sharded replica: `python sharded_worker.py RANK COUNT FOLDER`. They meet in a file of FOLDER.
+
+Rank 0 runs the law and the cases below, and writes what became of each to FOLDER/results.json; the others follow it.
+"""
+
+import importlib.util
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from farflock.node.model.replica_fsdp import FsdpReplica
+from farflock.optimizers.catalog import method
+from farflock.optimizers.method import Progress, Result
+
+TIMEOUT_S = 40.0
+END, BACKWARD, LOSS = range(3)
+
+
+def load_law():
+    spec = importlib.util.spec_from_file_location("replica_law", Path(__file__).with_name("replica_law.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+law = load_law()
+
+
+class Sharded(law.World):
+    """Each process computes its part of every batch; FSDP takes the mean of the gradients."""
+
+    exact = False
+
+    def shard(self, module):
+        fully_shard(module.inside)
+        fully_shard(module)
+        return module
+
+    def replica_of(self):
+        return FsdpReplica(self.module, self.optimizer, law.CLIP)
+
+    def backward(self, seed):
+        self._together(BACKWARD, seed)
+
+    def loss(self, seed):
+        return self._together(LOSS, seed)
+
+    def end(self):
+        self._together(END, 0)
+
+    def follow(self):
+        """What the other processes do until the leader ends the case."""
+        act = BACKWARD
+        while act != END:
+            while self.replica.follow():
+                pass
+            act, _ = self._do(torch.zeros(2, dtype=torch.int64))
+
+    def _together(self, act, seed):
+        self.replica.release()
+        return self._do(torch.tensor([act, seed]))[1]
+
+    def _do(self, call):
+        dist.broadcast(call, 0)
+        act, seed = call.tolist()
+        part, parts = dist.get_rank(), dist.get_world_size()
+        value = torch.zeros(())
+        if act == BACKWARD:
+            law.loss_of(self.module, seed, part, parts).backward()
+        if act == LOSS:
+            with torch.no_grad():
+                value = law.loss_of(self.module, seed, part, parts).detach().clone()
+            dist.all_reduce(value)
+        return act, float(value) / parts
+
+
+# cases that only a sharded replica has, beside the law
+
+
+def shards_are_really_apart(world):
+    local = sum(p.to_local().numel() for p in world.module.parameters())
+    whole = sum(x.numel() for x in world.all().values())
+    assert 0 < local < whole
+
+
+def a_method_trains_as_on_a_plain_replica(world, name="diloco"):
+    """The same method over the same batches, once on two processes and once on one; alone, so both must agree."""
+    plain = law.World()
+    ended = []
+    for each in (world, plain):
+        options = {"codec": "fp32", "deadline_s": 5.0}
+        if name != "ddp":
+            options["period"] = 2
+        if name != "noloco":
+            options["return_codec"] = "fp32"
+        made = method(name, **options)
+        for step in range(6):
+            each.backward(step)
+            made.local_step(each.replica, Progress(step))
+            for exchange in made.due(each.replica, Progress(step + 1)):
+                sent = exchange.tensors
+                taken = {what: [(0, x.numel())] for what, x in sent.items()}
+                number = exchange.key.round + 1
+                made.apply(each.replica, exchange, Result("alone", number, ("me",), (1.0,), sent, None, sent, taken))
+        ended.append(made.snapshot(each.replica))
+    world.close(*ended)
+
+
+def ddp_trains_as_on_a_plain_replica(world):
+    a_method_trains_as_on_a_plain_replica(world, "ddp")
+
+
+def noloco_trains_as_on_a_plain_replica(world):
+    a_method_trains_as_on_a_plain_replica(world, "noloco")
+
+
+def an_unsharded_module_is_refused(world):
+    law.refused(lambda: FsdpReplica(law.Net(), world.optimizer), "call fully_shard on it first")
+
+
+CASES = (
+    shards_are_really_apart,
+    a_method_trains_as_on_a_plain_replica,
+    ddp_trains_as_on_a_plain_replica,
+    noloco_trains_as_on_a_plain_replica,
+    an_unsharded_module_is_refused,
+)
+
+
+def run_case(case, inner):
+    """None, or the traceback of what went wrong here."""
+    world = Sharded(inner)
+    if dist.get_rank() != 0:
+        world.follow()
+        return None
+    try:
+        case(world)
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        world.end()
+
+
+def spmd_reads():
+    """Called side by side instead of through `follow`: the leader gets the tensors, the others nothing."""
+    world = Sharded()
+    read = world.replica.read(world.replica.names, "param")
+    world.replica.write(read, "param")
+    world.replica.inner_step()
+    return sorted(read)
+
+
+def main(rank, count, folder):
+    torch.set_num_threads(1)
+    store = f"file://{folder}/meeting"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    cases = [(case, "adamw") for case in (*law.LAW, *CASES)] + [(case, "sgd") for case in law.SGD_LAW]
+    results = {case.__name__: run_case(case, inner) for case, inner in cases}
+    names = spmd_reads()
+    Path(folder, f"names-{rank}.json").write_text(json.dumps(names))
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,239 @@
+"""Each peer's batches are a pure function of run seed, peer, round and step; evaluation is the same for all."""
+
+import hashlib
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflock.node.model.data import BadData, Batches, data_hash, evaluation, open_tokens, write_tokens
+from farflock.node.model.tokenizer import ByteTokenizer
+
+TOKENS = np.arange(1000, dtype=np.uint16)
+counters = st.integers(0, 2**63 - 1)
+peers = st.text(min_size=1, max_size=60)
+
+
+def batches(peer="alice", run_seed=1, tokens=TOKENS, batch_size=4, seq=8, **more):
+    return Batches(tokens, run_seed, peer, batch_size, seq, **more)
+
+
+@given(peer=peers, seed=st.integers(0, 2**64), step=counters, round_=counters)
+def test_a_batch_depends_on_its_cursor_alone(peer, seed, step, round_):
+    one, other = batches(peer, seed), batches(peer, seed)
+    other.batch(0)
+    batches("somebody else", seed).batch(step, round_)
+    x, y = one.batch(step, round_)
+    again = other.batch(step, round_)
+    assert torch.equal(x, again[0])
+    assert torch.equal(y, again[1])
+
+
+@given(members=st.lists(peers, min_size=1, max_size=8, unique=True), step=counters)
+def test_who_else_is_there_does_not_matter(members, step):
+    alone = batches(members[0]).starts(step)
+    crowd = {peer: batches(peer).starts(step) for peer in reversed(members)}
+    assert np.array_equal(alone, crowd[members[0]])
+
+
+@given(first=st.integers(0, 50), length=st.integers(1, 20))
+def test_a_run_taken_up_at_its_cursor_goes_on_as_if_it_never_stopped(first, length):
+    whole = [batches().starts(step).tolist() for step in range(first + length)]
+    resumed = [batches().starts(step).tolist() for step in range(first, first + length)]
+    assert whole[first:] == resumed
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 300), counters)
+def test_targets_are_the_next_tokens_and_every_window_lies_inside(batch_size, seq, extra, step):
+    tokens = np.arange(seq + 1 + extra, dtype=np.uint16)
+    x, y = batches(tokens=tokens, batch_size=batch_size, seq=seq).batch(step)
+    assert x.shape == y.shape == (batch_size, seq)
+    assert x.dtype == y.dtype == torch.int64
+    assert torch.equal(x + 1, y)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert int(y.max()) <= seq + extra
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**40), st.integers(1, 3))
+def test_recurring_samples_come_once_in_each_epoch_always_with_the_same_text(recurring, batch_size, first, epochs):
+    one = batches(batch_size=batch_size, recurring=recurring)
+    start = first * recurring  # a multiple of both: at the beginning of an epoch, and of a batch
+    steps = range(start, start + epochs * recurring)
+    seen = [sample for step in steps for sample in one.samples(step)]
+    for at in range(0, len(seen), recurring):
+        assert sorted(seen[at : at + recurring]) == list(range(recurring))
+    text = {}
+    for step in steps:
+        for sample, begin in zip(one.samples(step), one.starts(step).tolist(), strict=True):
+            assert text.setdefault(sample, begin) == begin
+    assert all(0 <= begin < len(TOKENS) - one.seq for begin in text.values())
+
+
+def test_each_epoch_has_an_order_of_its_own_and_each_peer_samples_of_its_own():
+    one, other = batches(recurring=64, batch_size=64), batches("bob", recurring=64, batch_size=64)
+    assert one.samples(0) != one.samples(1) != one.samples(1, round=1)
+    assert sorted(one.starts(0)) == sorted(one.starts(1)) == sorted(one.starts(1, 1)) != sorted(other.starts(0))
+    assert len(set(one.starts(0).tolist())) > 32, "hardly two at one place"
+    assert sorted(one.starts(0)) != sorted(batches(recurring=64, batch_size=64, run_seed=2).starts(0))
+
+
+def test_recurring_samples_are_the_same_on_every_machine():
+    """As first written down: another order would be another run."""
+    one = batches(recurring=5, batch_size=7)
+    assert one.samples(3) == (1, 4, 3, 2, 4, 1, 0), "21 to 27: all but one of epoch 4, and three of the next"
+    assert one.starts(3).tolist() == [659, 324, 145, 520, 324, 659, 810]
+
+
+@pytest.mark.parametrize("recurring", [-1, 2**20 + 1])
+def test_impossible_numbers_of_samples_are_refused(recurring):
+    with pytest.raises(BadData, match="samples that come again"):
+        batches(recurring=recurring)
+
+
+def test_seed_peer_round_and_step_each_change_the_batch():
+    base = batches(batch_size=8).starts(3, 2).tolist()
+    others = [
+        batches(batch_size=8, run_seed=2).starts(3, 2),
+        batches(batch_size=8, peer="bob").starts(3, 2),
+        batches(batch_size=8).starts(3, 3),
+        batches(batch_size=8).starts(4, 2),
+        batches(batch_size=8).starts(2, 3),
+    ]
+    assert all(other.tolist() != base for other in others)
+
+
+def test_a_larger_batch_begins_with_the_smaller_one():
+    assert batches(batch_size=9).starts(5)[:4].tolist() == batches(batch_size=4).starts(5).tolist()
+
+
+def philox(counter, key):
+    """Philox4x64-10 as in its paper (Salmon et al., SC 2011), in Python's integers."""
+    for i in range(10):
+        high0, low0 = divmod(0xD2E7470EE14C6C93 * counter[0], 2**64)
+        high1, low1 = divmod(0xCA5A826395121157 * counter[2], 2**64)
+        bumped = [(key[0] + i * 0x9E3779B97F4A7C15) % 2**64, (key[1] + i * 0xBB67AE8584CAA73B) % 2**64]
+        counter = [high1 ^ counter[1] ^ bumped[0], low1, high0 ^ counter[3] ^ bumped[1], low0]
+    return counter
+
+
+def test_the_order_is_the_documented_one():
+    digest = hashlib.sha256(b"farflock-data-order-v1 7 12D3Koo").digest()
+    key = [int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")]
+    expected = [draw % (1000 - 8) for block in (1, 2) for draw in philox([block, 0, 1, 2], key)]
+    order = batches(run_seed=7, peer="12D3Koo", batch_size=8)
+    assert order.starts(step=1, round=2).tolist() == expected
+    assert expected[:4] == [503, 970, 402, 513]
+
+
+def test_all_positions_are_drawn_about_equally():
+    tokens = np.arange(28, dtype=np.uint16)
+    drawn = np.concatenate([batches(tokens=tokens, batch_size=50).starts(step) for step in range(200)])
+    counts = np.bincount(drawn, minlength=20)
+    assert len(counts) == 20
+    assert (abs(counts - 500) < 5 * np.sqrt(500)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"batch_size": 0}, "use 1 or more of each"),
+        ({"seq": 0}, "use 1 or more of each"),
+        ({"seq": 1000}, "1000 tokens hold no sequence of 1000 and its next"),
+    ],
+)
+def test_an_empty_batch_is_refused(change, sentence):
+    with pytest.raises(BadData, match=sentence):
+        batches(**change)
+
+
+@pytest.mark.parametrize("cursor", [(-1, 0), (0, -1), (2**63, 0)])
+def test_a_cursor_out_of_range_is_refused(cursor):
+    with pytest.raises(BadData, match="out of range"):
+        batches().batch(*cursor)
+
+
+@given(st.integers(2, 500), st.integers(1, 50), st.integers(1, 60))
+def test_evaluation_windows_do_not_overlap_and_spread_over_the_text(count, seq, wanted):
+    tokens = np.arange(count, dtype=np.uint16)
+    if count <= seq:
+        with pytest.raises(BadData, match="hold out more text"):
+            evaluation(tokens, seq, wanted)
+        return
+    x, y = evaluation(tokens, seq, wanted)
+    assert len(x) == min(wanted, (count - 1) // seq)
+    assert torch.equal(x + 1, y)
+    assert len(set(x.flatten().tolist())) == x.numel()
+    assert torch.equal(x, evaluation(tokens, seq, wanted)[0])
+    gaps = [*(x[1:, 0] - x[:-1, 0]).tolist(), count - int(x[-1, 0])]
+    assert max(gaps) <= min(gaps) + 2 * seq
+
+
+def test_the_data_hash_sees_every_token_the_cut_and_the_tokenizer():
+    class Other(ByteTokenizer):
+        def definition(self):
+            return {"kind": "other"}
+
+    base = data_hash(TOKENS, TOKENS[:10], ByteTokenizer())
+    changed = TOKENS.copy()
+    changed[500] += 1
+    assert base == data_hash(TOKENS.copy(), TOKENS[:10], ByteTokenizer())
+    others = {
+        data_hash(changed, TOKENS[:10], ByteTokenizer()),
+        data_hash(TOKENS[:-1], TOKENS[:10], ByteTokenizer()),
+        data_hash(np.concatenate([TOKENS, TOKENS[:1]]), TOKENS[1:10], ByteTokenizer()),
+        data_hash(TOKENS, TOKENS[:10], Other()),
+    }
+    assert len(others | {base}) == 5
+
+
+@settings(max_examples=20)
+@given(content=st.lists(st.integers(0, 65_535), min_size=1, max_size=300))
+def test_a_token_file_gives_back_its_tokens(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("tokens") / "train.bin"
+    write_tokens(path, np.array(content, dtype=np.uint16), ByteTokenizer())
+    assert open_tokens(path, ByteTokenizer()).tolist() == content
+
+
+def test_batches_of_a_mapped_file_equal_those_of_memory(tmp_path):
+    write_tokens(tmp_path / "train.bin", TOKENS, ByteTokenizer())
+    mapped = open_tokens(tmp_path / "train.bin", ByteTokenizer())
+    assert isinstance(mapped, np.memmap)
+    assert torch.equal(batches(tokens=mapped).batch(3)[0], batches().batch(3)[0])
+    assert data_hash(mapped, mapped[:9], ByteTokenizer()) == data_hash(TOKENS, TOKENS[:9], ByteTokenizer())
+
+
+def test_a_token_file_is_not_overwritten(tmp_path):
+    write_tokens(tmp_path / "train.bin", TOKENS, ByteTokenizer())
+    with pytest.raises(FileExistsError):
+        write_tokens(tmp_path / "train.bin", TOKENS[:5], ByteTokenizer())
+    assert len(open_tokens(tmp_path / "train.bin", ByteTokenizer())) == 1000
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("cut", "has 1999 bytes, its header wants 2000"),
+        ("no header", "a token file needs its .json"),
+        ("bad header", "is no header of a token file"),
+        ("other tokenizer", "tokenize it again"),
+        ("gone", "No such file"),
+    ],
+)
+def test_a_damaged_token_file_is_refused(tmp_path, damage, sentence):
+    path, header = tmp_path / "train.bin", tmp_path / "train.bin.json"
+    write_tokens(path, TOKENS, ByteTokenizer())
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "no header":
+        header.unlink()
+    elif damage == "bad header":
+        header.write_text("[]")
+    elif damage == "other tokenizer":
+        header.write_bytes(msgspec.json.encode({"tokenizer": "0" * 64, "count": 1000}))
+    else:
+        path.unlink()
+    with pytest.raises(BadData, match=sentence):
+        open_tokens(path, ByteTokenizer())

@@ -1,0 +1,63 @@
+"""Calls at a node with several stages: each goes to its stage's server, and what fits none is refused by one of them."""
+
+import asyncio
+import collections
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflock.node.pipeline.passes.requests import Backward, Confirm, Forward, Refused, Revoke, decode_answer, encode
+from farflock.node.pipeline.server.dispatch import Closed, Dispatch
+from farflock.node.pipeline.server.server import StageServer
+from farflock.swarm.peer.serving import Reply
+
+
+class Server:
+    """Says which one it is."""
+
+    def __init__(self, stage):
+        self.stage = stage
+
+    def admit(self, caller, request, sizes):
+        return f"{self.stage} {caller} {sizes}".encode()
+
+    async def serve(self, caller, request, payloads):
+        return Reply(f"{self.stage} {caller}".encode(), payloads)
+
+
+DISPATCH = Dispatch({stage: Server(stage) for stage in (1, 2, 5)})
+
+
+def test_each_kind_of_call_goes_to_the_server_of_its_stage():
+    for stage in (1, 2, 5):
+        requests = Forward(3, stage, 0, 7), Backward(3, stage, 0, 7, 1), Confirm(3, stage, 1), Revoke(3, stage, 1)
+        for request in map(encode, requests):
+            assert DISPATCH.admit("caller", request, (9,)) == f"{stage} caller (9,)".encode()
+            reply = asyncio.run(DISPATCH.serve("caller", request, (b"x",)))
+            assert reply == Reply(f"{stage} caller".encode(), (b"x",))
+
+
+def test_a_stage_that_is_not_here_goes_to_the_first_one():
+    assert DISPATCH.admit("caller", encode(Forward(3, 4, 0, 7)), ()) == b"1 caller ()"
+
+
+@given(st.binary(max_size=64))
+def test_whatever_is_sent_is_answered_by_somebody(request):
+    assert DISPATCH.admit("caller", request, ()) is not None
+
+
+def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
+    server = StageServer.__new__(StageServer)  # what refuses these looks at nothing else
+    server._index, server.served = 1, collections.Counter()
+    dispatch = Dispatch({1: server})
+    for request, why in ((b"\xff", ""), (encode(Forward(3, 4, 0, 7)), "this peer serves stage 1, not 4")):
+        answer = decode_answer(dispatch.admit("caller", request, ()))
+        assert isinstance(answer, Refused)
+        assert why in answer.why
+
+
+@given(st.binary(max_size=200))
+def test_a_node_that_serves_no_passes_says_why_to_whatever_comes(request):
+    closed = Closed("it is free")
+    assert decode_answer(closed.admit("caller", request, ())) == Refused("it is free")
+    assert asyncio.run(closed.serve("caller", request, ())) == Reply(encode(Refused("it is free")))

@@ -1,0 +1,71 @@
+"""A server's order of work: backward passes first, each kind in its order, and neither keeps the other out."""
+
+import random
+
+import pytest
+
+from farflock.node.pipeline.server.queue import StageQueue
+
+
+def filled(forward, backward, room=8, together=1):
+    queue = StageQueue(room, together)
+    for number in range(forward):
+        queue.put(f"f{number}", backward=False)
+    for number in range(backward):
+        queue.put(f"b{number}", backward=True)
+    return queue
+
+
+def drained(queue):
+    taken = []
+    while jobs := queue.take():
+        taken.append(jobs)
+    return taken
+
+
+def test_backward_passes_come_first_and_each_kind_in_its_order():
+    assert drained(filled(2, 2)) == [["b0"], ["b1"], ["f0"], ["f1"]]
+
+
+def test_forward_passes_are_taken_several_at_once_and_backward_ones_are_not():
+    assert drained(filled(5, 2, together=3)) == [["b0"], ["b1"], ["f0", "f1", "f2"], ["f3", "f4"]]
+
+
+def test_a_backward_pass_that_comes_meanwhile_is_next():
+    queue = filled(2, 0)
+    assert queue.take() == ["f0"]
+    queue.put("late", backward=True)
+    assert drained(queue) == [["late"], ["f1"]]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_each_kind_has_room_of_its_own(backward):
+    queue = filled(0 if backward else 3, 3 if backward else 0, room=3)
+    assert not queue.has_room(backward=backward)
+    assert queue.has_room(backward=not backward)
+    with pytest.raises(AssertionError, match="not to be admitted"):
+        queue.put("one too many", backward=backward)
+    queue.put("the other kind", backward=not backward)
+    assert len(queue) == 4
+
+
+def test_an_empty_queue_gives_nothing_and_says_so():
+    queue = filled(0, 0)
+    assert queue.take() == []
+    assert len(queue) == 0
+
+
+def test_whatever_happens_nothing_is_lost_doubled_or_overtaken():
+    for seed in range(50):
+        chance, queue, put, taken = random.Random(seed), StageQueue(5, 1 + seed % 4), [], []
+        for number in range(100):
+            backward = chance.random() < 0.4
+            if queue.has_room(backward=backward):
+                queue.put((backward, number), backward=backward)
+                put.append((backward, number))
+            if chance.random() < 0.5:
+                taken += queue.take()
+        taken += [job for jobs in drained(queue) for job in jobs]
+        assert sorted(taken) == sorted(put)
+        for kind in (False, True):
+            assert [job for job in taken if job[0] is kind] == [job for job in put if job[0] is kind]

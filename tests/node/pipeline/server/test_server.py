@@ -1,0 +1,672 @@
+"""A stage server, asked directly: what it refuses, computes once, keeps aside, merges and brings into rounds."""
+
+import asyncio
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from farflock.compression import aqsgd
+from farflock.compression.activation_catalog import activation_codec
+from farflock.compression.aqsgd import written
+from farflock.node.model.llama import ModelConfig, build
+from farflock.node.pipeline.memory.samples import Row, TrainerMemory
+from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.requests import (
+    Backward,
+    Busy,
+    Confirm,
+    Done,
+    Foreign,
+    Forward,
+    Lacks,
+    Merged,
+    Refused,
+    Revoke,
+    Stale,
+    Unknown,
+    Visit,
+    decode_answer,
+    encode,
+)
+from farflock.node.pipeline.passes.stage import Accumulator, Stage, even
+from farflock.node.pipeline.server.server import BACKWARD_COST, ServerTerms, StageServer
+from farflock.node.pipeline.versions.versions import Asynchronous, Versions
+from farflock.node.train import microbatch_ids as notes
+from farflock.swarm.messages import CodecId
+from farflock.swarm.sim.virtual_time import run_virtual
+
+MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+SPANS = even(MODEL, 3)
+LIFE, EPOCH, TOKENS = 77, 5, 8
+PASS_S = 0.5
+
+
+class Bench:
+    """A server of one of three stages in fp64, and what is sent to it. A forward pass takes half a virtual second."""
+
+    def __init__(self, index=1, codec="raw", versions=None, others=(), **terms):
+        self.marks = {}
+        self.stage = Stage(build(MODEL, 3, SPANS[index]).double())
+        size = 1, TOKENS, MODEL.dim, MODEL.vocab_size
+        others = tuple(map(activation_codec, others))
+        self.edges = Edges(activation_codec(codec), *size, 9, torch.float64, others)
+        self.index, self.applied, self.passes = index, EPOCH, []
+        self.server = StageServer(
+            index,
+            self.stage,
+            self.edges,
+            ServerTerms(**{"lease_s": 20.0, **terms}),
+            life=LIFE,
+            compute=self.compute,
+            run_pass=self.run_pass,
+            now=lambda: asyncio.get_running_loop().time(),
+            applied=lambda: self.applied,
+            versions=self.versioned(versions, terms.get("staleness", 1)) if versions else None,
+        )
+
+    def versioned(self, keep, bound):
+        inner = torch.optim.SGD(self.stage.model.parameters(), 0.1)
+        return Versions(self.stage.model, inner, Asynchronous(keep), bound, lambda: self.applied, lambda: self.marks)
+
+    def apply_round(self, noted=b""):
+        """A round changes the weights."""
+        self.server.closing(self.applied + 1, noted)
+        with torch.no_grad():
+            for parameter in self.stage.model.parameters():
+                parameter.add_(0.01)
+        self.applied += 1
+        self.server.closed(self.applied, noted)
+        self.server.absorb()
+
+    async def compute(self, work):
+        return work()
+
+    async def run_pass(self, work, cost):
+        self.passes.append(cost)
+        await asyncio.sleep(PASS_S * cost)
+        return work()
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        task = asyncio.create_task(self.server.run())
+        yield self
+        assert not task.done(), "the server died"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    # what a trainer has of a microbatch
+
+    def tokens(self, number):
+        return torch.randint(0, MODEL.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(number))
+
+    def values(self, number, salt):
+        generator = torch.Generator().manual_seed(1000 * number + salt)
+        return torch.randn(1, TOKENS, MODEL.dim, generator=generator, dtype=torch.float64)
+
+    def inside(self, number):
+        return self.tokens(number) if self.stage.is_first else self.values(number, 1)
+
+    def outside(self, number):
+        return self.tokens(number + 500) if self.stage.is_last else self.values(number, 2)
+
+    def forward(self, number, **changes):
+        request = Forward(number, self.index, self.index - 1, EPOCH)
+        payloads = [self.edges.pack(self.tokens(number))]
+        if not self.stage.is_first:
+            payloads.append(_bytes(self.values(number, 1)))
+        return _changed(request, changes), payloads
+
+    def backward(self, number, attempt=1, **changes):
+        outside = self.outside(number)
+        last = self.edges.pack(outside) if self.stage.is_last else _bytes(outside)
+        request = Backward(number, self.index, self.index - 1, EPOCH, attempt)
+        return _changed(request, changes), [*self.forward(number)[1], last]
+
+    # asking
+
+    def admit(self, request, payloads=(), caller="t"):
+        refusal = self.server.admit(caller, encode(request), tuple(map(len, payloads)))
+        return None if refusal is None else decode_answer(refusal)
+
+    async def ask(self, request, payloads=(), caller="t"):
+        refusal = self.admit(request, payloads, caller)
+        if refusal is not None:
+            return refusal, ()
+        reply = await self.server.serve(caller, encode(request), tuple(payloads))
+        return decode_answer(reply.body), reply.payloads
+
+    async def say(self, request, caller="t"):
+        return (await self.ask(request, caller=caller))[0]
+
+    async def put_aside(self, number, attempt=1, caller="t"):
+        answer, payloads = await self.ask(*self.backward(number, attempt), caller=caller)
+        assert isinstance(answer, Done)
+        return answer, payloads
+
+    async def merge(self, number, attempt=1, caller="t"):
+        await self.put_aside(number, attempt, caller)
+        assert await self.say(Confirm(number, self.index, attempt), caller) == Merged()
+
+
+def _bytes(x):
+    return x.numpy().tobytes()
+
+
+def _changed(request, changes):
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
+    return type(request)(**{**fields, **changes})
+
+
+def served(index=1, **options):
+    """Run a test `main(bench)` beside a running server in virtual time."""
+
+    def decorate(main):
+        def test():
+            async def whole():
+                async with Bench(index, **options).running() as bench:
+                    await main(bench)
+
+            run_virtual(whole())
+
+        test.__doc__ = main.__doc__
+        return test
+
+    return decorate
+
+
+# What is refused before anything is fetched.
+
+REFUSED = {
+    "another stage": (1, lambda b: (Forward(1, 2, 1, EPOCH), b.forward(1)[1]), "serves stage 1, not 2"),
+    "tokens for a later stage": (1, lambda b: b.forward(1, source=-1), "takes no output of -1"),
+    "its own output": (1, lambda b: b.forward(1, source=1), "takes no output of 1"),
+    "an activation for the first stage": (0, lambda b: b.forward(1, source=2), "takes no output of 2"),
+    "no payloads": (1, lambda b: (b.forward(1)[0], []), "payloads of"),
+    "too few of them": (1, lambda b: (b.backward(1)[0], b.forward(1)[1]), "payloads of"),
+    "too many of them": (1, lambda b: (b.forward(1)[0], b.backward(1)[1]), "payloads of"),
+    "one that is too large": (1, lambda b: (b.forward(1)[0], [bytes(TOKENS), bytes(8 * TOKENS * 8 + 1)]), "at most"),
+    "more tokens than there are": (0, lambda b: (b.forward(1)[0], [bytes(TOKENS + 1)]), "at most"),
+    "a gradient instead of targets": (2, lambda b: (b.backward(1)[0], [*b.forward(1)[1], bytes(512)]), "at most"),
+    "a confirmation with payloads": (1, lambda b: (Confirm(1, 1, 1), [b"x"]), "payloads with it"),
+    "a revocation with payloads": (1, lambda b: (Revoke(1, 1, 1), [b"x"]), "payloads with it"),
+}
+
+
+@pytest.mark.parametrize(("index", "made", "why"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_makes_no_sense_is_refused_and_says_why(index, made, why):
+    bench = Bench(index)
+    refusal = bench.admit(*made(bench))
+    assert isinstance(refusal, Refused)
+    assert why in refusal.why
+    assert bench.server.served["refused"] == 1
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_what_makes_sense_is_admitted(index):
+    bench = Bench(index)
+    for request in (bench.forward(1), bench.backward(1), (Confirm(1, index, 1),), (Revoke(1, index, 1),)):
+        assert bench.admit(*request) is None
+
+
+@pytest.mark.parametrize("which", ["came", "sends"])
+@pytest.mark.parametrize("named", [CodecId("vq:8,int8", 1), CodecId("raw,raw", 2), CodecId("", 0)])
+def test_a_codec_that_is_not_read_here_is_foreign_and_those_that_are_are_named(which, named):
+    bench = Bench(others=("int8",))
+    for made in (bench.forward, bench.backward):
+        assert bench.admit(*made(1, **{which: named})) == Foreign((CodecId("raw,raw", 1), CodecId("int8,int8", 1)))
+    assert bench.server.served["foreign"] == 2
+
+
+@served(others=("int8",))
+async def test_each_edge_has_the_codec_that_the_request_names(bench):
+    raw, int8 = bench.edges.reads
+    passed = await bench.ask(*bench.forward(1, came=raw, sends=raw))
+    (plain,) = passed[1]
+    (coded,) = (await bench.ask(*bench.forward(1, came=raw, sends=int8)))[1]
+    assert len(plain) == bench.edges.max_bytes("forward", raw)
+    assert len(coded) == bench.edges.max_bytes("forward", int8) < len(plain) / 4
+    request, (tokens, _, outside) = bench.backward(2, came=int8, sends=raw)
+    answer, (gradient,) = await bench.ask(request, (tokens, coded, outside))
+    assert isinstance(answer, Done)
+    assert len(gradient) == bench.edges.max_bytes("backward", int8), "it goes back as its input came"
+    too_large = await bench.ask(bench.forward(3, came=int8)[0], bench.forward(3)[1])
+    assert "at most" in too_large[0].why, "each payload is bounded by its own codec"
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", encode(Merged()), b"\x91" * 4000])
+def test_bytes_that_are_no_request_are_refused(raw):
+    refusal = decode_answer(Bench().server.admit("t", raw, ()))
+    assert "not a request to a stage" in refusal.why
+
+
+@pytest.mark.parametrize(("away", "stale"), [(-2, True), (-1, False), (0, False), (1, False), (2, False)])
+def test_a_forward_pass_of_too_old_a_round_is_stale_and_hears_which_one_it_is(away, stale):
+    bench = Bench(staleness=1)
+    assert bench.admit(*bench.forward(1, epoch=EPOCH + away)) == (Stale(EPOCH) if stale else None)
+    assert bench.admit(*bench.backward(1, epoch=EPOCH + away)) is None, "it has begun, so it is to end"
+
+
+def test_where_the_queue_is_full_both_kinds_are_busy_each_for_itself():
+    async def main():
+        bench = Bench(queue=2, places=9)  # it does not run: nothing leaves the queue
+        asked = [asyncio.create_task(bench.ask(*bench.forward(number))) for number in range(2)]
+        await asyncio.sleep(0)
+        assert bench.admit(*bench.forward(5)) == Busy()
+        assert bench.admit(*bench.backward(5)) is None
+        asked += [asyncio.create_task(bench.ask(*bench.backward(number))) for number in range(2)]
+        await asyncio.sleep(0)
+        assert bench.admit(*bench.backward(5)) == Busy()
+        assert bench.admit(*bench.backward(1, attempt=2)) is None, "what waits already takes no more room"
+        for task in asked:
+            task.cancel()
+
+    run_virtual(main())
+
+
+def test_who_is_admitted_while_others_are_quicker_is_busy_after_all_and_may_come_again():
+    async def main():
+        bench = Bench(queue=1, places=9)
+        requests = [bench.backward(1), bench.backward(2), bench.forward(3), bench.forward(4)]
+        assert [bench.admit(*request) for request in requests] == [None] * 4
+        asked = [asyncio.create_task(bench.server.serve("t", encode(said), tuple(sent))) for said, sent in requests]
+        await asyncio.sleep(0.1)
+        late = [decode_answer(asked[number].result().body) for number in (1, 3)]
+        assert late == [Busy(), Busy()]
+        async with bench.running():
+            assert isinstance(decode_answer((await asked[0]).body), Done)
+            assert isinstance(decode_answer((await asked[2]).body), Done)
+            assert bench.server._staging.taken == 1, "the one that found no room takes none"
+            await bench.put_aside(2)
+
+    run_virtual(main())
+
+
+# Samples that are remembered.
+
+SAMPLE = 3
+
+
+def remembered(bench, values, there=bytes(8), back=False):
+    """A request for a pass with this m, float16 (L, D), at a server that is thought to hold the tag `there`."""
+    part = Row(values, tag_of(values), bytes(8), b"", True).part(there)
+    request, payloads = bench.backward(1) if back else bench.forward(1)
+    payloads[1] = written([part])
+    payloads[2:] = [_bytes(bench.outside(1).float())] if back else []
+    return _changed(request, {"visit": Visit((SAMPLE,), b"" if back else bytes(8))}), payloads
+
+
+def tag_of(values):
+    return aqsgd._tag(values)
+
+
+@served(codec="aqsgd4,fp32")
+async def test_a_pass_is_that_of_the_activation_whose_tag_is_named_whatever_the_sample_is_by_now(bench):
+    first, second = (bench.values(number, 1)[0].half() for number in (1, 2))
+    answer, (output,) = await bench.ask(*remembered(bench, first))
+    assert isinstance(answer, Done)
+    trainer, request = TrainerMemory(bench.edges), remembered(bench, first)[0]
+    (row,) = trainer.received(output, request, trainer.known(1, (SAMPLE,)))
+    expected = bench.stage.forward(first.double()[None])[0]
+    assert torch.equal(row.values, expected.half())
+    answer, payloads = await bench.ask(*remembered(bench, first, tag_of(first), back=True))
+    assert isinstance(answer, Done)
+    back = bench.stage.backward(first.double()[None], bench.outside(1).float().double())
+    staged = bench.server._staged["t", 1][0]
+    assert all(torch.equal(x, back.staged.gradients[name]) for name, x in staged.gradients.items())
+    assert await bench.say(Revoke(1, 1, 1)) == Unknown()
+    await bench.ask(*remembered(bench, second))
+    for back in (False, True):
+        assert await bench.ask(*remembered(bench, first, tag_of(first), back)) == (Lacks((0,)), ())
+    assert not bench.server._staged
+    assert not bench.server._replies
+    answer, again = await bench.ask(*remembered(bench, first, back=True))
+    assert isinstance(answer, Done)
+    assert again == payloads, "the same gradient of the same activation"
+
+
+@pytest.mark.parametrize(
+    ("codec", "visit"), [("raw", Visit((1,), bytes(8))), ("aqsgd4", None), ("aqsgd4", Visit((1, 2)))]
+)
+def test_samples_are_named_where_they_are_remembered_alone(codec, visit):
+    bench = Bench(codec=codec)
+    refusal = bench.admit(*bench.forward(1, visit=visit))
+    assert isinstance(refusal, Refused)
+    assert "samples" in refusal.why
+
+
+# Passes.
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_passes_are_those_of_the_stage(index):
+    @served(index)
+    async def main(bench):
+        answer, payloads = await bench.ask(*bench.forward(1))
+        if index < 2:
+            assert (answer.life, answer.took_s) == (LIFE, PASS_S)
+            torch.testing.assert_close(_read(payloads[0]), bench.stage.forward(bench.inside(1)), rtol=0, atol=1e-12)
+        answer, payloads = await bench.put_aside(1)
+        wanted = bench.stage.backward(bench.inside(1), bench.outside(1))
+        assert (answer.life, answer.attempt, answer.took_s) == (LIFE, 1, PASS_S * BACKWARD_COST)
+        assert answer.loss_sum == wanted.loss_sum
+        assert len(payloads) == (index > 0)
+        if index:
+            assert torch.equal(_read(payloads[0]), wanted.input_gradient)
+
+    main()
+
+
+def _read(payload):
+    return torch.frombuffer(bytearray(payload), dtype=torch.float64).view(1, TOKENS, MODEL.dim)
+
+
+@served(together=4)
+async def test_forward_passes_that_wait_are_one_pass_and_each_has_the_result_that_it_has_alone(bench):
+    answers = await asyncio.gather(*(bench.ask(*bench.forward(number)) for number in range(6)))
+    assert bench.passes == [4, 2]
+    for number, (answer, payloads) in enumerate(answers):
+        assert isinstance(answer, Done)
+        torch.testing.assert_close(_read(payloads[0]), bench.stage.forward(bench.inside(number)), rtol=0, atol=1e-12)
+
+
+@served(together=4)
+async def test_what_cannot_be_read_is_refused_and_those_beside_it_are_not(bench):
+    requests = [bench.forward(number) for number in range(4)]
+    requests[1][1][0] = bytes([200]) * TOKENS  # ids beyond the vocabulary
+    requests[2][1][1] = _bytes(bench.values(2, 1) * float("nan"))
+    answers = await asyncio.gather(*(bench.ask(*request) for request in requests))
+    assert [type(answer) for answer, _ in answers] == [Done, Refused, Refused, Done]
+    assert [answers[number][0].unread for number in (1, 2)] == [None, "input"]
+    for number in (0, 3):
+        torch.testing.assert_close(
+            _read(answers[number][1][0]), bench.stage.forward(bench.inside(number)), rtol=0, atol=1e-12
+        )
+
+
+@served()
+async def test_a_backward_pass_comes_before_forward_passes_that_wait(bench):
+    ends = []
+
+    async def ask(name, request):
+        answer, _ = await bench.ask(*request)
+        ends.append((name, answer.waited_s))
+
+    await asyncio.gather(
+        *(ask(f"f{number}", bench.forward(number)) for number in range(2)), ask("b", bench.backward(7))
+    )
+    back_s = PASS_S * BACKWARD_COST
+    assert ends == [("b", 0.0), ("f0", back_s), ("f1", back_s)]
+
+
+CORRUPT = {
+    "short tokens": (0, b"short", None),
+    "ids beyond the vocabulary": (0, bytes([200]) * TOKENS, None),
+    "a short activation": (1, bytes(8), "input"),
+    "an activation that is no number": (1, b"\xff" * 512, "input"),
+    "a short gradient": (2, bytes(8), "gradient"),
+    "a gradient that is no number": (2, b"\xff" * 512, "gradient"),
+    "a gradient whose own is infinite": (2, _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64)), "gradient"),
+}
+
+
+@pytest.mark.parametrize(("place", "payload", "unread"), CORRUPT.values(), ids=CORRUPT.keys())
+def test_a_backward_pass_of_corrupt_payloads_is_refused_and_leaves_nothing_behind(place, payload, unread):
+    @served(places=1)
+    async def main(bench):
+        request, payloads = bench.backward(1)
+        spoilt = [*payloads[:place], payload, *payloads[place + 1 :]]
+        answer, _ = await bench.ask(request, spoilt)
+        assert isinstance(answer, Refused)
+        assert answer.unread == unread
+        assert not bench.server._staged
+        assert not bench.server._replies
+        assert await bench.say(Confirm(1, 1, 1)) == Unknown()
+        await bench.merge(1, attempt=2)
+        assert bench.server.take().staged.tokens == TOKENS
+
+    main()
+
+
+@served(0)
+async def test_a_gradient_that_is_not_finite_never_gets_into_the_sum(bench):
+    request, payloads = bench.backward(1)
+    huge = _bytes(torch.full((TOKENS, 8), 1.7e308, dtype=torch.float64))
+    answer, _ = await bench.ask(request, [payloads[0], huge])
+    assert answer == Refused("its gradient is not finite", "gradient")
+    await bench.merge(2)
+    assert all(bool(x.isfinite().all()) for x in bench.server.take().staged.gradients.values())
+
+
+# Once, whoever asks how often.
+
+
+@served()
+async def test_a_backward_pass_is_computed_once_whoever_asks_how_often(bench):
+    asked = [asyncio.create_task(bench.ask(*bench.backward(1, attempt))) for attempt in (1, 2, 3)]
+    answers = [await task for task in asked]
+    later = await bench.ask(*bench.backward(1, 4))
+    assert bench.passes == [BACKWARD_COST]
+    assert len({payloads for _, payloads in (*answers, later)}) == 1
+    assert [answer.attempt for answer, _ in (*answers[1:], later)] == [2, 3, 4]
+    assert await bench.say(Confirm(1, 1, 4)) == Merged()
+    again, _ = await bench.ask(*bench.backward(1, 5))
+    assert isinstance(again, Refused)
+    assert bench.server.take().staged.tokens == TOKENS
+
+
+@served()
+async def test_the_first_to_ask_is_answered_although_it_was_cancelled_and_asked_again(bench):
+    first = asyncio.create_task(bench.ask(*bench.backward(1, 1)))
+    second = asyncio.create_task(bench.ask(*bench.backward(1, 2)))
+    await asyncio.sleep(PASS_S)
+    second.cancel()
+    answer, _ = await first
+    assert isinstance(answer, Done)
+    third, _ = await bench.ask(*bench.backward(1, 3))
+    assert third.attempt == 3
+    assert bench.passes == [BACKWARD_COST]
+
+
+@served()
+async def test_the_same_number_of_two_trainers_are_two_microbatches(bench):
+    await bench.merge(1, caller="t")
+    await bench.merge(1, caller="u")
+    assert notes.read(_offered(bench)) == [("t", 1), ("u", 1)]
+
+
+def _offered(bench, number=6):
+    bench.server.take()
+    return bench.server.brought(number)
+
+
+@served()
+async def test_a_confirmation_merges_once_however_often_it_comes(bench):
+    await bench.put_aside(1)
+    assert [await bench.say(Confirm(1, 1, 1)) for _ in range(3)] == [Merged()] * 3
+    assert bench.server.tokens == TOKENS
+    assert bench.server.take().staged.tokens == TOKENS
+
+
+@served()
+async def test_a_refused_confirmation_is_final_for_all_attempts_up_to_it(bench):
+    await bench.put_aside(1, attempt=3)
+    assert await bench.say(Confirm(1, 1, 4)) == Unknown()
+    assert not bench.server._staged, "nothing can merge it any more"
+    assert await bench.say(Confirm(1, 1, 3)) == Unknown()
+    late, _ = await bench.ask(*bench.backward(1, 4))
+    assert isinstance(late, Refused)
+    await bench.merge(1, attempt=5)
+    assert bench.server.take().staged.tokens == TOKENS
+
+
+@served(places=1)
+async def test_what_is_revoked_is_dropped_and_its_place_is_free(bench):
+    await bench.put_aside(1, attempt=2)
+    assert await bench.say(Revoke(1, 1, 1)) == Unknown()
+    assert len(bench.server._staged) == 1, "an earlier attempt is not this one"
+    assert (await bench.ask(*bench.backward(2)))[0] == Busy()
+    assert await bench.say(Revoke(1, 1, 2)) == Unknown()
+    assert not bench.server._staged
+    assert not bench.server._replies
+    await bench.put_aside(2)
+
+
+@served(places=1)
+async def test_what_is_revoked_while_it_is_computed_is_dropped_when_it_is_done(bench):
+    asked = asyncio.create_task(bench.ask(*bench.backward(1)))
+    await asyncio.sleep(PASS_S)
+    await bench.say(Revoke(1, 1, 1))
+    answer, _ = await asked
+    assert isinstance(answer, Refused)
+    assert not bench.server._staged
+    assert not bench.server._replies
+    await bench.put_aside(2)
+
+
+@served(places=1, lease_s=5.0)
+async def test_what_nobody_confirms_in_time_is_dropped_and_its_place_is_free(bench):
+    await bench.put_aside(1)
+    await asyncio.sleep(4.0)
+    assert (await bench.ask(*bench.backward(2)))[0] == Busy()
+    await asyncio.sleep(2.5)
+    assert not bench.server._staged
+    assert not bench.server._replies
+    assert await bench.say(Confirm(1, 1, 1)) == Unknown()
+    await bench.put_aside(2)
+
+
+@served(places=2)
+async def test_gradients_that_are_put_aside_are_as_many_as_there_are_places(bench):
+    for number in (1, 2):
+        await bench.put_aside(number)
+    assert (await bench.ask(*bench.backward(3)))[0] == Busy()
+    assert (await bench.ask(*bench.backward(2, attempt=2)))[0].attempt == 2, "this one has its place"
+    await bench.say(Confirm(1, 1, 1))
+    await bench.put_aside(3)
+
+
+# What counts.
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_step_is_made_of_what_was_merged_and_of_nothing_else(index):
+    @served(index)
+    async def main(bench):
+        for number in (1, 2):
+            await bench.merge(number)
+        await bench.put_aside(3)
+        taken, wanted, losses = bench.server.take(), Accumulator(), 0.0
+        for number in (1, 2):
+            back = bench.stage.backward(bench.inside(number), bench.outside(number))
+            wanted.add(back.staged)
+            losses += back.loss_sum or 0.0
+        assert taken.staged.tokens == 2 * TOKENS
+        for name, x in wanted.sums.items():
+            torch.testing.assert_close(taken.staged.gradients[name], x, rtol=0, atol=1e-12)
+        if index == 2:
+            assert taken.loss == pytest.approx(losses / (2 * TOKENS), rel=1e-12)
+        else:
+            assert taken.loss is None
+        again = bench.server.take()
+        assert (again.staged.tokens, again.staged.gradients, again.loss) == (0, {}, None)
+
+    main()
+
+
+@served()
+async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes_end_its_account(bench):
+    server = bench.server
+    for number in (1, 2):
+        await bench.merge(number)
+    server.take()
+    await bench.merge(3)
+    noted = server.brought(6)
+    assert notes.read(noted) == [("t", 1), ("t", 2)], "what no step has taken is in no contribution"
+    assert server.tokens == 3 * TOKENS
+    server.closed(6, notes.written([("t", 1), ("t", 2), ("u", 9)]))
+    assert server.tokens == 3 * TOKENS, "closed by whoever applies; taken in between steps"
+    server.absorb()
+    assert server.tokens == TOKENS
+    server.take()
+    assert notes.read(server.brought(7)) == [("t", 3)]
+
+
+@served(2)
+async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_for_and_takes_no_place(bench):
+    server, wanted = bench.server, Accumulator()
+    for number in range(1, 8):  # more than there are places
+        back = bench.stage.backward(bench.inside(number), bench.outside(number))
+        server.merged.clear()
+        await server.contribute(("me", number), back.staged, back.loss_sum, 0)
+        assert server.merged.is_set()
+        wanted.add(back.staged)
+    await bench.merge(20)
+    wanted.add(bench.stage.backward(bench.inside(20), bench.outside(20)).staged)
+    assert (server.untaken("me"), server.untaken("t")) == (7, 1)
+    assert (server.tokens, server.served["merged"]) == (8 * TOKENS, 8)
+    taken = server.take()
+    assert server.untaken("me") == 0
+    assert taken.staged.tokens == 8 * TOKENS
+    assert taken.loss is not None
+    for name, x in wanted.sums.items():
+        torch.testing.assert_close(taken.staged.gradients[name], x, rtol=0, atol=1e-12)
+    mine = [("me", number) for number in range(1, 8)]
+    assert notes.read(server.brought(6)) == [*mine, ("t", 20)]
+    server.closed(6, notes.written(mine[:3]))
+    server.absorb()
+    assert notes.read(server.brought(7)) == [*mine[3:], ("t", 20)]
+
+
+@served()
+async def test_what_a_round_does_not_name_is_in_the_next_contribution(bench):
+    server = bench.server
+    await bench.merge(1)
+    assert notes.read(_offered(bench, 6)) == [("t", 1)]
+    for number, noted in ((6, b""), (7, notes.written([("u", 1)])), (8, b"no list")):
+        server.closed(number, noted)
+        server.absorb()
+        assert server.tokens == TOKENS
+        assert notes.read(server.brought(number + 1)) == [("t", 1)]
+    server.closed(9, notes.written([("t", 1)]))
+    server.absorb()
+    assert server.tokens == 0
+    assert notes.read(server.brought(10)) == []
+    assert await bench.say(Confirm(1, 1, 1)) == Merged()
+    assert bench.server.take().staged.tokens == 0, "it counts already"
+
+
+@served()
+async def test_two_steps_of_one_round_are_named_together(bench):
+    for number in (1, 2):
+        await bench.merge(number)
+        bench.server.take()
+    assert notes.read(bench.server.brought(6)) == [("t", 1), ("t", 2)]
+
+
+@served()
+async def test_who_waits_for_a_merge_is_woken(bench):
+    waiting = asyncio.create_task(bench.server.merged.wait())
+    await bench.put_aside(1)
+    assert not waiting.done()
+    await bench.say(Confirm(1, 1, 1))
+    await asyncio.wait_for(waiting, 0.1)
+
+
+@served(places=3, queue=4, lease_s=3.0)
+async def test_over_hundreds_of_microbatches_nothing_grows(bench):
+    for number, attempt in itertools.product(range(100), (1, 2)):
+        await bench.ask(*bench.backward(number, attempt))
+        if number % 3 == 0:
+            await bench.say(Confirm(number, 1, attempt))
+        if number % 10 == 9:
+            noted = _offered(bench, number)
+            bench.server.closed(number, noted)
+            bench.server.absorb()
+    await asyncio.sleep(5.0)
+    server = bench.server
+    kept = [server._staged, server._replies, server._work, server._sums.rounds, server._closed, server._staging._slots]
+    assert [len(entries) for entries in kept] == [0] * 6
+    assert server.tokens == 0
+    assert server.served["merged"] == 34

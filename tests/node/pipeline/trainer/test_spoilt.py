@@ -1,0 +1,70 @@
+"""Who is to blame for a payload that cannot be read, and who is passed by for it."""
+
+import pytest
+
+from farflock.node.pipeline.trainer.spoilt import SHUNNED_S, WITNESSES, Origins, Shunned
+
+INPUT = (1, "input")
+
+
+@pytest.mark.parametrize(("servers", "words"), [(1, 1), (2, 2), (5, 2)])
+def test_two_servers_must_refuse_it_or_the_only_one(servers, words):
+    origins = Origins()
+    origins.made(INPUT, "maker")
+    said = [origins.refused(INPUT, f"server {number}", servers) for number in range(words)]
+    assert said == [False] * (words - 1) + [True]
+
+
+def test_one_server_is_one_word_however_often_it_refuses():
+    origins = Origins()
+    origins.made(INPUT, "maker")
+    assert not any(origins.refused(INPUT, "server", 2) for _ in range(5))
+    assert origins.to_blame(INPUT) is None
+
+
+def test_the_only_server_has_it_made_anew_and_nobody_blamed():
+    origins = Origins()
+    origins.made(INPUT, "maker")
+    assert origins.refused(INPUT, "server", 1)
+    assert origins.to_blame(INPUT) is None
+
+
+def test_what_is_made_anew_was_refused_by_nobody():
+    origins = Origins()
+    for maker in ("one", "other"):
+        origins.made(INPUT, maker)
+        assert not origins.refused(INPUT, "a", 3)
+        assert origins.refused(INPUT, "b", 3)
+        assert origins.to_blame(INPUT) == maker
+    assert origins.to_blame((1, "gradient")) is None
+
+
+def test_for_what_the_trainer_made_nobody_is_to_blame():
+    origins = Origins()
+    for number in range(WITNESSES):
+        origins.refused((0, "input"), f"server {number}", 2)
+    assert origins.to_blame((0, "input")) is None
+
+
+def test_who_refused_it_is_known_until_it_is_made_anew():
+    origins = Origins()
+    origins.made(INPUT, "maker")
+    origins.refused(INPUT, "a", 3)
+    assert (origins.refusers(1), origins.refusers(2)) == ({"a"}, set())
+    origins.made(INPUT, "other")
+    assert origins.refusers(1) == set()
+
+
+def test_who_is_shunned_is_so_at_that_stage_for_a_while():
+    shunned = Shunned()
+    shunned.shun(1, "a", 10.0)
+    assert shunned.at(1, 10.0 + SHUNNED_S - 1) == {"a"}
+    assert shunned.at(2, 11.0) == set()
+    assert shunned.at(1, 10.0 + SHUNNED_S) == set()
+
+
+def test_what_is_over_is_forgotten():
+    shunned = Shunned()
+    for number in range(100):
+        shunned.shun(0, f"server {number}", number * SHUNNED_S)
+    assert len(shunned._until_s) == 1

@@ -1,0 +1,32 @@
+"""How a process comes into a swarm: what is prepared before anything is opened."""
+
+import resource
+
+import pytest
+
+from farflock.node.process.network import DESCRIPTORS, raise_descriptor_limit
+
+
+@pytest.fixture
+def limits():
+    """Set this process's limit of open files; it is restored afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda soft: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_low_limit_of_open_files_is_raised_as_far_as_it_may_be(limits):
+    limits(256)
+    raise_descriptor_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == (DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard))
+    assert soft > 256
+
+
+def test_a_limit_that_is_high_enough_is_left_alone(limits):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= DESCRIPTORS:
+        pytest.skip(f"this machine allows {hard} open files at most")
+    limits(DESCRIPTORS + 1)
+    raise_descriptor_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == DESCRIPTORS + 1

@@ -1,0 +1,302 @@
+"""Which stage a machine serves and whether it trains: by its option, or by what the members lack; and the node that does so."""
+
+import asyncio
+import collections
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflock.node.assembly.checkpoints import folder_of
+from farflock.node.assembly.resume import memory_of
+from farflock.node.errors import Usage
+from farflock.node.process import pipeline_role as pipeline_part
+from farflock.node.process.network import Machine
+from farflock.node.process.pipeline_role import emptiest, founders, held, joiners, last_of_part, part_of
+from farflock.node.run.composition import Uncomposable
+from farflock.node.run.manifest import resolve
+from farflock.node.run.pipeline_plan import PipelinePlan
+from farflock.node.run.stage_memory import needed_stage_bytes
+from farflock.node.state import checkpoint
+from farflock.node.state.checkpoint import CheckpointError
+from farflock.node.state.paths import RunFolder
+from farflock.swarm.protocol.views import Certified, Chain, Member, View
+from farflock.swarm.roles import EVERY, NOTHING, role_of
+
+THREE = PipelinePlan((range(1), range(1, 2), range(2, 3)), 512)
+MANIFEST = resolve(
+    {
+        "model": {"dim": 16, "layers": 3, "heads": 2, "kv_heads": 2, "ffn_dim": 32, "context": 64, "tied": False},
+        "train": {"batch": 2, "seq": 32},
+        "pipeline": {"stages": 3, "batch": 4},
+        "method": {"name": "ddp", "options": {}},
+        "run": {"name": "parts", "total_tokens": 10_000},
+    }
+)
+RUN = "3" * 64
+
+
+class Members:
+    """A peer that knows these members once it has met them; some are gone."""
+
+    def __init__(self, *stages, gone=(), answers=True, me="me"):
+        self.me, self._gone, self._answers, self.asked = me, gone, answers, 0
+        members = tuple(Member(f"m{number}", 1, stage) for number, stage in enumerate(stages))
+        self._view = Certified(View(1, bytes(32), 0, members))
+        self.port = self
+
+    @property
+    def views(self):
+        assert self.asked, "nobody was asked"
+        return Chain(RUN, [self._view])
+
+    def gone(self, view, peer):
+        return peer in self._gone
+
+    async def meet(self, records, timeout_s):
+        self.asked += 1
+        if not self._answers:
+            raise TimeoutError
+
+
+def joined(role, members, **options):
+    return asyncio.run(joiners(role, THREE, members, [b"record"], 5.0, **options))
+
+
+@pytest.mark.parametrize(
+    ("role", "found"),
+    [
+        ("auto", (0, True)),
+        ("stage", (0, False)),
+        ("stage:2", (2, False)),
+        ("trainer", (NOTHING, True)),
+        ("replica", (EVERY, True)),
+    ],
+)
+def test_a_founder_serves_the_first_stage_and_trains_unless_told_otherwise(role, found):
+    assert founders(role, THREE) == found
+
+
+@pytest.mark.parametrize(
+    ("role", "found"),
+    [("stage:0", (0, False)), ("stage:2", (2, False)), ("trainer", (NOTHING, True)), ("replica", (EVERY, True))],
+)
+def test_who_is_told_what_to_do_asks_nobody(role, found):
+    members = Members(0, 0, 0)
+    assert joined(role, members) == found
+    assert not members.asked
+
+
+@pytest.mark.parametrize(
+    "role", ["stage:3", "stage:9", "stage:-1", "stage:01", "stage:", "stage:1024", "replicas", "server", ""]
+)
+def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
+    for choose in (lambda: founders(role, THREE), lambda: joined(role, Members(0, 1, 2))):
+        with pytest.raises(
+            Usage, match="run of 3 stages; choose from auto, trainer, replica, stage, stage:N, N below 3"
+        ) as refused:
+            choose()
+        assert repr(role) in str(refused.value)
+        assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("role", ["auto", "stage"])
+@pytest.mark.parametrize(
+    ("stages", "gone", "stage"),
+    [
+        ((0, 0, 1, 2, 2), (), 1),
+        ((0, 0, 1, 1, 2), (), 2),
+        ((0, 1, 1, 2, 2, NOTHING, NOTHING), (), 0),  # who only trains serves nothing
+        ((0, 1, 1, 1, 2, 2), ("m1", "m2", "m3"), 1),  # still listed
+        ((1, 2, EVERY), (), 0),  # a whole replica has a part in each
+    ],
+)
+def test_who_joins_serves_the_stage_that_fewest_living_members_serve(role, stages, gone, stage):
+    assert joined(role, Members(*stages, gone=gone)) == (stage, False)
+
+
+def test_who_was_a_member_before_does_not_count_itself():
+    assert joined("auto", Members(0, 0, 1, 2, me="m2")) == (1, False)
+
+
+def test_members_who_do_not_answer_are_said_so():
+    with pytest.raises(TimeoutError):
+        joined("auto", Members(0, answers=False))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.text("abcdef", min_size=1, max_size=8))
+def test_the_emptiest_stage_has_none_that_is_emptier_and_is_one_peers_choice(servers, me):
+    stage = emptiest(servers, me)
+    assert servers[stage] == min(servers)
+    assert emptiest(servers, me) == stage
+
+
+def test_many_who_come_at_once_go_to_different_stages():
+    peers = [hashlib.sha256(bytes([number])).hexdigest() for number in range(60)]
+    chosen = collections.Counter(emptiest((2, 1, 1, 1), peer) for peer in peers)
+    assert chosen.keys() == {1, 2, 3}
+    assert min(chosen.values()) >= 10
+
+
+# the node
+
+
+def made(bench, text, folder, stage, trains, manifest=MANIFEST, look=lambda node, keeper: None):
+    """`part_of` on a simulated network, and what `look(node, keeper)` says of it."""
+    swarm = bench(text)
+
+    async def main():
+        async with swarm.peer(0).running() as peer:
+            machine = Machine(RunFolder(folder), checkpoint_s=7.0)
+            node, keeper = part_of(machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains)
+            found = look(node, keeper)
+            return await found if asyncio.iscoroutine(found) else found
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("stage", "trains"), [(0, True), (1, False), (2, False), (NOTHING, True)])
+def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(bench, text, tmp_path, stage, trains):
+    def look(node, keeper):
+        assert node.role == role_of(stage)
+        assert (node.trainer is not None) == trains
+        if stage == NOTHING:
+            assert node.serving is None
+            assert keeper is None
+            return
+        assert (keeper.role, keeper.every_s, keeper.run) == (role_of(stage), 7.0, RUN)
+        assert node.serving.loop.pause == keeper.pause
+        assert {name for name, _ in node.serving.model.named_parameters()} < {name for name, _ in whole(node)}
+
+    def whole(node):
+        from farflock.node.model.llama import build
+
+        return build(node.plan.model, 0).named_parameters()
+
+    made(bench, text, tmp_path, stage, trains, look=look)
+
+
+def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_stage_is_not(bench, text, tmp_path):
+    async def save(node, keeper):
+        node.serving.loop.step = 5
+        return await keeper.save()
+
+    written = made(bench, text, tmp_path, 1, False, look=save)
+    assert written == folder_of(RunFolder(tmp_path), "stage:1") / "step-5"
+    assert made(bench, text, tmp_path, 1, False, look=lambda node, keeper: node._saved[1].step) == 5
+    assert made(bench, text, tmp_path, 2, False, look=lambda node, keeper: node._saved) == {}
+
+
+def test_a_checkpoint_of_another_run_is_not_written_over(bench, text, tmp_path):
+    async def save(node, keeper):
+        parts, cursors = memory_of(node.serving)
+        checkpoint.save(folder_of(RunFolder(tmp_path), "stage:1"), 3, parts, {"run": "4" * 64, "node": cursors})
+
+    made(bench, text, tmp_path, 1, False, look=save)
+    with pytest.raises(CheckpointError, match="of another run"):
+        made(bench, text, tmp_path, 1, False)
+    assert made(bench, text, tmp_path, NOTHING, True, look=lambda node, keeper: node.role) == "trainer"
+
+
+def test_a_stage_that_does_not_fit_this_machine_is_refused_and_a_trainer_needs_no_room(
+    bench, text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(Uncomposable, match="serving stage 2 of 3") as refused:
+        made(bench, text, tmp_path, 2, False)
+    assert refused.value.exit_code == 2
+    assert made(bench, text, tmp_path, NOTHING, True, look=lambda node, keeper: node.role) == "trainer"
+
+
+def test_all_that_touches_weights_has_one_thread(bench, text, tmp_path):
+    async def names(node, keeper):
+        import threading
+
+        means = node._means
+        ways = [means.compute, means.train, lambda work: means.run_pass(work, 3.0)]
+        return {await way(lambda: threading.current_thread().name) for way in ways}
+
+    (name,) = made(bench, text, tmp_path, 0, True, look=names)
+    assert name.startswith("stage")
+
+
+def test_a_run_of_whole_models_has_no_parts(bench, text, tmp_path):
+    with pytest.raises(AssertionError, match="no stages"):
+        made(bench, text, tmp_path, 0, True, manifest=replace_pipeline(MANIFEST))
+
+
+def replace_pipeline(manifest):
+    import msgspec
+
+    return msgspec.structs.replace(manifest, pipeline=None)
+
+
+@pytest.mark.parametrize(("role", "trains"), [("auto", True), ("stage", False), ("stage:1", False)])
+def test_a_founder_that_comes_back_trains_again_if_it_was_to(role, trains):
+    """It may be the only trainer that there is."""
+    assert joined(role, Members(0, 0, 1), founded=True)[1] is trains
+
+
+# a full replica
+
+
+def test_a_replica_serves_every_stage_trains_and_keeps_each_stage_by_itself(bench, text, tmp_path):
+    async def save(node, keepers):
+        assert (node.role, [serving.index for serving in node.servings]) == ("replica", [0, 1, 2])
+        assert node.trainer is not None
+        assert [keeper.role for keeper in keepers.keepers] == ["stage:0", "stage:1", "stage:2"]
+        for serving, keeper in zip(node.servings, keepers.keepers, strict=True):
+            assert serving.loop.pause == keeper.pause
+            serving.loop.step = 5 + serving.index
+        return await keepers.save()
+
+    assert made(bench, text, tmp_path, EVERY, True, look=save) == RunFolder(tmp_path).checkpoints
+    for stage in range(3):
+        (saved,) = [path for _, path in checkpoint.steps(folder_of(RunFolder(tmp_path), f"stage:{stage}"))]
+        assert saved.name == f"step-{5 + stage}"
+    look = lambda node, keeper: {index: each.step for index, each in node._saved.items()}  # noqa: E731
+    assert made(bench, text, tmp_path, EVERY, True, look=look) == {0: 5, 1: 6, 2: 7}
+    assert made(bench, text, tmp_path, 1, False, look=look) == {1: 6}, "a replica's stage is a stage's"
+
+
+def test_a_replica_was_as_far_as_its_stage_that_was_furthest_behind(bench, text, tmp_path):
+    folder, cut = RunFolder(tmp_path), MANIFEST.pipeline_plan()
+    assert last_of_part(folder, RUN, cut, EVERY) is None
+
+    async def save(node, keeper):
+        for index, tokens in ((0, 900), (1, 300), (2, 600)):
+            parts, cursors = memory_of(node.servings[index])
+            meta = {"run": RUN, "node": cursors, "tokens": tokens}
+            if index < 2 or len(written):
+                checkpoint.save(folder_of(folder, f"stage:{index}"), 3 + len(written), parts, meta)
+
+    written = []
+    made(bench, text, tmp_path, EVERY, True, look=save)
+    assert last_of_part(folder, RUN, cut, EVERY) is None, "a stage was never kept"
+    assert last_of_part(folder, RUN, cut, 0).meta["tokens"] == 900
+    written.append(1)
+    made(bench, text, tmp_path, EVERY, True, look=save)
+    assert last_of_part(folder, RUN, cut, EVERY).meta["tokens"] == 300
+    assert last_of_part(folder, RUN, cut, NOTHING) is None
+
+
+def test_what_is_held_by_whom():
+    assert held(THREE, EVERY) == (0, 1, 2)
+    assert held(THREE, 1) == (1,)
+    assert held(THREE, NOTHING) == ()
+
+
+def test_a_replica_that_does_not_fit_this_machine_is_refused_before_anything_is_built(
+    bench, text, tmp_path, monkeypatch
+):
+    built = []
+    monkeypatch.setattr(pipeline_part, "PipelineNode", lambda *work: built.append(work))
+    room = sum(needed_stage_bytes(MANIFEST.plan(), MANIFEST.pipeline_plan(), stage) for stage in range(3))
+    monkeypatch.setattr(pipeline_part.psutil, "virtual_memory", lambda: SimpleNamespace(available=room - 1))
+    with pytest.raises(Uncomposable, match="a full replica holds all 3 stages") as refused:
+        made(bench, text, tmp_path, EVERY, True)
+    assert refused.value.exit_code == 2
+    assert "--role stage" in refused.value.remedy
+    assert not built

@@ -1,0 +1,168 @@
+"""Signals end long work: gently where it knows how, at once the second time, and never what ignores them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from farflock.node.process import signals as module
+from farflock.node.process.signals import ASKING, Ending, run_until_asked
+
+STUBBORN = """
+import asyncio, sys
+from farflock.node.process.signals import Ending, run_until_asked
+
+async def work():
+    ending.gently = lambda: print("asked", flush=True)
+    print("begun", flush=True)
+    await asyncio.sleep(60)
+
+ending = Ending()
+run_until_asked(ending, work)
+"""
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """SIGHUP, too, is not ignored from the start, as it is under nohup."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def test_work_that_nobody_interrupts_gives_its_result():
+    async def work():
+        await asyncio.sleep(0)
+        return 7
+
+    ending = Ending()
+    assert run_until_asked(ending, work) == 7
+    assert ending.asked is None
+
+
+@pytest.mark.parametrize("number", ASKING)
+def test_a_signal_breaks_off_what_does_not_know_how_to_end(number):
+    cleaned = []
+
+    async def work():
+        try:
+            send(number)
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(True)
+
+    ending = Ending()
+    assert run_until_asked(ending, work) is None
+    assert ending.asked == number
+    assert cleaned
+
+
+def test_what_fails_after_the_signal_is_its_doing():
+    """The directory's daemon hears a terminal's Ctrl-C as well, and its end fails whoever waits for it."""
+
+    async def work():
+        send(signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise OSError("the daemon ended") from None
+
+    ending = Ending()
+    assert run_until_asked(ending, work) is None
+    assert ending.asked == signal.SIGINT
+
+
+def test_a_failure_that_nobody_asked_for_is_one_and_so_is_one_while_it_saves():
+    async def fails():
+        raise OSError("no disk")
+
+    with pytest.raises(OSError, match="no disk"):
+        run_until_asked(Ending(), fails)
+
+    async def saves():
+        stop = asyncio.Event()
+        ending.gently = stop.set
+        send(signal.SIGTERM)
+        await asyncio.wait_for(stop.wait(), 10)
+        raise OSError("no disk")
+
+    ending = Ending()
+    with pytest.raises(OSError, match="no disk"):
+        run_until_asked(ending, saves)
+
+
+def test_a_signal_asks_gently_where_it_can_and_the_result_comes():
+    async def work():
+        stop = asyncio.Event()
+        ending.gently = stop.set
+        send(signal.SIGTERM)
+        await asyncio.wait_for(stop.wait(), 10)
+        return "saved"
+
+    ending = Ending()
+    assert run_until_asked(ending, work) == "saved"
+    assert ending.asked == signal.SIGTERM
+
+
+def test_who_does_not_end_in_time_is_broken_off(monkeypatch):
+    monkeypatch.setattr(module, "STOP_S", 0.05)
+
+    async def work():
+        ending.gently = lambda: None
+        send(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    ending = Ending()
+    began_s = time.monotonic()
+    assert run_until_asked(ending, work) is None
+    assert time.monotonic() - began_s < 10
+
+
+def test_work_that_is_cancelled_by_somebody_else_is_no_end_of_ours():
+    async def work():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+
+    with pytest.raises(asyncio.CancelledError):
+        run_until_asked(Ending(), work)
+
+
+def test_a_signal_that_the_program_was_told_to_ignore_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+
+        async def work():
+            send(signal.SIGHUP)
+            await asyncio.sleep(0.05)
+            return "went on"
+
+        ending = Ending()
+        assert run_until_asked(ending, work) == "went on"
+        assert ending.asked is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_process_at_once(second):
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(second)
+        assert process.wait(10) == -second
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

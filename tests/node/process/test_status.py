@@ -1,0 +1,136 @@
+"""A node's status file: always whole, with this node's own pace, and never a reason for the node to end."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from farflock.node.process import status as module
+from farflock.node.process.status import PACE_SAMPLES, StatusWriter, Waiting, read_status
+from farflock.swarm.protocol.views import Member, View
+from farflock.swarm.sim.virtual_time import run_virtual
+
+
+class Links:
+    def __init__(self):
+        self.counters = {"queue full": 2}
+
+    def total_bytes(self):
+        return 10, 20
+
+    def life(self, peer):
+        return "alive"
+
+    def road(self, peer):
+        return "direct"
+
+    def rtt_s(self, peer):
+        return 0.0125
+
+
+def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="replica"):
+    """A node as far as its status is concerned."""
+    port = SimpleNamespace(
+        views=SimpleNamespace(newest=View(3, bytes(32), 0, tuple(Member(peer, 1) for peer in members))),
+        counters={"x": 1},
+    )
+    what = SimpleNamespace(stream="delta", round=4)
+    peer = SimpleNamespace(
+        me="me",
+        port=port,
+        membership=SimpleNamespace(is_member=is_member, branch=None),
+        pairing=SimpleNamespace(unsure_rounds=0),
+    )
+    part = SimpleNamespace(
+        peer=peer,
+        role=role,
+        step=0,
+        tokens=128,
+        trained_tokens=0,
+        last_loss=None,
+        work={"microbatches": 7},
+        stopping=False,
+        waits=lambda: [SimpleNamespace(what=what, whom=("other",), left_s=2.0)],
+    )
+    return SimpleNamespace(
+        machine=SimpleNamespace(folder=SimpleNamespace(path=folder)),
+        participant=part,
+        links=Links(),
+        run="ab",
+        invite=lambda: "farflock:x",
+        manifest=SimpleNamespace(run=SimpleNamespace(total_tokens=1000)),
+        journal=SimpleNamespace(rounds={"ok": 4}, last_round=3),
+        awaited=lambda: awaited,
+    )
+
+
+def test_what_is_written_can_be_read_and_says_who_is_waited_for(tmp_path):
+    StatusWriter(node_in(tmp_path)).write()
+    status = read_status(tmp_path / "status.json")
+    assert status.waits == (Waiting("delta", 4, ("other",), 2.0),)
+    assert status.partners[0].rtt_ms == 12.5
+    assert status.dropped == {"x": 1, "queue full": 2}
+    assert (status.rounds, status.last_round, status.doing) == ({"ok": 4}, 3, "trains")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "doing"),
+    [
+        ({"awaited": 4}, "waits for members: 2 of 4 are here"),
+        ({"awaited": 2}, "trains"),
+        ({"is_member": False}, "trains, and waits to be admitted"),
+        ({"role": "trainer"}, "trains"),
+        ({"role": "stage:2"}, "serves stage 2"),
+        ({"role": "stage:2", "is_member": False}, "serves stage 2, and waits to be admitted"),
+    ],
+)
+def test_it_says_what_the_node_does(tmp_path, fields, doing):
+    node = node_in(tmp_path, **fields)
+    assert StatusWriter(node).write().doing == doing
+    assert StatusWriter(node).write("has ended").doing == "has ended"
+    node.participant.stopping = True
+    assert StatusWriter(node).write().doing == "is leaving"
+
+
+def test_the_pace_is_that_of_the_last_seconds(tmp_path):
+    node, shown = node_in(tmp_path), []
+
+    async def main():
+        writing = asyncio.create_task(StatusWriter(node).run(shown.append))
+        for second in range(3 * PACE_SAMPLES):
+            await asyncio.sleep(1.0)
+            node.participant.trained_tokens += 64 * (5 if second < 2 * PACE_SAMPLES else 10)
+        writing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await writing
+
+    run_virtual(main())
+    paces = [status.tokens_per_s for status in shown]
+    assert paces[0] is None
+    assert paces[2 * PACE_SAMPLES - 1] == pytest.approx(5 * 64)
+    assert paces[-1] == pytest.approx(10 * 64, rel=0.1)
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    writer = StatusWriter(node_in(tmp_path))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with caplog.at_level(logging.WARNING, logger="farflock"), monkeypatch.context() as patch:
+        patch.setattr(module.os, "replace", full)
+        for _ in range(3):
+            assert writer.write().doing == "trains"
+    assert caplog.text.count("No space left on device") == 1
+    writer.write()
+    assert read_status(tmp_path / "status.json").run == "ab"
+
+
+def test_who_is_waited_for_is_called_by_the_name_that_is_known():
+    wait = Waiting("delta", 4, ("12D3KooWabcdefgh", "12D3KooWother123"), 2.4)
+    assert wait.said({"12D3KooWother123": "peer 1"}) == "abcdefgh, peer 1 (delta, round 4, 2 s left)"

@@ -1,0 +1,68 @@
+"""Processes for work are forks of one that has imported its module, and of nobody who has opened anything."""
+
+import contextlib
+import json
+import multiprocessing
+import signal
+import sys
+
+import psutil
+import pytest
+
+from farflock.node.process.worker_processes import warm
+
+MODULE = "farflock.node.simulate.chaos"
+PROGRAM = f"""
+import concurrent.futures, json, os, sys
+from farflock.node.process.worker_processes import warm
+
+def seen():
+    return os.getppid(), "{MODULE}" in sys.modules
+
+if __name__ == "__main__":
+    found = []
+    for _ in range(2):
+        with concurrent.futures.ProcessPoolExecutor(1, warm("{MODULE}")) as pool:
+            found.append(pool.submit(seen).result(60))
+    print(json.dumps([os.getpid(), "{MODULE}" in sys.modules, *found]))
+"""
+
+
+@pytest.mark.net
+@pytest.mark.timeout(100)
+def test_workers_are_forks_of_one_process_that_has_imported_the_module(nursery, tmp_path):
+    """In a program of its own: this process may have such a server already, with another module."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = nursery.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90)
+    mine, here, first, second = json.loads(done.stdout)
+    assert first == second
+    parent, imported = first
+    assert parent != mine
+    assert imported
+    assert not here
+
+
+ORPHANS = f"""
+import concurrent.futures, os, signal, sys, time
+from farflock.node.process.worker_processes import end_with_parent, warm
+
+if __name__ == "__main__":
+    pool = concurrent.futures.ProcessPoolExecutor(2, warm("{MODULE}"), end_with_parent)
+    print(pool.submit(os.getpid).result(60), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.net
+@pytest.mark.timeout(100)
+def test_workers_end_with_a_parent_that_is_killed(nursery, tmp_path):
+    (tmp_path / "program.py").write_text(ORPHANS)
+    done = nursery.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=90)
+    assert done.returncode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(30)
+
+
+def test_where_there_are_no_forks_processes_start_from_scratch(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert warm(MODULE).get_start_method() == "spawn"

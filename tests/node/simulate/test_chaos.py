@@ -1,0 +1,200 @@
+"""How a disaster is made: every fault meets every phase in turn, only what hit something counts, and hangs are found."""
+
+import asyncio
+import collections
+
+import pytest
+
+from farflock.node.simulate import chaos
+from farflock.node.simulate.chaos import CELLS, FAULTS, KINDS, Chaos, empty_cells, faults_of, run_seed, run_seeds
+from farflock.node.simulate.chaos_methods import PAIR_PHASES, PHASES, arm_of
+from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
+
+EXACT, GATHERS, SILENT, PAIRS = 0, 1, 16, 43  # seeds
+BLOCK = len(CELLS) // FAULTS
+
+
+def test_so_many_seeds_in_a_row_have_every_kind_of_fault_in_every_phase_once():
+    for first in (0, 7 * BLOCK):
+        drawn = [fault for seed in range(first, first + BLOCK) for fault in faults_of(seed)]
+        assert sorted(drawn) == sorted(CELLS)
+    assert faults_of(0) != faults_of(BLOCK)
+
+
+def test_the_seeds_named_here_run_methods_of_each_kind():
+    assert [arm_of(seed).method for seed in (EXACT, GATHERS, SILENT, PAIRS)] == [
+        "diloco",
+        "sparseloco",
+        "local",
+        "noloco",
+    ]
+
+
+def test_a_cell_is_empty_until_its_fault_has_fired():
+    fired = collections.Counter(dict.fromkeys(CELLS, 1))
+    assert empty_cells(fired) == []
+    fired["kill", "vote"] = 0
+    del fired["slow", "offer"]
+    assert empty_cells(fired) == [("kill", "vote"), ("slow", "offer")]
+
+
+def until_all_are_in(seed, main):
+    """Run `main(disaster)` once all peers of a seed have come in."""
+
+    async def whole():
+        disaster = Chaos(seed, arm_of(seed))
+        for index in range(len(disaster._identities)):
+            disaster._begin(index)
+            await asyncio.sleep(0.3)
+        await disaster._progress(1, "the start")
+        await main(disaster)
+        await disaster._end_all()
+        return disaster
+
+    return run_virtual(whole())
+
+
+@pytest.mark.parametrize("seed", [EXACT, PAIRS])
+def test_each_kind_of_fault_hits_something(seed):
+    hits = {}
+
+    async def main(disaster):
+        for kind in KINDS:
+            hits[kind] = await disaster._strike(kind)
+
+    until_all_are_in(seed, main)
+    assert hits.keys() == set(KINDS)
+    assert all(hits.values()) or len(Chaos(seed, arm_of(seed))._identities) == 4
+
+
+@pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 8, 3), (PAIRS, 8, 3), (9, 4, 1)])
+def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(seed, peers, may_die):
+    async def main(disaster):
+        assert len(disaster._lives) == peers
+        await asyncio.sleep(10)  # until the rounds, too, are those of the view with all
+        assert [await disaster._kill(index) for index in disaster._lives] == [n < may_die for n in range(peers)]
+        for kind in ("kill", "restart"):
+            assert not await disaster._strike(kind)
+        assert all(not life.task.done() for index, life in disaster._lives.items() if index >= may_die)
+
+    until_all_are_in(seed, main)
+
+
+@pytest.mark.parametrize("seed", [EXACT, PAIRS])
+def test_nobody_is_killed_without_whom_a_view_would_have_no_quorum(monkeypatch, seed):
+    monkeypatch.setattr(
+        chaos, "is_quorum", lambda members, size: 0 in members
+    )  # so the view's first member decides all
+
+    async def main(disaster):
+        assert not await disaster._kill(0)
+        assert await disaster._kill(1)
+
+    until_all_are_in(seed, main)
+
+
+@pytest.mark.parametrize(
+    ("seed", "phase"), [(EXACT, phase) for phase in sorted(set(PHASES.values()))] + [(PAIRS, "held")]
+)
+def test_a_fault_strikes_when_a_message_of_its_phase_is_sent(seed, phase):
+    async def main(disaster):
+        assert await disaster._wait_for_moment(phase) == phase
+
+    until_all_are_in(seed, main)
+
+
+def test_where_pairs_have_no_such_phase_another_one_is_met():
+    async def main(disaster):
+        assert await disaster._wait_for_moment("vote") in PAIR_PHASES
+
+    until_all_are_in(PAIRS, main)
+
+
+def test_where_nothing_is_reduced_another_phase_is_met_and_where_nothing_is_sent_none():
+    async def gathers(disaster):
+        assert await disaster._wait_for_moment("reduced") in set(PHASES.values()) - {"reduced"}
+
+    async def silent(disaster):
+        before_s = asyncio.get_running_loop().time()
+        assert await disaster._wait_for_moment("offer") == ""
+        assert asyncio.get_running_loop().time() == before_s
+
+    until_all_are_in(GATHERS, gathers)
+    until_all_are_in(SILENT, silent)
+
+
+def test_faults_of_a_method_that_sends_nothing_fill_no_cell():
+    report = run_seed(SILENT)
+    assert (report.violations, report.fired, report.rounds) == ([], {}, 0)
+
+
+def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
+    async def main(disaster):
+        async def fail(work):
+            raise ArithmeticError("out of order")
+
+        disaster._lives[1].loop.train = fail
+        await asyncio.sleep(3)
+        disaster._repair()
+        await disaster._progress(1, "the fault")
+
+    disaster = until_all_are_in(EXACT, main)
+    assert ["out of order" in violation for violation in disaster.watch.violations] == [True]
+
+
+def test_peers_that_do_not_come_in_are_a_violation():
+    async def main(disaster):
+        disaster._lives[1].loop.stopping = True
+        await asyncio.sleep(1)
+        await disaster._progress(1, "the fault")
+
+    violations = until_all_are_in(EXACT, main).watch.violations
+    assert len(violations) == 1
+    assert violations[0].startswith("peer 1 has made ")
+
+
+def test_a_task_that_outlives_its_peer_and_bytes_that_nobody_counted_are_violations():
+    async def main(disaster):
+        looking = asyncio.create_task(asyncio.sleep(1e9))
+        looking.cancel()
+        await asyncio.wait([looking])
+        forgotten = asyncio.create_task(asyncio.sleep(1e9), name="forgotten")
+        disaster._lines[0].sent_bytes += 1
+        disaster.network.bytes["sent"] += 1
+        await disaster._end_all()
+        disaster._check_rest(looking)
+        forgotten.cancel()
+
+    found = until_all_are_in(EXACT, main).watch.violations
+    assert [
+        words in text for words, text in zip(("forgotten", "bytes sent", "1 bytes are missing"), found, strict=True)
+    ]
+    assert len(found) == 3
+
+
+def test_a_swarm_that_hangs_for_ever_is_a_violation_of_its_seed(monkeypatch):
+    async def hang(disaster):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Chaos, "run", hang)
+    report = run_seed(5)
+    assert report.seed == 5
+    assert "without a deadline" in report.violations[0]
+    with pytest.raises(Deadlock):
+        run_virtual(hang(None))
+
+
+def test_reports_come_in_the_order_of_seeds(monkeypatch):
+    monkeypatch.setattr(chaos, "run_seed", lambda seed, name: (seed, name))
+    assert list(run_seeds(4, 3)) == [(4, None), (5, None), (6, None)]
+    assert list(run_seeds(4, 2, name="ddp")) == [(4, "ddp"), (5, "ddp")]
+
+
+def test_a_stream_that_stands_still_is_a_violation_though_others_go_on():
+    async def main(disaster):
+        disaster._streams += 1
+        await disaster._progress(1, "the fault")
+
+    violations = until_all_are_in(EXACT, main).watch.violations
+    assert len(violations) == len(Chaos(EXACT, arm_of(EXACT))._identities)
+    assert "has made" in violations[0]

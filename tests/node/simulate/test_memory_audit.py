@@ -1,0 +1,75 @@
+"""Whatever grows inside a peer is found, wherever it hides; what all peers share is not counted."""
+
+import asyncio
+import collections
+
+import pytest
+
+from farflock.node.simulate.memory_audit import longest
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
+
+MANY = 500
+
+
+def in_a_peer(test):
+    """Run `test(peer)` on one that has founded a run."""
+
+    async def main():
+        identity = Identity.from_seed(bytes(32))
+        links = SimNetwork(1).links(identity.peer)
+        peer = Peer(RunTerms("run", 1), identity, links, None, incarnation=1, record=lambda: b"")
+        peer.found()
+        test(peer)
+
+    run_virtual(main())
+
+
+def test_a_fresh_peer_holds_next_to_nothing():
+    def check(peer):
+        count, way = longest(peer)
+        assert 0 < count < 10
+        assert way.startswith("peer.")
+
+    in_a_peer(check)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "grown"),
+    [
+        ("rounds", "_machines", dict.fromkeys(range(MANY))),
+        ("membership", "_asked", set(range(MANY))),
+        ("snapshots", "forgotten", [1] * MANY),
+        ("pairing", "_early", {"one": collections.deque([0] * MANY)}),
+        ("port", "counters", collections.Counter(range(MANY))),
+    ],
+)
+def test_a_container_that_grows_is_found_and_named(part, name, grown):
+    def check(peer):
+        setattr(getattr(peer, part), name, grown)
+        count, way = longest(peer)
+        assert count == MANY
+        assert way.startswith(f"peer.{part}.{name}") or name in way
+
+    in_a_peer(check)
+
+
+def test_frames_that_nobody_takes_out_of_an_inbox_are_found():
+    def check(peer):
+        assert isinstance(peer._links._inbox, asyncio.Queue)
+        for _ in range(MANY):
+            peer._links._inbox.put_nowait(("somebody", b""))
+        assert longest(peer) == (MANY, "peer._links._inbox.queue")
+
+    in_a_peer(check)
+
+
+def test_what_belongs_to_the_network_and_not_to_the_peer_is_not_counted():
+    def check(peer):
+        before = longest(peer)
+        peer._links._network._randoms.update(dict.fromkeys((str(n), "") for n in range(MANY)))
+        assert longest(peer) == before
+
+    in_a_peer(check)

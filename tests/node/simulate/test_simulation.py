@@ -1,0 +1,158 @@
+"""Whole simulated runs: real steps of a tiny model, a lossy network, peers that die and come back."""
+
+import pytest
+import torch
+
+from farflock.node.assembly.node import Plan
+from farflock.node.errors import Usage
+from farflock.node.model.corpus import load_corpus
+from farflock.node.model.data import evaluation
+from farflock.node.model.llama import PRESETS
+from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.simulate.simulation import Outcome, World, held_out, simulate
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.state import state_hash
+from farflock.swarm.sim.network import LinkModel
+
+TOKENS = 12_000
+
+
+@pytest.fixture(scope="module")
+def text():
+    torch.set_num_threads(1)
+    return ByteTokenizer().encode(load_corpus("shakespeare").train[:200_000])
+
+
+def run(
+    text,
+    method: str,
+    *,
+    peers=3,
+    seed=1,
+    loss=0.0,
+    churn_s=None,
+    codec="fp16",
+    progress=lambda share: None,
+    folder=None,
+    total=TOKENS,
+    **more,
+) -> Outcome:
+    world = World(peers, total, LinkModel(loss=loss), churn_s=churn_s, view_s=3.0, **more)
+    return simulate(plan_of(method, seed, codec, total), world, text, progress, folder)
+
+
+def plan_of(method: str, seed=1, codec="fp16", total=TOKENS) -> Plan:
+    options = {"codec": codec, "deadline_s": 8.0} if method != "local" else {}
+    options |= {"period": 4} if method in ("noloco", "diloco") else {}
+    inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total)
+    return Plan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
+
+
+def facts(outcome: Outcome):
+    return outcome.state_hash, outcome.rounds, outcome.losses, outcome.bytes, outcome.virtual_s, outcome.kills
+
+
+@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
+def test_the_same_seed_gives_the_same_run_down_to_the_last_byte(text, method: str):
+    once, again = (run(text, method, loss=0.2, churn_s=4.0, total=6_000) for _ in range(2))
+    assert once.kills
+    assert facts(once) == facts(again)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "noloco",
+        pytest.param("diloco", marks=pytest.mark.long),
+        pytest.param("ddp", marks=pytest.mark.long),
+        pytest.param("lean", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_was_interrupted_goes_on_bit_by_bit(text, tmp_path, method: str):
+    whole = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "whole")
+
+    def interrupt(share: float) -> None:
+        if (tmp_path / "cut" / "leg-1" / "story.json").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            text,
+            method,
+            loss=0.1,
+            churn_s=8.0,
+            leg_tokens=2_500,
+            total=6_000,
+            folder=tmp_path / "cut",
+            progress=interrupt,
+        )
+    assert not (tmp_path / "cut" / "leg-2").exists()
+    again = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut")
+    assert facts(again) == facts(whole)
+    once_more = run(text, method, loss=0.1, churn_s=8.0, leg_tokens=2_500, total=6_000, folder=tmp_path / "cut")
+    assert facts(once_more) == facts(whole)
+
+
+def test_a_leg_that_was_cut_short_is_not_believed(text, tmp_path):
+    whole = run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)
+    (tmp_path / "leg-3" / "story.json").unlink()
+    (
+        tmp_path
+        / "leg-2"
+        / "peer-1"
+        / next(path.name for path in (tmp_path / "leg-2" / "peer-1").iterdir())
+        / "method.safetensors"
+    ).write_bytes(b"torn")
+    assert facts(run(text, "diloco", leg_tokens=2_500, total=6_000, folder=tmp_path)) == facts(whole)
+
+
+def test_a_folder_of_another_run_is_refused(text, tmp_path):
+    run(text, "local", peers=1, leg_tokens=10_000, folder=tmp_path)
+    with pytest.raises(Usage, match="another run's"):
+        run(text, "local", peers=1, seed=2, leg_tokens=10_000, folder=tmp_path)
+
+
+def test_another_seed_gives_another_run(text):
+    assert run(text, "noloco", total=3_000).state_hash != run(text, "noloco", seed=2, total=3_000).state_hash
+
+
+@pytest.mark.parametrize("method", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
+def test_all_members_of_an_exact_method_end_with_the_same_state(text, method: str):
+    outcome = run(text, method, peers=4, loss=0.2, total=6_000)
+    newest = max(int(state["round"]) for state in outcome.states.values())
+    hashes = {state_hash(state) for state in outcome.states.values() if int(state["round"]) == newest}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["noloco", "diloco", pytest.param("ddp", marks=pytest.mark.long), pytest.param("local", marks=pytest.mark.long)],
+)
+def test_the_loss_falls(text, method: str):
+    outcome = run(text, method, peers=2)
+    assert outcome.losses[-1] < outcome.losses[0] - 0.5
+
+
+def test_peers_that_are_killed_come_back_and_the_run_ends(text):
+    outcome = run(text, "noloco", peers=4, churn_s=6.0)
+    assert outcome.kills >= 1
+    assert outcome.losses[-1] < outcome.losses[0]
+
+
+def test_int8_loses_no_more_than_noise_against_raw(text):
+    raw, small = run(text, "diloco", codec="fp32"), run(text, "diloco", codec="int8")
+    assert abs(raw.losses[-1] - small.losses[-1]) < 0.15
+    assert small.bytes < raw.bytes
+
+
+@pytest.mark.parametrize("method", ["noloco", pytest.param("diloco", marks=pytest.mark.long)])
+def test_the_held_out_loss_is_the_mean_over_peers_of_what_they_would_export(text, method: str):
+    outcome = run(text, method, peers=3)
+    x, y = evaluation(text, 32, 16)
+    plan = plan_of(method)
+    each = [held_out(plan, [state], x, y) for state in outcome.states.values()]
+    together = held_out(plan, outcome.states.values(), x, y)
+    assert together.mean == pytest.approx(sum(one.mean for one in each) / 3)
+    assert 0 < together.standard_error < 0.5
+    assert together.mean < outcome.losses[0] - 0.5

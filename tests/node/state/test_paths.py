@@ -1,0 +1,51 @@
+"""Where files are: the named folder, or the user's data folder, which one variable moves; naming makes nothing."""
+
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from farflock.node.state.paths import HOME_VARIABLE, RunFolder, home, write_whole
+
+
+def test_the_platform_says_where_a_users_data_is(monkeypatch):
+    monkeypatch.delenv(HOME_VARIABLE, raising=False)
+    assert home() == platformdirs.user_data_path("farflock", appauthor=False)
+    assert home().name == "farflock"
+
+
+@pytest.mark.parametrize("named", ["/srv/flock", "~/flock"])
+def test_a_variable_moves_it(monkeypatch, named):
+    monkeypatch.setenv(HOME_VARIABLE, named)
+    assert home() == Path(named).expanduser()
+    assert "~" not in str(home())
+
+
+def test_an_empty_variable_counts_as_none(monkeypatch):
+    monkeypatch.setenv(HOME_VARIABLE, "")
+    assert home() == platformdirs.user_data_path("farflock", appauthor=False)
+
+
+def test_a_nodes_folder_is_the_named_one_or_lies_in_the_users_data(monkeypatch, tmp_path):
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
+    assert RunFolder.at(None).path == tmp_path / "node"
+    assert RunFolder.at(Path("here")).path == Path("here")
+
+
+def test_a_folder_has_a_place_for_each_thing_and_naming_it_makes_nothing(tmp_path):
+    folder = RunFolder.at(tmp_path / "run")
+    assert folder.identity == tmp_path / "run" / "identity.key"
+    assert folder.checkpoints == tmp_path / "run" / "checkpoints"
+    assert not folder.path.exists()
+
+
+def test_a_file_is_written_whole_or_stays_what_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    write_whole(path, b"old")
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "write_bytes", lambda self, content: Path.open(self, "wb").write(content[:1]) and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_whole(path, b"newer")
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"newer", [path])

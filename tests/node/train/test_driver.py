@@ -1,0 +1,182 @@
+"""The driver: what starts, what is applied, what training waits for, and in which order; on a method that only takes notes."""
+
+import pytest
+import torch
+
+from farflock.node.train.driver import Apply, Driver, Wait
+from farflock.optimizers.method import All, Exchange, Key, Progress, Result
+
+OK = Result("ok", 1, ("a",), (1.0,), mean={})
+
+
+def ask(stream="x", number=0, *, apply_after=0, deadline_s=30.0):
+    return Exchange(
+        Key(stream, number), "mean", All(), {"w": torch.zeros(1)}, apply_after=apply_after, deadline_s=deadline_s
+    )
+
+
+class Notes:
+    """Asks for what it is told to, and writes down what it is given."""
+
+    def __init__(self):
+        self.wanted, self.second_phase, self.applied = [], [], []
+
+    def due(self, replica, progress):
+        wanted, self.wanted = self.wanted, []
+        return wanted
+
+    def apply(self, replica, exchange, result):
+        self.applied.append((exchange, result))
+        second, self.second_phase = self.second_phase, []
+        return second
+
+    def stepped(self, driver, *exchanges, step=0, now_s=0.0):
+        self.wanted = list(exchanges)
+        return driver.after_step(Progress(step, run_time_s=now_s))
+
+
+@pytest.fixture
+def notes():
+    return Notes()
+
+
+@pytest.fixture
+def driver(notes):
+    return Driver(notes, replica=None)
+
+
+def test_with_nothing_asked_there_is_nothing_to_do(driver, notes):
+    assert notes.stepped(driver) == []
+    assert driver.next(Progress(5)) is None
+    assert driver.pending == ()
+
+
+def test_what_the_method_asks_for_is_started_and_pending_until_it_is_applied(driver, notes):
+    exchange = ask()
+    assert notes.stepped(driver, exchange) == [exchange]
+    assert driver.pending == (exchange.key,)
+    driver.resolve(exchange.key, OK)
+    assert driver.pending == (exchange.key,)
+    driver.apply(driver.next(Progress(0)), Progress(0))
+    assert driver.pending == ()
+    assert notes.applied == [(exchange, OK)]
+
+
+def test_a_blocking_exchange_waits_until_its_deadline_and_no_longer(driver, notes):
+    notes.stepped(driver, ask(deadline_s=30.0), step=4, now_s=100.0)
+    assert driver.next(Progress(4, run_time_s=100.0)) == Wait(Key("x", 0), 130.0)
+    assert driver.next(Progress(4, run_time_s=129.9)) == Wait(Key("x", 0), 130.0)
+    assert driver.next(Progress(4, run_time_s=130.0)) is None
+
+
+def test_after_the_deadline_the_result_is_still_applied_once_it_is_known(driver, notes):
+    exchange = ask(deadline_s=1.0)
+    notes.stepped(driver, exchange, step=4, now_s=0.0)
+    assert driver.next(Progress(9, run_time_s=50.0)) is None
+    driver.resolve(exchange.key, OK)
+    action = driver.next(Progress(9, run_time_s=50.0))
+    assert isinstance(action, Apply)
+    assert action.result.steps_since == 5
+
+
+def test_a_result_waits_for_the_step_at_which_it_is_wanted(driver, notes):
+    exchange = ask(apply_after=3)
+    notes.stepped(driver, exchange, step=10)
+    driver.resolve(exchange.key, OK)
+    assert [driver.next(Progress(step)) for step in (10, 11, 12)] == [None] * 3
+    action = driver.next(Progress(13))
+    assert action.exchange is exchange
+    assert action.result.steps_since == 3
+
+
+def test_after_the_last_step_a_result_is_due_when_it_is_there(driver, notes):
+    exchange = ask(apply_after=3)
+    notes.stepped(driver, exchange, step=10)
+    driver.resolve(exchange.key, OK)
+    assert driver.next(Progress(11)) is None
+    action = driver.next(Progress(11), last=True)
+    assert isinstance(action, Apply)
+    assert action.result.steps_since == 1
+
+
+def test_training_goes_on_without_waiting_until_a_streamed_result_is_wanted(driver, notes):
+    notes.stepped(driver, ask(apply_after=2, deadline_s=30.0), step=0, now_s=0.0)
+    assert driver.next(Progress(1, run_time_s=1.0)) is None
+    assert driver.next(Progress(2, run_time_s=2.0)) == Wait(Key("x", 0), 30.0)
+
+
+def test_results_of_one_stream_are_applied_in_round_order(driver, notes):
+    first, second = ask(number=0, deadline_s=1.0), ask(number=1, deadline_s=1.0)
+    notes.stepped(driver, first, step=0, now_s=0.0)
+    notes.stepped(driver, second, step=1, now_s=1.0)
+    driver.resolve(second.key, OK)
+    late = Progress(5, run_time_s=100.0)
+    assert driver.next(late) is None
+    driver.resolve(first.key, OK)
+    for _ in range(2):
+        driver.apply(driver.next(late), late)
+    assert [exchange for exchange, _ in notes.applied] == [first, second]
+
+
+def test_streams_do_not_hold_each_other_up(driver, notes):
+    slow, quick = ask("slow", deadline_s=1.0), ask("quick")
+    notes.stepped(driver, slow, quick)
+    driver.resolve(quick.key, OK)
+    assert driver.next(Progress(1, run_time_s=2.0)).exchange is quick
+
+
+def test_a_second_phase_is_started_and_waits_for_its_own_answer(driver, notes):
+    first, then = ask(number=0), ask(number=1)
+    notes.stepped(driver, first)
+    notes.second_phase = [then]
+    driver.resolve(first.key, OK)
+    now = Progress(3, run_time_s=7.0)
+    assert driver.apply(driver.next(now), now) == [then]
+    assert driver.next(now) == Wait(then.key, 37.0)
+
+
+def test_no_result_is_taken_twice(driver, notes):
+    exchange = ask()
+    notes.stepped(driver, exchange)
+    driver.resolve(exchange.key, OK)
+    with pytest.raises(AssertionError, match="second result"):
+        driver.resolve(exchange.key, OK)
+    driver.apply(driver.next(Progress(0)), Progress(0))
+    with pytest.raises(AssertionError, match="not pending"):
+        driver.resolve(exchange.key, OK)
+    assert len(notes.applied) == 1
+
+
+def test_a_result_that_nobody_asked_for_is_refused(driver):
+    with pytest.raises(AssertionError, match="not pending"):
+        driver.resolve(Key("x", 7), OK)
+
+
+def test_a_key_that_is_pending_cannot_be_asked_for_again(driver, notes):
+    notes.stepped(driver, ask())
+    with pytest.raises(AssertionError, match="twice"):
+        notes.stepped(driver, ask())
+
+
+def test_a_replayed_round_has_no_tensors_of_ours_and_needs_no_exchange(driver, notes):
+    driver.replay(Key("x", 3), OK, Progress(1))
+    ((exchange, result),) = notes.applied
+    assert (exchange.key, dict(exchange.tensors), result) == (Key("x", 3), {}, OK)
+    assert driver.pending == ()
+
+
+def test_a_pending_round_cannot_be_replayed(driver, notes):
+    notes.stepped(driver, ask(number=3))
+    with pytest.raises(AssertionError, match="pending"):
+        driver.replay(Key("x", 3), OK, Progress(1))
+    assert notes.applied == []
+
+
+def test_forgetting_drops_everything_that_is_pending(driver, notes):
+    exchange = ask()
+    notes.stepped(driver, exchange)
+    driver.resolve(exchange.key, OK)
+    driver.forget()
+    assert driver.pending == ()
+    assert driver.next(Progress(9)) is None
+    assert notes.stepped(driver, ask()) != []

@@ -1,0 +1,244 @@
+"""A method's exchange over two real peers and back: the mean, everybody's tensors, and what cannot be carried."""
+
+import asyncio
+
+import pytest
+import torch
+
+from farflock.compression.codec import UnencodableTensor
+from farflock.node.train import microbatch_ids as notes
+from farflock.node.train.exchange_client import Courier, OutOfStep
+from farflock.optimizers.method import All, Exchange, Key, Members, RandomGroups
+from farflock.swarm.sim.virtual_time import run_virtual
+
+
+def exchange(values, number=0, kind="mean", group=None, **options):
+    tensors = {"a": torch.as_tensor(values, dtype=torch.float32), "b": torch.full((2, 2), float(values[0]))}
+    return Exchange(
+        Key("s", number), kind, group or All(), tensors, codec="fp32", return_codec="fp32", deadline_s=8.0, **options
+    )
+
+
+async def inline(work):
+    return work()
+
+
+def between(bench, text, work):
+    """`work(couriers)` with two members of one run."""
+    made = bench(text, "local", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as one, made.peer(1).running() as other:
+            one.found()
+            await other.join([made.record(0)], 30.0)
+            while not (one.membership.is_member and other.membership.is_member):  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.5)
+            first = max(peer.port.views.newest.first_round for peer in (one, other))
+            couriers = [Courier(peer, 3, inline) for peer in (one, other)]
+            return await work(couriers, first)
+
+    return run_virtual(main())
+
+
+def carried(bench, text, *exchanges, states=(b"", b"")):
+    async def work(couriers, first):
+        jobs = []
+        for courier, make, state in zip(couriers, exchanges, states, strict=True):
+            asked = make(first)
+            courier.open(asked, first - 1)
+            jobs.append(courier.carry(asked, 10, state))
+        return await asyncio.gather(*jobs)
+
+    return between(bench, text, work)
+
+
+def test_the_mean_is_weighted_and_the_same_for_both(bench, text):
+    one, other = carried(
+        bench,
+        text,
+        lambda number: exchange([1.0, 2.0], number, weight=1.0),
+        lambda number: exchange([5.0, 6.0], number, weight=3.0),
+    )
+    assert one.status == other.status == "ok"
+    assert torch.equal(one.mean["a"], torch.tensor([4.0, 5.0]))
+    assert torch.equal(one.mean["b"], torch.full((2, 2), 4.0))
+    assert all(torch.equal(one.mean[name], other.mean[name]) for name in one.mean)
+    assert one.participants == other.participants == tuple(sorted(one.participants))
+    assert one.tokens == other.tokens == 20
+    assert sorted(one.weights) == [1.0, 3.0]
+    assert torch.equal(one.sent["a"], torch.tensor([1.0, 2.0]))
+    assert one.taken == {"a": [(0, 2)], "b": [(0, 4)]}
+
+
+def test_a_gather_gives_everybody_s_tensors_and_their_mean(bench, text):
+    one, other = carried(
+        bench,
+        text,
+        lambda number: exchange([1.0, 2.0], number, kind="gather"),
+        lambda number: exchange([3.0, 6.0], number, kind="gather"),
+    )
+    assert sorted(float(tensors["a"][0]) for tensors in one.gathered.values()) == [1.0, 3.0]
+    assert torch.equal(one.mean["a"], torch.tensor([2.0, 4.0]))
+    assert list(one.gathered) == list(other.gathered) == list(one.participants)
+
+
+def test_a_pair_swaps(bench, text):
+    pair = RandomGroups(2)
+    one, other = carried(
+        bench,
+        text,
+        lambda number: exchange([1.0, 2.0], number, group=pair),
+        lambda number: exchange([3.0, 6.0], number, group=pair),
+    )
+    assert one.status == other.status == "ok"
+    assert torch.equal(one.mean["a"], torch.tensor([2.0, 4.0]))
+    assert torch.equal(other.mean["a"], one.mean["a"])
+
+
+def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
+    async def work(couriers, first):
+        jobs = []
+        for courier, state in zip(couriers, (b"x" * 32, b"y" * 32), strict=True):
+            asked = exchange([1.0, 2.0], first)
+            courier.open(asked, first - 1)
+            jobs.append(courier.carry(asked, 10, state))
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    answers = between(bench, text, work)
+    assert [type(answer) for answer in answers].count(OutOfStep) == 1, "the one that is not with the majority"
+
+
+def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
+    async def work(couriers, first):
+        asked = exchange([float("nan"), 1.0], first)
+        couriers[0].open(asked, first - 1)
+        with pytest.raises(UnencodableTensor):
+            await couriers[0].carry(asked, 10, b"")
+
+    between(bench, text, work)
+
+
+@pytest.mark.parametrize("group", [RandomGroups(3), Members(("a", "b"))])
+def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, text, group):
+    async def work(couriers, first):
+        with pytest.raises(ValueError, match="not carried yet"):
+            couriers[0].open(exchange([1.0], group=group))
+
+    between(bench, text, work)
+
+
+def means_of_rounds(bench, text, rounds, *, compensate):
+    """What comes of the same two contributions, round after round, with a return codec of two magnitudes."""
+
+    async def work(couriers, first):
+        moved = torch.zeros(4)
+        for number in range(first, first + rounds):
+            jobs = []
+            for courier, sign in zip(couriers, (1.0, 3.0), strict=True):
+                tensors = {"x": sign * torch.tensor([1.0, 0.1, 0.0, -0.02])}
+                asked = Exchange(
+                    Key("s", number), "mean", All(), tensors, codec="fp32", return_codec="sign", compensate=compensate
+                )
+                if number == first:
+                    courier.open(asked, first - 1)
+                jobs.append(courier.carry(asked, 10, b""))
+            one, other = await asyncio.gather(*jobs)
+            assert torch.equal(one.mean["x"], other.mean["x"])
+            moved += one.mean["x"]
+        return moved / rounds, [courier.memory() for courier in couriers]
+
+    return between(bench, text, work)
+
+
+def test_over_many_rounds_a_compensated_mean_loses_nothing_and_another_one_does(bench, text):
+    wanted = torch.tensor([2.0, 0.2, 0.0, -0.04])
+    mean, memories = means_of_rounds(bench, text, 40, compensate=True)
+    torch.testing.assert_close(mean, wanted, atol=0.1, rtol=0)
+    (owed,) = [memory for memory in memories if memory]  # one of them reduces, in all rounds
+    torch.testing.assert_close(mean + owed["s.0.0"] / 40, wanted, atol=1e-5, rtol=0)
+    mean, memories = means_of_rounds(bench, text, 40, compensate=False)
+    assert float((mean - wanted).abs().max()) > 0.5
+    assert not any(memories)
+
+
+# Streams of stages, with notes of what each contribution is made of.
+
+MINE, YOURS = [("t", 1), ("t", 3)], [("t", 2), ("u", 1)]
+
+
+def noted(bench, text, one, other, kind="mean", number=0):
+    """What comes of two contributions to a round of stage 2: (values, notes) each; None brings nothing but replays."""
+
+    async def work(couriers, first):
+        couriers = [Courier(courier._peer, 3, inline, 2) for courier in couriers]
+        jobs = []
+        for courier, part in zip(couriers, (one, other), strict=True):
+            courier.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
+            if part is not None:
+                jobs.append(courier.carry(exchange(part[0], number, kind), 10, b"", part[1]))
+        results = await asyncio.gather(*jobs)
+        if other is None:
+            while (missed := couriers[1].replay("s", number)) is None:  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.5)
+            results.append(missed)
+        return results
+
+    return between(bench, text, work)
+
+
+@pytest.mark.parametrize("kind", ["mean", "gather"])
+def test_what_contributions_are_made_of_is_agreed_upon_with_their_mean(bench, text, kind):
+    parts = ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], notes.written(YOURS))
+    one, other = noted(bench, text, *parts, kind=kind)
+    assert one.status == other.status == "ok"
+    assert notes.read(one.notes) == notes.read(other.notes) == sorted(MINE + YOURS)
+    assert torch.equal(one.mean["a"], torch.tensor([2.0, 4.0]))
+    assert one.taken == {"a": [(0, 2)], "b": [(0, 4)]}, "the notes are no part of the tensors"
+    assert torch.equal(one.sent["a"], torch.tensor([1.0, 2.0]))
+    if kind == "gather":
+        assert sorted(float(tensors["a"][0]) for tensors in one.gathered.values()) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["mean", "gather"])
+def test_who_brought_nothing_hears_what_the_round_was_made_of(bench, text, kind):
+    one, missed = noted(bench, text, ([1.0, 2.0], notes.written(MINE)), None, kind=kind)
+    assert notes.read(missed.notes) == notes.read(one.notes) == MINE
+    assert torch.equal(missed.mean["a"], torch.tensor([1.0, 2.0]))
+    assert missed.sent is None
+    assert missed.taken == {}
+
+
+@pytest.mark.parametrize("kind", ["mean", "gather"])
+def test_a_contribution_whose_notes_cannot_be_read_is_left_out_as_a_whole(bench, text, kind):
+    """Else its gradient would count and nobody would know."""
+    one, other = noted(bench, text, ([1.0, 2.0], notes.written(MINE)), ([3.0, 6.0], b"\xc1"), kind=kind)
+    assert one.status == other.status == "partial"
+    assert notes.read(one.notes) == MINE
+    assert torch.equal(one.mean["a"], torch.tensor([1.0, 2.0]))
+    assert not any(other.taken.values())
+
+
+def test_the_notes_of_a_round_that_failed_are_empty(bench, text):
+    one, other = noted(bench, text, ([1.0, 2.0], b"\xc1"), ([3.0, 6.0], b"\xc1"))
+    assert one.status == other.status == "failed"
+    assert one.notes == other.notes == b""
+
+
+@pytest.mark.parametrize(("with_notes", "wants"), [(True, "last"), (False, "none")])
+def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
+    async def work(couriers, first):
+        courier = Courier(couriers[0]._peer, 3, inline, 5)
+        name = courier.look_on(exchange([0.0, 0.0]), noted=with_notes)
+        return name, courier._peer.rounds._streams[name].stream
+
+    name, stream = between(bench, text, work)
+    assert name == "s/5"
+    assert (stream.stage, stream.wants, stream.shards) == (5, wants, 1 + with_notes)
+    assert not stream.uniform or with_notes
+
+
+def test_notes_go_with_streams_that_have_them_and_with_no_others(bench, text):
+    one, other = carried(
+        bench, text, lambda number: exchange([1.0, 2.0], number), lambda number: exchange([3.0, 6.0], number)
+    )
+    assert one.notes == other.notes == b""

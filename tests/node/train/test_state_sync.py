@@ -1,0 +1,261 @@
+"""A node's seat: the state it serves and adopts, and how far it says the run is."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+
+from farflock.node.train import microbatch_ids as notes
+from farflock.node.train.exchange_client import Courier
+from farflock.node.train.state_sync import CorruptSnapshot, Place, Seat, decode_state, most_state_bytes
+from farflock.optimizers.method import Key, Result
+from farflock.optimizers.state import state_hash
+from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
+from farflock.swarm.protocol.views import Certified, Member, View
+from farflock.swarm.roles import NOTHING
+from farflock.swarm.sim.virtual_time import run_virtual
+
+
+def snapshot(state, told=None, at=3):
+    return Snapshot(at, state_hash(told or state), 640, (safetensors.torch.save(state),))
+
+
+def test_a_snapshot_that_is_what_its_hash_says_is_decoded():
+    state = {"a": torch.arange(3.0)}
+    assert torch.equal(decode_state(snapshot(state))["a"], state["a"])
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (snapshot({"a": torch.ones(2)}, told={"a": torch.zeros(2)}), "not what its hash says"),
+        (Snapshot(1, bytes(32), 0, (b"no tensors",)), "cannot be read"),
+        (Snapshot(1, bytes(32), 0, ()), "cannot be read"),
+    ],
+)
+def test_other_bytes_are_refused(broken, reason):
+    with pytest.raises(CorruptSnapshot, match=reason):
+        decode_state(broken)
+
+
+def seated(bench, text, work, method="diloco", peers=1):
+    made = bench(text, method, peers=peers)
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.found()
+            return await work(node)
+
+    return run_virtual(main())
+
+
+def test_progress_is_the_agreed_tokens_and_what_everybody_has_presumably_trained_since(bench, text):
+    async def work(node):
+        node.seat.take_up(Place({"delta": 4}, 1000, 30, 5), {})
+        return node.seat.progress(7), node.seat.place
+
+    progress, place = seated(bench, text, work)
+    assert (progress.step, progress.tokens) == (7, 1000 + 30 * 5)
+    assert place == Place({"delta": 4}, 1000, 30, 5)
+
+
+def test_tokens_that_did_not_count_stay_mine(bench, text):
+    async def work(node):
+        seat, key = node.seat, Key("delta", 0)
+        seat.trained(64)
+        seat._offered[key] = 64
+        seat.applied(key, Result("failed", 1))
+        kept = seat.progress(0).tokens
+        seat._offered[key] = 64
+        seat.applied(key, Result("ok", 1, ("me",), (1.0,), taken={"a": [(0, 1)]}, tokens=100))
+        return kept, seat.progress(0).tokens
+
+    assert seated(bench, text, work) == (64, 100)
+
+
+def test_the_next_rounds_are_those_after_the_ones_in_the_state_by_the_swarms_names(bench, text):
+    async def work(node):
+        seat = node.seat
+        first = dict(seat.next_rounds)
+        seat.take_up(Place({"delta": 4}), {})
+        return first, seat.next_rounds, seat.is_busy, seat.patience_s
+
+    assert seated(bench, text, work) == ({"delta": 0}, {"delta": 5}, False, 30.0)
+
+
+def test_a_round_that_failed_for_all_is_over_and_one_that_nobody_knows_of_is_asked_for_again(bench, text):
+    async def work(node):
+        node.seat.applied(Key("delta", 0), Result("failed", 0))  # as a node that was restored says of its open exchange
+        before = dict(node.seat.place.rounds)
+        node.seat.applied(Key("delta", 0), Result("failed", 1))
+        return before, node.seat.place.rounds
+
+    assert seated(bench, text, work) == ({"delta": -1}, {"delta": 0})
+
+
+def serve(node, snapshots):
+    """Let a node hand out these snapshots, one after the other, the last one for ever."""
+    left = list(snapshots)
+
+    async def provide():
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    node.peer.snapshots.serve("state", provide)
+
+
+def joined(bench, text, broken):
+    """A newcomer to a founder that first serves what `broken(state)` makes of its state, then the truth."""
+    made = bench(text, "diloco", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as founder, made.peer(1).running() as newcomer:
+            first, second = made.node(founder), made.node(newcomer)
+            first.found()
+            method, replica = first.loop.driver.method, first.loop.driver.replica
+            replica.write({name: torch.ones(shape) for name, shape in replica.shapes.items()}, "param")
+            state = method.snapshot(replica)
+            served = state | {"next.delta": torch.tensor(4)}
+            serve(first, [broken(served), snapshot(served)])
+            await second.join([made.record(0)], 60.0)
+            other = second.loop.driver
+            assert second.seat.place.rounds == {"delta": 3}
+            return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.port.counters
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda state: snapshot(state, told={"other": torch.zeros(1)}),
+        lambda state: snapshot({name: tensor for name, tensor in state.items() if "norm" not in name}),
+        lambda state: snapshot({name: tensor * float("nan") for name, tensor in state.items()}),
+        lambda state: snapshot(state | {"next.delta": torch.tensor(-7)}),
+    ],
+    ids=["a lie about its hash", "parts missing", "not finite", "a round below all"],
+)
+def test_a_newcomer_does_not_take_a_broken_snapshot_and_asks_again(bench, text, broken):
+    truth, found, _ = joined(bench, text, broken)
+    assert found == truth
+
+
+def padded(state, size_bytes):
+    chunk = bytes(1024 * 1024)
+    return replace(snapshot(state), chunks=(*snapshot(state).chunks, *[chunk] * (size_bytes // len(chunk))))
+
+
+@pytest.mark.parametrize(("over", "comes"), [(0.0, True), (1.5, False)])
+def test_of_a_state_that_is_larger_than_any_method_s_not_a_byte_is_downloaded(bench, text, over, comes):
+    seen = []
+
+    def broken(state):
+        shapes = {name: x.shape for name, x in state.items() if not name.startswith("next.")}
+        seen.append(most_state_bytes(shapes))  # twice what the model alone says, for the state has two copies
+        return padded(state, int(over * seen[0]))
+
+    truth, found, counters = joined(bench, text, broken)
+    assert found == truth
+    assert (counters["dropped: snapshot too large"] == 0) == comes
+
+
+def test_a_node_that_is_offered_nothing_but_lies_gives_up_in_time_and_keeps_its_state(bench, text):
+    made = bench(text, "diloco", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as founder, made.peer(1).running() as newcomer:
+            first, second = made.node(founder), made.node(newcomer)
+            first.found()
+            driver = second.loop.driver
+            before = state_hash(driver.method.snapshot(driver.replica))
+            serve(first, [snapshot({"a": torch.ones(2)})])
+            with pytest.raises((TimeoutError, SnapshotUnavailable)):
+                await second.join([made.record(0)], 20.0)
+            return before, state_hash(driver.method.snapshot(driver.replica)), asyncio.get_running_loop().time()
+
+    before, after, time_s = run_virtual(main())
+    assert before == after
+    assert time_s < 60
+
+
+# A stage's books.
+
+
+class Books:
+    """Brings a note of its own with each contribution, and writes down what it is told."""
+
+    def __init__(self):
+        self.brought_to, self.announced, self.told = [], [], []
+
+    def brought(self, number):
+        self.brought_to.append(number)
+        return notes.written([("t", number)])
+
+    def closing(self, number, noted):
+        self.announced.append((number, noted))
+
+    def closed(self, number, noted):
+        self.told.append((number, noted))
+
+
+def test_the_books_bring_notes_to_each_round_and_are_told_what_it_named(bench, text):
+    made, books = bench(text, "diloco", total=3200, period=10), Books()
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.seat._books = books
+            node.found()
+            await node.loop.run(made.total, 30.0)
+
+    run_virtual(main())
+    assert len(books.told) >= 4
+    assert books.told == [(number, notes.written([("t", number)])) for number in range(len(books.told))]
+    assert books.announced == books.told
+    assert books.brought_to == list(range(len(books.told)))
+
+
+def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench, text):
+    made, books = bench(text, "streaming", total=3200, period=8, fragments=2, overlap=1), Books()
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            node.seat._books = books
+            node.found()
+            first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
+            shards = [peer.rounds._streams[entry.key.stream].stream.shards for entry in (first, *others)]
+            assert shards == [2] + [1] * len(others)
+            await node.loop.run(made.total, 30.0)
+            return first
+
+    first = run_virtual(main())
+    assert len(books.told) >= 2
+    assert books.brought_to[: len(books.told)] == [number for number, _ in books.told]
+    assert len(books.brought_to) <= len(books.told) + 1
+    assert {number % first.stride for number, _ in books.told} == {first.key.round % first.stride}
+    assert all(noted == notes.written([("t", number)]) for number, noted in books.told)
+
+
+def test_a_stage_s_state_has_a_name_of_its_own_and_only_its_members_count(bench, text):
+    made = bench(text, "diloco", peers=2)
+
+    async def main():
+        async with made.peer(0).running() as peer:
+            node = made.node(peer)
+            courier = Courier(peer, 3, node.seat._compute, 1)
+            peer.found()
+            seat = Seat(peer, node.loop.driver, courier, node.seat._compute, 1, Books())
+            newest = peer.port.views.newest
+            others = (Member("a", 1, 1), Member("b", 1, 0), Member("c", 1, NOTHING))
+            members = (*newest.members, *others)
+            peer.port.chain.views.append(Certified(View(1, newest.hash, 0, members)))
+            seat.open()
+            seat.trained(64)
+            return set(peer.snapshots._providers), seat.members, seat.progress(0).tokens
+
+    served, members, tokens = run_virtual(main())
+    assert served == {"state/1"}
+    assert (members, tokens) == (2, 128), "the replica and the stage's one member"

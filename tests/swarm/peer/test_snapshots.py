@@ -1,0 +1,477 @@
+"""A joiner gets the state that most members announce, whole, from all who hold it, or learns that it cannot."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from farflock.swarm.frame import unpack
+from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
+from farflock.swarm.peer.chunks import Store
+from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.snapshots import (
+    ASK_EVERY_S,
+    KEEP_ROUNDS,
+    KEEP_S,
+    MAX_ASKERS,
+    MAX_DISTRUSTED,
+    SETTLE_S,
+    Listing,
+    Snapshot,
+    Snapshots,
+    SnapshotUnavailable,
+)
+from farflock.swarm.protocol.views import Certified, Chain, Member, View, genesis
+from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
+
+NAME = "state"
+MEMBERS = ("a", "b", "c", "d", "e")
+GENESIS = genesis("run", Member("a", 1))
+
+
+def snapshot(number=7, flavour=b"true", chunks=3, size=100_000):
+    parts = tuple(flavour + bytes([part]) * size for part in range(chunks))
+    return Snapshot(number, flavour.ljust(32, b"."), 10 * max(number, 0), parts)
+
+
+class Peer:
+    """One peer's snapshots on the network, with the loop that feeds them."""
+
+    def __init__(self, world, name, budget_bytes=2**30):
+        self.name, self.world = name, world
+        links, self.store = world.network.links(name), Store(budget_bytes)
+        self.port = Port("run", 0, 1, links, self.store, world.spawn)
+        self.port.chain = Chain("run", [Certified(GENESIS)])
+        self.snapshots = Snapshots(self.port, lambda stage: [peer for peer in world.members if peer != name])
+        self.built = 0
+        world.spawn(self.receive(links))
+
+    async def receive(self, links):
+        while True:
+            sender, packed = await links.receive()
+            frame = unpack(packed)
+            if isinstance(frame.message, StateQuery | StateOffer):
+                self.snapshots.receive(sender, frame.message)
+            else:
+                self.port.chunks.receive(sender, frame.message, frame.body)
+
+    def serve(self, what, build_s=0.0):
+        async def provide():
+            await asyncio.sleep(build_s)
+            self.built += 1
+            return what
+
+        self.snapshots.serve(NAME, provide)
+        return self
+
+    async def fetch(self, timeout_s=30.0, **options):
+        return await self.snapshots.fetch(NAME, timeout_s, **options)
+
+
+class World:
+    def __init__(self):
+        self.network, self.tasks, self.failures = SimNetwork(1), set(), []
+        self.members = MEMBERS
+        self.joiner = Peer(self, "joiner")
+
+    def spawn(self, work):
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.ended)
+
+    def ended(self, task):
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failures.append(task.exception())
+
+    def peer(self, name):
+        return Peer(self, name)
+
+
+def in_a_world(main):
+    """Run a test `main(world)` in virtual time."""
+
+    def test():
+        async def whole():
+            world = World()
+            await main(world)
+            assert not world.failures
+
+        run_virtual(whole())
+
+    return test
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+# Which state.
+
+
+@in_a_world
+async def test_the_snapshot_that_all_announce_comes_whole_and_in_order(world):
+    for name in "abc":
+        world.peer(name).serve(snapshot())
+    assert await world.joiner.fetch() == snapshot()
+    assert now() < 5.0
+
+
+@pytest.mark.parametrize(
+    ("offers", "taken"),
+    [
+        ({"a": snapshot(7), "b": snapshot(7), "c": snapshot(9)}, snapshot(7)),
+        ({"a": snapshot(7), "b": snapshot(9)}, snapshot(9)),
+        ({"a": snapshot(7, b"true"), "b": snapshot(7, b"true"), "c": snapshot(7, b"lie")}, snapshot(7, b"true")),
+        ({"a": snapshot(-1)}, snapshot(-1)),
+        ({"a": snapshot(7, chunks=0)}, snapshot(7, chunks=0)),
+    ],
+    ids=["most win over newest", "of equals the newest", "most win over a liar", "before the first round", "no chunks"],
+)
+def test_the_joiner_takes(offers, taken):
+    async def main():
+        world = World()
+        for name, offered in offers.items():
+            world.peer(name).serve(offered)
+        assert await world.joiner.fetch() == taken
+
+    run_virtual(main())
+
+
+@in_a_world
+async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_nobody_else(world):
+    members = {0: ["a"], 1: ["b", "c"], None: list(MEMBERS)}
+    world.joiner.snapshots._members = lambda stage: members[stage]
+    liar, one, other = (world.peer(name).serve(snapshot(7, name.encode())) for name in "abc")
+
+    async def lie():
+        while True:
+            liar.port.send("joiner", liar.snapshots._put(NAME, snapshot(9, b"lie"), "lies"))
+            await asyncio.sleep(0.1)
+
+    lying = asyncio.create_task(lie())
+    other.serve(snapshot(8, b"c"))
+    assert await world.joiner.fetch(stage=1) == snapshot(8, b"c"), "of two that differ the newer one"
+    assert liar.built == 0
+    lying.cancel()
+    assert await world.joiner.fetch(stage=0) == snapshot(7, b"a")
+    assert (one.built, other.built, liar.built) == (1, 1, 1)
+
+
+@in_a_world
+async def test_the_first_offer_is_not_taken_before_others_had_time_to_answer(world):
+    world.peer("a").serve(snapshot(7, b"lie"))
+    for name in "bc":
+        world.peer(name).serve(snapshot(7), build_s=ASK_EVERY_S + SETTLE_S / 2)
+    assert await world.joiner.fetch() == snapshot(7)
+
+
+@in_a_world
+async def test_only_members_are_asked_and_believed(world):
+    world.members = ("a",)
+    world.peer("a").serve(snapshot(7))
+    for name in "bcd":
+        stranger = world.peer(name).serve(snapshot(9, b"lie"))
+        stranger.snapshots.receive("joiner", StateQuery(NAME))  # as if it had been asked: it answers
+    assert await world.joiner.fetch() == snapshot(7)
+
+
+@in_a_world
+async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
+    world.joiner.snapshots.receive("a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0))
+    assert not world.joiner.snapshots._offers
+    with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
+        await world.joiner.fetch(timeout_s=3.0)
+    assert not world.joiner.snapshots._offers
+
+
+@in_a_world
+async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_taken(world):
+    """It would bring one line's state into another, and all that the other one had done would be lost."""
+    elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
+    there = Certified(elsewhere)
+    for name in "abc":
+        world.peer(name).serve(snapshot(9, b"elsewhere")).port.chain = Chain("run", [Certified(GENESIS), there])
+    with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
+        await world.joiner.fetch(timeout_s=5.0)
+    assert world.joiner.port.counters["dropped: snapshot of an unknown view"] >= 3
+    assert world.joiner.port.counters["stale view"] >= 3, "nobody is asked for the views that are lacking"
+    world.joiner.port.chain = Chain("run", [Certified(GENESIS), there])
+    assert await world.joiner.fetch() == snapshot(9, b"elsewhere")
+
+
+@in_a_world
+async def test_older_states_than_the_log_leads_on_from_are_not_taken_however_many_offer_them(world):
+    for name in "abc":
+        world.peer(name).serve(snapshot(4, b"old"))
+    world.peer("d").serve(snapshot(20, b"new"))
+    assert await world.joiner.fetch() == snapshot(4, b"old")
+    assert await world.joiner.fetch(least=12) == snapshot(20, b"new")
+    with pytest.raises(SnapshotUnavailable):
+        await world.joiner.fetch(timeout_s=4.0, least=21)
+
+
+@in_a_world
+async def test_who_changes_its_line_while_offers_come_in_begins_anew(world):
+    host = world.peer("a").serve(snapshot(9, b"old"))
+
+    async def change():
+        await asyncio.sleep(ASK_EVERY_S + SETTLE_S / 2)
+        world.joiner.port.chain = Chain("run", [Certified(GENESIS)])
+        host.serve(snapshot(5, b"new"))
+
+    world.spawn(change())
+    assert await world.joiner.fetch() == snapshot(5, b"new")
+
+
+# When it is hard.
+
+
+@in_a_world
+async def test_it_comes_through_loss_doubling_and_reordering(world):
+    world.network.faults = Faults(loss=0.1, duplicate=0.1, reorder=0.1)
+    for name in "ab":
+        world.peer(name).serve(snapshot(chunks=10))
+    assert await world.joiner.fetch(60.0) == snapshot(chunks=10)
+
+
+@in_a_world
+async def test_a_holder_that_dies_on_the_way_is_replaced_by_another(world):
+    world.network.set_link("joiner", LinkModel(down_bytes_per_s=1e6))
+    for name in "ab":
+        world.peer(name).serve(snapshot(chunks=20))
+
+    async def death():
+        await asyncio.sleep(ASK_EVERY_S + SETTLE_S + 1.0)
+        world.network.kill("a")
+
+    world.spawn(death())
+    assert await world.joiner.fetch() == snapshot(chunks=20)
+    assert now() > ASK_EVERY_S + SETTLE_S + 1.0, "the death came too late to be one on the way"
+
+
+@in_a_world
+async def test_nobody_answers_in_time_and_the_message_says_what_came_and_what_to_do(world):
+    with pytest.raises(SnapshotUnavailable, match=r"no snapshot of state within 5 s \(0 members .*; check the link"):
+        await world.joiner.fetch(timeout_s=5.0)
+    assert abs(now() - 5.0) < 0.01
+    lazy = world.peer("a").serve(snapshot())
+    lazy.store.get = lambda digest: None  # it offers what it does not hold
+    with pytest.raises(SnapshotUnavailable, match="1 members offered one"):
+        await world.joiner.fetch(timeout_s=5.0)
+
+
+@in_a_world
+async def test_a_member_that_comes_later_is_asked_again(world):
+    async def begin():
+        await asyncio.sleep(10.0)
+        world.peer("a").serve(snapshot())
+
+    world.spawn(begin())
+    assert await world.joiner.fetch() == snapshot()
+    assert 10.0 < now() < 15.0
+
+
+@pytest.mark.parametrize("listing", [b"", b"nonsense", msgspec.msgpack.encode([[[b"short", 5]]])])
+def test_a_listing_that_cannot_be_read_is_dropped_and_better_ones_are_taken_when_they_come(listing):
+    async def main():
+        world = World()
+        liar = world.peer("a")
+        digest = liar.store.put(listing, "lie")
+
+        def offer():
+            liar.port.send("joiner", StateOffer(NAME, GENESIS.hash, 99, bytes(32), digest, len(listing), 0))
+
+        async def keep_lying():
+            while True:
+                offer()
+                await asyncio.sleep(0.2)
+
+        world.spawn(keep_lying())
+        fetch = asyncio.create_task(world.joiner.fetch())
+        await asyncio.sleep(8.0)
+        assert world.joiner.port.counters["dropped: undecodable snapshot listing"] >= 2
+        for name in "bc":
+            world.peer(name).serve(snapshot())
+        assert await fetch == snapshot()
+
+    run_virtual(main())
+
+
+@in_a_world
+async def test_a_distrusted_download_is_never_taken_again(world):
+    for name in "abc":
+        world.peer(name).serve(snapshot(9, b"lie"))
+    for name in "de":
+        world.peer(name).serve(snapshot(7))
+    assert await world.joiner.fetch() == snapshot(9, b"lie")
+    world.joiner.snapshots.distrust(NAME)
+    assert await world.joiner.fetch() == snapshot(7)
+    assert world.joiner.port.counters["dropped: distrusted snapshot"] >= 3
+
+
+@in_a_world
+async def test_the_list_of_the_distrusted_is_bounded(world):
+    honest = world.peer("a")
+    for number in range(MAX_DISTRUSTED + 10):
+        honest.serve(snapshot(number, b"%d" % number, size=10))
+        assert await world.joiner.fetch() == snapshot(number, b"%d" % number, size=10)
+        world.joiner.snapshots.distrust(NAME)
+    assert len(world.joiner.snapshots._distrusted) == MAX_DISTRUSTED
+
+
+# Serving.
+
+
+@in_a_world
+async def test_progress_counts_up_to_all_chunks(world):
+    world.peer("a").serve(snapshot(chunks=5))
+    heard = []
+    await world.joiner.fetch(progress=lambda here, total: heard.append((here, total)))
+    assert heard == [(here, 5) for here in range(1, 6)]
+
+
+@in_a_world
+async def test_what_is_built_for_many_who_ask_meanwhile_is_built_once_and_answers_all_of_them(world):
+    host = world.peer("a").serve(snapshot(), build_s=3.0)
+    joiners = [Peer(world, f"joiner {number}") for number in range(4)]
+    assert await asyncio.gather(*(joiner.fetch() for joiner in joiners)) == [snapshot()] * 4
+    assert host.built == 1
+    assert now() < 6.0
+
+
+@in_a_world
+async def test_as_many_as_ask_meanwhile_are_remembered_up_to_a_bound(world):
+    host = world.peer("a").serve(snapshot(), build_s=3.0)
+    for number in range(MAX_ASKERS + 50):
+        host.snapshots.receive(f"stranger {number}", StateQuery(NAME))
+    assert len(host.snapshots._askers[NAME]) == MAX_ASKERS
+    await asyncio.sleep(5.0)
+    assert not host.snapshots._askers
+
+
+@in_a_world
+async def test_who_withdraws_serves_nobody_any_more_until_it_serves_again(world):
+    host = world.peer("a").serve(snapshot())
+    host.snapshots.withdraw()
+    with pytest.raises(SnapshotUnavailable):
+        await world.joiner.fetch(timeout_s=5.0)
+    host.serve(snapshot(9))
+    assert await world.joiner.fetch() == snapshot(9)
+
+
+@in_a_world
+async def test_a_question_that_is_overtaken_by_withdrawing_is_not_answered(world):
+    for begun in (False, True):
+        host = world.peer("a").serve(snapshot(), build_s=1.0)
+        host.snapshots.receive("joiner", StateQuery(NAME))
+        if begun:
+            await asyncio.sleep(0.5)
+        host.snapshots.withdraw()
+        await asyncio.sleep(2.0)
+        assert world.network.line("a").sent_frames == 0
+        assert not host.snapshots._askers
+
+
+@in_a_world
+async def test_an_older_snapshot_is_let_go_when_a_newer_one_is_served(world):
+    host = Peer(world, "a", budget_bytes=0)
+    host.serve(snapshot(1, b"one"))
+    assert await world.joiner.fetch() == snapshot(1, b"one")
+    first_bytes = host.store.size_bytes
+    assert await world.joiner.fetch() == snapshot(1, b"one")
+    assert host.store.size_bytes == first_bytes, "the same one is not put in again"
+    host.serve(snapshot(2, b"two"))
+    assert await world.joiner.fetch() == snapshot(2, b"two")
+    assert host.store.size_bytes == first_bytes, "only what is not pinned leaves a store without budget"
+
+
+@in_a_world
+async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_until_it_is_too_old(world):
+    host, states = Peer(world, "a", budget_bytes=0), iter(range(100))
+
+    async def provide():
+        return snapshot(next(states), b"some")
+
+    host.snapshots.serve(NAME, provide)
+    for touched, number in ((0, 0), (KEEP_ROUNDS, 0), (KEEP_ROUNDS + 1, 1), (2 * KEEP_ROUNDS + 1, 1)):
+        host.port.floor = (touched + 1,)
+        assert (await world.joiner.fetch()).round == number
+    await asyncio.sleep(KEEP_S)
+    assert (await world.joiner.fetch()).round == 2
+    host.snapshots.serve(NAME, provide)
+    assert (await world.joiner.fetch()).round == 3, "a new state is served at once"
+
+
+@in_a_world
+async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only_then(world):
+    host, states, version = Peer(world, "a", budget_bytes=0), iter(range(100)), 7
+
+    async def provide():
+        return snapshot(next(states), b"some")
+
+    host.snapshots.serve(NAME, provide, lambda: version)
+    for version, number in ((7, 0), (7, 0), (8, 1), (8, 1), (7, 2)):  # noqa: B007 - asked for by the lambda
+        host.port.floor = (host.port.touched + 2 * KEEP_ROUNDS,)
+        await asyncio.sleep(KEEP_S)
+        assert (await world.joiner.fetch()).round == number
+    host.snapshots.withdraw()
+    host.snapshots.serve(NAME, provide)
+    assert (await world.joiner.fetch()).round == 3
+    host.port.floor = (host.port.touched + KEEP_ROUNDS + 2,)
+    assert (await world.joiner.fetch()).round == 4, "it has no version any more"
+
+
+@in_a_world
+async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
+    host, joiner = world.peer("a").serve(snapshot()), Peer(world, "another")
+    total = sum(map(len, snapshot().chunks))
+    with pytest.raises(SnapshotUnavailable):
+        await joiner.fetch(timeout_s=5.0, most_bytes=total - 1)
+    assert joiner.store.size_bytes < 1000, "of the chunks none has come"
+    assert await joiner.fetch(most_bytes=total) == snapshot()
+    assert host.built == 1
+
+
+@in_a_world
+async def test_whose_download_was_let_go_meanwhile_asks_for_a_newer_one(world):
+    host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
+    download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
+    while not world.joiner.port.chunks._incoming:  # noqa: ASYNC110 - until it has begun
+        await asyncio.sleep(0.01)
+    host.serve(snapshot(2, b"two"))
+    await Peer(world, "b").fetch()
+    assert await download == snapshot(2, b"two")
+    assert now() < 20.0
+
+
+@in_a_world
+async def test_nothing_stays_pinned_at_the_joiner(world):
+    world.peer("a").serve(snapshot())
+    joiner = Peer(world, "another", budget_bytes=0)
+    assert await joiner.fetch() == snapshot()
+    assert joiner.store.size_bytes == 0
+
+
+@in_a_world
+async def test_a_question_for_a_stream_that_is_not_served_is_not_answered(world):
+    host = world.peer("a").serve(snapshot())
+    host.snapshots.receive("joiner", StateQuery("another"))
+    await asyncio.sleep(5)
+    assert host.built == 0
+    assert world.network.line("a").sent_frames == 0
+
+
+@in_a_world
+async def test_a_chunk_that_no_frame_of_ours_could_carry_is_our_own_bug(world):
+    host = world.peer("a").serve(Snapshot(1, b"", 0, (bytes(MAX_CHUNK_BYTES + 1),)))
+    with pytest.raises(AssertionError, match="too large"):
+        await host.snapshots._offer("joiner", NAME)
+
+
+def test_a_listing_names_each_chunk_and_its_size():
+    listing = Listing(((bytes(32), 5), (bytes(range(32)), 0)))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(listing), type=Listing) == listing
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode([[[bytes(32), MAX_CHUNK_BYTES + 1]]]), type=Listing)

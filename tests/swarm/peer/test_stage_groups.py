@@ -1,0 +1,578 @@
+"""Rounds of a model that is cut into stages, over whole peers: a stage's members contribute, everybody votes, and whoever
+comes, goes or dies, each contribution counts once and each stage goes on."""
+
+import asyncio
+import collections
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from farflock.swarm.frame import unpack
+from farflock.swarm.messages import Piece, Prepare
+from farflock.swarm.peer.following import HOPELESS_S
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.round_log import LOG_ROUNDS
+from farflock.swarm.peer.snapshots import Snapshot
+from farflock.swarm.peer.streams import Stream
+from farflock.swarm.protocol import axes
+from farflock.swarm.protocol.views import view_key
+from farflock.swarm.record import Record, seal
+from farflock.swarm.roles import NOTHING, role_of
+from farflock.swarm.sim.network import Faults, SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
+
+_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
+reduce, identity, until, now = (_HERD[name] for name in ("reduce", "identity", "until", "now"))
+SHARDS, TOKENS, VIEW_S = 2, 10, 2.0
+
+
+def name_of(stage):
+    return f"grad/{stage}"
+
+
+def stream(stage, wants="all", witnessed=False):
+    return Stream(
+        name_of(stage),
+        "mean",
+        SHARDS,
+        100_000,
+        reduce,
+        lambda number, shard, data: True,
+        deadline_s=6.0,
+        uniform=True,
+        witnessed=witnessed,
+        stage=stage,
+        wants=wants,
+    )
+
+
+class Node:
+    """One life of one peer: it brings a named contribution to each round of its stage, and looks on at the others."""
+
+    def __init__(self, flock, number, stage, life, wants):
+        self.flock, self.number, self.stage, self.life, self.wants = flock, number, stage, life, wants
+        mine = identity(number)
+        blob = seal(mine, Record("run", mine.peer, life, life, bytes(32), role=role_of(stage)))
+        self.record = blob
+        links = flock.network.links(mine.peer)
+        self.peer = Peer(RunTerms("run", 7, VIEW_S), mine, links, None, incarnation=life, record=lambda: blob)
+        self.applied, self.tokens, self.serial = -1, 0, 0
+        self.statuses = []
+        self.task = asyncio.create_task(self.live())
+
+    @property
+    def id(self):
+        return self.peer.me
+
+    @property
+    def rounds(self):
+        return self.peer.rounds
+
+    @property
+    def view(self):
+        return self.peer.port.views.newest
+
+    async def live(self):
+        async with self.peer.running():
+            if len(self.flock.nodes) == 0:
+                self.peer.found()
+                self.begin()
+            else:
+                await self.peer.meet(self.flock.records(), 30.0)
+                await self.join()
+                self.peer.ask_in()
+            while True:
+                await asyncio.sleep(self.flock.pace_s[self.stage])
+                if self.stage not in {NOTHING, *self.flock.quiet}:
+                    await self.step()
+
+    def begin(self):
+        for stage in range(self.flock.stages):
+            if stage == self.stage:
+                self.peer.open(stream(stage, witnessed=self.flock.witnessed), self.applied, self.tokens)
+                self.peer.snapshots.serve(f"state/{stage}", self.snapshot)
+            elif name_of(stage) not in self.rounds.names:
+                self.peer.open(stream(stage, self.wants, self.flock.witnessed))
+
+    async def join(self):
+        """With the state of a mate, or where there is none, after the last round that anybody knows of."""
+        port, view = self.peer.port, self.view
+        mates = [view.peers[index] for index in view.serving(self.stage)] if self.stage != NOTHING else []
+        if any(not port.gone(view, mate) for mate in mates if mate != self.id):
+            await self.adopt()
+        elif self.stage != NOTHING:
+            name = name_of(self.stage)
+            self.peer.open(stream(self.stage, "last", self.flock.witnessed))
+            await asyncio.sleep(6.0)
+            self.applied, self.tokens = self.rounds.newest(name), self.rounds.tokens(name)
+            self.rounds.close(name)
+            self.begin()
+        else:
+            self.begin()
+
+    async def snapshot(self):
+        chunk = json.dumps([self.applied, self.tokens]).encode()
+        return Snapshot(self.applied, bytes(32), self.tokens, (chunk,))
+
+    async def adopt(self):
+        found = await self.peer.snapshots.fetch(
+            f"state/{self.stage}", 30.0, least=self.peer.reach(self.stage), stage=self.stage
+        )
+        self.applied, self.tokens = json.loads(found.chunks[0])
+        self.begin()
+
+    async def step(self):
+        number, name = self.applied + 1, name_of(self.stage)
+        outcome = self.peer.decided(name, number)
+        mine = None
+        if outcome is None:
+            self.serial += 1
+            mine = f"{self.number}.{self.life}.{self.serial}"
+            payload = json.dumps({"name": mine}).encode()
+            outcome = await self.peer.exchange(name, number, [payload] * SHARDS, tokens=TOKENS)
+        self.statuses.append(outcome.status if mine else "replayed")
+        if outcome.status == "lost":
+            await self.adopt()
+            return
+        assert outcome.key.round == number
+        self.applied, self.tokens = number, outcome.tokens
+        self.flock.take_in(self, outcome, mine)
+
+
+class Flock:
+    """Nodes of some stages on one network, and the laws that hold over all of them at all times."""
+
+    def __init__(self, stages, seed=1, witnessed=False):
+        self.stages, self.network, self.witnessed = stages, SimNetwork(seed), witnessed
+        self.pace_s = collections.defaultdict(lambda: 0.5)
+        self.nodes, self.lives, self.serving = {}, 100, {}
+        self.quiet = set()  # stages that bring nothing by themselves
+        self.results = {stage: {} for stage in range(stages)}  # by round: (names, participants, tokens)
+        self.counted = collections.Counter()
+        self.forsaken, self.may_forsake = set(), False  # rounds that were applied by some, and had failed for others
+
+    def records(self):
+        return [node.record for node in self.nodes.values()]
+
+    def start(self, number, stage, wants="last"):
+        self.lives += 1
+        node = Node(self, number, stage, self.lives, wants)
+        self.serving[node.id, self.lives] = stage
+        asyncio.get_running_loop().call_soon(self.nodes.__setitem__, number, node)
+        return node
+
+    def kill(self, number):
+        node = self.nodes.pop(number)
+        self.network.kill(node.id)
+        node.task.cancel()
+        return node
+
+    def of(self, stage):
+        return [node for node in self.nodes.values() if node.stage == stage]
+
+    def newest(self, stage):
+        return max(self.results[stage], default=-1)
+
+    def take_in(self, node, outcome, mine):
+        stage, number, contents = node.stage, outcome.key.round, outcome.reduced or ()
+        names = tuple(json.loads(contents[0])["names"]) if contents else ()
+        for shard, content in enumerate(contents):
+            assert json.loads(content) == {"names": [*names], "round": number, "shard": shard}
+        result = (names, outcome.participants, outcome.tokens)
+        if self.may_forsake and outcome.status == "failed" and self.results[stage].get(number, ((),))[0]:
+            self.forsaken.add((stage, number))
+            assert self.results[stage][number][2] == outcome.tokens, "what counted, counted"
+            return
+        if number not in self.results[stage]:
+            self.counted.update(names)
+        assert self.results[stage].setdefault(number, result) == result, f"two results of round {number}"
+        assert max(self.counted.values(), default=0) <= 1, "a contribution counted twice"
+        if mine is not None and outcome.status != "failed":
+            assert outcome.taken == (mine in names,) * SHARDS
+        served = {peer for (peer, _), other in self.serving.items() if other == stage}
+        assert set(outcome.participants) <= served, "somebody of another stage contributed"
+
+    def check(self):
+        """Of each stage all rounds are there, and tokens are those of what counted in it."""
+        for stage, results in self.results.items():
+            tokens = 0
+            for number in range(min(results, default=0), max(results, default=-1) + 1):
+                names, _, after = results.get(number, ((), (), None))
+                tokens += TOKENS * len(names)
+                assert after in (None, tokens), f"round {number} of stage {stage} says {after} tokens, {tokens} count"
+
+    async def go_on(self, stage, rounds=3, within_s=15.0):
+        """Until so many more rounds of a stage are applied; how long that took."""
+        goal = self.newest(stage) + rounds
+        return await until(lambda: self.newest(stage) >= goal, within_s, f"round {goal} of stage {stage}")
+
+    async def end(self):
+        for node in self.nodes.values():
+            node.task.cancel()
+        for ended in await asyncio.gather(*(node.task for node in self.nodes.values()), return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
+
+def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):
+    """Run a test `main(flock)` whose nodes serve these stages, in virtual time; check that all laws held."""
+
+    def decorate(main):
+        def test():
+            async def whole():
+                made = Flock(max(stages) + 1, seed, witnessed)
+                made.pace_s.update(pace_s or {})
+                for number, stage in enumerate(stages):
+                    made.start(number, stage, wants)
+                    await asyncio.sleep(0.1)
+                nodes = made.nodes.values()
+                await until(
+                    lambda: all(n.peer.port.chain is not None and len(n.view.members) == len(stages) for n in nodes),
+                    40.0,
+                    "a view of all",
+                )
+                for stage in range(made.stages):
+                    await made.go_on(stage, 2)
+                await main(made)
+                await made.end()
+                made.check()
+                assert asyncio.all_tasks() == {asyncio.current_task()}
+
+            run_virtual(whole())
+
+        test.__doc__ = main.__doc__
+        return test
+
+    return decorate
+
+
+def ids(*nodes):
+    return tuple(sorted(node.id for node in nodes))
+
+
+# Contributors, voters, and what lookers-on hear.
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_a_stage_s_members_contribute_and_everybody_knows_what_its_rounds_were_made_of(made):
+    for stage in range(2):
+        await made.go_on(stage, 4)
+        names, participants, _ = made.results[stage][made.newest(stage)]
+        assert participants == ids(*made.of(stage))
+        assert len(names) == len(participants)
+    await asyncio.sleep(1.0)
+    for node in made.nodes.values():
+        for stage in {0, 1} - {node.stage}:
+            last = node.rounds.newest(name_of(stage))
+            assert last >= made.newest(stage) - 1
+            (told,) = node.rounds.told(name_of(stage), last)
+            assert tuple(json.loads(told)["names"]) == made.results[stage][last][0]
+            assert json.loads(told)["shard"] == SHARDS - 1
+            assert node.rounds.tokens(name_of(stage)) == made.results[stage][last][2]
+
+
+@pytest.mark.parametrize(("wants", "fetched"), [("last", {SHARDS - 1}), ("none", set()), ("all", set(range(SHARDS)))])
+def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
+    @flock(0, 0, NOTHING, wants=wants)
+    async def main(made):
+        await made.go_on(0, 3)
+        node, name = made.nodes[2], name_of(0)
+        entry = node.rounds._streams[name].log[number := node.rounds.newest(name) - 1]
+        here = {item.index for item in entry.close.items if item.digest in node.peer.port.store}
+        assert here == fetched
+        assert entry.complete
+        told = node.rounds.told(name, number)
+        assert told == ((b"",) if wants == "none" else (node.peer.port.store.get(entry.close.items[-1].digest),))
+
+    main()
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_of_rounds_that_are_not_decided_or_have_left_the_log_nothing_is_told(made):
+    await made.go_on(0, LOG_ROUNDS + 2, 30.0)
+    rounds, name = made.nodes[3].rounds, name_of(0)
+    oldest, newest = rounds.oldest(name), rounds.newest(name)
+    assert newest - oldest == LOG_ROUNDS - 1
+    assert rounds.told(name, oldest - 1) is None
+    assert rounds.told(name, newest + 1) is None
+    assert all(rounds.told(name, number) is not None for number in range(oldest, newest))
+    assert rounds.oldest(name_of(1)) <= rounds.newest(name_of(1))
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_who_looks_on_and_was_away_for_longer_than_the_log_goes_on_with_what_there_is(made):
+    looker, name = made.nodes[3], name_of(0)
+    made.network.partition({looker.id}, set(ids(*made.of(0), *made.of(1))))
+    await asyncio.sleep(1.0)
+    before = looker.rounds.newest(name)
+    await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
+    assert looker.rounds.newest(name) <= before + 1
+    made.network.heal()
+    await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, 25.0, "its catching up")
+    assert looker.rounds.oldest(name) > before + 1
+    await until(lambda: looker.rounds.told(name, looker.rounds.newest(name)) is not None, 5.0, "the notes")
+    assert looker.rounds.tokens(name) == made.results[0][looker.rounds.newest(name)][2]
+    assert looker.peer.port.counters["lost rounds"] == 0, "no state of its own was lost"
+
+
+@flock(0, 0, 1)
+async def test_a_round_is_called_once_somebody_else_has_brought_its_part_to_it(made):
+    one, other = made.of(0)
+    made.quiet.add(0)
+    await asyncio.sleep(3.0)
+    assert not one.rounds.called(name_of(0))
+    bringing = asyncio.create_task(one.step())
+    await asyncio.sleep(0.5)
+    assert other.rounds.called(name_of(0))
+    assert not one.rounds.called(name_of(0)), "its own part calls nobody"
+    joining = asyncio.create_task(other.step())
+    await asyncio.sleep(0.01)
+    assert not other.rounds.called(name_of(0)), "who has brought its own waits for the end"
+    await asyncio.gather(bringing, joining)
+    assert one.statuses[-1] == other.statuses[-1] == "ok"
+    assert not other.rounds.called(name_of(0))
+
+
+# Deaths, departures and newcomers.
+
+
+def starved(node):
+    """A tap: nobody's pieces reach this node."""
+    return lambda when_s, sender, to, packed: (
+        None if to == node.id and isinstance(unpack(packed).message, Piece) else packed
+    )
+
+
+@flock(0, 1, NOTHING, NOTHING)
+async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who_takes_the_stage_over(made):
+    """A newcomer has the stage's state, but not the rounds since, when the only server dies."""
+    newcomer = made.start(4, 0)
+    await until(lambda: newcomer.applied >= 0, 20.0, "its state")
+    made.network.tap = starved(newcomer)
+    behind = newcomer.applied
+    await until(lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind, 20.0, "rounds")
+    made.kill(0)
+    made.network.tap, made.may_forsake = None, True
+    lost = made.newest(0)
+    await made.go_on(0, 3, 90.0)
+    assert newcomer.applied > lost
+    assert made.forsaken == {(0, number) for number in range(behind + 1, lost + 1)}
+    assert newcomer.peer.port.counters["forsaken rounds"] == lost - behind
+
+
+@flock(0, 0, 0, 1, NOTHING, NOTHING, NOTHING)
+async def test_who_is_left_without_a_round_that_it_is_in_itself_brings_that_never_again(made):
+    """Its contribution counts: it must not go on as if the round had failed."""
+    left = made.nodes[2]
+    made.network.tap = starved(left)
+    await asyncio.sleep(2.0)
+    stuck = left.applied + 1
+    assert made.newest(0) >= stuck
+    assert left.rounds._streams[name_of(0)].log[stuck].taken == (True,) * SHARDS
+    for number in range(2):
+        made.kill(number)
+    made.network.tap = None
+    await until(lambda: left.peer.port.counters["forsaken rounds"], 90.0, "that it gives up")
+    assert left.applied == stuck - 1
+    await until(lambda: left.statuses[-1] == "lost", 1.0, "its being told")
+    assert not left.rounds.names or stuck not in left.rounds._streams[name_of(0)].log
+
+
+@flock(0, 1, NOTHING, NOTHING)
+async def test_a_content_that_comes_late_or_that_a_minority_waits_for_is_waited_for(made):
+    newcomer = made.start(4, 0)
+    await until(lambda: newcomer.applied >= 0, 20.0, "its state")
+    made.network.tap = starved(newcomer)
+    behind = newcomer.applied
+    await until(lambda: made.newest(0) >= behind + 2 and newcomer.rounds.newest(name_of(0)) > behind, 20.0, "rounds")
+    made.network.tap = None
+    others = {node.id for node in made.nodes.values()} - {newcomer.id}
+    made.network.partition({newcomer.id}, others)
+    await asyncio.sleep(2 * HOPELESS_S)
+    made.network.heal()
+    await until(lambda: newcomer.applied >= made.newest(0) - 1, 60.0, "its catching up")
+    assert newcomer.peer.port.counters["forsaken rounds"] == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_stage_of_two_that_loses_one_goes_on_with_the_other(victim):
+    @flock(0, 0, 1, 1, NOTHING)
+    async def main(made):
+        stage = made.nodes[victim].stage
+        made.kill(victim)
+        (left,) = made.of(stage)
+        assert await made.go_on(stage, 2, 25.0) < 20.0
+        assert await made.go_on(1 - stage, 2, 25.0) < 20.0
+        await until(lambda: len(left.view.members) == 4, 30.0, "a view without the dead")
+        await made.go_on(stage, 3)
+        assert made.results[stage][made.newest(stage)][1] == (left.id,)
+        assert left.statuses[-1] == "alone"
+        assert "failed" not in left.statuses
+
+    main()
+
+
+@flock(0, 0, 1, 1, NOTHING)
+async def test_who_comes_back_has_its_stage_s_state_and_contributes_again(made):
+    made.kill(1)
+    await asyncio.sleep(8.0)
+    back = made.start(1, 0)
+    await until(lambda: back.id in made.results[0][made.newest(0)][1], 30.0, "its contribution")
+    assert made.results[0][made.newest(0)][1] == ids(*made.of(0))
+    assert back.applied > 10
+    assert "replayed" not in back.statuses[5:]
+    assert back.tokens == made.results[0][back.applied][2]
+    await made.go_on(0)
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_a_stage_that_nobody_serves_stands_still_and_a_newcomer_s_rounds_go_on(made):
+    """Also its tokens: those who look on have heard them."""
+    made.kill(2)
+    before = made.newest(1)
+    await made.go_on(0, 10, 40.0)
+    assert made.newest(1) == before
+    tokens = made.results[1][before][2]
+    newcomer = made.start(4, 1)
+    await until(lambda: made.newest(1) >= before + 3, 40.0, "rounds of the newcomer")
+    results = [made.results[1][number] for number in sorted(made.results[1]) if number > before]
+    assert results[0][2] == tokens + TOKENS
+    assert {participants for _, participants, _ in results} == {(newcomer.id,)}
+    assert len(newcomer.view.serving(1)) == 1
+    await asyncio.sleep(1.0)
+    assert made.nodes[3].rounds.newest(name_of(1)) >= made.newest(1) - 1, "who looks on hears of them too"
+
+
+@flock(0, 0, 0, 1, 1)
+async def test_who_says_goodbye_is_out_of_its_stage_and_nobody_waits_for_it(made):
+    goer, (left,) = made.nodes[3], [made.nodes[4]]
+    goer.peer.leave()
+    await until(lambda: goer.id not in left.view.peers, VIEW_S + 3.0, "the view without it")
+    assert left.view.serving(1) == (left.view.peers.index(left.id),)
+    made.kill(3)
+    await made.go_on(1, 3, 8.0)
+    assert made.results[1][made.newest(1)][1] == (left.id,)
+
+
+@flock(0, 0, 0, 1, NOTHING)
+async def test_who_serves_another_stage_from_now_on_contributes_there_and_no_more_where_it_was(made):
+    made.kill(2)
+    moved = made.start(2, 1)
+    await until(lambda: made.newest(1) >= 0 and moved.id in made.results[1][made.newest(1)][1], 30.0, "its new stage")
+    await made.go_on(1, 2)
+    await made.go_on(0, 2)
+    assert made.results[0][made.newest(0)][1] == ids(*made.of(0))
+    assert made.results[1][made.newest(1)][1] == ids(*made.of(1))
+    member = next(member for member in moved.view.members if member.peer == moved.id)
+    assert (member.stage, member.incarnation) == (1, moved.life)
+
+
+# Each stage counts its own rounds.
+
+
+@flock(0, 0, 1, 1, NOTHING, pace_s={0: 0.3, 1: 2.5})
+async def test_a_view_begins_on_each_stage_s_axis_where_that_stage_is(made):
+    await made.go_on(0, 20, 60.0)
+    assert made.newest(0) > made.newest(1) + 10
+    for number, stage in ((5, 0), (6, 1)):
+        at = [made.newest(0), made.newest(1)]
+        newcomer = made.start(number, stage)
+        await until(lambda new=newcomer, s=stage: new.id in made.results[s][made.newest(s)][1], 40.0, "the newcomer's")
+        begins = newcomer.view.begins
+        assert at[0] - 1 <= axes.at(begins, 0) <= made.newest(0) + 1
+        assert at[1] - 1 <= axes.at(begins, 1) <= made.newest(1) + 1
+        for other in range(2):
+            await made.go_on(other, 2)
+    assert made.newest(0) > made.newest(1) + 10
+
+
+@flock(0, 0, 1, 1, NOTHING, pace_s={0: 0.3, 1: 2.5})
+async def test_a_death_in_the_fast_stage_does_not_hold_up_the_slow_one_nor_the_other_way_round(made):
+    await made.go_on(0, 10, 30.0)
+    for victim, stage in ((0, 0), (2, 1)):
+        made.kill(victim)
+        assert await made.go_on(1 - stage, 2, 20.0) < 15.0
+        assert await made.go_on(stage, 2, 30.0) < 20.0
+        made.start(victim, stage)
+        mates = made.of(stage)
+        await until(lambda s=stage: len(made.results[s][made.newest(s)][1]) == 2, 40.0, "both of them")
+        assert len(mates) == 1 or {mate.stage for mate in mates} == {stage}
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_who_wants_a_view_and_falls_silent_holds_the_stages_up_only_for_a_while(made):
+    """Who has told it where a view may begin votes in no round from there on; else neither could ever be decided."""
+    silent, before = made.nodes[3], made.nodes[0].view
+    me = before.index(silent.id, silent.life)
+    ask = Prepare(view_key(before.number + 1), before.hash, (1, me))
+    for number in (0, 1, 2):
+        made.nodes[number].peer.membership.receive(silent.id, silent.life, ask)
+    for node in (made.nodes[number] for number in (0, 1, 2)):
+        told = axes.at(node.peer.port.floor, 0)
+        assert [node.peer.port.views.blocked(number, 0) for number in (told - 1, told)] == [False, True]
+    assert await made.go_on(0, 3, 20.0) > 1.0
+    await made.go_on(1, 3, 5.0)
+    assert made.nodes[0].view.number > before.number
+    assert made.nodes[0].view.members == before.members
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_a_round_that_has_begun_gets_no_votes_either_once_a_view_may_begin_with_it(made):
+    made.quiet.add(0)
+    await asyncio.sleep(3.0)
+    one, other = made.of(0)
+    number, silent, before = one.applied + 1, made.nodes[3], one.view
+    bringing = asyncio.create_task(one.step())
+    await asyncio.sleep(0.3)
+    ask = Prepare(view_key(before.number + 1), before.hash, (1, before.index(silent.id, silent.life)))
+    for node in (one, other, made.nodes[2]):
+        node.peer.membership.receive(silent.id, silent.life, ask)
+    both = asyncio.gather(bringing, other.step())
+    await asyncio.sleep(1.5)
+    assert made.newest(0) == number - 1
+    await asyncio.wait_for(both, 20.0)
+    assert one.view.number > before.number
+    assert made.results[0][number][1] == ids(one, other)
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_views_say_who_does_what(made):
+    for node in made.nodes.values():
+        assert {(member.peer, member.stage) for member in node.view.members} == {
+            (other.id, other.stage) for other in made.nodes.values()
+        }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_under_loss_doubling_and_deaths_every_law_holds(seed):
+    @flock(0, 0, 1, 1, 2, 2, NOTHING, seed=seed, pace_s={2: 1.5})
+    async def main(made):
+        made.network.faults = Faults(loss=0.05, duplicate=0.05, reorder=0.1)
+        for victim in (1, 2, 4):
+            stage = made.nodes[victim].stage
+            made.kill(victim)
+            await asyncio.sleep(7.0)
+            made.start(victim, stage)
+            await asyncio.sleep(9.0)
+        made.network.faults = Faults()
+        for stage in range(3):
+            await made.go_on(stage, 4, 60.0)
+            await until(lambda s=stage: made.results[s][made.newest(s)][1] == ids(*made.of(s)), 40.0, "all of a stage")
+
+    main()
+
+
+@flock(0, 0, 1, NOTHING)
+async def test_a_stream_that_was_closed_can_be_opened_for_another_part_in_it(made):
+    looker, name = made.nodes[3], name_of(0)
+    looker.rounds.close(name)
+    assert name not in looker.rounds.names
+    assert not any(key.stream == name for key in looker.rounds._machines)
+    await made.go_on(0, 2)
+    looker.peer.open(replace(stream(0), wants="none"), made.newest(0))
+    await made.go_on(0, 2)
+    await asyncio.sleep(1.0)
+    assert looker.rounds.newest(name) >= made.newest(0) - 1

@@ -1,0 +1,113 @@
+"""Peers that have a part in each stage of a model: their rounds of each, and views of nobody else."""
+
+import asyncio
+import runpy
+from pathlib import Path
+
+import pytest
+
+from farflock.swarm.messages import Prepare
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.streams import Stream
+from farflock.swarm.protocol.views import view_key
+from farflock.swarm.record import Record, seal
+from farflock.swarm.roles import EVERY
+from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
+
+_HERD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "herd.py"))
+reduce, identity, until = (_HERD[name] for name in ("reduce", "identity", "until"))
+STAGES, SHARDS = (0, 1), 2
+
+
+def stream(stage, wants="all"):
+    return Stream(
+        f"grad/{stage}", "mean", SHARDS, 100_000, reduce, lambda *shard: True, uniform=True, stage=stage, wants=wants
+    )
+
+
+def peer_of(network, number):
+    mine = identity(number)
+    blob = seal(mine, Record("run", mine.peer, number + 1, number + 1, bytes(32), role="replica"))
+    links = network.links(mine.peer)
+    return blob, Peer(RunTerms("run", 7, 2.0), mine, links, None, incarnation=number + 1, record=lambda: blob)
+
+
+def among(count):
+    """Run a test `main(peers)` among so many replicas of two stages, all members."""
+
+    def decorate(main):
+        def test():
+            async def whole():
+                network = SimNetwork(3)
+                made = [peer_of(network, number) for number in range(count)]
+                peers = [peer for _, peer in made]
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(live(peer, [] if peer is peers[0] else [made[0][0]])) for peer in peers]
+                    await until(lambda: all(peer.membership.is_member for peer in peers), 30.0, "everybody")
+                    await until(lambda: len(peers[0].port.views.newest.members) == count, 30.0, "one view")
+                    await main(peers)
+                    for task in tasks:
+                        task.cancel()
+
+            run_virtual(whole())
+
+        test.__name__ = main.__name__
+        return test
+
+    return decorate
+
+
+async def live(peer, records):
+    async with peer.running():
+        if records:
+            await peer.join(records, 30.0)
+        else:
+            peer.found()
+        for stage in STAGES:
+            peer.open(stream(stage))
+        await asyncio.sleep(1e6)
+
+
+async def round_of(peers, stage, number):
+    shards = [b'{"name": "x"}'] * SHARDS
+    return await asyncio.gather(
+        *(peer.exchange(f"grad/{stage}", number, shards, tokens=5) for peer in peers), return_exceptions=True
+    )
+
+
+@among(2)
+async def test_members_of_every_stage_are_in_each_stages_group_at_its_own_pace(peers):
+    view = peers[0].port.views.newest
+    assert [member.stage for member in view.members] == [EVERY, EVERY]
+    assert not view.staged
+    for stage, count in ((0, 3), (1, 1)):
+        for number in range(count):
+            for outcome in await round_of(peers, stage, number):
+                assert set(outcome.participants) == {peer.me for peer in peers}
+    assert [peers[0].rounds.newest(f"grad/{stage}") for stage in STAGES] == [2, 0]
+
+
+@among(3)
+async def test_where_all_members_are_replicas_a_view_that_is_wanted_holds_the_stages_rounds_back_too(peers):
+    """Else it could begin with a round that some have voted in, and neither could ever be decided."""
+    await round_of(peers, 0, 0)
+    before = peers[0].port.views.newest
+    silent = before.index(peers[2].me, peers[2].port.incarnation)
+    ask = Prepare(view_key(before.number + 1), before.hash, (1, silent))
+    peers[0].membership.receive(peers[2].me, peers[2].port.incarnation, ask)
+    assert [peers[0].port.views.blocked(number, 0) for number in (0, 1)] == [False, True]
+    assert peers[0].port.views.blocked(0, 1)
+
+
+@pytest.mark.parametrize(("after", "expected"), [((7, 3), {0: 7, 1: 3, None: -1}), ((2, 9), {0: 2, 1: 9, None: -1})])
+def test_how_far_logs_reach_back_is_asked_of_one_stage(after, expected):
+    async def main():
+        _, peer = peer_of(SimNetwork(3), 0)
+        async with peer.running():
+            peer.found()
+            for stage, number in zip(STAGES, after, strict=True):
+                peer.open(stream(stage), number)
+            return {stage: peer.reach(stage) for stage in (0, 1, None)}
+
+    assert run_virtual(main()) == expected

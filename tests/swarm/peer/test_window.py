@@ -1,0 +1,131 @@
+"""A budget of bytes: never overdrawn, in order, and whole again after every cancellation."""
+
+import asyncio
+import random
+
+import pytest
+
+from farflock.swarm.peer.window import Window
+from farflock.swarm.sim.virtual_time import run_virtual
+
+
+def test_what_is_free_is_given_at_once_up_to_what_was_asked_for():
+    async def main():
+        window = Window(100)
+        assert await window.take(10, 70) == 70
+        assert await window.take(10, 70) == 30
+        assert window.free_bytes == 0
+        window.give(100)
+        assert window.idle
+
+    run_virtual(main())
+
+
+def test_who_waits_goes_in_order_even_if_a_later_one_would_fit():
+    async def main():
+        window, order = Window(100), []
+
+        async def user(name, size):
+            taken = await window.take(size, size)
+            order.append(name)
+            await asyncio.sleep(1)
+            window.give(taken)
+
+        async with asyncio.TaskGroup() as group:
+            for name, size in (("first", 60), ("large", 100), ("small", 10)):
+                group.create_task(user(name, size))
+        assert order == ["first", "large", "small"]
+        assert window.idle
+
+    run_virtual(main())
+
+
+def test_who_has_begun_goes_ahead_of_who_waits_and_takes_no_more_than_there_is():
+    async def main():
+        window, order = Window(100), []
+
+        async def user(name, size, ahead):
+            taken = await window.take(size, size, ahead=ahead)
+            order.append(name)
+            await asyncio.sleep(1)
+            window.give(taken)
+
+        async with asyncio.TaskGroup() as group:
+            for name, size, ahead in (
+                ("first", 90, False),
+                ("large", 100, False),
+                ("begun", 20, True),
+                ("fits", 5, True),
+            ):
+                group.create_task(user(name, size, ahead))
+        assert order == ["first", "fits", "begun", "large"]
+        assert window.idle
+
+    run_virtual(main())
+
+
+def test_more_than_the_whole_window_is_a_bug():
+    async def main():
+        with pytest.raises(AssertionError):
+            await Window(100).take(101, 101)
+
+    run_virtual(main())
+
+
+def test_under_chance_and_cancellation_it_is_never_overdrawn_and_ends_whole():
+    async def main(seed):
+        chance, window, most = random.Random(seed), Window(1000), 0
+
+        async def user():
+            nonlocal most
+            least = chance.randrange(0, 1001)
+            taken = await window.take(least, least + chance.randrange(500))
+            try:
+                assert least <= taken
+                most = max(most, 1000 - window.free_bytes)
+                await asyncio.sleep(chance.random())
+            finally:
+                window.give(taken)
+
+        tasks = [asyncio.create_task(user()) for _ in range(60)]
+        for task in chance.sample(tasks, 30):
+            await asyncio.sleep(chance.random() / 5)
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError | None) for result in results)
+        assert 0 <= window.free_bytes <= 1000
+        assert most <= 1000
+        assert window.idle
+
+    for seed in range(50):
+        run_virtual(main(seed))
+
+
+def test_bytes_given_back_in_the_moment_of_cancellation_go_to_the_next():
+    async def main():
+        window = Window(10)
+        await window.take(10, 10)
+        waiters = [asyncio.create_task(window.take(10, 10)) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        window.give(10)
+        assert await waiters[1] == 10
+        window.give(10)
+        assert window.idle
+
+    run_virtual(main())
+
+
+def test_a_turn_that_comes_in_the_moment_of_cancellation_is_not_lost():
+    async def main():
+        window = Window(10)
+        await window.take(10, 10)
+        waiter = asyncio.create_task(window.take(10, 10))
+        await asyncio.sleep(0)
+        window.give(10)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        assert window.idle
+
+    run_virtual(main())

@@ -1,0 +1,451 @@
+"""One value for one key, whatever is lost, doubled, late, or crashes."""
+
+import itertools
+import random
+
+import pytest
+
+from farflock.swarm.messages import Accepted, Decided, Key, Prepare, Promise, Propose, Rejected
+from farflock.swarm.protocol import decide
+from farflock.swarm.protocol.decide import Decision, is_certified, is_quorum, signed_text
+
+KEY, VIEW = Key("weights", 3), bytes(32)
+EVERYDAY_SCHEDULES = 3000
+
+
+def group(size, proposers=None, **options):
+    order = tuple(proposers or range(size))
+    return [Decision(KEY, VIEW, me, size, order, **options) for me in range(size)]
+
+
+class Schedule:
+    """Members and a bag of messages; chance decides what is delivered, doubled, lost, and who crashes."""
+
+    def __init__(self, seed, size=None, loss=None, crashes=None, refusals=0.0):
+        self.chance = random.Random(seed)
+        self.size = size or self.chance.randint(1, 7)
+        order = list(range(self.size))
+        self.chance.shuffle(order)
+        self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
+        self.members = [
+            Decision(
+                KEY, VIEW, me, self.size, tuple(order), floor=lambda value, me=me: (1,) * (value in self.refused[me])
+            )
+            for me in range(self.size)
+        ]
+        self.loss = self.chance.choice([0.0, 0.1, 0.4]) if loss is None else loss
+        most = (self.size - 1) // 2 if crashes is None else crashes
+        self.crash_left = self.chance.randint(0, most)
+        self.crashed = set()
+        self.bag = []
+        self.proposed = set()
+        self.seen = {}
+
+    def send(self, sender, sends):
+        for to, message in sends:
+            if self.chance.random() >= self.loss:
+                self.bag.append((sender, to, message))
+            if self.chance.random() < 0.1:
+                self.bag.append((sender, to, message))
+
+    def deliver(self):
+        sender, to, message = self.bag.pop(self.chance.randrange(len(self.bag)))
+        if to not in self.crashed:
+            self.send(to, self.members[to].receive(sender, message))
+            self.observe(to)
+
+    def propose(self, me):
+        value = b"value of %d, try %d" % (me, len(self.proposed))
+        self.proposed.add(value)
+        self.send(me, self.members[me].propose(value))
+        self.observe(me)
+
+    def observe(self, me):
+        """What was decided at a member once stays, and is the same everywhere, crashed ones included."""
+        value = self.members[me].decided
+        if me in self.seen:
+            assert value == self.seen[me], "a decision changed"
+        elif value is not None:
+            self.seen[me] = value
+            assert set(self.seen.values()) == {value}, f"two values were decided: {self.seen}"
+            assert value in self.proposed, f"{value} was never proposed"
+
+    def refuse(self, me, value):
+        """From now on and for ever, unless this member has just accepted it."""
+        accepted = self.members[me].accepted
+        if accepted is None or accepted[1] != value:
+            self.refused[me].add(value)
+
+    def is_open(self, value, live):
+        """Whether nobody can tell any more if a value was chosen: those who could know are gone."""
+        members = set(range(self.size)) - {me for me in live if value in self.refused[me]}
+        return is_quorum(members, self.size) and not is_quorum(members & set(live), self.size)
+
+    def step(self):
+        live = [me for me in range(self.size) if me not in self.crashed]
+        if self.refusals and self.chance.random() < self.refusals:
+            accepted = [member.accepted[1] for member in self.members if member.accepted]
+            for me in range(self.size) if accepted else ():
+                if self.chance.random() < 0.8:
+                    self.refuse(me, self.chance.choice(accepted))
+        draw = self.chance.random()
+        if draw < 0.06:
+            self.propose(self.chance.choice(live))
+        elif draw < 0.12:
+            me = self.chance.choice(live)
+            self.send(me, self.members[me].retry())
+        elif draw < 0.13 and self.crash_left and len(live) > 1:
+            self.crash_left -= 1
+            self.crashed.add(self.chance.choice(live))
+        elif self.bag:
+            self.deliver()
+
+    def disturb(self, steps):
+        for _ in range(steps):
+            self.step()
+
+    def calm_down(self, tries=2):
+        """From now on nothing is lost or refused anew and each live member tries some times, one after the other."""
+        self.loss = self.refusals = 0.0
+        live = [me for me in range(self.size) if me not in self.crashed]
+        for me in live * tries:
+            self.propose(me)
+            while self.bag:
+                self.deliver()
+        return live
+
+
+def test_no_schedule_decides_two_values_or_one_that_nobody_proposed():
+    decided = 0
+    for seed in range(EVERYDAY_SCHEDULES):
+        schedule = Schedule(seed)
+        schedule.disturb(150)
+        decided += bool(schedule.seen)
+    assert decided > EVERYDAY_SCHEDULES / 2, "these schedules hardly test agreement"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_schedule_of_a_hundred_thousand_decides_two_values():
+    for seed in range(10**6, 10**6 + 100_000):
+        Schedule(seed).disturb(250)
+
+
+def test_when_messages_flow_again_every_live_member_that_tries_learns_the_value():
+    for seed in range(500):
+        schedule = Schedule(seed)
+        schedule.disturb(80)
+        live = schedule.calm_down()
+        if is_quorum(live, schedule.size):
+            assert {schedule.members[me].decided for me in live} == {schedule.seen[live[0]]}, seed
+
+
+def test_refusals_for_good_neither_break_agreement_nor_block_it():
+    freed = 0
+    for seed in range(400):
+        schedule = Schedule(seed, size=3 + seed % 5, refusals=0.05)
+        schedule.disturb(100)
+        doubtful = list(schedule.proposed)
+        live = schedule.calm_down(tries=6)
+        if is_quorum(live, schedule.size) and not any(schedule.is_open(value, live) for value in doubtful):
+            assert {schedule.members[me].decided for me in live} == {schedule.seen[live[0]]}, seed
+            freed += any(schedule.members[me]._is_impossible(value) for me in live for value in doubtful)
+    assert freed > 20, f"only {freed} of these schedules exclude a value"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_schedule_of_thirty_thousand_with_refusals_decides_two_values():
+    for seed in range(10**7, 10**7 + 30_000):
+        Schedule(seed, refusals=0.1).disturb(250)
+
+
+def refusing_group(size, refusers):
+    """Members of which some refuse the value `old`; member 1 has accepted it of member 0, and nobody else."""
+    members = [
+        Decision(
+            KEY,
+            VIEW,
+            me,
+            size,
+            tuple(range(size)),
+            floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers),
+        )
+        for me in range(size)
+    ]
+    ((_, offered),) = [entry for entry in members[0].propose(b"old") if entry[0] == 1]
+    members[1].receive(0, offered)
+    return members
+
+
+def test_a_value_that_too_many_refuse_for_good_binds_nobody():
+    members = [None, *refusing_group(5, {2, 3, 4})[1:]]
+    run(members, members[2].propose(b"first try"), sender=2)
+    assert members[2].decided is None, "it had to repeat the old one"
+    run(members, members[2].propose(b"new"), sender=2)
+    assert {member.decided for member in members[1:]} == {b"new"}
+
+
+def test_a_value_that_a_quorum_may_have_accepted_binds_although_others_refuse_it():
+    """0 and 1 of three have accepted, so it may be chosen: the third, which refuses it, must not put its own forward."""
+    members = [None, *refusing_group(3, {2})[1:]]
+    for number in range(4):
+        run(members, members[2].propose(b"own, try %d" % number), sender=2)
+    assert members[2].decided is None
+    assert members[1].accepted[1] == b"old"
+
+
+def test_the_agreement_test_can_fail(monkeypatch):
+    """With a quorum of one anywhere, the very same schedules must find two values."""
+    monkeypatch.setattr(decide, "is_quorum", lambda members, size: len(members) >= 1)
+    with pytest.raises(AssertionError, match="two values were decided"):
+        for seed in range(300):
+            Schedule(seed).disturb(150)
+
+
+def test_an_acceptor_that_forgets_its_promises_breaks_agreement():
+    """Why a restarted member comes back under a new incarnation: with amnesia, the schedules find two values."""
+    with pytest.raises(AssertionError, match="two values were decided"):
+        for seed in range(3000):
+            schedule = Schedule(seed, size=3)
+            for _ in range(15):
+                schedule.disturb(10)
+                me = schedule.chance.randrange(3)
+                if me not in schedule.seen:
+                    old = schedule.members[me]
+                    schedule.members[me] = Decision(KEY, VIEW, me, 3, old.proposers)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_any_two_quorums_share_a_member(size):
+    quorums = [
+        set(members)
+        for count in range(size + 1)
+        for members in itertools.combinations(range(size), count)
+        if is_quorum(members, size)
+    ]
+    assert quorums
+    assert all(one & other for one in quorums for other in quorums)
+
+
+@pytest.mark.parametrize("size", [2, 4, 6, 8])
+def test_of_exactly_half_only_the_half_with_the_senior_member_decides(size):
+    half = size // 2
+    assert is_quorum(range(half), size)
+    assert not is_quorum(range(half, size), size)
+
+
+def run(members, sends, sender=0):
+    """Deliver everything in order, to the dead (None) in vain; returns how many messages that took."""
+    bag = [(sender, to, message) for to, message in sends]
+    count = 0
+    while bag:
+        sender, to, message = bag.pop(0)
+        count += 1
+        if members[to] is None:
+            continue
+        bag += [(to, after, answer) for after, answer in members[to].receive(sender, message)]
+    return count
+
+
+def test_an_undisturbed_decision_takes_one_round_trip_and_a_broadcast():
+    members = group(5)
+    count = run(members, members[0].propose(b"v"))
+    assert {member.decided for member in members} == {b"v"}
+    assert count == 4 + 4 + 4
+
+
+def test_a_lone_member_decides_at_once():
+    (only,) = group(1)
+    assert only.propose(b"v") == []
+    assert only.decided == b"v"
+
+
+def test_only_the_first_proposer_may_use_ballot_zero():
+    members = group(3, proposers=(1, 0, 2))
+    assert members[2].receive(0, Propose(KEY, VIEW, (0, 0), b"stolen")) == []
+    assert members[2].accepted is None
+    assert members[2].receive(0, Prepare(KEY, VIEW, (0, 0))) == []
+    (answer,) = members[2].receive(1, Propose(KEY, VIEW, (0, 1), b"rightful"))
+    assert answer == (1, Accepted(KEY, VIEW, (0, 1)))
+
+
+def test_nobody_may_use_the_ballot_of_somebody_else():
+    members = group(3)
+    assert members[2].receive(0, Prepare(KEY, VIEW, (4, 1))) == []
+    assert members[2].receive(0, Propose(KEY, VIEW, (4, 1), b"v")) == []
+    assert members[2].promised == (0, 0)
+
+
+def test_a_later_proposer_takes_over_the_value_that_may_have_been_chosen():
+    members = group(3)
+    for to, message in members[0].propose(b"first"):
+        if to == 1:
+            members[1].receive(0, message)  # 0 and 1 have accepted: chosen, though nobody knows; 0 dies
+    run([None, *members[1:]], members[1].propose(b"second"), sender=1)
+    assert members[1].decided == members[2].decided == b"first"
+
+
+def test_a_lower_ballot_is_told_which_one_was_promised():
+    members = group(3)
+    members[2].receive(1, Prepare(KEY, VIEW, (5, 1)))
+    assert members[2].receive(0, Prepare(KEY, VIEW, (4, 0))) == [(0, Rejected(KEY, VIEW, (4, 0), (5, 1)))]
+    members[0].propose(b"v")
+    members[0].receive(2, Rejected(KEY, VIEW, (0, 0), (5, 1)))
+    ballots = {message.ballot for _, message in members[0].propose(b"v")}
+    assert ballots == {(6, 0)}
+
+
+def test_retry_repeats_only_what_has_not_been_answered():
+    members = group(4)
+    first = members[0].propose(b"v")
+    assert {to for to, _ in first} == {1, 2, 3}
+    for answer in members[1].receive(0, first[0][1]):
+        members[0].receive(1, answer[1])
+    assert members[0].decided == b"v", "half with the senior member is a quorum"
+    assert members[0].retry() == []
+    members = group(5)
+    first = members[0].propose(b"v")
+    members[0].receive(1, members[1].receive(0, first[0][1])[0][1])
+    assert {to for to, _ in members[0].retry()} == {2, 3, 4}
+
+
+def test_answers_to_an_older_ballot_count_for_nothing():
+    members = group(5)
+    members[1].propose(b"old")
+    members[1].receive(0, Promise(KEY, VIEW, (1, 1)))
+    members[1].propose(b"new")
+    members[1].receive(2, Promise(KEY, VIEW, (1, 1)))
+    members[1].receive(3, Promise(KEY, VIEW, (1, 1)))
+    members[1].receive(4, Accepted(KEY, VIEW, (1, 1)))
+    assert members[1].retry()[0][1] == Prepare(KEY, VIEW, (2, 1))
+
+
+def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
+    members = group(3, floor=lambda value: () if value == b"late enough" else (12,))
+    sends = members[0].propose(b"too early")
+    for to, message in sends:
+        for _, answer in members[to].receive(0, message):
+            members[0].receive(to, answer)
+    assert members[0].decided is None
+    assert members[0].known_floor == (12,)
+    run(members, members[0].propose(b"late enough"))
+    assert {member.decided for member in members} == {b"late enough"}
+
+
+def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepted_by_a_few_and_refused_by_the_rest():
+    """A value that two slow members accept and a fast one refuses binds them for good, once the other one is dead."""
+    begun = (0, 7, 1, 0)
+    members = [
+        Decision(
+            KEY,
+            VIEW,
+            me,
+            4,
+            (2, 0, 1, 3),
+            floor=lambda value, me=me: () if int(value) > begun[me] else (begun[me] + 1,),
+            in_step=False,
+            least=lambda me=me: (begun[me] + 1,),
+            lifted=lambda value, floor: b"%d" % max(int(value), *floor),
+        )
+        for me in range(4)
+    ]
+    run([None, *members[1:]], members[2].propose(b"3"), 2)
+    assert {member.decided for member in members[1:]} == {b"8"}
+    assert members[2].known_floor == (8,)
+
+
+def test_who_works_on_a_decided_key_is_told_the_decision():
+    members = group(3)
+    run([*members[:2], Decision(KEY, VIEW, 2, 3, (0, 1, 2))], members[0].propose(b"v"))
+    (answer,) = members[0].receive(2, Prepare(KEY, VIEW, (9, 2)))
+    members[2].receive(0, answer[1])
+    assert members[2].decided == b"v"
+    assert members[2].propose(b"another") == []
+    assert members[2].announcement() == members[0].announcement()
+
+
+def test_nothing_can_be_announced_before_it_is_decided():
+    with pytest.raises(AssertionError, match="not decided"):
+        group(3)[0].announcement()
+
+
+# Where members sign: what convinces outsiders.
+
+
+def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may():
+    held = {1, 2}
+    members = [Decision(KEY, VIEW, me, 3, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)]
+    assert members[1].propose(b"w") == []
+    run(members, members[0].propose(b"v"))
+    assert [member.accepted is not None for member in members] == [True, False, False]
+    assert not any(member.decided for member in members), "one of three is no quorum"
+    (answer,) = members[1].receive(0, Prepare(KEY, VIEW, (3, 0)))[:1]
+    assert isinstance(answer[1], Promise), "a promise binds to nothing"
+    held.clear()
+    run(members, members[0].propose(b"v"))
+    assert {member.decided for member in members} == {b"v"}
+
+
+def test_who_is_held_back_still_learns_what_others_decided():
+    members = [Decision(KEY, VIEW, me, 3, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)]
+    run(members, members[0].propose(b"v"))
+    assert {member.decided for member in members} == {b"v"}
+    assert members[2].accepted is None
+
+
+def sign_as(member):
+    return lambda text: b"%d:" % member + text[:40]
+
+
+def checks(member, text, proof):
+    return proof == sign_as(member)(text)
+
+
+def signed_group(size):
+    return [Decision(KEY, VIEW, me, size, tuple(range(size)), sign=sign_as(me), checks=checks) for me in range(size)]
+
+
+def certificate(signers, ballot=(0, 0), value=b"v", key=KEY):
+    text = signed_text(KEY, ballot, b"v")
+    return Decided(key, VIEW, value, ballot, tuple((member, sign_as(member)(text)) for member in signers))
+
+
+def test_a_decision_is_certified_by_the_signatures_of_a_quorum():
+    members = signed_group(5)
+    run(members, members[0].propose(b"v"))
+    announcement = members[3].announcement()
+    assert is_certified(announcement, 5, checks)
+    assert len(announcement.proofs) == 3
+
+
+@pytest.mark.parametrize(
+    ("decided", "why"),
+    [
+        (certificate([0, 1]), "too few"),
+        (certificate([0, 1, 1, 1]), "one signer counted three times"),
+        (certificate([0, 1, 7, 8, 9]), "signers that do not exist"),
+        (certificate([0, 1, 2], value=b"w"), "another value"),
+        (certificate([0, 1, 2], key=Key("weights", 4)), "another key"),
+        (Decided(KEY, VIEW, b"v", (1, 0), certificate([0, 1, 2]).proofs), "another ballot"),
+        (Decided(KEY, VIEW, b"v", (0, 0), ((0, b""), (1, b""), (2, b""))), "no signatures"),
+        (Decided(KEY, VIEW, b"v", (0, 0), (*certificate([0, 1, 2]).proofs, (3, b"forged"))), "one of them forged"),
+        (Decided(KEY, VIEW, b"v"), "nobody"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_forged_certificate_is_refused(decided, why):
+    assert is_certified(certificate([0, 1, 2]), 5, checks)
+    assert not is_certified(decided, 5, checks), why
+    member = signed_group(5)[4]
+    member.receive(0, decided)
+    assert member.decided is None, why
+
+
+def test_an_acceptance_with_a_false_signature_does_not_count():
+    members = signed_group(3)
+    members[0].propose(b"v")
+    members[0].receive(1, Accepted(KEY, VIEW, (0, 0), b"forged"))
+    assert members[0].decided is None
+    members[0].receive(1, Accepted(KEY, VIEW, (0, 0), sign_as(1)(signed_text(KEY, (0, 0), b"v"))))
+    assert members[0].decided == b"v"

@@ -1,0 +1,108 @@
+"""The small steps must come to what looking through everything comes to."""
+
+import random
+
+import pytest
+
+from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.holdings import Holdings, Item
+
+PLACES, MEMBERS, ME = 5, 4, 1
+
+
+def digest(name):
+    return bytes([name]) * 32
+
+
+def item(index, name):
+    return Item(index, digest(name), 10, bytes([1]) + bytes(7))
+
+
+def place(entry):
+    return entry.index, entry.digest
+
+
+class Slow:
+    """The same by looking through everything, each time."""
+
+    def __init__(self):
+        self.items, self.held, self.corrupt, self.said = [], set(), set(), {}
+
+    def rivals(self, index):
+        return sorted((entry for entry in self.items if entry.index == index), key=lambda entry: entry.digest)
+
+    def prefix(self, index):
+        return next((entry.digest[:8] for entry in self.rivals(index) if entry.digest in self.held), bytes(8))
+
+    def agreed(self):
+        found = {}
+        for index in range(PLACES):
+            for entry in self.rivals(index):
+                prefix = entry.digest[:8]
+                said = {m for m, text in self.said.items() if text[8 * index : 8 * index + 8] == prefix} | {ME}
+                if entry.digest in self.held and is_quorum(said, MEMBERS):
+                    found[index] = entry
+                    break
+        return found
+
+    def check(self, quick):
+        usable = self.held | self.corrupt
+        assert quick.report == b"".join(self.prefix(index) for index in range(PLACES))
+        assert quick.agreed == self.agreed()
+        assert quick.whole == all(entry.digest in usable for entry in self.items)
+        assert quick.filled == all(self.prefix(index) != bytes(8) for index in range(PLACES))
+        wanted = [entry for entry in self.items if entry.digest not in usable]
+        assert sorted(quick.wanted(), key=place) == sorted(wanted, key=place)
+
+
+def step(chance, quick, slow):
+    match chance.randrange(4):
+        case 0:
+            entry = item(chance.randrange(PLACES), chance.randrange(1, 8))
+            known = [rival.digest for rival in slow.rivals(entry.index)]
+            fresh = entry.digest not in known and len(known) < MEMBERS
+            assert quick.add(entry) == fresh
+            slow.items += [entry] * fresh
+        case 1:
+            name = digest(chance.randrange(1, 8))
+            quick.hold(name)
+            slow.held.add(name)
+        case 2:
+            name = digest(chance.randrange(1, 8))
+            if name not in slow.held:
+                quick.spoil(name)
+                slow.corrupt.add(name)
+        case 3:
+            member = chance.choice([0, 2, 3])
+            prefixes = b"".join(digest(chance.randrange(8))[:8] for _ in range(chance.randrange(PLACES + 2)))
+            quick.hear(member, prefixes)
+            slow.said[member] = prefixes
+
+
+def test_every_step_leaves_what_looking_through_everything_finds():
+    for seed in range(200):
+        chance = random.Random(seed)
+        quick, slow = Holdings(PLACES, MEMBERS, ME), Slow()
+        for _ in range(40):
+            step(chance, quick, slow)
+            slow.check(quick)
+
+
+def test_the_version_changes_with_what_is_agreed_and_only_then():
+    holdings = Holdings(1, 2, 0)
+    holdings.add(item(0, 3))
+    assert holdings.version == 0
+    holdings.hold(digest(3))
+    assert (holdings.version, list(holdings.agreed)) == (1, [0]), "the senior member of two is a quorum"
+    holdings.hold(digest(3))
+    holdings.hear(1, digest(3)[:8])
+    assert holdings.version == 1
+
+
+@pytest.mark.parametrize("prefixes", [b"", b"x", bytes(1000), b"\xff" * 37])
+def test_reports_of_any_length_are_taken(prefixes):
+    holdings = Holdings(2, 3, 0)
+    holdings.add(item(0, 3))
+    holdings.hold(digest(3))
+    holdings.hear(1, prefixes)
+    assert holdings.agreed == {}

@@ -1,0 +1,225 @@
+"""Peers, hostile clients and processes for the tests of real links; they load it by path."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from farflock.swarm.identity import Identity
+from farflock.swarm.record import Record, seal, unseal
+from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.socket import zmq_endpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+FRAME = bytes(range(256)) * 1024  # 256 KiB
+
+
+def identity(seed: int) -> Identity:
+    return Identity.from_seed(bytes([seed]) * 32)
+
+
+def run(main, timeout_s: float = 30.0) -> None:
+    """Run `main(fleet)` and close whatever it opened."""
+
+    async def whole():
+        async with Fleet() as fleet:
+            await asyncio.wait_for(main(fleet), timeout_s)
+
+    asyncio.run(whole())
+
+
+class Fleet(contextlib.AsyncExitStack):
+    """Links, hostile clients and processes that end with the test."""
+
+    async def peer(self, seed: int, **options) -> ZmqLinks:
+        links = await ZmqLinks.open(identity(seed), options.pop("run", "run"), incarnation=seed, **options)
+        self.push_async_callback(links.close)
+        return links
+
+    async def pair(self, **options) -> tuple[ZmqLinks, ZmqLinks]:
+        """Two that know each other and are connected."""
+        a, b = await self.peer(1), await self.peer(2, **options)
+        assert a.learn(b.record())
+        assert b.learn(a.record())
+        await meet(b, a)
+        return a, b
+
+    def stranger(self, target: ZmqLinks, seed: int = 9, lane: int = 0, **options) -> "Stranger":
+        stranger = Stranger(target, identity(seed), lane, **options)
+        self.callback(stranger.close)
+        return stranger
+
+    async def process(self, seed: int, prefix: tuple[str, ...] = (), **options) -> "Process":
+        process = await Process.start(seed, options, prefix)
+        self.push_async_callback(process.end)
+        return process
+
+
+class Stranger:
+    """A client of its own making: holds a CURVE key, says what it likes."""
+
+    def __init__(self, target: ZmqLinks, owner: Identity, lane: int, routing_id: bytes | None = None):
+        self.owner = owner
+        self.key = owner.session_key()
+        record = unseal(target.record(), "run")
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.curve_secretkey = z85.encode(self.key.private_bytes_raw())
+        self.socket.curve_publickey = z85.encode(self.curve)
+        self.socket.curve_serverkey = z85.encode(record.curve)
+        self.socket.reconnect_ivl = -1
+        if routing_id:
+            self.socket.routing_id = routing_id
+        self.socket.connect(zmq_endpoint(record.endpoints[lane]))
+
+    @property
+    def curve(self) -> bytes:
+        return self.key.public_key().public_bytes_raw()
+
+    def record(self, sequence: int = 1, curve: bytes | None = None) -> bytes:
+        return seal(self.owner, Record("run", self.owner.peer, 1, sequence, curve or self.curve))
+
+    async def say(self, *parts: bytes) -> None:
+        self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        await asyncio.sleep(0)
+
+    async def introduce(self) -> None:
+        await self.say(b"\x01" + self.record())
+        await until(lambda: self.socket.poll(0))
+        assert self.socket.recv()[:1] == b"\x01"
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+CHILD = """
+import asyncio, json, sys
+from farflock.swarm.identity import Identity
+from farflock.swarm.zmq.links import ZmqLinks
+
+async def commands():
+    reader = asyncio.StreamReader(limit=2**20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line.decode().split()
+
+async def echo(links):
+    while True:
+        peer, frame = await links.receive()
+        if frame.startswith(b"echo"):
+            links.send(peer, frame)
+        print("got", peer, frame.hex(), flush=True)
+
+async def main():
+    options = json.loads(sys.argv[2])
+    relays = options.pop("relays", ())
+    seed = int(sys.argv[1])
+    links = await ZmqLinks.open(Identity.from_seed(bytes([seed]) * 32), "run", incarnation=seed, **options)
+    print("record", links.record(relays=relays).hex(), flush=True)
+    task = asyncio.create_task(echo(links))
+    async for word, *rest in commands():
+        if word == "learn":
+            links.learn(bytes.fromhex(rest[0]))
+        elif word == "send":
+            print("sent", links.send(rest[0], bytes.fromhex(rest[1])), flush=True)
+        elif word == "road":
+            print("road", links.road(rest[0]), links.life(rest[0]), flush=True)
+        elif word == "relayed":
+            print("relayed", links.relayed_bytes(rest[0]), flush=True)
+    task.cancel()
+    await links.close()
+
+asyncio.run(main())
+"""
+
+
+class Process:
+    """A peer in a process of its own, told what to do line by line."""
+
+    def __init__(self, child):
+        self.child = child
+        self.lines: dict[str, list[list[str]]] = {}
+
+    @classmethod
+    async def start(cls, seed: int, options: dict, prefix: tuple[str, ...] = ()) -> "Process":
+        child = await asyncio.create_subprocess_exec(
+            *prefix,
+            *(sys.executable, "-c", CHILD, str(seed), json.dumps(options)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        process = cls(child)
+        process.record = bytes.fromhex((await process.answer("record"))[0])
+        process.peer = unseal(process.record, "run").peer
+        return process
+
+    def tell(self, *words: str) -> None:
+        self.child.stdin.write(" ".join(words).encode() + b"\n")
+
+    async def answer(self, word: str, timeout_s: float = 15.0) -> list[str]:
+        """The next line that begins with `word`; other lines are kept for later."""
+        while not self.lines.get(word):
+            line = await asyncio.wait_for(self.child.stdout.readline(), timeout_s)
+            assert line, "the process ended"
+            first, *rest = line.decode().split()
+            self.lines.setdefault(first, []).append(rest)
+        return self.lines[word].pop(0)
+
+    async def end(self) -> None:
+        """Have it close by itself; kill it if it does not."""
+        with contextlib.suppress(ProcessLookupError):
+            self.child.send_signal(signal.SIGCONT)
+        self.child.stdin.close()
+        try:
+            await asyncio.wait_for(self.child.communicate(), 5.0)
+        except TimeoutError:
+            self.child.kill()
+            await self.child.communicate()
+
+
+async def until(condition, timeout_s: float = 5.0) -> float:
+    """Wait for a condition; the seconds it took."""
+    begun_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun_s < timeout_s, "waited in vain"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - begun_s
+
+
+async def meet(a: ZmqLinks, b: ZmqLinks) -> None:
+    """Have `a` dial `b` and both be heard."""
+    assert a.send(b.me, b"meet")
+    assert await got(b) == (a.me, b"meet")
+    assert b.send(a.me, b"met")
+    assert await got(a) == (b.me, b"met")
+    await until(lambda: len(b._table.partners[a.me].routes[1]) and len(a._table.partners[b.me].routes[1]))
+
+
+async def got(links: ZmqLinks, timeout_s: float = 5.0):
+    return await asyncio.wait_for(links.receive(), timeout_s)
+
+
+async def silent(links: ZmqLinks, seconds: float = 0.3) -> bool:
+    try:
+        await got(links, seconds)
+    except TimeoutError:
+        return True
+    return False
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def port_of(links: ZmqLinks) -> int:
+    return int(unseal(links.record(), "run").endpoints[0].rpartition("/")[2])

@@ -1,0 +1,531 @@
+"""Looks into a simulated pipeline and holds what its rounds applied against the unsplit model; tests load it by path.
+
+Every pass is recorded with the weights that it saw, and every payload with the pass that made it. So the gradient that a
+microbatch is to have at a stage is known, whatever path it took, how often it was asked for, who died meanwhile and how far
+apart the weights were along its way: that of the unsplit model whose stages have these weights, with activations as the
+forward passes made them and derivatives by the weights of the backward passes.
+
+Where the rate is too small to change a double, `STILL`, all of these are the initial weights, and the unsplit model's gradient
+is computed once more without any of the records.
+"""
+
+import asyncio
+import collections
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from farflock.node.assembly.node import Plan
+from farflock.node.model.data import Batches
+from farflock.node.model.llama import ModelConfig, build
+from farflock.node.model.stage_tensors import names_of
+from farflock.node.pipeline.full_replica import FullTrainer
+from farflock.node.pipeline.passes.requests import Backward, Forward
+from farflock.node.pipeline.passes.stage import Stage, even
+from farflock.node.pipeline.server.server import ServerTerms
+from farflock.node.pipeline.trainer.trainer import NUMBERS, TrainerTerms
+from farflock.node.run.pipeline_plan import PipelinePlan
+from farflock.node.run.policies import lane_of, policy_of
+from farflock.node.simulate.pipeline import PipelineSimulation, identity_of
+from farflock.node.train import microbatch_ids as notes
+from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.schedule import Schedule
+from farflock.swarm.paths.policy import Microbatch
+from farflock.swarm.sim.virtual_time import run_virtual
+
+MODEL = ModelConfig(vocab_size=16, dim=8, layers=4, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
+TOKENS = 8  # of a microbatch
+STILL = 1e-30  # a rate that no double notices
+TEXT = torch.arange(4000).mul(7).remainder(13).to(torch.int64).numpy().astype("uint16")
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+STORE_BYTES = 2**20  # rounds in the log, a snapshot or two of a stage of some kilobytes, payloads on their way
+WIRE = {"rtol": 2e-5, "atol": 2e-6}  # rounds exchange fp32
+
+
+def plan(seed=0, total=1, rate=STILL, **options):
+    schedule = Schedule(rate, total, 0, 1.0, 0)
+    inner = InnerConfig("sgd", rate, (0.9, 0.95), 0.0)
+    given = {"method": "ddp", "options": {"codec": "fp32", "return_codec": "fp32"}, "batch": 1, "seq": TOKENS} | options
+    return Plan(seed, MODEL, inner, schedule, clip_norm=None, dtype=torch.float64, **given)
+
+
+def pipeline(stages=3, batch=8, codec="raw", **options):
+    given = {
+        "server": ServerTerms(lease_s=8.0),
+        "trainer": TrainerTerms(window=6, kept=64, forward_timeout_s=4.0, backward_timeout_s=6.0),
+    }
+    return PipelinePlan(tuple(even(MODEL, stages)), batch * TOKENS, codec, **(given | options))
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass that was computed: at which stage, after which round, by which weights, of which input, forward or with which
+    outside."""
+
+    stage: int
+    round: int
+    weights: dict[str, torch.Tensor]
+    x: bytes
+    outside: bytes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A pass there and back through all stages of a full replica, by these weights of the unsplit model; `stage` is of whose
+    gradient it is asked."""
+
+    stage: int
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass
+class Life:
+    """What is seen of one life of a server."""
+
+    number: int
+    stage: int
+    serving: Any
+    computed: dict[tuple[str, int], Pass] = field(default_factory=dict)  # the backward pass whose gradient is put aside
+    merged: dict[tuple[str, int], Pass] = field(default_factory=dict)
+    used: Any = None  # the weights that the stage computed with last
+    weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by round
+
+
+@dataclass
+class WatchedSums:
+    """A server's sums, of which `add` is watched."""
+
+    sums: Any
+    add: Any
+
+    def __getattr__(self, name):
+        return getattr(self.sums, name)
+
+
+def counted(noted):
+    """What counts of a round's notes, with how late it is; what is left out does not."""
+    return {key: age for key, age in notes.joined_ages([noted]).items() if age != notes.LATE}
+
+
+class Audit:
+    """One simulated run with an eye on every node; `check` after it ended. `on_event(what, number)` is called with what a
+    server of this peer number just does: tests kill it there."""
+
+    close = CLOSE  # of sums of gradients
+    lossy = False  # whether activations arrive as others than they were computed: `arrived`
+    check_means = True  # whether rounds are means of gradients, sent without loss
+
+    def __init__(self, plan, pipeline, world):
+        self.plan, self.pipeline, self.world = plan, pipeline, world
+        self.lives = []  # of servers
+        self.mixed_versions = 0  # gradients whose microbatch met weights of different rounds
+        self.taken = []  # (life, sums, keys) of every step
+        self.brought = {}  # by stage, round and peer, the backward passes of each key of its contribution
+        self.named = collections.defaultdict(dict)  # by stage and round, the keys
+        self.ages = collections.defaultdict(dict)  # by stage and round, how late each key is that counts
+        self.applied = collections.defaultdict(dict)  # by stage and round, the results that servers applied
+        self.most = collections.Counter()  # the greatest numbers seen, of what must stay small
+        self.events = collections.Counter()
+        self.on_event = lambda what, number: None
+        self.begun_anew = False  # whether a stage may be, with other weights than it had
+        self.sim = None
+        self.reference = Stage(build(plan.model, plan.run_seed).double())
+        self._stages = [build(plan.model, plan.run_seed, span).double() for span in pipeline.stages]
+        self._weights = {}  # by stage and round, what all servers of the stage have then: one version, unless begun anew
+        self._made = {}  # by payload, the pass that made it
+        self._gradients, self._expected, self._policies = {}, {}, {}
+
+    def run(self, during=None):
+        async def main():
+            self.sim = PipelineSimulation(self.plan, self.pipeline, self.world, TEXT, self._look)
+            beside = [asyncio.create_task(work(self.sim)) for work in (self._measure, during) if work is not None]
+            for task in beside:
+                task.add_done_callback(lambda task: task.cancelled() or not task.exception() or self.sim.end())
+            try:
+                return await self.sim.run()
+            finally:
+                for task in beside:
+                    task.cancel()
+                for failure in await asyncio.gather(*beside, return_exceptions=True):
+                    if isinstance(failure, Exception):
+                        raise failure
+
+        run_virtual(main())
+        return self
+
+    @property
+    def tale(self):
+        """What happened so far."""
+        return self.sim.tale
+
+    # what is recorded
+
+    def _look(self, number, node):
+        lives = [Life(number, serving.index, serving) for serving in node.servings]
+        self.lives += lives
+        for life in lives:
+            self._watch_passes(life)
+            self._watch_books(life, node.peer.me)
+            self._watch_rounds(life)
+        if node.trainer is not None and len(lives) == len(self.pipeline.stages):
+            self._watch_whole(node, lives)
+
+    def _event(self, what, life):
+        self.events[what] += 1
+        self.on_event(what, life.number)
+
+    def _watch_passes(self, life):
+        server, audit = life.serving.server, self
+        forward_all, backward_one, do = server._forward_all, server._backward_one, server._do
+        stage = server._stage
+
+        def watched(compute):
+            def computing(*given):
+                life.used = dict(stage.model.named_parameters())
+                life.used = {name: x.detach().clone() for name, x in life.used.items()}
+                return compute(*given)
+
+            return computing
+
+        stage.forward, stage.backward = watched(stage.forward), watched(stage.backward)
+
+        def forwarding(jobs):
+            replies = forward_all(jobs)
+            for job, reply in zip(jobs, replies, strict=True):
+                if isinstance(reply, bytes):
+                    audit._made[audit.output_of(job, reply)] = audit._pass(life, audit.input_of(job))
+            audit._event("forward computed", life)
+            return replies
+
+        def going_back(job):
+            audit._event("backward begins", life)
+            found = backward_one(job)
+            if not isinstance(found, tuple):
+                return found
+            given = audit.input_of(job), audit.gradient_named(job, job.payloads[-1])
+            one = audit._pass(life, *given, version=job.request.version)
+            life.computed[job.caller, job.request.number] = one
+            audit._made |= {audit.gradient_named(job, payload): one for payload in found[1]}
+            return found
+
+        async def doing(jobs):
+            await do(jobs)
+            back = isinstance(jobs[0].request, Backward)
+            audit._event("backward computed" if back else "forward answered", life)
+
+        server._forward_all, server._backward_one, server._do = forwarding, going_back, doing
+
+    def input_of(self, job):
+        """Names the input that a pass was given."""
+        return job.payloads[-1 if isinstance(job.request, Forward) else -2]
+
+    def output_of(self, job, reply):
+        """Names the output that a forward pass gave, as `input_of` names it where it comes in."""
+        return reply
+
+    def gradient_named(self, job, payload):
+        """Names a gradient, alike where it comes from and where it comes in."""
+        return payload
+
+    def arrived(self, named, value):
+        """The activation of this name as it came in, of the `value` that went out."""
+        return value
+
+    def _watch_whole(self, node, lives):
+        """A full replica's own microbatches."""
+        compute, audit = node.trainer._compute, self
+
+        def computing(number):
+            audit._event("whole begins", lives[0])
+            found = compute(number)
+            weights = {name: x for life in lives for name, x in audit._weights_of(life).items()}
+            for life in lives:
+                life.computed[node.peer.me, number] = Whole(life.stage, weights)
+            audit._event("whole computed", lives[0])
+            return found
+
+        node.trainer._compute = computing
+
+    def _pass(self, life, x, outside=None, version=None):
+        if self.pipeline.asynchronous is None:
+            return Pass(life.stage, life.serving.seat.applied_round, self._weights_of(life), x, outside)
+        number = life.serving.seat.applied_round if version is None else version.round
+        return Pass(life.stage, number, self._seen_weights((life.stage, number), life.used), x, outside)
+
+    def _weights_of(self, life):
+        """Of this server now: the same as every server's of the stage that has applied as many rounds."""
+        key = life.stage, life.serving.seat.applied_round
+        if key[1] not in life.weights:
+            life.weights[key[1]] = self._seen_weights(key, dict(life.serving.server._stage.model.named_parameters()))
+        return life.weights[key[1]]
+
+    def _seen_weights(self, key, now):
+        for known in self._weights.setdefault(key, []):
+            if all(torch.equal(known[name], x) for name, x in now.items()):
+                return known
+        versions = self._weights[key]
+        assert self.begun_anew or not versions, f"two servers of stage {key[0]} differ after round {key[1]}"
+        versions.append({name: x.detach().clone() for name, x in now.items()})
+        return versions[-1]
+
+    def _watch_books(self, life, peer):
+        server, audit = life.serving.server, self
+        confirm, add, take, brought, closed = (
+            server._confirm,
+            server._sums.add,
+            server.take,
+            server.brought,
+            server.closed,
+        )
+
+        async def confirming(key, attempt):
+            audit._event("confirm came", life)
+            answer = await confirm(key, attempt)
+            audit._event("confirm answered", life)
+            return answer
+
+        def adding(key, staged, loss, number):
+            life.merged[key] = life.computed[key]
+            add(key, staged, loss, number)
+
+        def taking():
+            waiting = list(server._sums.rounds)
+            taken = take()
+            audit.taken.append((life, taken.staged, [key for key in waiting if key not in server._late]))
+            return taken
+
+        def bringing(number):
+            noted = brought(number)
+            if number not in audit.named[life.stage]:  # else it is over, and the contribution goes into the next one
+                audit.brought[life.stage, number, peer] = {key: life.merged[key] for key in counted(noted)}
+            audit._event("offered", life)
+            return noted
+
+        def closing(number, noted):
+            keys = notes.joined([noted]) if noted else []
+            known = audit.named[life.stage].setdefault(number, keys)
+            assert known == keys, f"two servers of stage {life.stage} heard different keys of round {number}"
+            audit.ages[life.stage][number] = counted(noted) if noted else {}
+            closed(number, noted)
+            audit._event("closed", life)
+
+        server._confirm, server.take = confirming, taking
+        server._sums = WatchedSums(server._sums, adding)
+        server.brought, server.closed = bringing, closing
+
+    def _watch_rounds(self, life):
+        method, audit = life.serving.loop.driver.method, self
+
+        class Watched(type(method)):
+            __slots__ = ()
+
+            def apply(self, replica, exchange, result):
+                if result.mean is not None:
+                    audit.applied[life.stage].setdefault(exchange.key.round, []).append(result)
+                return super(Watched, self).apply(replica, exchange, result)
+
+        method.__class__ = Watched
+
+    async def _measure(self, sim):
+        """What must stay small, at every peer, again and again."""
+        while True:
+            await asyncio.sleep(0.25)
+            for node in sim.nodes.values():
+                sizes = {"store": node.peer.port.store.size_bytes}
+                if node.trainer is not None:
+                    sizes |= {"kept": node.trainer.kept, "tasks": len(getattr(node.trainer, "_tasks", ()))}
+                self._note_most(sizes)
+                for serving in node.servings:
+                    self._note_most(self._sizes_of(serving.server))
+
+    def _sizes_of(self, server):
+        sizes = {"staged": len(server._staged), "queued": len(server._queue), "replies": len(server._replies)}
+        return sizes | {"slots": len(server._staging._slots), "closed": len(server._closed)}
+
+    def _note_most(self, sizes):
+        for what, size in sizes.items():
+            self.most[what] = max(self.most[what], size)
+
+    # what must hold
+
+    def gradient(self, key):
+        """Of one microbatch's summed loss, by the unsplit model with its initial weights, or by one that is made of the stages
+        that it visits, in that order."""
+        if key not in self._gradients:
+            whole = self.order(key) == tuple(range(len(self._stages)))
+            found = self.reference.backward(*self.batch(key)).staged.gradients if whole else self._of_these(key)
+            self._gradients[key] = found
+        return self._gradients[key]
+
+    def _of_these(self, key):
+        """Gradients of the stages on a microbatch's path; those of others are not there."""
+        x, targets = self.batch(key)
+        visited = [self._stages[stage] for stage in self.order(key)]
+        for model in visited:
+            x = model(x)
+        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+        names = {name: parameter for model in visited for name, parameter in model.named_parameters()}
+        return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+    def order(self, key):
+        """The stages that a microbatch visits."""
+        trainer, number = key
+        if trainer not in self._policies:
+            cut = self.pipeline
+            self._policies[trainer] = policy_of(cut.policy, cut.layers, self.plan.run_seed, trainer, cut.paths)
+        return self._policies[trainer].stage_order(Microbatch(number, 0, lane_of(trainer)))
+
+    def batch(self, key):
+        """Its tokens and targets."""
+        plan = self.plan
+        batches = Batches(TEXT, plan.run_seed, key[0], plan.batch, plan.seq, recurring=plan.samples)
+        return batches.batch(key[1] % NUMBERS)
+
+    def gradient_of(self, key, back):
+        """What the backward pass `back` is to give, by name: one graph through all stages, whose activations are those of the
+        forward passes and whose derivatives those of the backward passes."""
+        if self.plan.inner.lr == STILL and not self.begun_anew and not self.lossy:
+            return self.gradient(key)
+        if isinstance(back, Whole):
+            return self._whole_gradient(key, back)
+        order = self.order(key)
+        source = dict(zip(order[1:], order[:-1], strict=True))
+        backs = {back.stage: back}
+        for before, stage in itertools.pairwise(order[order.index(back.stage) :]):
+            backs[stage] = self._made[backs[before].outside]
+        forwards, x = {}, backs[order[-1]].x
+        for stage in reversed(order[:-1]):
+            forwards[stage] = self._made[x]
+            x = forwards[stage].x
+        for stage, one in backs.items():
+            assert one.stage == stage
+            assert stage == 0 or self._made[one.x] is forwards[source[stage]], "a pass whose input is of another way"
+        marks = [id(one.weights) for one in (*forwards.values(), *backs.values())]
+        mark = (
+            key,
+            back.stage,
+            *marks,
+            *((one.x for one in (*forwards.values(), *backs.values())) if self.lossy else ()),
+        )
+        if mark not in self._expected:
+            rounds = {one.round for one in (*forwards.values(), *backs.values())}
+            self.mixed_versions += len(rounds) > 1
+            self._expected[mark] = self._graph(key, back.stage, forwards, backs)
+        return self._expected[mark]
+
+    def _whole_gradient(self, key, back):
+        """By the unsplit model with the weights that the replica had."""
+        mark = key, id(back.weights)
+        if mark not in self._expected:
+            tokens, targets = self.batch(key)
+            leaves = {name: x.detach().requires_grad_() for name, x in back.weights.items()}
+            x = functional_call(self.reference.model, leaves, (tokens,))
+            loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+            found = torch.autograd.grad(loss, list(leaves.values()))
+            self._expected[mark] = dict(zip(leaves, found, strict=True))
+        return self._expected[mark]
+
+    def _graph(self, key, wanted, forwards, backs):
+        tokens, targets = self.batch(key)
+        leaves = {name: x.detach().double().requires_grad_() for name, x in backs[wanted].weights.items()}
+        x = tokens
+        order = self.order(key)
+        for place, stage in enumerate(order):
+            there = forwards[stage].weights if stage in forwards else None
+            with torch.no_grad():
+                value = self._call(stage, there, x) if there is not None else None
+                if value is not None:
+                    value = self.arrived((backs | forwards)[order[place + 1]].x, value)
+            if place < order.index(wanted):
+                x = value
+                continue
+            back = self._call(stage, leaves if stage == wanted else backs[stage].weights, x)
+            x = back if value is None else back + (value - back).detach()
+        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="sum")
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    def _call(self, stage, weights, x):
+        """What a stage computes with these weights, in double precision."""
+        return functional_call(self._stages[stage], {name: w.double() for name, w in weights.items()}, (x,))
+
+    def expected(self, stage, passes):
+        """The sum over microbatches, given the backward pass of each, by name."""
+        found = [self.gradient_of(key, back) for key, back in passes.items()]
+        names = names_of(self.plan.model, self.pipeline.stages[stage])
+        return {name: sum((one[name] for one in found), torch.zeros((), dtype=torch.float64)) for name in names}
+
+    def check(self):
+        """Every sum that was taken, every mean that was applied, and every account."""
+        for life, staged, keys in self.taken:
+            assert staged.tokens == TOKENS * len(keys)
+            if keys:
+                for name, x in self.expected(life.stage, {key: life.merged[key] for key in keys}).items():
+                    torch.testing.assert_close(staged.gradients[name].double(), x, **self.close)
+        for stage, rounds in self.applied.items():
+            for number, results in rounds.items():
+                self._check_round(stage, number, results)
+        for stage, rounds in self.named.items():
+            listed = collections.Counter(key for keys in rounds.values() for key in keys)
+            assert set(listed.values()) <= {1}, f"stage {stage} counts some twice: {listed.most_common(3)}"
+        return self
+
+    def _check_round(self, stage, number, results):
+        """The keys of a round are those of its contributions, each of one of them; its mean is theirs."""
+        passes, keys = {}, sorted(self.ages[stage][number])
+        for peer in results[0].participants:
+            mine = self.brought[stage, number, peer]
+            assert not mine.keys() & passes.keys(), f"two contributions to round {number} of stage {stage} share some"
+            passes |= mine
+        assert sorted(passes) == keys, (
+            f"round {number} of stage {stage} names others than its contributions are made of"
+        )
+        for name, x in self.expected(stage, passes).items() if self.check_means else ():
+            for result in results:
+                torch.testing.assert_close(result.mean[name], (x / (TOKENS * max(len(keys), 1))).float(), **WIRE)
+
+    def finished(self):
+        """The microbatches that their trainers know to count at every stage."""
+        done = set()
+        for number, part in enumerate(self.world.parts):
+            if part.trains:
+                me = identity_of(self.plan, number).peer
+                events = (entry for entry in self.tale.events if entry[1] == number and entry[2] == "microbatch")
+                done |= {(me, fields["number"]) for _, _, _, fields in events}
+        return done
+
+    def check_finished(self, patience_s=60.0):
+        """What a trainer believes to count does count, at each stage; nothing is in doubt, and nothing waits for ever."""
+        assert not sum(node.trainer.lost for node in self.sim.nodes.values() if node.trainer is not None)
+        for stage in range(len(self.pipeline.stages)):
+            listed = {key for keys in self.named[stage].values() for key in keys}
+            lacking = sorted(key for key in self.finished() - listed if stage in self.order(key))
+            assert not lacking, f"stage {stage} lacks {lacking[:5]}"
+        for node in self.sim.nodes.values():
+            if node.trainer is not None:
+                assert node.trainer.doubled == 0
+                oldest_s = min(begun_of(node.trainer), default=self.tale.virtual_s)
+                assert self.tale.virtual_s - oldest_s < patience_s, "a microbatch that never comes to count"
+        return self
+
+    def check_memory(self):
+        """The most of everything that a peer held is what its terms allow."""
+        server, trainer = self.pipeline.server, self.pipeline.trainer
+        assert self.most["kept"] <= trainer.kept
+        assert self.most["tasks"] <= trainer.kept * len(self.pipeline.stages)
+        assert self.most["queued"] <= 2 * server.queue
+        assert self.most["staged"] <= server.places
+        assert self.most["replies"] <= server.places
+        trainers = sum(part.trains for part in self.world.parts)
+        assert self.most["slots"] <= server.places + trainers * trainer.kept
+        assert self.most["store"] <= STORE_BYTES
+        return self
+
+
+def begun_of(trainer):
+    """When its microbatches set out that do not count everywhere yet."""
+    if isinstance(trainer, FullTrainer):
+        return list(trainer._begun_s.values())
+    return [parcel.begun_s for parcel in trainer._parcels.values()]

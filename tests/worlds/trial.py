@@ -1,0 +1,151 @@
+"""One method's trial: a swarm of the product's own nodes, hit by one misfortune after the other, each until it shows.
+
+Played on the rig of the disasters, hence watched by all that watches them.
+"""
+
+import asyncio
+import collections
+import zlib
+
+import torch
+
+from farflock.node.simulate.chaos import Chaos
+from farflock.node.simulate.chaos_methods import Arm
+from farflock.swarm.identity import Identity
+from farflock.swarm.sim.network import Faults
+from farflock.swarm.sim.virtual_time import run_virtual
+
+MISFORTUNES = ("drop", "delay", "partial", "join", "leave", "corrupt", "late")
+SHARE = 0.2  # of all frames, where it is frames that suffer
+LEAST_S, MOST_S = 2.0, 30.0  # how long one lasts until it shows
+TINY = 2  # peers: so few need another one first, for there would be nobody to talk to
+
+
+class Trial(Chaos):
+    """`peers` of them at first; `shown` counts the misfortunes that had their effect."""
+
+    def __init__(self, arm: Arm, peers: int, misfortunes=MISFORTUNES, seed=0):
+        super().__init__(zlib.crc32(f"{arm.method}/{peers}/{misfortunes}/{seed}".encode()), arm, peers)
+        self.misfortunes, self.shown = misfortunes, collections.Counter()
+        self.happened, self.liar = [], None
+
+    def _faults(self):
+        order = self._random.sample(self.misfortunes, len(self.misfortunes))
+        if len(self._identities) <= TINY:
+            between = [kind for kind in order if kind not in ("join", "leave")]
+            order = ["join", *between, "leave"]
+        self.happened = order
+        return [(kind, self._random.choice(self._phases or ("",))) for kind in order]
+
+    async def _strike(self, kind):
+        await self.until(self.all_know_all)
+        self.shown[kind] += await getattr(self, kind)()
+        return bool(self.shown[kind])
+
+    async def until(self, shown):
+        """Whether something comes to pass in time."""
+        end_s = asyncio.get_running_loop().time() + MOST_S
+        while not (there := shown()) and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110 - anything
+            await asyncio.sleep(0.1)
+        return there
+
+    async def frames_suffer(self, fault, **more):
+        before = self.network.fired[fault]
+        self.network.faults = Faults(**{fault: SHARE}, **more)
+        await asyncio.sleep(LEAST_S)
+        there = await self.until(lambda: self.network.fired[fault] > before)
+        self.network.faults = Faults()
+        return there
+
+    async def drop(self):
+        return await self.frames_suffer("loss")
+
+    async def delay(self):
+        return await self.frames_suffer("reorder", delay_s=1.0)
+
+    async def corrupt(self):
+        """Frames change on the way; chunks are not what they are called; somebody sends what no codec writes."""
+        self._lying, self.liar = SHARE, self.last()
+        there = await self.frames_suffer("corrupt")
+        there = there and await self.until(lambda: self.liar is None or not self._streams)
+        self._lying, self.liar = 0.0, None
+        return there
+
+    async def partial(self):
+        """Somebody computes for so long that rounds are closed without it."""
+        victim, before = self.last(), self.without_somebody()
+        self._slow[victim] = 1e9
+        there = await self.until(lambda: self.without_somebody() > before or not self._streams)
+        self._slow.pop(victim)
+        return there
+
+    async def late(self):
+        """Somebody is cut off until its exchange is overdue (a pair's ends then), and hears of it later."""
+        victim, before = self.last(), self.watch.statuses["failed"] + self.watch.statuses["alone"]
+        life, peer = self._lives[victim], self._identities[victim].peer
+        self.network.partition({peer}, {identity.peer for identity in self._identities} - {peer})
+
+        def overdue():
+            now_s = life.peer.run_s()
+            ages = [now_s - one.since_s - one.exchange.deadline_s for one in life.loop.driver.table]
+            ended = self.watch.statuses["failed"] + self.watch.statuses["alone"] > before
+            return not self._streams or max(ages, default=0) > 0 or (self.arm.method == "noloco" and ended)
+
+        there = await self.until(overdue)
+        self.network.heal()
+        return there
+
+    async def join(self):
+        index = len(self._identities)
+        self._identities.append(Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")))
+        self.watch._peers.append(self._identities[index].peer)
+        self._begin(index)
+        return await self.until(self.all_know_all)
+
+    async def leave(self):
+        victim = self.last()
+        life = self._lives.pop(victim)
+        life.loop.stop()
+        await life.task
+        return await self.until(lambda: all(victim not in self.members_of(index) for index in self._lives))
+
+    # who
+
+    def last(self):
+        """The member that a quorum can do without: the last of the newest view."""
+        return self.members_of(next(iter(self._lives)))[-1]
+
+    def members_of(self, index):
+        numbers = {identity.peer: number for number, identity in enumerate(self._identities)}
+        return [numbers[peer] for peer in self._lives[index].peer.port.chain.newest.peers]
+
+    def all_know_all(self):
+        here = all(life.loop is not None for life in self._lives.values())
+        return here and all(self._lives.keys() <= set(self.members_of(index)) for index in self._lives)
+
+    def without_somebody(self):
+        pairs = self.arm.method == "noloco"
+        return sum(self.watch.statuses[one] for one in (("alone", "failed") if pairs else ("partial",)))
+
+    def _peer(self, index, birth):
+        peer = super()._peer(index, birth)
+        exchange = peer.exchange
+
+        async def dishonest(name, number, shards, **terms):
+            if index == self.liar:
+                self.liar, shards = None, [shard[:-1] for shard in shards]
+            return await exchange(name, number, shards, **terms)
+
+        peer.exchange = dishonest
+        return peer
+
+
+def tried(arm, peers, misfortunes=MISFORTUNES, seed=0):
+    """The trial of an arm, once it has ended, and its report."""
+
+    async def whole():
+        trial = Trial(arm, peers, misfortunes, seed)
+        return trial, await trial.run()
+
+    torch.set_num_threads(1)
+    return run_virtual(whole())
