@@ -35,7 +35,7 @@ bench: $(READY)
 # behind it. Seen through a folder of links, without the front door, they are the portions of one namespace package.
 imports: $(READY)
 	mkdir -p $(VIEW)/farflock
-	for folder in node swarm optimizers compression; do ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
+	for folder in experiments node swarm optimizers compression; do ln -sfn ../../../$$folder $(VIEW)/farflock/$$folder; done
 	cd $(VIEW) && ../bin/lint-imports --config ../../pyproject.toml
 
 $(READY): pyproject.toml constraints.txt $(wildcard compression/kernel/*)

@@ -38,7 +38,7 @@ class Context:
 class Codec(Protocol):
     """Turns a flat float32 tensor (one shard) into bytes and back.
 
-    Law, for every codec in `catalog.CODECS` (tests/compression/test_law.py):
+    Law, for every codec in `catalog.CODECS` (tests/compression/laws/test_law.py):
 
     1. `decode(encode(x))` fills `out` with finite values, within the codec's stated bound of `x`.
     2. `encode` writes exactly the number of bytes it returns, at most `max_bytes(len(x))`.

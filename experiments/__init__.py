@@ -1,1 +1,5 @@
-"""Questions and their answers: benchmarks and paper reproductions. Imports all, imported by none."""
+"""Questions and their answers: benchmarks and paper reproductions.
+
+Imports all, imported by none. Rooms, lowest first: measure, placement, pipelines, reproduce, quality, bench.
+Start reading at reproduce/command.py or bench/command.py.
+"""

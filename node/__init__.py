@@ -1,1 +1,5 @@
-"""Glue: the process. Command line, manifest, data, model, replica, driver and its loops, checkpoints, live view."""
+"""Glue: one process of a run, from the command line down to the loop.
+
+Rooms, lowest first: model, state, run, train, (loop.py), assembly, pipeline, process, then library, simulate and demo, then
+cli; a room imports only rooms before it, and swarm, optimizers and compression. Start reading at loop.py.
+"""

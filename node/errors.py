@@ -5,7 +5,9 @@ command line needs to import none of them to recognise one.
 """
 
 import errno
+from collections.abc import Iterable
 
+_COMPARED_CHARS = 64  # of a misspelt name, which may come from a stranger
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
 
 
@@ -103,3 +105,12 @@ def _from_system(error: OSError) -> Failure:
     return Failure(
         str(error.filename or "the system refused"), error.strerror or errno.errorcode[error.errno or 0], remedy
     )
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The remedy for a misspelt name, as a clause: the nearest choice, or all of them in order."""
+    import difflib  # only for an error: every command imports this module
+
+    names = sorted(choices)
+    close = difflib.get_close_matches(word[:_COMPARED_CHARS], names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(names) or 'none'}"

@@ -21,8 +21,8 @@ CODE = sorted(
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in CODE}
 PURE = [path for path in CODE if path.relative_to(ROOT).parts[0] in ("swarm", "optimizers", "compression")]
-BORDERS = re.compile(r"swarm/(zmq_\w+|dht\w*|zap|identity)\.py")  # where sockets, files and other people's code are
-PRINTER = ROOT / "node" / "output.py"
+BORDERS = re.compile(r"swarm/(zmq/\w+|dht/\w+|identity)\.py")  # where sockets, files and other people's code are
+PRINTER = ROOT / "node" / "cli" / "output.py"
 
 MAX_FUNCTION, P95_FUNCTION, MEDIAN_FUNCTION, MAX_FILE = 70, 45, 10, 600
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "managers", "base", "types", "misc", "core"}

@@ -1,1 +1,5 @@
-"""The scoreboard: what Farflock costs, each number beside a yardstick that ran in the same call."""
+"""`farflock bench`: the scoreboard. One module a benchmark, each beside a yardstick in the same call.
+
+May import experiments/measure, placement and quality.
+Start reading at command.py.
+"""

@@ -3,10 +3,10 @@
 from torch import nn
 from torch.nn import functional
 
-from farflock.node.assembly.node import Plan
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.tokenizer import Tokens
+from farflock.node.run.terms import Plan
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from farflock.compression import catalog, native
 from farflock.compression.codec import Codec, Context
-from farflock.experiments.bench.metric import Metric, Options, load, medians, turns
-from farflock.experiments.bench.threads import one_thread
+from farflock.experiments.measure.metric import Metric, Options, load, medians, turns
+from farflock.experiments.measure.threads import one_thread
 from farflock.node.errors import Usage
 from farflock.node.train.shards import SHARD_VALUES, Cut, decode_all
 
@@ -90,7 +90,7 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
     _, _, whole = medians([(whole, copy) for _, copy, whole in rounds])
     error = float((out - values).norm() / values.norm())
     bits = 8 * shards.alone() / values.numel()
-    note = f"{bits:.4g} bits a value; {whole:.3g}x with node/train/shards.py around it; relative error {error:.2g} on normal values"
+    note = f"{bits:.4g} bits a value; {whole:.3g}x with shards around it; relative error {error:.2g} on normal values"
     if native.active() is None:
         note += "; no compiled kernel here: `pip install -e .` builds it where a C compiler is"
     return Metric(f"codec.{name}", value, yardstick, ratio, len(rounds), load(), note=note)

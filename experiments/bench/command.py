@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from farflock.experiments.measure.metric import COLUMNS, facts
 from farflock.node.cli.output import Output
-from farflock.node.errors import Failure, Usage
-from farflock.node.nearest import nearest
+from farflock.node.errors import Failure, Usage, nearest
 
 if TYPE_CHECKING:
-    from farflock.experiments.bench.metric import Metric, Options
+    from farflock.experiments.measure.metric import Metric, Options
 
 BENCHMARKS = {
     "codec": "farflock.experiments.bench.codec",
@@ -29,7 +29,6 @@ BENCHMARKS = {
 }
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_BITS = 1e12
-COLUMNS = ("metric", "value", "yardstick", "ratio", "n", "load", "unit", "note")
 SHOWN = COLUMNS[:-1]  # in the table; notes are long
 
 
@@ -72,7 +71,7 @@ class _Scoreboard(click.Command):
         **extra: Any,  # noqa: ANN401 - click's
     ) -> click.Context:
         if any(_benchmark(argument) == "quality" for argument in args):
-            from farflock.experiments.bench.quality_command import command
+            from farflock.experiments.quality.command import command
 
             return command.make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
@@ -91,7 +90,7 @@ def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: boo
     Each line is one JSON object: metric, value, yardstick (measured in the same call, in turns), ratio, n, load (of the
     machine, a core; above 1 the numbers are noisy), unit, note.
     """
-    from farflock.experiments.bench.metric import NotMeasured, Options
+    from farflock.experiments.measure.metric import NotMeasured, Options
 
     out, rows, failed = Output(as_json=True), [], []
     for name in names or BENCHMARKS:
@@ -121,11 +120,6 @@ def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
     if options.only is not None and options.only not in seen:
         remedy = nearest(options.only, seen) if seen else f"`farflock bench {benchmark}` measures all there are"
         raise Usage(f"bench {options.only}", f"{benchmark} has no metric of this name", remedy)
-
-
-def facts(metric: "Metric") -> dict[str, object]:
-    """The line's fields in the order of `COLUMNS`."""
-    return {name: getattr(metric, name) for name in COLUMNS}
 
 
 def _short(value: object) -> object:

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from farflock.experiments.bench.metric import NotMeasured
 from farflock.experiments.bench.netns import Host
+from farflock.experiments.measure.metric import NotMeasured
 
 START_TIMEOUT_S = 90.0
 ANSWER_TIMEOUT_S = 120.0

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from farflock.experiments.bench.fleet import Fields, Worker, fleet, introduce
 from farflock.experiments.bench.kill_peer import PERIOD
-from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.bench.netns import Host
+from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 
 WORKER = "farflock.experiments.bench.kill_peer"
 GOAL_S = 1.0

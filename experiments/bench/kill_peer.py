@@ -15,11 +15,12 @@ import torch
 
 from farflock.experiments.bench.fleet import Owner
 from farflock.experiments.bench.member import SEED, Place, meet, member
-from farflock.node.assembly.node import Participant, Plan, participant
+from farflock.node.assembly.node import Participant, participant
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.worker import Worker
+from farflock.node.run.terms import Plan
 from farflock.optimizers.diloco import STREAM
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule

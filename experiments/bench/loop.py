@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farflock.experiments.bench.bare import SEED, Bare, plan_of
-from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load, medians, seconds
-from farflock.experiments.bench.threads import one_thread
-from farflock.node.assembly.node import Participant, Plan, participant
+from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians, seconds
+from farflock.experiments.measure.threads import one_thread
+from farflock.node.assembly.node import Participant, participant
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer, Tokens
 from farflock.node.process.worker import Worker
+from farflock.node.run.terms import Plan
 from farflock.node.state.history import History
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from farflock.compression.catalog import codec
 from farflock.experiments.bench import fleet
 from farflock.experiments.bench.fleet import Fields
-from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.bench.netns import Host
+from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 from farflock.node.model.llama import PRESETS
 
 WORKER = "farflock.experiments.bench.memory_peer"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from farflock.experiments.bench.metric import NotMeasured
+from farflock.experiments.measure.metric import NotMeasured
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST_BYTES = 64 * 1024

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 from farflock.experiments.bench import fleet
 from farflock.experiments.bench.fleet import Fields, Worker, hear_all
-from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load, medians
 from farflock.experiments.bench.netns import Host, hosts
+from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians
 from farflock.node.model.llama import ModelConfig
 
 WORKER = "farflock.experiments.bench.overlap_peer"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from farflock.experiments.bench.bare import Bare, plan_of
-from farflock.experiments.bench.metric import Metric, Options, load, medians, seconds
-from farflock.experiments.bench.threads import one_thread
+from farflock.experiments.measure.metric import Metric, Options, load, medians, seconds
+from farflock.experiments.measure.threads import one_thread
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer, Tokens
 from farflock.node.simulate.simulation import Outcome, World, simulate

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from farflock.compression.catalog import codec
 from farflock.experiments.bench import fleet
 from farflock.experiments.bench.fleet import Fields, Worker, hear_all
-from farflock.experiments.bench.metric import Metric, NotMeasured, Options, load
 from farflock.experiments.bench.netns import Host, hosts, obstacle
+from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 
 WORKER = "farflock.experiments.bench.sync_peer"
 BARRIER_S = 0.1  # for everybody to hear of the start

@@ -1,1 +1,5 @@
-"""Questions about pipelines: published schedules simulated again, and what they are worth on other networks."""
+"""Computations about pipelines that `farflock reproduce` tabulates: no training run, or stages alone.
+
+May import experiments/measure and placement.
+Start reading at catalog.py.
+"""

@@ -22,9 +22,10 @@ from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.tokenizer import ByteTokenizer, Tokens
-from farflock.node.pipeline.passes.stage import Accumulator, Stage, Staged, split
+from farflock.node.pipeline.passes.stage import Accumulator, Stage, Staged
 from farflock.node.pipeline.recovery.policy import Situation, source
 from farflock.node.pipeline.recovery.rebuild import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
+from farflock.node.run.split import split
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.schedule import Schedule

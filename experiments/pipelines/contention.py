@@ -13,9 +13,9 @@ from typing import Annotated
 
 import msgspec
 
-from farflock.experiments.bench import regions
 from farflock.experiments.pipelines import planned, released
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
+from farflock.experiments.placement import regions
 from farflock.experiments.placement.layout import Links
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths import planner as skip_planner

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from farflock.experiments.bench.threads import one_thread
+from farflock.experiments.measure.threads import one_thread
 from farflock.experiments.pipelines import table
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact, sampled
 from farflock.node.errors import Failure

@@ -1,7 +1,7 @@
 """Which search finds cheap layouts of machines into pipelines: DT-FM's ordering (Yuan et al., arXiv:2206.01288, section 4) on
 its worldwide case, by its own cost of communication a step.
 
-Searches are the bench's (experiments/bench/genetic.py), and all begin with the same random partitions; our planner stands
+Searches are the bench's (experiments/placement/genetic.py), and all begin with the same random partitions; our planner stands
 beside them.
 """
 
@@ -11,8 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from farflock.experiments.bench import genetic, planner
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, sampled
+from farflock.experiments.placement import genetic
+from farflock.experiments.placement.cases import Scale, cases
 from farflock.experiments.placement.layout import Costs
 from farflock.experiments.placement.planner import balanced
 
@@ -31,7 +32,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 def compute(size: Size, progress: Progress) -> Table:
     """Seconds of communication a step."""
-    case = next(case for case in planner.cases(size.machines) if case.name == "worldwide")
+    case = next(case for case in cases(size.machines) if case.name == "worldwide")
     costs, sizes = Costs(case.links, case.traffic), balanced(size.machines, size.stages)
     found: dict[str, list[float]] = {}
     for number, seed in enumerate(size.seeds):
@@ -40,7 +41,7 @@ def compute(size: Size, progress: Progress) -> Table:
             setting = genetic.Setting(gain, population=size.partitions, trials=size.trials)
             found.setdefault(name, []).append(genetic.search(costs, sizes, seed, setting).seconds)
             progress((number + at / len(SEARCHES)) / len(size.seeds))
-        ours = case.plan(planner.Size(size.machines, size.stages), seed).seconds
+        ours = case.plan(Scale(size.machines, size.stages), seed).seconds
         found.setdefault("our planner", []).append(ours)
     over = [random_s / ours for random_s, ours in zip(found["random"], found["DT-FM"], strict=True)]
     rows = [sampled(name, values) for name, values in found.items()]

@@ -1,14 +1,14 @@
 """What SkipPipe released: 20 nodes in six stages, four sets of paths through them, and when each microbatch starts.
 
 Source: gensyn-ai/skippipe, `schedule.json` and the scripts that made it. Node k is in region k mod 12 of its table of
-links (`experiments/bench/regions.toml`, `gcp`). The released delays hold the table's mistake between the Netherlands and
+links (`experiments/placement/regions.toml`, `gcp`). The released delays hold the table's mistake between the Netherlands and
 London; without it the same plans are simulated on links as they must have been.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from farflock.experiments.bench import regions
+from farflock.experiments.placement import regions
 
 PARTITION = (
     (0, 3, 4, 10, 11),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.subspace import Basis, project, settled
-from farflock.experiments.bench.threads import one_thread
+from farflock.experiments.measure.threads import one_thread
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
 from farflock.node.errors import Failure
 from farflock.node.model.corpus import SHIPPED, load_corpus

@@ -11,8 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from farflock.node.run.terms import MAX_STAGES
+
 REPLICAS = 3  # machines a stage: one may fail while another is away, and the stage is still there
-MAX_STAGES = 64
+
 SMALL = 6  # machines of two stages that are divided in all ways
 FEW = 50  # boundaries that are rather all tried
 ENOUGH = 0.99  # of what all machines would compute if nothing were lost: more stages would only send more

@@ -1,1 +1,5 @@
-"""`farflock reproduce`: a paper's claim, our number, a verdict; the product's own nodes on a simulated network."""
+"""`farflock reproduce`: papers' claims, put to the test at the scale of this machine, with a verdict.
+
+May import experiments/pipelines and below.
+Start reading at command.py, then recipe.py.
+"""

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from farflock.node.errors import Usage
-from farflock.node.nearest import nearest
+from farflock.node.errors import Usage, nearest
 from farflock.node.run.manifest import convert
 
 TIERS = ("ci", "cpu", "gpu")

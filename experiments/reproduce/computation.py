@@ -17,8 +17,7 @@ from farflock.experiments.reproduce.claim import Claim, Entry, Rule, section, se
 from farflock.experiments.reproduce.shelf import Shelf
 from farflock.experiments.reproduce.verdict import Finding, judge
 from farflock.experiments.reproduce.version import sources_hash
-from farflock.node.errors import Failure, Usage
-from farflock.node.nearest import nearest
+from farflock.node.errors import Failure, Usage, nearest
 from farflock.node.run.manifest import tables
 
 

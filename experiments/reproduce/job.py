@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from farflock.experiments.reproduce.version import code_version
-from farflock.node.assembly.node import Plan
 from farflock.node.model.llama import ModelConfig
+from farflock.node.run.terms import Plan
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 

@@ -14,9 +14,8 @@ import msgspec
 from farflock.experiments.reproduce.claim import Claim, Entry, Rule, section, sections
 from farflock.experiments.reproduce.computation import Computation
 from farflock.experiments.reproduce.computation import read as read_computation
-from farflock.node.errors import Usage
+from farflock.node.errors import Usage, nearest
 from farflock.node.model.llama import PRESETS, ModelConfig
-from farflock.node.nearest import nearest
 from farflock.node.run.manifest import Exchange, Method, constructor_options, override, require_method, tables
 from farflock.optimizers.catalog import METHODS, method, unfolded
 

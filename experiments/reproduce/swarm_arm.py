@@ -116,7 +116,7 @@ class Measured(Simulation):
             sent_bytes=self._sent_bytes() - began_bytes,
             compute_s=now_s - began_s,
             loss=self._loss_of(models[0]),
-            lr=self.nodes[0].trainee.replica.lr or 0.0,
+            lr=_rate(self.nodes[0]),
             spread=spread(models),
         )
         self.curve.append(point)
@@ -201,6 +201,11 @@ def correlation(ours: list[float], others: list[float]) -> float | None:
         return None
     both = torch.tensor([ours, others], dtype=torch.float64)
     return float(torch.corrcoef(both)[0, 1])
+
+
+def _rate(node: Participant) -> float:
+    assert isinstance(node.trainee, LanguageModel), "an arm trains whole models"
+    return node.trainee.replica.lr or 0.0
 
 
 def _model(node: Participant) -> State:

@@ -7,46 +7,23 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
-from farflock.node.loop import Loop
+from farflock.node.loop import Loop, Trainee
 from farflock.node.model.data import Batches
-from farflock.node.model.llama import Llama, ModelConfig, build
+from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.server.task import StageTrainee
+from farflock.node.run.terms import Plan
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import Together
 from farflock.node.train.exchange_client import Courier
 from farflock.node.train.state_sync import Seat
 from farflock.node.train.task import LanguageModel
 from farflock.optimizers.catalog import method
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
 from farflock.swarm.peer.peer import Peer, Wait
 from farflock.swarm.peer.snapshots import Progress as Downloaded
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 Report = Callable[[str, dict[str, object]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What all nodes of a run do alike; a manifest resolves to it."""
-
-    run_seed: int
-    model: ModelConfig
-    inner: InnerConfig
-    schedule: Schedule
-    method: str
-    options: dict[str, Any] = field(default_factory=dict)
-    batch: int = 8
-    seq: int = 64
-    accumulate: int = 1
-    clip_norm: float | None = 1.0
-    autocast: bool = False
-    samples: int = 0  # of each trainer, that come again; with 0 each sequence is drawn anew
-    dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
 
 
 class TakingPart(Protocol):
@@ -111,6 +88,12 @@ class TakingPart(Protocol):
         ...
 
 
+class NewcomersTrainee(Trainee, Protocol):
+    """A trainee that warms up again after it joined: its inner moments are empty then."""
+
+    joined_at: int  # the step at which the peer came in; 0 for a founder
+
+
 @dataclass(slots=True)
 class Participant:
     """A node that is ready to found a run or to join one."""
@@ -119,7 +102,7 @@ class Participant:
     model: Llama
     seat: Seat
     loop: Loop
-    trainee: LanguageModel | StageTrainee
+    trainee: NewcomersTrainee
     role: str = "replica"
     # How it ends, once it runs, where all are to have one state then.
     together: Together | None = field(default=None, init=False)

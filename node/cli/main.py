@@ -104,7 +104,3 @@ def _unexpected(error: Exception) -> str:
     with tempfile.NamedTemporaryFile("w", prefix="farflock-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
     return f"unexpected {type(error).__name__}: {error}; this is a fault of ours, please report it with {log.name}"
-
-
-if __name__ == "__main__":
-    main()

@@ -4,12 +4,15 @@ A terminal gets rich tables and bars, which are imported only then; files, pipes
 """
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
+
+from farflock.node.errors import INTERRUPTED
 
 
 class Output:
@@ -114,3 +117,17 @@ class _Tenths:
         if int(share * 10) > self._told:
             self._told = int(share * 10)
             click.echo(f"{self._what}: {share:.0%}", err=True)
+
+
+def conclude(out: Output, saved: Path | None, asked: signal.Signals | None) -> int:
+    """Say what came of it. Ctrl-C is 130 in any case; whoever else asked for the end got it: 0 if all is saved."""
+    code = 0 if asked is None or (saved and asked != signal.SIGINT) else _interrupted(asked)
+    if saved is None:
+        return out.failure("ended before it trained; nothing was changed", code)
+    why = "done" if asked is None else "left the run"
+    out.result({"checkpoint": str(saved), "ended": "left" if asked else "done"}, f"{why}; checkpoint {saved}")
+    return code
+
+
+def _interrupted(asked: signal.Signals) -> int:
+    return INTERRUPTED if asked == signal.SIGINT else 128 + asked

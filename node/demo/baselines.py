@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farflock.node.assembly.node import Plan
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build, next_token_loss
 from farflock.node.model.tokenizer import Tokens
+from farflock.node.run.terms import Plan
 
 
 def train_arm(

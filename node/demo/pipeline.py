@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from farflock.node.assembly.checkpoints import folder_of
-from farflock.node.assembly.node import Plan
 from farflock.node.demo.baselines import compare, train_arm
 from farflock.node.demo.demo import Child, Demo
 from farflock.node.demo.report import (
@@ -34,6 +33,7 @@ from farflock.node.model.llama import Llama, build
 from farflock.node.model.stage_tensors import joined
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.manifest import Manifest, resolve
+from farflock.node.run.terms import Plan
 from farflock.node.state import checkpoint
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.roles import role_of

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflock.node.assembly.node import Plan
 from farflock.node.demo.baselines import Comparison, compare, train_arm
 from farflock.node.demo.demo import Child
 from farflock.node.model.corpus import load_corpus
@@ -16,6 +15,7 @@ from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.generate import generate
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.run.terms import Plan
 from farflock.node.state import checkpoint
 from farflock.node.state.history import History
 

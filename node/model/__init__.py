@@ -1,1 +1,5 @@
-"""."""
+"""The model and its data: a Llama-style decoder, tokenizer, corpus, batches, evaluation, export, and replicas.
+
+May import node/errors.py, optimizers and compression.
+Start reading at llama.py; a method sees a model through replica.py alone.
+"""

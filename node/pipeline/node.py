@@ -11,21 +11,22 @@ from functools import partial
 
 import torch
 
-from farflock.node.assembly.node import Plan
 from farflock.node.model.data import Batches
+from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.model.tokenizer import Tokens
 from farflock.node.pipeline.full_replica import FullTrainer, Part
-from farflock.node.pipeline.life.assembly import Assembly, Means
-from farflock.node.pipeline.life.beginning import SETTLE_S, Beginning, Serving
-from farflock.node.pipeline.life.end_copies import EndCopies
-from farflock.node.pipeline.life.rebalancer import Rebalancer
-from farflock.node.pipeline.life.table_keeper import TableKeeper, keeper_of
+from farflock.node.pipeline.lifecycle.assembly import Assembly, Means
+from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, Beginning, Serving
+from farflock.node.pipeline.lifecycle.end_copies import EndCopies
+from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
+from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper, keeper_of
+from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.stage_directory import Rolls, StreamName
-from farflock.node.pipeline.trainer.trainer import Trainer, TrainerTerms, first_number
-from farflock.node.run.pipeline_plan import PipelinePlan, Shapes, edges_of
+from farflock.node.pipeline.trainer.trainer import Trainer, first_number
 from farflock.node.run.policies import SWAP, lane_of, policy_of
+from farflock.node.run.terms import PipelinePlan, Plan, TrainerTerms
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.exchange_client import Courier
 from farflock.optimizers.catalog import method
@@ -310,7 +311,7 @@ class PipelineNode:
         if index not in self._specimens:
             shapes = shapes_of(self.plan.model, self.pipeline.stages[index])
             with torch.device("meta"):
-                self._specimens[index] = method(self.plan.method, **self.plan.options).streams(Shapes(shapes))
+                self._specimens[index] = method(self.plan.method, **self.plan.options).streams(ShapeReplica(shapes))
         return self._specimens[index]
 
     def _stream_of(self, index: int) -> StreamName:

@@ -41,7 +41,7 @@ class Machine:
     threads: int = 1
     client_mode: bool = False  # cannot be dialled
     checkpoint_s: float = 600.0  # from one checkpoint to the next
-    role: str = "auto"  # in a run whose model is cut into stages (node/pipeline_process.py)
+    role: str = "auto"  # in a run whose model is cut into stages (node/process/pipeline_role.py)
 
 
 def identity_of(folder: RunFolder) -> Identity:

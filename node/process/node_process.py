@@ -20,7 +20,7 @@ from farflock.node.assembly.resume import take_up, take_up_moments
 from farflock.node.errors import Failure, FarflockError, Refused
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.pipeline.life.rebalancer import LifeOver
+from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     Doors,

@@ -12,14 +12,14 @@ from farflock.node.assembly.checkpoints import Keeper, Keepers, last_of
 from farflock.node.assembly.node import Report
 from farflock.node.errors import Usage
 from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.life.assembly import Means
-from farflock.node.pipeline.life.state import living
+from farflock.node.pipeline.lifecycle.assembly import Means
+from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.network import Machine
 from farflock.node.process.worker import Worker
 from farflock.node.run.manifest import Manifest
-from farflock.node.run.pipeline_plan import PipelinePlan
-from farflock.node.run.stage_memory import needed_stage_bytes, require_replica_room, require_stage_room
+from farflock.node.run.memory import needed_stage_bytes, require_replica_room, require_stage_room
+from farflock.node.run.terms import PipelinePlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.links import PeerId

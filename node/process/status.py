@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 
 from farflock.node.state.paths import write_whole
 from farflock.swarm.links import Links
@@ -172,3 +173,11 @@ def _partner(links: Links, member: Member) -> Partner:
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000
     return Partner(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
+
+
+def is_node(pid: int) -> bool:
+    """Whether a process of ours has this number; another program may have it by now."""
+    try:
+        return "farflock" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False

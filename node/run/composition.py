@@ -15,17 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from farflock.compression.activation import ActivationContext, Direction, Scope
 from farflock.compression.activation_catalog import activation_codec, known_of, most_bytes, subspace_terms
-from farflock.node.assembly.node import Plan
 from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
-from farflock.node.pipeline.memory.samples import value_bytes
-from farflock.node.pipeline.passes.requests import MAX_VISIT
-from farflock.node.pipeline.passes.stage import BadSplit, even, split
+from farflock.node.model.shapes import ShapeReplica
 from farflock.node.run.basis import largest_rank
-from farflock.node.run.pipeline_plan import PipelinePlan, Shapes
-from farflock.node.train import microbatch_ids as notes
+from farflock.node.run.split import BadSplit, even, split
+from farflock.node.run.terms import MAX_KEYS, MAX_VISIT, PipelinePlan, Plan
 from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
@@ -85,7 +84,12 @@ class Parts:
     def streams(self) -> list[Exchange]:
         """What the method exchanges of a stage: that its tensors are small here makes no difference to how."""
         names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)]
-        return self.method.streams(Shapes(dict.fromkeys(names, (8, 8))))
+        return self.method.streams(ShapeReplica(dict.fromkeys(names, (8, 8))))
+
+
+def value_bytes(batch: int, seq: int, dim: int) -> int:
+    """Bytes that the activations of `batch` sequences take in a memory of samples (AQ-SGD): 16 bits a value."""
+    return batch * seq * dim * torch.float16.itemsize
 
 
 def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
@@ -362,9 +366,9 @@ def _kept(parts: Parts) -> Breach | None:
     """A lone trainer must be able to fill a round while the one before it is agreed upon."""
     trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
     needed = least_kept(parts.batch, steps, trainer.window)
-    if needed > notes.MAX_KEYS:
+    if needed > MAX_KEYS:
         why = f"a round of {steps} steps of {parts.batch} microbatches asks a trainer to keep {needed}"
-        return f"{why}, of at most {notes.MAX_KEYS}", "lower pipeline.batch, or the method's period"
+        return f"{why}, of at most {MAX_KEYS}", "lower pipeline.batch, or the method's period"
     if trainer.kept >= needed:
         return None
     why = f"a round takes {steps} steps of {parts.batch} microbatches, and a trainer keeps {trainer.kept}"

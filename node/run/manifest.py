@@ -18,17 +18,15 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
-from farflock.node.assembly.node import Plan
-from farflock.node.errors import Refused, Usage
+from farflock.node.errors import Refused, Usage, nearest
 from farflock.node.model.corpus import SHIPPED, BadCorpus, load_corpus
 from farflock.node.model.data import MAX_RECURRING
 from farflock.node.model.llama import PRESETS, ModelConfig
 from farflock.node.model.tokenizer import TOKENIZERS
-from farflock.node.nearest import nearest
 from farflock.node.run.fit import nearest_divisor, require_inner, require_layers, require_members
-from farflock.node.run.pipeline_plan import PipelinePlan
 from farflock.node.run.pipeline_section import METHOD as PIPELINE_METHOD
 from farflock.node.run.pipeline_section import Pipeline, fill_pipeline, plan_of, require_pipeline
+from farflock.node.run.terms import PipelinePlan, Plan
 from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of, unfolded
 from farflock.optimizers.catalog import method as build_method

@@ -1,13 +1,24 @@
-"""Whether a run's model fits this machine, known from its manifest alone, before any memory is taken for it."""
+"""Estimate whether a run's model, or one stage of it, fits this machine, from its manifest alone: before any memory is taken.
+
+A pipeline is for models that fit no single machine; each of its stages has to fit some.
+"""
 
 import psutil
 
+from farflock.compression.activation import ActivationContext
+from farflock.compression.activation_catalog import most_bytes, subspace_terms
+from farflock.compression.subspace import id_bytes
 from farflock.node.errors import FarflockError
 from farflock.node.model.llama import ModelConfig
+from farflock.node.run.basis import basis_bytes
+from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import Manifest
+from farflock.node.run.terms import PipelinePlan, Plan
 
 VALUE_BYTES = 4  # everything is kept in fp32
 VALUES_ALONE, VALUES = 21, 31
+RULE = "stage that fits nobody"
+REPLICA_RULE = "replica that fits nobody"
 
 
 def needed_bytes(manifest: Manifest) -> int:
@@ -38,3 +49,86 @@ def require_room(manifest: Manifest, error: type[FarflockError]) -> None:
             f" {free / 1e6:,.0f} MB are free here"
         )
         raise error("the run's model is too large for this machine", why, "close programs, or use a larger machine")
+
+
+def stage_parameters(model: ModelConfig, span: range) -> int:
+    """Weights of a stage: its layers', and the embedding's, or the norm's and the head's, at the ends."""
+    table = model.vocab_size * model.dim
+    ends = (model.parameters() - model.dim - (1 if model.tied else 2) * table) // model.layers * len(span)
+    return ends + (table if span.start == 0 else 0) + (model.dim + table if span.stop == model.layers else 0)
+
+
+def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
+    """Bytes that serving this stage takes beside the program itself, an estimate from above, counted as for whole
+    models (`needed_bytes`) and more: the gradients that are put aside, what passes keep of the microbatches that
+    are computed at once, the payloads of those that wait, the basis of a codec that has one, and what one remembers of
+    samples that come and go."""
+    span, server, tokens = pipeline.stages[stage], pipeline.server, plan.batch * plan.seq
+    weights = stage_parameters(plan.model, span)
+    a_token = len(span) * layer_values(plan.model, plan.seq) + (
+        3 * plan.model.vocab_size if _is_last(plan, span) else 0
+    )
+    computed = max(server.together * plan.model.dim * 2, a_token) * tokens
+    shape = (plan.batch, plan.seq, plan.model.dim)
+    forward, backward = (
+        most_bytes(pipeline.codec, ActivationContext(shape, plan.dtype, direction=direction))
+        for direction in ("forward", "backward")
+    )
+    waiting = server.queue * (2 * forward + backward + 3 * tokens * id_bytes(plan.model.vocab_size))
+    terms = subspace_terms(pipeline.codec)
+    shared = basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
+    remembered = (2 - (span.start == 0) - _is_last(plan, span)) * (pipeline.cache_bytes or 0)
+    if pipeline.turns is not None:  # each version, and once more as it is handed on
+        shared += 2 * pipeline.turns.most * 4 * plan.model.vocab_size * plan.model.dim
+    copies = VALUES + server.places + _kept_copies(pipeline)
+    return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared + remembered
+
+
+def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:
+    """`Uncomposable` if this stage fits none of the machines that have so much memory free."""
+    needed, largest = needed_stage_bytes(plan, pipeline, stage), max(free_bytes, default=0)
+    if needed <= largest:
+        return
+    span, count = pipeline.stages[stage], len(pipeline.stages)
+    why = (
+        f"serving stage {stage} of {count}, {len(span)} layers with {stage_parameters(plan.model, span):,} parameters,"
+        f" takes about {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
+    )
+    others = [index for index in range(count) if needed_stage_bytes(plan, pipeline, index) <= largest]
+    serve = f"serve stage {others[0]}, or " if others else ""
+    raise Uncomposable(RULE, why, f"{serve}cut the model into more stages, or use a larger machine")
+
+
+def needed_replica_bytes(plan: Plan, pipeline: PipelinePlan) -> int:
+    """Bytes that a full replica takes, which serves all stages, each as a server of that stage alone would; what a microbatch's
+    pass through all of them keeps is in it, stage by stage."""
+    return sum(needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages)))
+
+
+def require_replica_room(plan: Plan, pipeline: PipelinePlan, *free_bytes: int) -> None:
+    """`Uncomposable` if all stages together fit none of the machines that have so much memory free."""
+    needed, largest = needed_replica_bytes(plan, pipeline), max(free_bytes, default=0)
+    if needed <= largest:
+        return
+    why = (
+        f"a full replica holds all {len(pipeline.stages)} stages, {plan.model.parameters():,} parameters, and takes about"
+        f" {needed / 1e6:,.0f} MB of memory, and {largest / 1e6:,.0f} MB are free"
+    )
+    fitting = [index for index in range(len(pipeline.stages)) if needed_stage_bytes(plan, pipeline, index) <= largest]
+    serve = (
+        f"serve one stage (--role stage, or stage:{fitting[0]})"
+        if fitting
+        else "train without weights (--role trainer)"
+    )
+    raise Uncomposable(REPLICA_RULE, why, f"{serve}, or use a larger machine")
+
+
+def _kept_copies(pipeline: PipelinePlan) -> int:
+    """Of a stage that keeps versions: the old ones, and the sum of what was merged for each; what passes use in place of the
+    newest; and a trend with the weights of before a step."""
+    terms = pipeline.asynchronous
+    return 0 if terms is None else 2 * (terms.versions - 1) + 1 + 2 * terms.predicts
+
+
+def _is_last(plan: Plan, span: range) -> bool:
+    return span.stop == plan.model.layers

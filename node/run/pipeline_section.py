@@ -8,17 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from farflock.compression.activation_catalog import activation_codec, alternatives, subspace_terms
-from farflock.experiments.placement.asymmetric import MAX_STAGES
-from farflock.node.assembly.node import Plan
-from farflock.node.errors import Usage
+from farflock.node.errors import Usage, nearest
 from farflock.node.model.llama import ModelConfig
-from farflock.node.nearest import nearest
-from farflock.node.pipeline.life.rebalancer import EMERGENCY_S, Balance
-from farflock.node.pipeline.passes.stage import BadSplit, even
-from farflock.node.pipeline.server.server import ServerTerms
-from farflock.node.pipeline.trainer.trainer import TrainerTerms
-from farflock.node.pipeline.versions.stash import MAX_VERSIONS
-from farflock.node.pipeline.versions.versions import Asynchronous, Correction, Gone
 from farflock.node.run.basis import run_basis
 from farflock.node.run.composition import (
     Parts,
@@ -30,10 +21,24 @@ from farflock.node.run.composition import (
     scope_of,
     steps_of,
 )
-from farflock.node.run.pipeline_plan import Constrained, PipelinePlan
 from farflock.node.run.planned_paths import PathTerms, fill_plan, plan_of_texts, require_plan
 from farflock.node.run.policies import NAMES, UnknownPolicy, policy_of
-from farflock.node.train import microbatch_ids as notes
+from farflock.node.run.split import BadSplit, even
+from farflock.node.run.terms import (
+    EMERGENCY_S,
+    MAX_KEYS,
+    MAX_STAGES,
+    MAX_VERSIONS,
+    Asynchronous,
+    Balance,
+    Constrained,
+    Correction,
+    PipelinePlan,
+    Plan,
+    ServerTerms,
+    TrainerTerms,
+    WhenGone,
+)
 from farflock.optimizers.method import Method
 from farflock.swarm.paths.checkfree import RULE as SWAP_RULE
 from farflock.swarm.paths.checkfree import BadSwap
@@ -49,7 +54,7 @@ _SERVER, _TRAINER, _BALANCE = ServerTerms(), TrainerTerms(), Balance()
 
 Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
-Microbatches = Annotated[int, msgspec.Meta(ge=1, le=notes.MAX_KEYS)]
+Microbatches = Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)]
 Seconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
 
 
@@ -61,7 +66,7 @@ class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     versions: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSIONS)]
     correction: Correction = "none"
-    gone: Gone = "drop"
+    gone: WhenGone = "drop"
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +124,7 @@ def fill_pipeline(table: dict[str, Any]) -> None:
     window = pipeline.get("window", _TRAINER.window)
     if "kept" not in pipeline and isinstance(batch, int) and isinstance(window, int):
         needed = least_kept(batch, steps_of(table["method"]["options"]), window)
-        pipeline["kept"] = _TRAINER.kept if needed > notes.MAX_KEYS else max(needed, _TRAINER.kept)
+        pipeline["kept"] = _TRAINER.kept if needed > MAX_KEYS else max(needed, _TRAINER.kept)
     if "basis" not in pipeline and (digest := _basis_of(pipeline.get("codec"), table)) is not None:
         pipeline["basis"] = digest
     if "cache_bytes" not in pipeline and _remembers(pipeline.get("codec")):

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from farflock.node.assembly.node import Plan
 from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.life.assembly import Means
-from farflock.node.pipeline.life.rebalancer import LifeOver
+from farflock.node.pipeline.lifecycle.assembly import Means
+from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
-from farflock.node.run.pipeline_plan import PipelinePlan
+from farflock.node.run.terms import PipelinePlan, Plan
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import SnapshotUnavailable

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflock.node.assembly.node import Participant, Plan, participant
+from farflock.node.assembly.node import Participant, participant
 from farflock.node.assembly.resume import take_up
 from farflock.node.model.evaluation import Estimate, losses, summarise
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.tokenizer import Tokens
+from farflock.node.run.terms import Plan
 from farflock.node.simulate.segments import LegShelf, Story
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.catalog import method

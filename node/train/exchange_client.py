@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
+from farflock.node.run.terms import MAX_KEYS
 from farflock.node.train import microbatch_ids as notes
 from farflock.node.train.reducer import Inputs, Reducer
 from farflock.node.train.shards import Cut, checker, decode_all, weighted_mean
@@ -212,7 +213,7 @@ def _without_notes(outcome: Outcome) -> tuple[Outcome, bytes]:
     if outcome.gathered is None:
         return outcome, b""
     ages = notes.joined_ages(shards[-1] for shards in outcome.gathered.values())
-    keys = {key: ages[key] for key in sorted(ages)[: notes.MAX_KEYS]}  # the same for all
+    keys = {key: ages[key] for key in sorted(ages)[:MAX_KEYS]}  # the same for all
     bare = {peer: shards[:-1] for peer, shards in outcome.gathered.items()}
     return replace(outcome, gathered=bare, taken=outcome.taken[:-1]), notes.written(keys)
 

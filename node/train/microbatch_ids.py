@@ -12,12 +12,12 @@ from typing import Annotated
 import msgspec
 
 from farflock.compression.codec import CorruptPayload
+from farflock.node.run.terms import MAX_KEYS
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.streams import Reduction
 from farflock.swarm.protocol.staging import Key
 
 MAX_BYTES = 64 * 1024
-MAX_KEYS = 16_384
 LATE = -1
 
 _Text = Annotated[str, msgspec.Meta(max_length=128)]

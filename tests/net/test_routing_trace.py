@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline.life.rebalancer import Balance
 from farflock.node.run.planned_paths import plan_of_texts
+from farflock.node.run.terms import Balance
 from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWorld
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.roles import role_of

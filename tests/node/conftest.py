@@ -5,10 +5,11 @@ import asyncio
 import pytest
 import torch
 
-from farflock.node.assembly.node import Plan, participant
+from farflock.node.assembly.node import participant
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.run.terms import Plan
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.identity import Identity

@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from farflock.node.pipeline.server.server import ServerTerms
-from farflock.node.pipeline.trainer.trainer import TrainerTerms
-from farflock.node.pipeline.versions.versions import Asynchronous
+from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.corrections import TREND
 from farflock.optimizers.inner import InnerConfig

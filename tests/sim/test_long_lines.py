@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.pipeline.server.server import ServerTerms
-from farflock.node.pipeline.trainer.trainer import TrainerTerms
-from farflock.node.pipeline.versions.versions import Asynchronous
+from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.swarm.sim.network import LinkModel
 

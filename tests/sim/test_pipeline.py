@@ -12,8 +12,9 @@ import torch
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
-from farflock.node.pipeline.server.server import BACKWARD_COST, ServerTerms
-from farflock.node.pipeline.trainer.trainer import NUMBERS, TrainerTerms
+from farflock.node.pipeline.server.server import BACKWARD_COST
+from farflock.node.pipeline.trainer.trainer import NUMBERS
+from farflock.node.run.terms import ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual

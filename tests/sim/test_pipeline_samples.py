@@ -19,8 +19,7 @@ import torch
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
 from farflock.node.pipeline.memory.samples import NotHeld, ServerMemory, _names
 from farflock.node.pipeline.passes.requests import Forward, Lacks, Visit
-from farflock.node.pipeline.server.server import ServerTerms
-from farflock.node.pipeline.versions.versions import Asynchronous
+from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults
 

@@ -16,9 +16,9 @@ import torch
 from torch.func import functional_call
 
 from farflock.compression.subspace import outside
-from farflock.node.pipeline.trainer.trainer import TrainerTerms
 from farflock.node.pipeline.versions.constraint import EMBEDDING
-from farflock.node.run.pipeline_plan import basis_of
+from farflock.node.run.basis import basis_of
+from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.inner import InnerConfig
 

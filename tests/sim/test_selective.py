@@ -15,10 +15,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from farflock.node.pipeline.life.table_keeper import NAME
+from farflock.node.pipeline.lifecycle.table_keeper import NAME
 from farflock.node.pipeline.passes.requests import Forward, Refused, decode_answer, encode
 from farflock.node.pipeline.versions.constraint import EMBEDDING
-from farflock.node.run.pipeline_plan import basis_of
+from farflock.node.run.basis import basis_of
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.inner import InnerConfig

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from farflock.node.assembly.node import Plan
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.stage_tensors import names_of
 from farflock.node.pipeline.full_replica import FullTrainer
 from farflock.node.pipeline.passes.requests import Backward, Forward
-from farflock.node.pipeline.passes.stage import Stage, even
-from farflock.node.pipeline.server.server import ServerTerms
-from farflock.node.pipeline.trainer.trainer import NUMBERS, TrainerTerms
-from farflock.node.run.pipeline_plan import PipelinePlan
+from farflock.node.pipeline.passes.stage import Stage
+from farflock.node.pipeline.trainer.trainer import NUMBERS
 from farflock.node.run.policies import lane_of, policy_of
+from farflock.node.run.split import even
+from farflock.node.run.terms import PipelinePlan, Plan, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineSimulation, identity_of
 from farflock.node.train import microbatch_ids as notes
 from farflock.optimizers.inner import InnerConfig

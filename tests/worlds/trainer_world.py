@@ -21,7 +21,8 @@ from farflock.node.pipeline.passes.requests import (
     encode,
 )
 from farflock.node.pipeline.trainer.stage_directory import Server
-from farflock.node.pipeline.trainer.trainer import Trainer, TrainerTerms
+from farflock.node.pipeline.trainer.trainer import Trainer
+from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.peer.serving import Reply

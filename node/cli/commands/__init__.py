@@ -1,1 +1,5 @@
-"""One module a command of the command line; each is imported only when its command is run."""
+"""One module a command; each is imported only when its command is run.
+
+May import every room of node.
+Start reading at run.py.
+"""

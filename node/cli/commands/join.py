@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from farflock.node.cli.commands.options import machine_of, machine_options
-from farflock.node.cli.output import Output
+from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
     from farflock.node.process.network import Machine
@@ -57,7 +57,6 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int
 
 def _look(out: Output, machine: "Machine", invited: "Invite") -> int:
     """What joining would train, read from the run's members under a name that is forgotten at once."""
-    from farflock.node.cli.commands.training import conclude
     from farflock.node.process.inspect_run import look_up
     from farflock.node.process.signals import Ending, run_until_asked
     from farflock.node.run.memory import needed_bytes

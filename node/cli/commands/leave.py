@@ -8,10 +8,9 @@ import click
 import msgspec
 import psutil
 
-from farflock.node.cli.commands.status import is_node
 from farflock.node.cli.output import Output
 from farflock.node.errors import Failure
-from farflock.node.process.status import read_status
+from farflock.node.process.status import is_node, read_status
 from farflock.node.state.paths import RunFolder
 
 WAIT_S = 60.0

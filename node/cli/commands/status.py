@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 import msgspec
-import psutil
 
-from farflock.node.cli.output import Output
+from farflock.node.cli.output import Output, conclude
 from farflock.node.errors import Failure
-from farflock.node.process.status import Status, read_status
+from farflock.node.process.status import Status, is_node, read_status
 from farflock.node.state.paths import RunFolder
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ def _look(out: Output, word: str, folder: Path | None) -> int:
     """Ask the members of a run how they are."""
     import time
 
-    from farflock.node.cli.commands.training import conclude
     from farflock.node.process.inspect_run import look
     from farflock.node.process.network import Machine
     from farflock.node.process.signals import Ending, run_until_asked
@@ -76,14 +74,6 @@ def _seen(run: str, sight: "Sight") -> str:
 
 def _ms(rtt_ms: float | None) -> str:
     return "" if rtt_ms is None else f"{rtt_ms:.0f} ms"
-
-
-def is_node(pid: int) -> bool:
-    """Whether a process of ours has this number; another program may have it by now."""
-    try:
-        return "farflock" in " ".join(psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return False
 
 
 def _text(status: Status, lives: bool) -> str:

@@ -21,7 +21,6 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from farflock.compression.activation import ActivationContext
@@ -211,11 +210,6 @@ def fresh(edges: Edges) -> AqSgd:
 def refers(payload: bytes, rows: Sequence[int], batch: int) -> bool:
     """Whether these rows of an input refer to something: who lacks that is right to say so."""
     return bool(rows) and all(row < batch and payload[row] in (DIFFERENCE, HELD) for row in rows)
-
-
-def value_bytes(batch: int, seq: int, dim: int) -> int:
-    """What the activations of so many sequences take in a memory."""
-    return batch * seq * dim * torch.float16.itemsize
 
 
 def _visit(request: Forward | Backward) -> Visit:

@@ -6,15 +6,19 @@ with each activation: some codecs need them, and they are small beside it.
 Shapes: B sequences, L positions, D model width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from farflock.compression.activation import ActivationCodec, ActivationContext, Direction, Incompatible
-from farflock.compression.subspace import id_bytes, pack_tokens, stamp_of, unpack_tokens
+from farflock.compression.activation_catalog import activation_codec, known_of
+from farflock.compression.aqsgd import AqSgd
+from farflock.compression.subspace import Subspace, id_bytes, pack_tokens, stamp_of, unpack_tokens
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.passes.requests import Backward, Forward
+from farflock.node.run.basis import basis_of
+from farflock.node.run.terms import PipelinePlan, Plan
 from farflock.swarm.messages import MAX_CODECS, CodecId
 
 
@@ -159,3 +163,16 @@ class Edges:
             arrived=arrived_BLD,
             version=version,
         )
+
+
+def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
+    """What this peer knows of the edges between a run's stages: the codecs that the run names, as far as this release has them.
+    One alone may learn new versions."""
+    config, names = plan.model, known_of(pipeline.codec)
+    codec = activation_codec(names[0], basis=basis_of(plan, pipeline))
+    others = tuple(activation_codec(name) for name in names[1:])
+    if isinstance(codec, AqSgd) and pipeline.cache_bytes is not None:
+        codec = replace(codec, max_cache_bytes=pipeline.cache_bytes)
+    if pipeline.turns is not None and isinstance(codec, Subspace):
+        codec = SubspaceVersions(codec)
+    return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype, others)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from farflock.node.run.terms import MAX_VISIT
 from farflock.swarm.messages import MAX_CODECS, CodecId
 from farflock.swarm.roles import MAX_STAGES
 
@@ -20,7 +21,6 @@ StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
 Source = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)]
 
 
-MAX_VISIT = 256  # sequences of a microbatch whose samples are named: a request is small
 Samples = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_VISIT)]
 Tags = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_VISIT)]
 Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VISIT)], ...], msgspec.Meta(max_length=MAX_VISIT)]

@@ -47,6 +47,7 @@ from farflock.node.pipeline.passes.stage import Stage, Staged
 from farflock.node.pipeline.server.queue import StageQueue
 from farflock.node.pipeline.server.sums import Sums
 from farflock.node.pipeline.versions.versions import Lacking, Versions
+from farflock.node.run.terms import ServerTerms
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import Ema
@@ -59,19 +60,6 @@ Unread = Refused | Lacks  # an activation that cannot be read
 BACKWARD_COST = 3.0  # forward passes: one that is done again, and twice as much for two gradients
 EXPIRE_EVERY_S = 1.0
 FIRST_RATE = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTerms:
-    """What a server may take in: `queue` passes of each kind that wait, up to `together` forward ones computed at once,
-    `places` gradients put aside, each for `lease_s`; and how many rounds older than the stage a microbatch may be when it
-    comes."""
-
-    queue: int = 32
-    together: int = 4
-    places: int = 4
-    lease_s: float = 60.0
-    staleness: int = 1
 
 
 @dataclass(slots=True)

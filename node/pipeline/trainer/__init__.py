@@ -1,1 +1,5 @@
-"""."""
+"""A pipeline's trainer: it draws microbatches and walks each forward and back through the stages.
+
+May import node/pipeline's passes and memory, and node/train.
+Start reading at trainer.py.
+"""

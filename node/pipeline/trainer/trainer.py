@@ -45,7 +45,7 @@ from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.heard import Heard
 from farflock.node.pipeline.trainer.spoilt import Origins, Shunned
 from farflock.node.pipeline.trainer.stage_directory import Rolls, Server
-from farflock.node.pipeline.versions.versions import Gone as WhenGone
+from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId, Key
 from farflock.swarm.paths.policy import Call, Microbatch, Outcome, PathPolicy
@@ -56,8 +56,6 @@ from farflock.swarm.protocol.depth import Depth
 from farflock.swarm.protocol.ledger import Ledger, Place
 
 PAUSE_S = 0.25  # before a stage that refused, or that nobody serves, is asked again
-FORWARD_TIMEOUT_S = 30.0
-BACKWARD_TIMEOUT_S = FORWARD_TIMEOUT_S * BACKWARD_SIZE
 CONFIRM_TIMEOUT_S = 10.0
 TICK_S = 0.1
 ASKED_IN_VAIN = 2  # times as often as there are servers, until nobody seems to have some weights
@@ -65,23 +63,6 @@ RECENT = 32  # microbatches whose mean loss is shown
 NUMBERS, LIVES = 2**32, 2**29  # microbatches of one life, and lives whose numbers differ
 
 Report = Callable[[str, dict[str, object]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerTerms:
-    """At most `window` microbatches are on their way, fewer where that keeps all servers busy
-    (swarm/protocol/depth.py), and at most `kept` are there in all, with those that wait to be named. `gone` says what
-    becomes of a microbatch whose weights no server of a stage has any more (node/pipeline/versions/versions.py)."""
-
-    window: int = 64
-    kept: int = 256
-    forward_timeout_s: float = FORWARD_TIMEOUT_S
-    backward_timeout_s: float = BACKWARD_TIMEOUT_S
-    gone: WhenGone = "drop"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.window <= self.kept:
-            raise ValueError(f"a window of {self.window} of {self.kept} microbatches: it needs 1 or more, and fits in")
 
 
 @dataclass(slots=True)

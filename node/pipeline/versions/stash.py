@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-Weights = Mapping[str, Tensor]
+from farflock.node.run.terms import MAX_VERSIONS
 
-MAX_VERSIONS = 64  # each is a whole copy of the stage
+Weights = Mapping[str, Tensor]
 
 
 class Stale(LookupError):

@@ -3,7 +3,7 @@
 Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of the first stage the
 averaged embedding, which all who serve that stage hold with the same bits, becomes the next E_fix
 (node/pipeline/versions/constraint.py, `drifted`). One round later the weights of pipelines go over to it: meanwhile
-everybody else downloads it (node/pipeline/life/table_keeper.py). Which version a payload is in goes by the weights that
+everybody else downloads it (node/pipeline/lifecycle/table_keeper.py). Which version a payload is in goes by the weights that
 made it, not by the clock, and it says so itself: who comes late speaks the old one, which is read for a while, and
 nobody reads what he has not got.
 
@@ -12,50 +12,16 @@ Shapes: D model width, V vocabulary.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from farflock.compression.subspace import OVERLAP_EPOCHS
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.versions.constraint import ConstrainedReplica, drifted
+from farflock.node.run.terms import Turns
 from farflock.node.train.state_sync import Books
 
-LEAD = 1  # rounds between a version's making and its use, for downloads
-FIRST = 1  # the version that everybody makes from the run's seed
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """When versions change, by rounds of the first stage: one is made after every `every` rounds, and given up `overlap` rounds
-    after its successor took effect."""
-
-    every: int
-    overlap: int = OVERLAP_EPOCHS
-
-    def made(self, version: int) -> int:
-        """The round after which the averaged embedding is this version's; -1, before the first, for `FIRST`."""
-        return (version - FIRST) * self.every - 1
-
-    def newest(self, applied: int) -> int:
-        """The last version that is made once round `applied` is in the weights."""
-        return FIRST + max(applied + 1, 0) // self.every
-
-    def in_effect(self, applied: int) -> int:
-        """The version that weights are in then."""
-        return self.newest(applied - LEAD)
-
-    def oldest(self, applied: int) -> int:
-        """The oldest version that is still read then."""
-        return self.in_effect(applied - self.overlap)
-
-    @property
-    def most(self) -> int:
-        """How many versions are held at once."""
-        return 1 - (-(LEAD + self.overlap) // self.every)
 
 
 class Tables:

@@ -8,20 +8,19 @@ were applied between its weights and the round that it goes into. The group agre
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.versions.stash import MAX_VERSIONS, Stash
+from farflock.node.pipeline.versions.stash import Stash
+from farflock.node.run.terms import Asynchronous, Correction
 from farflock.node.train.driver import Driver
 from farflock.optimizers.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
 from farflock.optimizers.method import State
 from farflock.optimizers.state import state_hash
 
-Correction = Literal["none", "spike", "prediction", "spike+prediction", "braking", "nesterov"]
-Gone = Literal["drop", "newest"]
 Lack = Literal["ahead", "gone", "late"]
 Weights = Mapping[str, Tensor]
 
@@ -35,32 +34,6 @@ class Lacking(LookupError):
     def __init__(self, lack: Lack) -> None:
         super().__init__(f"the version that is asked for is not here: {lack}")
         self.lack = lack
-
-
-@dataclass(frozen=True, slots=True)
-class Asynchronous:
-    """What is done about gradients of old weights: servers keep the last `versions` weights, newest included; steps are
-    corrected; and of a microbatch whose version nobody has any more the rest is dropped, or differentiated at the `newest`
-    weights, which is the gradient of no function."""
-
-    versions: int
-    correction: Correction = "none"
-    gone: Gone = "drop"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.versions <= MAX_VERSIONS:
-            raise ValueError(f"{self.versions} versions of a stage; choose 1 (none but the newest) to {MAX_VERSIONS}")
-        if self.correction not in get_args(Correction):
-            raise ValueError(
-                f"correction {self.correction!r} is not known; choose from {', '.join(get_args(Correction))}"
-            )
-        if self.gone not in get_args(Gone):
-            raise ValueError(f"gone={self.gone!r} is not known; choose from {', '.join(get_args(Gone))}")
-
-    @property
-    def predicts(self) -> bool:
-        """Whether passes compute with weights that nobody has yet."""
-        return "prediction" in self.correction
 
 
 def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) -> None:

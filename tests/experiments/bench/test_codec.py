@@ -18,7 +18,7 @@ LEAST_BITS = {
 
 @pytest.fixture(scope="module")
 def lines():
-    from farflock.experiments.bench.metric import Options
+    from farflock.experiments.measure.metric import Options
 
     return {metric.metric: metric for metric in codec.run(Options(repeats=1, quick=True))}
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.experiments.bench import command
-from farflock.experiments.bench.metric import Metric, NotMeasured
+from farflock.experiments.measure.metric import Metric, NotMeasured
 
 FIELDS = ["metric", "value", "yardstick", "ratio", "n", "load", "unit", "note"]
 

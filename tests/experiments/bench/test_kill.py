@@ -7,7 +7,7 @@ import pytest
 from farflock.experiments.bench import kill
 from farflock.experiments.bench.kill import Blow, Diverged, Watch
 from farflock.experiments.bench.kill_peer import PERIOD, Reductions
-from farflock.experiments.bench.metric import Options
+from farflock.experiments.measure.metric import Options
 
 
 class Said:

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from farflock.experiments.bench import overlap
-from farflock.experiments.bench.metric import Options
 from farflock.experiments.bench.netns import NoHosts, hosts
 from farflock.experiments.bench.overlap import ARMS, FULL, QUICK, NoOverlap, Piece, Size, measure, metric_of
+from farflock.experiments.measure.metric import Options
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.fit import require_layers
 from farflock.optimizers.catalog import method

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from farflock.experiments.bench import genetic, planner
+from farflock.experiments.bench import planner
+from farflock.experiments.placement import cases as networks
+from farflock.experiments.placement import genetic
 from farflock.experiments.placement.layout import Costs, Layout
 from farflock.experiments.placement.planner import balanced
 
@@ -63,24 +65,24 @@ def test_over_a_baseline_is_the_worst_case_of_its_own_search(monkeypatch):
 
 
 def test_the_optimum_is_the_least_of_all_partitions():
-    case = planner.drawn(4, 0)
+    case = networks.drawn(4, 0)
     costs = Costs(case.links, case.traffic)
     by_hand = [costs.layout(stages).seconds for stages in ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 3), (1, 2)])]
     assert planner.optimum(costs, balanced(4, 2)) == min(by_hand)
 
 
 def test_the_worldwide_case_has_eight_machines_in_each_city():
-    worldwide = planner.cases(64)[0].links
+    worldwide = networks.cases(64)[0].links
     assert worldwide.latency_s[0, 8] == 0.005  # both in Oregon
     assert worldwide.latency_s[0, 1] == 0.067  # Virginia
-    assert [len(case.links) for case in planner.cases(64)] == [64, 64, 64]
+    assert [len(case.links) for case in networks.cases(64)] == [64, 64, 64]
 
 
 def test_the_workload_is_gpt3_xls():
-    assert planner.GPT3_XL.gradient_bytes == 650e6
-    assert planner.GPT3_XL.activation_bytes == pytest.approx(512e6)
+    assert networks.GPT3_XL.gradient_bytes == 650e6
+    assert networks.GPT3_XL.activation_bytes == pytest.approx(512e6)
 
 
 def test_cases_by_chance_are_the_same_again():
-    assert (planner.drawn(8, 3).links.bandwidth == planner.drawn(8, 3).links.bandwidth).all()
-    assert (planner.drawn(8, 3).links.bandwidth != planner.drawn(8, 4).links.bandwidth).any()
+    assert (networks.drawn(8, 3).links.bandwidth == networks.drawn(8, 3).links.bandwidth).all()
+    assert (networks.drawn(8, 3).links.bandwidth != networks.drawn(8, 4).links.bandwidth).any()

@@ -3,9 +3,9 @@
 import pytest
 
 from farflock.experiments.bench import sync
-from farflock.experiments.bench.metric import Options
 from farflock.experiments.bench.netns import NoHosts, hosts
 from farflock.experiments.bench.sync import NoSync, Size, each_way_bytes, measure
+from farflock.experiments.measure.metric import Options
 
 
 def test_ideal_is_what_reduce_scatter_and_all_gather_move():

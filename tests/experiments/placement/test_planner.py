@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from farflock.experiments.bench import genetic
-from farflock.experiments.placement import planner
+from farflock.experiments.placement import genetic, planner
 from farflock.experiments.placement.layout import MAX_STAGES, Costs, Links, Traffic
 from farflock.experiments.placement.planner import balanced, partition_count, partitions, plan
 

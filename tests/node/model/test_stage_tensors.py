@@ -6,7 +6,7 @@ import torch
 
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.stage_tensors import Misfit, cut, joined, names_of
-from farflock.node.pipeline.passes.stage import even, split
+from farflock.node.run.split import even, split
 from farflock.node.state import checkpoint
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=6, tied=False)

@@ -8,9 +8,10 @@ import torch
 
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.full_replica import FullTrainer, Part
-from farflock.node.pipeline.passes.stage import Stage, even
+from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.pipeline.trainer.trainer import NUMBERS
+from farflock.node.run.split import even
 from farflock.swarm.sim.virtual_time import run_virtual
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)

@@ -17,15 +17,16 @@ from msgspec import structs
 from farflock.node.assembly.resume import memory_of
 from farflock.node.model.llama import build
 from farflock.node.model.stage_tensors import joined
-from farflock.node.pipeline.life.rebalancer import LifeOver
-from farflock.node.pipeline.life.state import round_of
+from farflock.node.pipeline.lifecycle.assembly import of_share
+from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.lifecycle.state import round_of
 from farflock.node.pipeline.node import PipelineNode, _Together
+from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.pipeline.passes.requests import Confirm, Refused, decode_answer, encode
-from farflock.node.pipeline.passes.stage import even
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
-from farflock.node.pipeline.trainer.trainer import TrainerTerms
-from farflock.node.run.pipeline_plan import edges_of, of_share
 from farflock.node.run.policies import POLICIES, policy_of
+from farflock.node.run.split import even
+from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import Part, PipelineWorld, identity_of, parts
 from farflock.node.state import checkpoint
 from farflock.optimizers.schedule import Schedule
@@ -463,7 +464,7 @@ def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness
 
 
 def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options):
-    from farflock.node.pipeline.life.assembly import Means
+    from farflock.node.pipeline.lifecycle.assembly import Means
 
     async def build_it():
         return PipelineNode(made, cut, bench(TEXT).peer(0), Means(None, None, None, report), stage, **options)

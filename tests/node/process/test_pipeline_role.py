@@ -17,8 +17,8 @@ from farflock.node.process.network import Machine
 from farflock.node.process.pipeline_role import emptiest, founders, held, joiners, last_of_part, part_of
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import resolve
-from farflock.node.run.pipeline_plan import PipelinePlan
-from farflock.node.run.stage_memory import needed_stage_bytes
+from farflock.node.run.memory import needed_stage_bytes
+from farflock.node.run.terms import PipelinePlan
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointError
 from farflock.node.state.paths import RunFolder

@@ -5,13 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from farflock.node.assembly.node import Plan
 from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
-from farflock.node.pipeline.passes.stage import split
-from farflock.node.pipeline.server.server import ServerTerms
-from farflock.node.pipeline.trainer.trainer import TrainerTerms
-from farflock.node.pipeline.versions.versions import Asynchronous
 from farflock.node.run.composition import (
     RULES,
     Parts,
@@ -22,8 +17,9 @@ from farflock.node.run.composition import (
     scope_of,
     steps_of,
 )
-from farflock.node.run.pipeline_plan import PipelinePlan
 from farflock.node.run.policies import POLICIES, policy_of
+from farflock.node.run.split import split
+from farflock.node.run.terms import Asynchronous, PipelinePlan, Plan, ServerTerms, TrainerTerms
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule

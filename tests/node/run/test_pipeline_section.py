@@ -9,17 +9,13 @@ from hypothesis import strategies as st
 from farflock.compression.activation import Incompatible
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.errors import Refused, Usage
-from farflock.node.pipeline.life.rebalancer import Balance
-from farflock.node.pipeline.server.server import ServerTerms
-from farflock.node.pipeline.trainer.trainer import TrainerTerms
-from farflock.node.pipeline.versions.table_versions import Turns
-from farflock.node.pipeline.versions.versions import Asynchronous
-from farflock.node.run.basis import run_basis
+from farflock.node.pipeline.passes.edges import edges_of
+from farflock.node.run.basis import basis_of, run_basis
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import load, parse, resolve
-from farflock.node.run.pipeline_plan import PipelinePlan, basis_of, edges_of
 from farflock.node.run.pipeline_section import CACHE_BYTES, TABLE_EVERY
 from farflock.node.run.policies import POLICIES
+from farflock.node.run.terms import Asynchronous, Balance, PipelinePlan, ServerTerms, TrainerTerms, Turns
 
 SHA = "0" * 64
 

@@ -9,7 +9,7 @@ from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import resolve
-from farflock.node.run.stage_memory import (
+from farflock.node.run.memory import (
     needed_replica_bytes,
     needed_stage_bytes,
     require_replica_room,

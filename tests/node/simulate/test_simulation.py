@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from farflock.node.assembly.node import Plan
 from farflock.node.errors import Usage
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.run.terms import Plan
 from farflock.node.simulate.simulation import Outcome, World, held_out, simulate
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.schedule import Schedule

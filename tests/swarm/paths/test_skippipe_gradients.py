@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from farflock.node.model.llama import PRESETS, build
-from farflock.node.pipeline.passes.stage import Accumulator, Stage, split
+from farflock.node.pipeline.passes.stage import Accumulator, Stage
+from farflock.node.run.split import split
 from farflock.swarm.paths.draft import Instance
 from farflock.swarm.paths.planner import plan_paths
 from farflock.swarm.paths.policy import Microbatch, Serving

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farflock.node.cli.commands.training import conclude
-from farflock.node.cli.output import Output
+from farflock.node.cli.output import Output, conclude
 
 SAVED = Path("checkpoints") / "step-3"
 

@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT, NO_TAG
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
-from farflock.node.pipeline.memory.samples import (
-    NotHeld,
-    Row,
-    ServerMemory,
-    TrainerMemory,
-    _names,
-    misfit,
-    refers,
-    value_bytes,
-)
+from farflock.node.pipeline.memory.samples import NotHeld, Row, ServerMemory, TrainerMemory, _names, misfit, refers
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
+from farflock.node.run.composition import value_bytes
 
 LENGTH, WIDTH = 3, 16
 EACH = LENGTH * WIDTH

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from farflock.node.model.llama import PRESETS, build, next_token_loss
-from farflock.node.pipeline.passes.stage import Accumulator, BadSplit, Stage, Staged, backward_through, even, split
+from farflock.node.pipeline.passes.stage import Accumulator, Stage, Staged, backward_through
+from farflock.node.run.split import BadSplit, even, split
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=5, tied=False, vocab_size=50)
 SPLITS = [[5], [2, 3], [1, 3, 1], [1, 1, 1, 1, 1], [4, 1]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.stage_tensors import joined, names_of
-from farflock.node.pipeline.passes.stage import Stage, split
+from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import (
     LR_BUMP,
     EndCopy,
@@ -25,6 +25,7 @@ from farflock.node.pipeline.recovery.rebuild import (
     neighbour_mean,
     partner_copy,
 )
+from farflock.node.run.split import split
 from farflock.node.state import checkpoint
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.state import state_hash

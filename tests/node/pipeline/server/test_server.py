@@ -30,9 +30,11 @@ from farflock.node.pipeline.passes.requests import (
     decode_answer,
     encode,
 )
-from farflock.node.pipeline.passes.stage import Accumulator, Stage, even
-from farflock.node.pipeline.server.server import BACKWARD_COST, ServerTerms, StageServer
-from farflock.node.pipeline.versions.versions import Asynchronous, Versions
+from farflock.node.pipeline.passes.stage import Accumulator, Stage
+from farflock.node.pipeline.server.server import BACKWARD_COST, StageServer
+from farflock.node.pipeline.versions.versions import Versions
+from farflock.node.run.split import even
+from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.messages import CodecId
 from farflock.swarm.sim.virtual_time import run_virtual

@@ -20,7 +20,8 @@ from farflock.node.pipeline.passes.requests import (
     Unknown,
     encode,
 )
-from farflock.node.pipeline.trainer.trainer import CONFIRM_TIMEOUT_S, PAUSE_S, Trainer, TrainerTerms, first_number
+from farflock.node.pipeline.trainer.trainer import CONFIRM_TIMEOUT_S, PAUSE_S, Trainer, first_number
+from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.sim.virtual_time import run_virtual
 
 _WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))

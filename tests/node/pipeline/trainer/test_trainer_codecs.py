@@ -3,12 +3,7 @@
 import runpy
 from pathlib import Path
 
-from farflock.node.pipeline.passes.requests import (
-    Backward,
-    Foreign,
-    Forward,
-    encode,
-)
+from farflock.node.pipeline.passes.requests import Backward, Foreign, Forward, encode
 from farflock.node.pipeline.trainer.trainer import ASKED_IN_VAIN
 from farflock.swarm.messages import CodecId
 

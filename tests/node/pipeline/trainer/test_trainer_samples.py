@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from farflock.compression.aqsgd import DIFFERENCE, HELD, KEPT
-from farflock.node.pipeline.passes.requests import (
-    Backward,
-    Busy,
-    Done,
-    Forward,
-    Lacks,
-    Refused,
-)
+from farflock.node.pipeline.passes.requests import Backward, Busy, Done, Forward, Lacks, Refused
 from farflock.node.pipeline.trainer.trainer import PAUSE_S
 
 _WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))

@@ -3,14 +3,7 @@
 import runpy
 from pathlib import Path
 
-from farflock.node.pipeline.passes.requests import (
-    Backward,
-    Done,
-    Forward,
-    Gone,
-    Version,
-    encode,
-)
+from farflock.node.pipeline.passes.requests import Backward, Done, Forward, Gone, Version, encode
 
 _WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
 honest, saying, trained, stages_of, STAGES, EPOCH, LIFE = (

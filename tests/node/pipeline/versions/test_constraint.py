@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from farflock.compression.subspace import outside, settled
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.passes.stage import Stage, even
+from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.versions.constraint import (
     EMBEDDING,
     ConstrainedReplica,
@@ -18,6 +18,7 @@ from farflock.node.pipeline.versions.constraint import (
     writers,
 )
 from farflock.node.run.basis import run_basis
+from farflock.node.run.split import even
 from farflock.optimizers.catalog import method
 from farflock.optimizers.inner import InnerConfig
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.pipeline.passes.stage import Stage
-from farflock.node.pipeline.versions.stash import MAX_VERSIONS, Ahead, Stale, Stash, swapped
+from farflock.node.pipeline.versions.stash import Ahead, Stale, Stash, swapped
+from farflock.node.run.terms import MAX_VERSIONS
 
 TINY = PRESETS["tiny"]
 

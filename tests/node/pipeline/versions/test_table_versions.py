@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.passes.stage import even
 from farflock.node.pipeline.versions.constraint import EMBEDDING, ConstrainedReplica, Constraint
-from farflock.node.pipeline.versions.table_versions import FIRST, LEAD, FirstStage, Tables, Turns, finite_table
+from farflock.node.pipeline.versions.table_versions import FirstStage, Tables, finite_table
 from farflock.node.run.basis import run_basis
+from farflock.node.run.split import even
+from farflock.node.run.terms import FIRST_VERSION, VERSION_LEAD, Turns
 
 MODEL = ModelConfig(vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False)
 STAGES = even(MODEL, 3)
@@ -26,13 +27,13 @@ BASIS = run_basis(4, 16, 5, 30)
 @given(st.integers(1, 20), st.integers(2, 6), st.integers(-1, 200))
 def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(every, overlap, applied):
     turns = Turns(every, overlap)
-    known = range(FIRST, 210)
+    known = range(FIRST_VERSION, 210)
     made = [version for version in known if turns.made(version) <= applied]
-    spoken = [version for version in known if version == FIRST or turns.made(version) + LEAD <= applied]
-    over = [version for version in known if turns.made(version + 1) + LEAD + overlap <= applied]
+    spoken = [version for version in known if version == FIRST_VERSION or turns.made(version) + VERSION_LEAD <= applied]
+    over = [version for version in known if turns.made(version + 1) + VERSION_LEAD + overlap <= applied]
     assert turns.newest(applied) == max(made)
     assert turns.in_effect(applied) == max(spoken)
-    assert turns.oldest(applied) == max(over, default=FIRST - 1) + 1
+    assert turns.oldest(applied) == max(over, default=FIRST_VERSION - 1) + 1
     assert turns.newest(applied) - turns.oldest(applied) < turns.most
 
 
@@ -40,7 +41,7 @@ def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(
 def test_versions_are_made_after_every_so_many_rounds(every, applied):
     turns = Turns(every)
     assert (turns.newest(applied) != turns.newest(applied - 1)) == ((applied + 1) % every == 0)
-    assert turns.made(FIRST) == -1
+    assert turns.made(FIRST_VERSION) == -1
 
 
 # tables
@@ -164,7 +165,7 @@ def test_between_versions_averages_are_projected_around_the_same_table():
     first = First(every=4)
     for number in range(3):
         first.round(number, table(number))
-        assert first.tables.codec.spoken == FIRST
+        assert first.tables.codec.spoken == FIRST_VERSION
         torch.testing.assert_close(first.embedding, around(BASIS.fixed_VD, table(number)), rtol=0, atol=2e-6)
     first.round(3, table(3))
     assert torch.equal(first.tables.table(2), table(3))
@@ -186,7 +187,7 @@ def test_who_lacks_the_version_in_effect_stays_in_its_own_and_says_so_until_it_h
     first.round(0, table(0))
     first.tables.codec.give_up(1)
     first.round(5, table(5))  # rounds 1 to 4 went on without it
-    assert first.tables.codec.spoken == FIRST
+    assert first.tables.codec.spoken == FIRST_VERSION
     torch.testing.assert_close(first.embedding, around(BASIS.fixed_VD, table(5)), rtol=0, atol=2e-6)
     assert first.tables.lacking(5)[0] == 6
     mine = first.embedding

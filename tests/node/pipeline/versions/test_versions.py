@@ -13,7 +13,6 @@ from farflock.node.pipeline.versions.versions import (
     DELAY,
     FINENESS,
     ORIGIN,
-    Asynchronous,
     Lacking,
     Versions,
     corrected,
@@ -21,6 +20,7 @@ from farflock.node.pipeline.versions.versions import (
     origin_of,
     versions_of,
 )
+from farflock.node.run.terms import Asynchronous
 from farflock.optimizers.corrections import TREND, Age
 
 BOUND = 3

@@ -1,0 +1,55 @@
+"""Networks that planners are tried on: measured links of two clouds, and links that are drawn by chance."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from farflock.experiments.placement import regions
+from farflock.experiments.placement.layout import Costs, Layout, Links, Traffic
+from farflock.experiments.placement.planner import WORK, balanced, plan
+
+# DT-FM's workload: three of 24 layers of 1.3e9 parameters, four bytes each; and of a million tokens in sequences of 2048, what
+# one of eight pipelines takes at once, two bytes for each of 2048 channels (its code has 2024 tokens, which must be a slip)
+GPT3_XL = Traffic(gradient_bytes=1.3e9 * 4 * 3 / 24, activation_bytes=125_000 / 2048 * 2048 * 2048 * 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many nodes in how many stages, how many small cases are solved exactly, and how long the baseline searches."""
+
+    nodes: int = 64
+    stages: int = 8
+    small: int = 50
+    trials: int = 500
+    work: int = WORK
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Links with a name, and what is sent over them."""
+
+    name: str
+    links: Links
+    traffic: Traffic
+
+    def plan(self, size: Scale, seed: int) -> Layout:
+        """Ours, from the links on."""
+        return plan(Costs(self.links, self.traffic), balanced(size.nodes, size.stages), seed, size.work)
+
+
+def cases(nodes: int) -> list[Case]:
+    """The three, with so many nodes."""
+    tables = regions.load()
+    where = [regions.WORLDWIDE[node % len(regions.WORLDWIDE)] for node in range(nodes)]
+    return [
+        Case("worldwide", tables["aws"].links(where), GPT3_XL),
+        Case("gcp", tables["gcp"].links(tables["gcp"].turns(nodes)), GPT3_XL),
+        drawn(nodes, 0),
+    ]
+
+
+def drawn(nodes: int, seed: int) -> Case:
+    """Latencies of 1 to 200 ms, 1 to 100 MB a second, gradients ten times as large as activations."""
+    chance = np.random.Generator(np.random.PCG64(seed))
+    links = Links.of(chance.uniform(0.001, 0.2, (nodes, nodes)), chance.uniform(1e6, 1e8, (nodes, nodes)))
+    return Case("by chance", links, Traffic(5e7, 5e6))

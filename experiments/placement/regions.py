@@ -1,0 +1,94 @@
+"""Real links between data centres, read from regions.toml and checked: what planners and simulators are tried on.
+
+Measurements of others, as their programs hold them; each table names its source.
+"""
+
+import math
+import tomllib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from farflock.experiments.placement.layout import Links
+from farflock.node.errors import Usage, nearest
+
+ORIGIN = "regions.toml"
+# DT-FM's case 5, "worldwide": eight machines in each
+WORLDWIDE = ("Oregon", "Virginia", "Ohio", "Tokyo", "Seoul", "London", "Frankfurt", "Ireland")
+
+Table = list[list[float]]
+
+
+class Released(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bandwidth that the source has and that cannot be right."""
+
+    pair: tuple[str, str]
+    bandwidth: float
+
+
+class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latency (one way) and bandwidth of each two regions, and on the diagonal of two machines in one."""
+
+    source: Annotated[str, msgspec.Meta(min_length=1)]
+    names: Annotated[list[str], msgspec.Meta(min_length=2)]
+    latency_ms: Table
+    unit_bytes: Annotated[float, msgspec.Meta(gt=0)]  # bytes a second of one unit of bandwidth
+    bandwidth: Table
+    released: list[Released] = []
+
+    def links(self, where: Sequence[str], released: bool = False) -> Links:
+        """Links of machines in these regions, as many in each as it is named; `released` with the source's mistakes."""
+        for name in where:
+            if name not in self.names:
+                raise Usage(f"region {name[:64]!r}", "there are no measurements of it", nearest(name, self.names))
+        latency, rate = np.array(self.latency_ms) / 1e3, np.array(self.bandwidth) * self.unit_bytes
+        for mistake in self.released if released else ():
+            a, b = map(self.names.index, mistake.pair)
+            rate[a, b] = rate[b, a] = mistake.bandwidth * self.unit_bytes
+        at = np.ix_(*[[self.names.index(name) for name in where]] * 2)
+        return Links.of(latency[at], rate[at])
+
+    def turns(self, machines: int) -> tuple[str, ...]:
+        """Regions of so many machines, one after the other and again from the first."""
+        return tuple(self.names[machine % len(self.names)] for machine in range(machines))
+
+
+def load() -> dict[str, Regions]:
+    """All tables: `gcp` with 12 regions, `aws` with 10."""
+    return read((files("farflock.experiments.placement") / ORIGIN).read_text())
+
+
+def read(text: str) -> dict[str, Regions]:
+    """Tables from their text; `Usage` with the place unless they are square, symmetric, finite and above 0."""
+    try:
+        tables = msgspec.convert(tomllib.loads(text), dict[str, Regions])
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise Usage(ORIGIN, str(error)[:200], "correct it there") from None
+    for name, regions in tables.items():
+        _require_sound(f"{ORIGIN}, {name}", regions)
+    return tables
+
+
+def _require_sound(place: str, regions: Regions) -> None:
+    names = regions.names
+    if len(set(names)) < len(names):
+        raise Usage(place, "a region is named twice", "name each once")
+    for what, table in (("latency_ms", regions.latency_ms), ("bandwidth", regions.bandwidth)):
+        if [len(row) for row in table] != [len(names)] * len(names):
+            raise Usage(
+                place, f"{what} is no table of {len(names)} by {len(names)}", "give a row and a column a region"
+            )
+        for i, row in enumerate(table):
+            for j, value in enumerate(row):
+                if not (math.isfinite(value) and value > 0 and value == table[j][i]):
+                    raise Usage(
+                        place,
+                        f"{what} from {names[i]} to {names[j]} is {value}, back it is {table[j][i]}",
+                        "give both directions the same, above 0",
+                    )
+    for mistake in regions.released:
+        if not {*mistake.pair} <= {*names} or not mistake.bandwidth > 0:
+            raise Usage(place, f"released {mistake.pair} is no pair of regions with a bandwidth", "name two of them")

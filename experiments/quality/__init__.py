@@ -1,0 +1,5 @@
+"""`farflock bench quality`: how much of what communication gains a method keeps at 1/100 or 1/500 of the bytes.
+
+May import experiments/measure and experiments/reproduce.
+Start reading at screen.py.
+"""

@@ -1,0 +1,169 @@
+"""`farflock bench quality`: the longest benchmark, with options of its own; it runs only when it is asked for by name.
+
+Every run is kept: after Ctrl-C the same command goes on where it stopped.
+"""
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from farflock.node.cli.output import Output
+from farflock.node.errors import Usage, nearest
+
+if TYPE_CHECKING:
+    from farflock.experiments.quality.arms import Arms
+    from farflock.experiments.quality.runs import Kept
+    from farflock.experiments.quality.score import Scores
+    from farflock.experiments.quality.screen import Bench, Size
+
+PREFIX = "quality.share."
+CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
+
+
+@click.command("quality")
+@click.argument("names", nargs=-1, metavar="[METRIC]...")
+@click.option(
+    "--budget", type=click.Choice(list(CHOICES)), default="100", show_default=True, help="DDP's bytes over it."
+)
+@click.option("--steps", type=click.IntRange(1, 1_000_000), help="Of the final; 2000 where not said otherwise.")
+@click.option("--screen-steps", type=click.IntRange(1, 1_000_000), help="Of the screen; 400.")
+@click.option("--seeds", type=click.IntRange(1, 64), help="How many, of the final; 3.")
+@click.option("--finalists", type=click.IntRange(1, 64), help="How many methods of a budget; 5.")
+@click.option("--quick", is_flag=True, help="A minute or two: one trial a method, short; the numbers say little.")
+@click.option("--workers", type=click.IntRange(1, 256), help="Processes at once: one a core.")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where runs are kept.")
+@click.option(
+    "--runs",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep runs in this file of JSON lines instead; those in it are not run again.",
+)
+@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables into this page.")
+@click.option("--dry-run", is_flag=True, help="Say how long it would take, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="No tables; JSON lines come in any case.")
+def command(
+    names: tuple[str, ...],
+    budget: str,
+    steps: int | None,
+    screen_steps: int | None,
+    seeds: int | None,
+    finalists: int | None,
+    quick: bool,
+    workers: int | None,
+    folder: Path | None,
+    runs: Path | None,
+    record: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """The share of DDP's gain over no communication that methods keep at 1/100 or 1/500 of its bytes.
+
+    All methods are screened, the best go into a final over several seeds. With METRIC (quality.share.diloco.100), only that
+    method is. Takes about two hours of two cores a budget; what was run before is not run again.
+    """
+    from farflock.experiments.measure.threads import one_thread
+    from farflock.experiments.quality import arms as quality_arms
+    from farflock.experiments.quality import screen as quality
+    from farflock.experiments.quality.runs import RunsFile
+    from farflock.experiments.reproduce.shelf import Shelf
+    from farflock.node.state.paths import home
+
+    size = _sized(quality.QUICK if quick else quality.Size(), steps, screen_steps, seeds, finalists)
+    arms = quality_arms.load()
+    only = _only(names, arms)
+    budgets = tuple(sorted({int(name.rpartition(".")[2]) for name in only})) or CHOICES[budget]
+    if record is not None and (quick or only):
+        raise Usage("--record", "a page keeps whole measurements alone", "leave out --quick and METRIC")
+    if runs is not None and folder is not None:
+        raise Usage("--runs", "runs are kept in a file or in a folder", "leave out --folder")
+    out = Output(as_json=True)
+    shelf = Shelf(folder or home() / "reproduce") if runs is None else RunsFile(runs)
+    bench = quality.Bench(size, arms, budgets, only)
+    with one_thread():  # as workers have it
+        scores = _run(out, bench, shelf, workers or os.cpu_count() or 1, dry_run)
+    if scores is None:
+        return
+    for one in budgets:
+        _say(out, scores, one, as_json)
+    if record is not None:
+        _record(record, bench, shelf, scores)
+
+
+def _sized(
+    size: "Size", steps: int | None, screen_steps: int | None, seeds: int | None, finalists: int | None
+) -> "Size":
+    given = {"steps": steps, "screen_steps": screen_steps, "finalists": finalists}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return replace(size, **changed, **({} if seeds is None else {"seeds": tuple(range(1, seeds + 1))}))  # type: ignore[arg-type]
+
+
+def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
+    """Of `quality.share.diloco.100`: `diloco.100`."""
+    from farflock.experiments.quality.arms import BUDGETS
+
+    known = [f"{PREFIX}{arm}.{budget}" for budget in BUDGETS for arm in arms.arms]
+    for name in names:
+        if name != "quality" and name not in known:
+            raise Usage(f"bench {name[:64]}", "quality has no metric of this name", nearest(name, known))
+    return tuple(name.removeprefix(PREFIX) for name in names if name != "quality")
+
+
+def _run(out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool) -> "Scores | None":
+    """Say how long it will take, then do it."""
+    from farflock.experiments.measure.metric import load
+    from farflock.experiments.quality import pace as quality_pace
+
+    unit_s = quality_pace.unit_s(bench.probe())
+    left_s = bench.foreseen(shelf, unit_s, workers)
+    size = bench.size
+    out.line(
+        f"quality: {len(bench.screened())} runs of {size.screen_steps} steps, then finals of {size.steps} steps; about"
+        f" {quality_pace.duration(left_s)} with {workers} workers on cores of their own (the load of each is {load()} now)."
+        " Ctrl-C loses running jobs alone"
+    )
+    if dry_run:
+        return None
+    with _progress(out) as told:
+        return bench.run(shelf, workers, quality_pace.Pace(bench.efforts()[1], workers, unit_s, told))
+
+
+@contextmanager
+def _progress(out: Output) -> Iterator[Callable[[float, float], None]]:
+    """A bar with the time left on a terminal; elsewhere a line for each twentieth."""
+    from farflock.experiments.quality.pace import Lines
+
+    if not sys.stderr.isatty():
+        yield Lines(out.line)
+        return
+    with out.progress("quality") as bar:
+        yield lambda share, left_s: bar(share)
+
+
+def _say(out: Output, scores: "Scores", budget: int, as_json: bool) -> None:
+    from farflock.experiments.measure.metric import facts
+    from farflock.experiments.quality import report as quality_report
+
+    if not as_json:
+        for title, table in (
+            ("lines, screen", quality_report.grid_table(scores)),
+            (f"screen at 1/{budget}", quality_report.screen_table(scores, budget)),
+            (f"final at 1/{budget}", quality_report.final_table(scores, budget)),
+        ):
+            out.line(f"\n{title}")
+            out.table(*table)
+    for metric in quality_report.metrics(scores, budget):
+        out.result(facts(metric), "")
+
+
+def _record(page: Path, bench: "Bench", shelf: "Kept", scores: "Scores") -> None:
+    from farflock.experiments.quality import report as quality_report
+
+    date = datetime.datetime.fromtimestamp(bench.measured_at(shelf, scores), datetime.UTC).date().isoformat()
+    sections = {budget: quality_report.section(scores, bench.size, budget, date) for budget in bench.budgets}
+    quality_report.record(page, sections)

@@ -1,0 +1,207 @@
+"""How much of what communication gains does a method keep at 1/100 or 1/500 of the bytes? (`farflock bench quality`)
+
+Screen: each method's trials and both lines' grids, short, on one seed. Final: the best methods and the lines, long, on all
+seeds. Share of the gain = (none - method) / (none - DDP), of the held-out losses of one seed; then mean and standard error.
+
+Runs are those of `farflock reproduce`: the product's own nodes, codecs and links on the simulator, with bytes counted at the
+transport, control messages included; the lines are one process each. What was run is kept, so nothing is run twice.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from farflock.experiments.measure.metric import NotMeasured
+from farflock.experiments.quality.arms import Arms
+from farflock.experiments.quality.pace import Pace, effort
+from farflock.experiments.quality.runs import Kept
+from farflock.experiments.quality.score import Contender, Final, Run, Scores, best, ranked
+from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Outcome, Swarm, key
+from farflock.experiments.reproduce.recipe import LINES
+from farflock.experiments.reproduce.text import texts
+from farflock.experiments.reproduce.workers import run_all
+from farflock.node.model.llama import PRESETS, ModelConfig, build
+
+RUNG = 0.6  # from one learning rate of a finalist's ladder to the next
+LADDER = 3  # rates of a ladder
+STEP_S = 0.5  # of virtual time; no result depends on it
+USUAL_PERIOD = 5  # of a finalist, to foretell how long the finals take
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What all runs share. A step takes `batch` sequences of `seq` tokens, shared evenly by the peers; DDP takes them all, no
+    communication one peer's part. `held_out` sequences are measured when a run ends."""
+
+    model: ModelConfig = PRESETS["demo"]
+    peers: int = 4
+    batch: int = 16
+    seq: int = 64
+    screen_steps: int = 400
+    steps: int = 2000
+    seeds: tuple[int, ...] = (1, 2, 3)
+    finalists: int = 5
+    trials: int = 4  # of each method; with fewer, the lines' grids are cut down to their ends, too
+    held_out: int = 512
+    floor: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    clip: float = 1.0
+
+
+QUICK = Size(batch=8, seq=32, screen_steps=32, steps=48, seeds=(1, 2), finalists=1, trials=1, held_out=64)
+
+
+@functools.cache
+def parameters_of(model: ModelConfig) -> int:
+    """How many values a gradient of this model has."""
+    return sum(parameter.numel() for parameter in build(model, 0).parameters())
+
+
+def ring_bytes(size: Size, steps: int) -> float:
+    """What a peer sends in so many exact all-reduces in a ring: 2(M-1)/M gradients in fp32 a step."""
+    return 2 * (size.peers - 1) / size.peers * EXACT_BYTES * parameters_of(size.model) * steps
+
+
+class Bench:
+    """What is run, in stages, and what comes of it. `only` are names such as `diloco.100`: those alone are screened, and all
+    of them are in the final."""
+
+    def __init__(self, size: Size, arms: Arms, budgets: Sequence[int], only: Sequence[str] = ()) -> None:
+        self.size, self.budgets, self.only, self._arms = size, tuple(budgets), tuple(only), arms
+
+    def run(self, shelf: Kept, workers: int, pace: Pace) -> Scores:
+        """Run what is not on the shelf yet. Interrupted, it loses only the jobs that were running."""
+        size = self.size
+        runs = functools.partial(self._runs, shelf, workers, pace)
+        screen = _by_name(runs(self.screened(), size.seeds[:1], size.screen_steps))
+        if lacking := [line for line in LINES if best(screen[line]) is None]:
+            raise NotMeasured(f"{' and '.join(lacking)} diverged at every learning rate of the grid")
+        entrants = [one.contender for name in self._finalists(screen) if (one := best(screen[name])) is not None]
+        first = runs(
+            [one.at(one.trial.lr * rung) for one in entrants for rung in (1.0, RUNG)], size.seeds[:1], size.steps
+        )
+        ladders = _by_name(first)
+        for run in runs([further(ladder) for ladder in ladders.values()], size.seeds[:1], size.steps):
+            ladders[run.contender.name] += (run,)
+        chosen = [(best(ladder) or ladder[0]).contender for ladder in ladders.values()]
+        seeds = _by_name(runs(chosen, size.seeds, size.steps))
+        return Scores(screen, {name: Final(ladders[name], seeds[name]) for name in seeds})
+
+    def screened(self) -> list[Contender]:
+        """The lines' grids and the methods' trials, those of one name together."""
+        found = []
+        for line in LINES:
+            grid = self._arms.lines[line].trials()
+            found += [Contender(line, None, trial) for trial in (grid if self.size.trials > 1 else [grid[0], grid[-1]])]
+        for budget, (name, arm) in itertools.product(self.budgets, self._arms.arms.items()):
+            if not self.only or f"{name}.{budget}" in self.only:
+                found += [Contender(name, budget, trial) for trial in arm.at(budget)[: self.size.trials]]
+        return found
+
+    def job(self, contender: Contender, seed: int, steps: int) -> AnyJob:
+        """One run of one contender."""
+        size, trial = self.size, contender.trial
+        common = {field: getattr(size, field) for field in _COMMON} | {
+            "seed": seed,
+            "steps": steps,
+            "lr": trial.lr,
+            "warmup": trial.warmup,
+            "betas": (size.beta1, trial.beta2),
+            "corpus": texts()[2],
+            "points": 1,
+            "device": "cpu",
+        }
+        if contender.budget is None:
+            batch = size.batch if contender.arm == "ddp" else size.batch // size.peers
+            return Line(**{**common, "optimizer": "adamw", "batch": batch})
+        arm = self._arms.arms[contender.arm]
+        if arm.clip is not None:
+            common["clip"] = arm.clip
+        return Swarm(
+            **common,
+            optimizer=arm.optimizer,
+            method=contender.arm,
+            options=trial.options,
+            peers=size.peers,
+            late=0.0,
+            speeds=(),
+            step_s=STEP_S,
+        )
+
+    def efforts(self) -> tuple[list[AnyJob], float]:
+        """The screen's jobs, and about the effort of everything, in the unit of quality_pace.py: who will be in the final is
+        not known before, so its methods count like the one in the middle."""
+        size, screened = self.size, self.screened()
+        jobs = [self.job(one, size.seeds[0], size.screen_steps) for one in screened]
+        longer, runs = size.steps / size.screen_steps, LADDER - 1 + len(size.seeds)
+        by_name = {one.name: effort(job) for one, job in zip(screened, jobs, strict=True)}
+        lines = sum(by_name.pop(line) for line in LINES)
+        entrants = len(self.only) or size.finalists * len(self.budgets)
+        usual = sorted(by_name.values())[len(by_name) // 2] if by_name else 0.0
+        return jobs, sum(map(effort, jobs)) + longer * runs * (lines + entrants * usual)
+
+    def foreseen(self, shelf: Kept, unit_s: float, workers: int) -> float:
+        """About how many seconds it will take without what is on the shelf, finals of earlier times not counted."""
+        jobs, total = self.efforts()
+        kept = sum(effort(job) for job in jobs if shelf.find(job) is not None)
+        return (total - kept) * unit_s / workers
+
+    def probe(self) -> Line:
+        """A job whose first steps tell how fast this machine is: one peer's, without communication."""
+        job = self.job(next(one for one in self.screened() if one.arm == "none"), self.size.seeds[0], 1)
+        assert isinstance(job, Line)
+        return job
+
+    def measured_at(self, shelf: Kept, scores: Scores) -> float:
+        """When the last of the finals' runs ended, in seconds since 1970."""
+        runs = [run for final in scores.finals.values() for run in final.runs]
+        return max(shelf.kept_at(self.job(run.contender, run.seed, self.size.steps)) for run in runs)
+
+    def _finalists(self, screen: Mapping[str, Sequence[Run]]) -> list[str]:
+        """The lines, and the best methods of each budget."""
+        if self.only:
+            return [*LINES, *self.only]
+        budgets = ([name for name in screen if name.endswith(f".{budget}")] for budget in self.budgets)
+        return [*LINES, *(name for names in budgets for name in ranked(screen, names)[: self.size.finalists])]
+
+    def _runs(
+        self, shelf: Kept, workers: int, pace: Pace, contenders: Iterable[Contender], seeds: Sequence[int], steps: int
+    ) -> list[Run]:
+        """The contenders' runs in their order, each with its seeds in order."""
+        wanted = [(one, seed, self.job(one, seed, steps)) for one in contenders for seed in seeds]
+        found = outcomes([job for _, _, job in wanted], shelf, workers, pace)
+        ring = ring_bytes(self.size, steps)
+        return [Run(one, seed, found[key(job)], ring) for one, seed, job in wanted]
+
+
+def further(ladder: Sequence[Run]) -> Contender:
+    """The third rate, beyond the better of two: then the best one lies between others, or is reported to be at the edge."""
+    above, below = ladder
+    down = below.counts and below.loss < above.loss
+    rate = below.contender.trial.lr * RUNG if down else above.contender.trial.lr / RUNG
+    return above.contender.at(rate)
+
+
+def outcomes(jobs: Iterable[AnyJob], shelf: Kept, workers: int, pace: Pace) -> dict[str, Outcome]:
+    """By key, those on the shelf and those that were not there yet; the longest are run first, so that all workers end
+    together."""
+    wanted = {key(job): job for job in jobs}
+    found = {name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None}
+    pace.keep(wanted[name] for name in found)
+    rest = sorted((job for name, job in wanted.items() if name not in found), key=effort, reverse=True)
+    for job, outcome in run_all(rest, workers, pace.told):
+        shelf.keep(job, outcome)
+        found[key(job)] = outcome
+    return found
+
+
+def _by_name(runs: Iterable[Run]) -> dict[str, tuple[Run, ...]]:
+    found: dict[str, tuple[Run, ...]] = {}
+    for run in runs:
+        found[run.contender.name] = (*found.get(run.contender.name, ()), run)
+    return found
+
+
+_COMMON = ("model", "batch", "seq", "floor", "weight_decay", "clip", "held_out")

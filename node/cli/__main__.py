@@ -1,0 +1,5 @@
+"""`python -m farflock.node.cli`: the command line where no script is installed."""
+
+from farflock.node.cli.main import main
+
+main()

@@ -1,0 +1,160 @@
+"""A stage's server, put together: model, driver, server, seat, gate and loop, over the node's peer and its one thread that
+computes."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+
+from farflock.node.assembly.node import Compute, Report
+from farflock.node.loop import Loop
+from farflock.node.model.llama import Llama, build
+from farflock.node.model.replica import PlainReplica
+from farflock.node.pipeline.lifecycle.beginning import Serving
+from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper
+from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.stage import Stage
+from farflock.node.pipeline.recovery.rebuild import LR_BUMP
+from farflock.node.pipeline.server.server import Pass, StageServer
+from farflock.node.pipeline.server.task import Batch, StageTrainee, gated
+from farflock.node.pipeline.versions.constraint import ConstrainedReplica, ConstrainedStage, Constraint
+from farflock.node.pipeline.versions.versions import Versions, versions_of
+from farflock.node.run.basis import basis_of
+from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.train.driver import Driver
+from farflock.node.train.exchange_client import Courier
+from farflock.node.train.state_sync import Seat
+from farflock.optimizers.catalog import SUMMING, method
+from farflock.optimizers.method import Exchange
+from farflock.optimizers.schedule import Schedule
+from farflock.swarm.peer.peer import Peer
+from farflock.swarm.roles import role_of
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a node is given to work with: how it computes, and where it reports."""
+
+    compute: Compute
+    run_pass: Pass
+    train: Callable[[Callable[[], float]], Awaitable[float]]
+    report: Report = lambda kind, fields: None
+    memory_bytes: int = 1 << 62  # for a stage, should this node go to another one
+    needs_bytes: tuple[int, ...] = ()  # by stage, what it takes to serve it; nothing where room does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Puts the servers of one node together. `whole`: it serves all stages. `keeper` is there where the codec's frozen
+    embedding changes."""
+
+    plan: Plan
+    pipeline: PipelinePlan
+    peer: Peer
+    means: Means
+    edges: Edges
+    whole: bool
+    keeper: TableKeeper | None = None
+
+    def serving(self, index: int, first: Exchange, courier: Courier) -> Serving:
+        """The server of a stage; `first` is like the exchanges of the stream that says which microbatches count."""
+        plan, peer, means, stream = self.plan, self.peer, self.means, first.key.stream
+        stage, replica, inner = self._stage_and_replica(index)
+        driver = Driver(method(plan.method, **plan.options), replica)
+        staleness = self.pipeline.server.staleness * first.stride
+        summing, share = plan.method in SUMMING, self.pipeline.share(index)
+
+        def applied() -> int:
+            return seat.place.rounds[stream]
+
+        versions = versions_of(
+            self.pipeline.asynchronous,
+            staleness,
+            stage.model,
+            inner,
+            driver,
+            applied=applied,
+            marks=lambda: seat.marks,
+            summing=summing,
+            report=lambda fields: means.report("delay", {"stage": index, **fields}),
+        )
+        server = self._server(index, stage, staleness, applied, versions)
+        versioned = index == 0 and self.keeper is not None
+        books = self.keeper.at_first(server, driver, applied) if versioned and self.keeper else server
+        seat = Seat(peer, driver, courier, means.compute, index, books)
+        trainee = StageTrainee(server, stage, replica, of_share(plan.schedule, share), self.edges.tokens, summing)
+        trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
+        tokens, name = int(self.pipeline.batch_tokens * share), f"{stream}/{index}"
+        batch = Batch(server, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stopping)
+        report, train = self._report_of(index), gated(batch, means.train)
+        loop = Loop(driver, seat, trainee, means.compute, train, report, adopt=_over)
+        return Serving(peer, stage.model, seat, loop, trainee, role_of(index), index, server=server, batch=batch)
+
+    def _server(
+        self, index: int, stage: Stage, staleness: int, applied: Callable[[], int], versions: Versions | None
+    ) -> StageServer:
+        return StageServer(
+            index,
+            stage,
+            self.edges,
+            replace(self.pipeline.server, staleness=staleness),
+            life=self.peer.port.incarnation,
+            compute=self.means.compute,
+            run_pass=self.means.run_pass,
+            now=lambda: asyncio.get_running_loop().time(),
+            applied=applied,
+            versions=versions,
+        )
+
+    def _report_of(self, index: int) -> Report:
+        """What a stage's loop says. A full replica has a loop for each: rounds say of which stage they are, and of the steps,
+        which stages take together, those are noted that know a loss."""
+        report, last = self.means.report, len(self.pipeline.stages) - 1
+        if not self.whole:
+            return report
+
+        def with_stage(kind: str, fields: dict[str, object]) -> None:
+            if kind != "step" or index == last:
+                report(kind, fields if kind == "step" else {**fields, "stage": index})
+
+        return with_stage
+
+    def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica, torch.optim.Optimizer]:
+        """With initial weights, constrained ones where the codec asks for that; and the inner optimizer. A full replica may be
+        free to leave what all begin with."""
+        plan, basis = self.plan, basis_of(self.plan, self.pipeline)
+        model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
+        names = [name for name, _ in model.named_parameters()]
+        constraint = Constraint.on(names, self.pipeline.stages, basis) if basis is not None else None
+        if constraint is not None:
+            constraint.begin(model)
+        inner, clip = plan.inner.build(model), clip_of(plan, model)
+        if constraint is None or (self.whole and self.pipeline.constrain == "pipelines"):
+            return Stage(model), PlainReplica(model, inner, clip), inner
+        return ConstrainedStage(model, constraint), ConstrainedReplica(model, inner, clip, constraint), inner
+
+
+async def _over(reason: str) -> None:
+    raise LifeOver(reason)
+
+
+def of_share(schedule: Schedule, share: Fraction) -> Schedule:
+    """The same schedule for a stage that this share of the microbatches visit: it is as far along after as much less."""
+    return replace(
+        schedule,
+        total_tokens=max(int(schedule.total_tokens * share), 1),
+        warmup_tokens=int(schedule.warmup_tokens * share),
+    )
+
+
+def clip_of(plan: Plan, stage: Llama) -> float | None:
+    """The greatest norm of a stage's gradient: that of the whole model's by the root of the stage's share of the parameters, as
+    if all were of one size (node0's rule; a norm of the whole is known to nobody)."""
+    if plan.clip_norm is None:
+        return None
+    share = sum(parameter.numel() for parameter in stage.parameters()) / plan.model.parameters()
+    return plan.clip_norm * math.sqrt(share)

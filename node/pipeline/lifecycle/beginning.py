@@ -1,0 +1,174 @@
+"""How one stage of a node begins: as the run's first, with the state that others of the stage have, or anew where nobody
+has it.
+
+What it is begun with, and why, is node/pipeline/lifecycle/state.py's affair; here it gets into the stage's replica, method
+and streams. A full replica does this for each stage."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from farflock.node.assembly.node import Participant, Report
+from farflock.node.assembly.resume import cursors_of, take_up_state
+from farflock.node.pipeline.lifecycle.end_copies import find_copy
+from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
+from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper
+from farflock.node.pipeline.recovery.rebuild import Unrecoverable
+from farflock.node.pipeline.server.server import StageServer
+from farflock.node.pipeline.server.task import Batch, StageTrainee
+from farflock.node.pipeline.versions.versions import ORIGIN, origin_of
+from farflock.node.run.terms import Plan
+from farflock.node.state.checkpoint import Checkpoint
+from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors
+from farflock.swarm.peer.snapshots import Progress as Downloaded
+from farflock.swarm.peer.snapshots import Snapshot
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
+
+
+@dataclass(slots=True)
+class Serving(Participant):
+    """The part of a node that serves stage `index`: like a replica, of one stage."""
+
+    index: int = 0
+    server: StageServer = field(kw_only=True)
+    batch: Batch = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Of the stage that `serving` serves. `stages` are the layers of each, `specimens` one exchange of each of its streams,
+    `saved` its last checkpoint here; `look_on` opens its streams as for who does not serve it."""
+
+    plan: Plan
+    stages: Sequence[range]
+    serving: Serving
+    specimens: Sequence[Exchange]
+    saved: Checkpoint | None
+    look_on: Callable[[], None]
+    report: Report
+    copied: bool = False  # whether the stages beside the ends keep copies of what these hold besides layers
+    swapping: bool = False  # whether microbatches go out of order, as CheckFree+ has it
+    versioned: bool = False  # whether passes name the weights that they use
+    keeper: TableKeeper | None = None  # of a node that serves the first stage, or but one: brings the frozen embedding
+
+    def found(self) -> None:
+        """The run's first: with initial weights, or the last checkpoint's."""
+        self._from_disk({}, 0)
+        if self.keeper is not None:
+            self.keeper.founded()
+
+    async def join(self, timeout_s: float, downloaded: Downloaded) -> None:
+        """With what others have, or anew."""
+        serving = self.serving
+        while True:
+            if await self._adopted(timeout_s, downloaded):
+                if self.keeper is not None:
+                    await self.keeper.begun(anew=False)
+                self._serve_scale()
+                return
+            rounds, tokens = await self._where()
+            if not self._is_served():
+                break
+        after = max(rounds.values(), default=-1)
+        if self.keeper is not None:
+            await self.keeper.before(after)
+        ends = await self._end_copy() if after >= 0 else None
+        begun = await begin_anew(
+            serving.peer, self.plan, self.stages, serving.index, after, self.saved, ends, swapping=self.swapping
+        )
+        self.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
+        if begun.tensors is not None:
+            serving.loop.driver.replica.write(begun.tensors, "param")
+            serving.seat.marks["bumped"] = after
+        if begun.kind == "snapshot":
+            self._from_disk(rounds, tokens)
+        else:
+            self._begin(rounds, tokens)
+        if self.keeper is not None:
+            await self.keeper.begun(anew=True)
+
+    async def _adopted(self, timeout_s: float, downloaded: Downloaded) -> bool:
+        """Download the state from others of the stage. False as soon as there are none and nothing has come: those whom the
+        view lists may be back in other lives, and wait for this one's state as this one does for theirs."""
+        comes = False
+
+        def coming(here: int, total: int) -> None:
+            nonlocal comes
+            comes = True
+            downloaded(here, total)
+
+        if not self._is_served():
+            return False
+        adopting = asyncio.ensure_future(self.serving.seat.adopt(timeout_s, coming))
+        try:
+            while not adopting.done() and (comes or self._is_served()):
+                await asyncio.wait([adopting], timeout=SETTLE_S / 10)
+            if adopting.done():
+                adopting.result()
+            return adopting.done()
+        finally:
+            adopting.cancel()
+            await asyncio.gather(adopting, return_exceptions=True)
+
+    def _from_disk(self, rounds: Mapping[str, int], tokens: int) -> None:
+        """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its rounds."""
+        if self.saved is not None and round_of(self.saved) is not None:
+            take_up_state(self.serving, self.saved)
+            if max(rounds.values(), default=-1) < 0:
+                place = cursors_of(self.saved).place
+                rounds, tokens = place.rounds, place.agreed_tokens
+        self._begin(rounds, tokens)
+
+    async def _where(self) -> tuple[dict[str, int], int]:
+        """By stream the last round of a stage that nobody has the state of, and the tokens agreed upon by then."""
+        rounds, index = self.serving.peer.rounds, self.serving.index
+        self.look_on()
+        names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in self.specimens}
+        before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
+        while before != newest and not self._is_served():
+            await asyncio.sleep(SETTLE_S)
+            before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}
+        tokens = rounds.tokens(names[self.specimens[0].key.stream])
+        for name in names.values():
+            rounds.close(name)
+        return newest, tokens
+
+    async def _end_copy(self) -> Tensors | None:
+        peer, index = self.serving.peer, self.serving.index
+        if not self.copied or index not in (0, len(self.stages) - 1):
+            return None
+        try:
+            return await find_copy(peer, self.plan.model, self.stages, index)
+        except Unrecoverable as reason:
+            log.warning("stage %d: %s", index, reason)
+            return None
+
+    def _is_served(self) -> bool:
+        return bool(living(self.serving.peer, len(self.stages))[self.serving.index])
+
+    def _begin(self, rounds: Mapping[str, int], tokens: int) -> None:
+        driver = self.serving.loop.driver
+        state = driver.method.snapshot(driver.replica)  # the round begins here, before a step can
+        if self.versioned and max(rounds.values(), default=-1) >= 0:
+            self.serving.seat.marks[ORIGIN] = origin_of(state)
+        for entry in self.specimens:
+            after = rounds.get(entry.key.stream, -1)
+            if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
+                missed = Result("failed", after + entry.stride, tokens=tokens)
+                driver.replay(Key(entry.key.stream, after), missed, Progress(0, tokens))
+        self.serving.seat.open(rounds, tokens)
+        self._serve_scale()
+
+    def _serve_scale(self) -> None:
+        """Tell who has to make a stage from this one what its gradients weigh."""
+        serving = self.serving
+
+        async def scale() -> Snapshot:
+            assert isinstance(serving.trainee, StageTrainee)
+            return scale_snapshot(serving.seat.applied_round, serving.trainee.scale)
+
+        serving.peer.snapshots.serve(f"{SCALE}/{serving.index}", scale)

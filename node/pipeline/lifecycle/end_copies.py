@@ -1,0 +1,144 @@
+"""Exact copies of what an end stage holds besides layers, at the stage beside it (CheckFree+, Blagoev et al., arXiv:2506.15461,
+section 3.2): no other stage has anything like an embedding or a head, so a lost one could not be made from its neighbours.
+
+After every so many rounds of an end stage, `KEEPERS` servers of the stage beside it download its embedding, or its norm and
+head, as its members would evaluate them, and hand them to whoever takes the stage up when all of it are lost. The copy is exact
+as of the round that it names. The paper copies after each step, to all nodes of the stage beside; here one stage has many.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from farflock.node.model.llama import ModelConfig
+from farflock.node.pipeline.recovery.rebuild import EndCopy, Unrecoverable, end_shapes
+from farflock.node.train.state_sync import CorruptSnapshot, decode_state, encode_state
+from farflock.swarm.links import PeerId
+from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
+
+if TYPE_CHECKING:
+    from farflock.node.pipeline.lifecycle.beginning import Serving
+
+OWN, KEPT = "end", "kept end"  # snapshots that an end's servers offer, and those that keep a copy
+KEEPERS = 2
+LOOK_EVERY_S = 0.5
+FETCH_TIMEOUT_S = 60.0
+FIND_TIMEOUT_S = 5.0
+HEAD_BYTES = 1 << 16  # of names and shapes before the values
+
+
+def ends_beside(index: int, stages: int) -> tuple[int, ...]:
+    """The end stages next to this one."""
+    return tuple(end for end in sorted({0, stages - 1}) if abs(end - index) == 1)
+
+
+class EndCopies:
+    """One server's part: its own end offered, and copies of the ends beside it kept. `streams` names each stage's stream,
+    `spans` are the layers of each."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        serving: "Serving",
+        config: ModelConfig,
+        spans: Sequence[range],
+        streams: Mapping[int, str],
+        every: int,
+    ) -> None:
+        self._peer, self._serving, self._streams, self._every = peer, serving, dict(streams), every
+        self._config, self._spans = config, spans
+        self._beside = ends_beside(serving.index, len(streams))
+        self._copies: dict[int, EndCopy] = {}
+        self._next = dict.fromkeys(self._beside, 0)  # the first round whose copy is wanted
+
+    async def run(self) -> None:
+        """Offer, and keep copies, for ever."""
+        index = self._serving.index
+        if index in (0, len(self._streams) - 1):
+            self._peer.snapshots.serve(f"{OWN}/{index}", self._own, lambda: self._serving.seat.applied_round)
+        while True:
+            for end in self._beside:
+                if self._peer.rounds.newest(self._streams[end]) >= self._next[end] and self._is_keeper():
+                    await self._keep(end)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _keep(self, end: int) -> None:
+        newest = self._peer.rounds.newest(self._streams[end])
+        try:
+            wanted = _Wanted(self._config, self._spans[end])
+            snapshot = await wanted.fetch(self._peer, f"{OWN}/{end}", FETCH_TIMEOUT_S, newest, end)
+            tensors = wanted.tensors(snapshot)
+        except (SnapshotUnavailable, CorruptSnapshot):
+            return  # its servers are leaving, or busy: the next look asks again
+        self._next[end] = snapshot.round + self._every
+        if end not in self._copies:
+            self._peer.snapshots.serve(f"{KEPT}/{end}", lambda: self._offered(end), lambda: self._copies[end].round)
+        self._copies[end] = EndCopy.of(snapshot.round, tensors)
+
+    async def _own(self) -> Snapshot:
+        driver, seat = self._serving.loop.driver, self._serving.seat
+
+        def now() -> Snapshot:
+            copy = EndCopy.of(seat.applied_round, driver.method.eval_params(driver.replica))
+            return encode_state(dict(copy.tensors), copy.round, 0)
+
+        found: Snapshot = await self._serving.loop.compute(now)
+        return found
+
+    async def _offered(self, end: int) -> Snapshot:
+        copy = self._copies[end]
+        return encode_state(copy.restored(), copy.round, 0)
+
+    def _is_keeper(self) -> bool:
+        """Whether I am among the few of my stage that keep copies: the same ones as long as they live."""
+        view, port = self._peer.port.views.newest, self._peer.port
+        mates = [view.peers[index] for index in view.serving(self._serving.index)]
+        living = [mate for mate in mates if mate == port.me or not port.gone(view, mate)]
+        return port.me in sorted(living, key=_rank)[:KEEPERS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an end stage hands out: nothing larger is downloaded, and nothing else is kept."""
+
+    config: ModelConfig
+    span: range
+
+    async def fetch(self, peer: Peer, name: str, timeout_s: float, least: int, stage: int) -> Snapshot:
+        most = HEAD_BYTES + 4 * sum(math.prod(shape) for shape in end_shapes(self.config, self.span).values())
+        return await peer.snapshots.fetch(name, timeout_s, least=least, stage=stage, most_bytes=most)
+
+    def tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
+        """`CorruptSnapshot` for anything but these tensors in float32."""
+        found = decode_state(snapshot)
+        shapes = {name: tuple(x.shape) for name, x in found.items()}
+        if shapes != end_shapes(self.config, self.span) or any(x.dtype != torch.float32 for x in found.values()):
+            raise CorruptSnapshot(f"the copy of round {snapshot.round} holds other tensors than its stage has")
+        return found
+
+
+def _rank(peer: PeerId) -> bytes:
+    return hashlib.sha256(f"farflock-keeper-v1 {peer}".encode()).digest()
+
+
+async def find_copy(peer: Peer, config: ModelConfig, stages: Sequence[range], index: int) -> dict[str, Tensor] | None:
+    """The exact copy of an end stage's own tensors that the stage beside it has; None if it has none. `Unrecoverable` if what
+    comes is not what its hash says."""
+    wanted = _Wanted(config, stages[index])
+    for beside in (index - 1, index + 1):
+        if not 0 <= beside < len(stages):
+            continue
+        try:
+            return wanted.tensors(await wanted.fetch(peer, f"{KEPT}/{index}", FIND_TIMEOUT_S, -1, beside))
+        except SnapshotUnavailable:
+            continue
+        except CorruptSnapshot as error:
+            raise Unrecoverable(f"exact copy of an end: {error}") from None
+    return None

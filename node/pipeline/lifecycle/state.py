@@ -1,0 +1,145 @@
+"""Where a stage's state comes from when its server begins: from others of the stage, from this node's disk, from the stages
+beside it, or from the run's seed.
+
+The ladder itself is node/pipeline/recovery/policy.py; here is what it takes to climb it: who lives, what is here, and
+the states of other stages, downloaded and turned into tensors, whatever the method keeps them as."""
+
+import logging
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from farflock.node.model.llama import build
+from farflock.node.model.replica import PlainReplica
+from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.recovery.policy import Situation, source
+from farflock.node.pipeline.recovery.rebuild import (
+    GradientScale,
+    Neighbour,
+    Unrecoverable,
+    neighbour_mean,
+    partner_copy,
+)
+from farflock.node.run.terms import Plan
+from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.train.state_sync import MARK, NEXT, STATE, CorruptSnapshot, decode_state, most_state_bytes
+from farflock.optimizers.catalog import method
+from farflock.optimizers.method import Tensors
+from farflock.optimizers.state import WrongState
+from farflock.swarm.peer.chunks import digest_of
+from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
+
+SCALE = "scale"  # under which a stage's gradient scale is served, beside its state
+NEIGHBOUR_TIMEOUT_S = 120.0
+_SCALE = struct.Struct("<d")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How a stage begins where nobody has its state: with these tensors (None: initial weights, or a checkpoint, are there
+    already), of this kind, for this reason."""
+
+    kind: str
+    reason: str
+    tensors: Tensors | None = None
+
+
+def living(peer: Peer, stages: int) -> tuple[int, ...]:
+    """How many others serve each stage and are not known to be gone."""
+    view, port = peer.port.views.newest, peer.port
+    others = [[view.peers[index] for index in view.serving(stage)] for stage in range(stages)]
+    return tuple(sum(mate != port.me and not port.gone(view, mate) for mate in mates) for mates in others)
+
+
+async def begin_anew(
+    peer: Peer,
+    plan: Plan,
+    stages: Sequence[range],
+    index: int,
+    after: int,
+    saved: Checkpoint | None,
+    ends: Tensors | None = None,
+    *,
+    swapping: bool = False,
+) -> Begun:
+    """What a stage that nobody has begins with, after round `after` of its stream (-1: the run's first). `ends` are the exact
+    copies of an end stage's own tensors, if there are any; `swapping`: the run has trained with CheckFree+'s swap."""
+    snapshot = round_of(saved)
+    if after < 0:
+        began = "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
+        return Begun("initial" if snapshot is None else "snapshot", began)
+    now = Situation(
+        round=after,
+        layers=tuple(map(len, stages)),
+        living=living(peer, len(stages)),
+        snapshots=tuple(snapshot if stage == index else None for stage in range(len(stages))),
+        ends=(ends is not None and index == 0, ends is not None and index == len(stages) - 1),
+        swapping=swapping,
+    )
+    try:
+        chosen = source(now, index)
+        if chosen.kind == "peer":
+            raise LifeOver(f"stage {index} is served by now: {chosen.reason}")
+        if chosen.kind == "mean":
+            return Begun("mean", chosen.reason, await _mean(peer, plan, stages, index))
+        if chosen.kind == "copy":
+            partner = await _neighbour(peer, plan, stages, chosen.stages[0])
+            return Begun("copy", chosen.reason, partner_copy(plan.model, stages[index], partner, ends))
+        if chosen.kind == "snapshot":
+            return Begun("snapshot", chosen.reason)
+        raise Unrecoverable(f"{chosen.kind}: {chosen.reason}")
+    except (Unrecoverable, SnapshotUnavailable) as reason:
+        log.warning("stage %d begins with initial weights: %s", index, reason)
+        return Begun("initial", str(reason))
+
+
+def round_of(saved: Checkpoint | None) -> int | None:
+    """The last round in a checkpoint of this stage."""
+    if saved is None:
+        return None
+    rounds = saved.meta["node"]["place"]["rounds"]
+    return min(rounds.values()) if rounds else None
+
+
+async def _mean(peer: Peer, plan: Plan, stages: Sequence[range], index: int) -> dict[str, torch.Tensor]:
+    before, after = [await _neighbour(peer, plan, stages, beside) for beside in (index - 1, index + 1)]
+    return neighbour_mean(plan.model, stages[index], before, after)
+
+
+async def _neighbour(peer: Peer, plan: Plan, stages: Sequence[range], stage: int) -> Neighbour:
+    """A stage's tensors, as its members would evaluate them, and its gradient's scale."""
+    model = build(plan.model, plan.run_seed, stages[stage])
+    replica = PlainReplica(model, plan.inner.build(model))
+    most = most_state_bytes(replica.shapes)
+    snapshot = await peer.snapshots.fetch(f"{STATE}/{stage}", NEIGHBOUR_TIMEOUT_S, stage=stage, most_bytes=most)
+    kept = method(plan.method, **plan.options)
+    try:
+        state = {name: x for name, x in decode_state(snapshot).items() if not name.startswith((NEXT, MARK))}
+        kept.restore(replica, state, "adopt")
+    except (CorruptSnapshot, WrongState) as error:
+        raise Unrecoverable(f"the state of stage {stage} cannot be used: {error}") from None
+    return Neighbour(stages[stage], dict(kept.eval_params(replica)), await _scale(peer, stage))
+
+
+async def _scale(peer: Peer, stage: int) -> float:
+    """The weight of a stage in the mean; 0, as of one that never trained, if nobody tells: two of these weigh alike."""
+    try:
+        snapshot = await peer.snapshots.fetch(
+            f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage, most_bytes=_SCALE.size
+        )
+        (omega,) = _SCALE.unpack(b"".join(snapshot.chunks))
+    except (SnapshotUnavailable, struct.error):
+        return 0.0
+    return float(omega) if math.isfinite(omega) and omega >= 0 else 0.0
+
+
+def scale_snapshot(round_number: int, scale: GradientScale) -> Snapshot:
+    """What is served as `SCALE`."""
+    content = _SCALE.pack(scale.omega())
+    return Snapshot(max(round_number, -1), digest_of(content), 0, (content,))

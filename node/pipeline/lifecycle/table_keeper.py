@@ -1,0 +1,205 @@
+"""Brings versions of the frozen embedding (node/pipeline/versions/table_versions.py) to all servers of a run, and keeps
+them there.
+
+Who serves the first stage makes them; every server of any stage, and every full replica, downloads what it lacks and hands on
+what it has, so that a version is gone only with all of them. Of what is offered that is taken which most members of a stage
+announce; nothing larger than a table is begun, each chunk has its digest, and the whole the hash of its offer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflock.compression.activation import ActivationCodec
+from farflock.compression.subspace_versions import SubspaceVersions
+from farflock.node.assembly.node import Compute
+from farflock.node.model.llama import ModelConfig
+from farflock.node.pipeline.lifecycle.state import living
+from farflock.node.pipeline.versions.constraint import EMBEDDING, ConstrainedReplica
+from farflock.node.pipeline.versions.table_versions import FirstStage, Tables, finite_table
+from farflock.node.run.terms import FIRST_VERSION, Turns
+from farflock.node.train.driver import Driver
+from farflock.node.train.state_sync import Books, CorruptSnapshot, decode_state, encode_state
+from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
+
+NAME = "table"  # under which versions are served
+LOOK_EVERY_S = 0.5
+FETCH_TIMEOUT_S = 60.0
+FIND_TIMEOUT_S = 10.0  # for the first of it
+HEAD_BYTES = 1 << 12  # of a name and a shape before the values
+
+log = logging.getLogger(__name__)
+
+
+def keeper_of(
+    codec: ActivationCodec,
+    turns: Turns | None,
+    peer: Peer,
+    config: ModelConfig,
+    stages: int,
+    stream: str,
+    compute: Compute,
+) -> "TableKeeper | None":
+    """One for a codec that has several versions; None for any other."""
+    if turns is None or not isinstance(codec, SubspaceVersions):
+        return None
+    return TableKeeper(peer, Tables(codec, turns), config, stages, stream, compute)
+
+
+class TableKeeper:
+    """One node's part. `stream` is that of the first of so many `stages`."""
+
+    def __init__(
+        self, peer: Peer, tables: Tables, config: ModelConfig, stages: int, stream: str, compute: Compute
+    ) -> None:
+        self._peer, self._tables, self._config, self._compute = peer, tables, config, compute
+        self._stages, self._stream = stages, stream
+        self._first: FirstStage | None = None
+        self._applied: Callable[[], int] = self._heard
+        self._rewrite: Callable[[], None] = lambda: None
+
+    def at_first(self, books: Books, driver: Driver, applied: Callable[[], int]) -> FirstStage:
+        """This node serves the first stage: its books, with versions made and followed."""
+        replica = driver.replica if isinstance(driver.replica, ConstrainedReplica) else None
+
+        def averaged() -> dict[str, Tensor]:
+            return dict(driver.method.eval_params(driver.replica))
+
+        self._applied, self._rewrite = applied, lambda: driver.replica.write(averaged(), "param")
+        self._first = FirstStage(books, self._tables, lambda: averaged()[EMBEDDING], replica)
+        return self._first
+
+    def founded(self) -> None:
+        """This node is the run's first, with initial weights or those of its last checkpoint: nobody is there to ask."""
+        if self._first is not None:
+            self._begun_first(self._first, anew=True)
+
+    async def before(self, after: int) -> None:
+        """A stage is about to be begun anew, after this round of its own: bring what is needed to write its weights."""
+        await self._fetch_effective(max(after, self._applied()))
+        if self._first is not None:
+            await self._compute(partial(self._first.follow, after))
+
+    async def begun(self, *, anew: bool) -> None:
+        """A stage has its state, its own or (`anew` is False) that of others: bring the versions of its round, and write its
+        weights as the one in effect has them."""
+        await self._fetch_effective(self._applied())
+        if self._first is not None:
+            await self._compute(partial(self._begun_first, self._first, anew=anew))
+
+    def _begun_first(self, first: FirstStage, *, anew: bool) -> None:
+        applied = self._applied()
+        if anew and first.begin_anew(applied):
+            log.warning("nobody has the frozen embedding of round %d: it is taken from the average as it is", applied)
+        if self._tables.turns.in_effect(applied) != FIRST_VERSION:
+            first.follow(applied)
+            self._rewrite()
+        self._tables.give_up(applied)
+
+    async def run(self) -> None:
+        """Download and hand on, for ever."""
+        for slot in range(self._tables.turns.most):
+            self._peer.snapshots.serve(f"{NAME}/{slot}", partial(self._offered, slot), partial(self._in_slot, slot))
+        downloads: dict[int, asyncio.Task[bool]] = {}  # by slot: one that nobody has is not to hold up the others
+        try:
+            while True:
+                for version in self._tables.lacking(self._applied()):
+                    slot = version % self._tables.turns.most
+                    if slot in downloads and downloads[slot].done():
+                        downloads.pop(slot).result()
+                    if slot not in downloads:
+                        downloads[slot] = asyncio.ensure_future(self._fetch(version))
+                await self._compute(self._tidy)
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            for download in downloads.values():
+                download.cancel()
+            await asyncio.gather(*downloads.values(), return_exceptions=True)
+
+    def _tidy(self) -> None:
+        applied = self._applied()
+        if self._first is not None:
+            self._first.follow_late(applied)
+        self._tables.give_up(applied)
+
+    async def _fetch_effective(self, applied: int) -> None:
+        """What weights are written with; the rest has time."""
+        version = self._tables.turns.in_effect(applied)
+        if version in self._tables.lacking(applied):
+            await self._fetch(version)
+
+    async def _fetch(self, version: int) -> bool:
+        """From a stage that has it, the first one first."""
+        for stage, others in enumerate(living(self._peer, self._stages)):
+            if others and await self._fetch_from(version, stage):
+                return True
+        return False
+
+    async def _fetch_from(self, version: int, stage: int) -> bool:
+        try:
+            snapshot = await self._download(version, stage)
+        except SnapshotUnavailable as reason:
+            log.info("version %d of the frozen embedding from stage %d: %s", version, stage, reason)
+            return False
+        if snapshot.round != version:
+            return False  # those who have it are further by now, and serve a later one in its place
+        if await self._compute(partial(self._taken, version, snapshot)):
+            return True
+        self._peer.snapshots.distrust(self._name(version))  # or it would be downloaded again, and again
+        return False
+
+    def _taken(self, version: int, snapshot: Snapshot) -> bool:
+        """Hold what came, if it is a table as this run has them."""
+        try:
+            tensors = dict(decode_state(snapshot))
+        except CorruptSnapshot as reason:
+            log.warning("version %d of the frozen embedding is not used: %s", version, reason)
+            return False
+        table = finite_table(tensors, NAME, self._config.vocab_size, self._config.dim)
+        return table is not None and self._tables.hold(version, table)
+
+    def _name(self, version: int) -> str:
+        return f"{NAME}/{version % self._tables.turns.most}"
+
+    async def _download(self, version: int, stage: int) -> Snapshot:
+        """`SnapshotUnavailable` if nothing of it has come after a while: those who have it may be gone."""
+        name, comes = self._name(version), asyncio.Event()
+        most_bytes = HEAD_BYTES + 4 * self._config.vocab_size * self._config.dim
+        fetch = self._peer.snapshots.fetch(
+            name, FETCH_TIMEOUT_S, lambda here, total: comes.set(), version, stage, most_bytes
+        )
+        task, began = asyncio.ensure_future(fetch), asyncio.ensure_future(comes.wait())
+        try:
+            await asyncio.wait([task, began], timeout=FIND_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not (task.done() or comes.is_set()):
+                raise SnapshotUnavailable(f"nobody of stage {stage} offers {name} within {FIND_TIMEOUT_S:.0f} s")
+            return await task
+        finally:
+            for each in (task, began):
+                each.cancel()
+            await asyncio.gather(task, began, return_exceptions=True)
+
+    def _in_slot(self, slot: int) -> int:
+        """The last version that is served there; below 0 if there is none. The first one everybody has."""
+        held = [version for version in self._tables.codec.held if version != FIRST_VERSION]
+        return max((version for version in held if version % self._tables.turns.most == slot), default=-1)
+
+    async def _offered(self, slot: int) -> Snapshot:
+        return await self._compute(partial(self._encoded, slot))  # type: ignore[no-any-return]
+
+    def _encoded(self, slot: int) -> Snapshot:
+        version = self._in_slot(slot)
+        table = self._tables.table(version)
+        content: dict[str, Any] = {} if table is None else {NAME: torch.clone(table)}
+        return encode_state(content, version if content else -1, 0)
+
+    def _heard(self) -> int:
+        """The last round of the first stage that is known to be over."""
+        rounds = self._peer.rounds
+        return rounds.newest(self._stream) if self._stream in rounds.names else -1

@@ -1,0 +1,106 @@
+"""The tree says where things are: small rooms that say what they are, no circle between them, tests in the same places."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOUSES = ("node", "swarm", "optimizers", "compression", "experiments")
+NO_ROOMS = {"tests/net", "tests/sim", "tests/tidy", "tests/worlds"}  # about the whole, not one room
+SUBJECTS = {"laws", "spec", "swarm"}  # of a room's tests: what holds for all of its modules
+MAX_FILES = 25
+MIN_LINES = 3
+
+MODULES = {path: ast.parse(path.read_text()) for house in HOUSES for path in (ROOT / house).rglob("*.py")}
+ROOMS = sorted({path.parent for path in MODULES})
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def files(folder):
+    return [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+
+
+def imported(tree):
+    """Modules that a tree imports, whenever it does, as parts of their dotted names below `farflock`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("farflock."):
+            for alias in node.names:
+                yield (*node.module.split(".")[1:], alias.name)
+        elif isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")[1:]) for alias in node.names if alias.name.startswith("farflock."))
+
+
+def module_of(parts):
+    """The file that such parts name, as far as they name one."""
+    for length in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:length])
+        if path.with_suffix(".py") in MODULES:
+            return path.with_suffix(".py")
+    return None
+
+
+def room_of(path):
+    """The folder; a module at the root of node or swarm, which are seams, is a room by itself."""
+    return path if path.parent in (ROOT / "node", ROOT / "swarm") else path.parent
+
+
+def circles(edges):
+    """Rooms that import themselves through others."""
+    reached = {room: set(targets) for room, targets in edges.items()}
+    for via in edges:
+        for targets in reached.values():
+            if via in targets:
+                targets |= reached[via]
+    return [room for room, targets in reached.items() if room in targets]
+
+
+@pytest.mark.parametrize(
+    "folder", [*ROOMS, *sorted({path.parent for path in (ROOT / "tests").rglob("*.py")})], ids=name
+)
+def test_a_folder_is_seen_at_one_glance(folder):
+    assert len(files(folder)) <= MAX_FILES
+
+
+@pytest.mark.parametrize("folder", [room for room in ROOMS if room != ROOT / "compression"], ids=name)
+def test_each_room_says_what_lives_there_what_it_may_import_and_where_to_start(folder):
+    said = ast.get_docstring(MODULES[folder / "__init__.py"]) or ""
+    assert len(said.splitlines()) >= MIN_LINES
+    assert "Start reading at" in said
+    assert "mport" in said or "Knows no" in said
+
+
+def test_no_room_imports_in_a_circle_lazily_or_not():
+    edges = {}
+    for path, tree in MODULES.items():
+        targets = {room_of(found) for parts in imported(tree) if (found := module_of(parts)) is not None}
+        edges.setdefault(room_of(path), set()).update(targets - {room_of(path)})
+    assert not [name(room) for room in circles(edges)]
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_the_tests_are_where_the_code_is():
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
+    rooms = {
+        folder.parent
+        if folder.name in SUBJECTS and not (ROOT / folder.relative_to(ROOT / "tests")).is_dir()
+        else folder
+        for folder in folders
+    }
+    assert not [
+        room for room in rooms if name(room) not in NO_ROOMS and not (ROOT / room.relative_to(ROOT / "tests")).is_dir()
+    ]
+
+
+def test_the_protocol_has_no_input_or_output():
+    forbidden = {"asyncio", "socket", "threading", "time", "os", "logging"}
+    for path in files(ROOT / "swarm" / "protocol"):
+        names = {alias.name for node in ast.walk(MODULES[path]) if isinstance(node, ast.Import) for alias in node.names}
+        assert not names & forbidden, name(path)
