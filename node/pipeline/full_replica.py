@@ -20,9 +20,10 @@ from torch import Tensor
 from farflock.node.pipeline.passes.stage import Staged, backward_through
 from farflock.node.pipeline.server.server import BACKWARD_COST, Pass, StageServer
 from farflock.node.pipeline.server.task import Batch
-from farflock.node.pipeline.trainer.heard import Heard
+from farflock.node.pipeline.trainer.commits import DuplicateDetector, Report
+from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.pipeline.trainer.stage_directory import Rolls
-from farflock.node.pipeline.trainer.trainer import NUMBERS, RECENT, Report
+from farflock.node.pipeline.trainer.walker import RECENT
 from farflock.swarm.peer.peer import Peer, Wait
 from farflock.swarm.protocol.ledger import Ledger
 
@@ -63,7 +64,7 @@ class FullTrainer:
         self._servers = [part.server for part in self._parts]
         self._ledger = Ledger(len(self._servers))
         self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
-        self._heard = Heard(peer.me, len(self._servers))
+        self._heard = DuplicateDetector(peer.me, len(self._servers))
         self._first = self._next = first
         self.stopping = False
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token

@@ -6,12 +6,10 @@ replica is the union of its stages: a server of each, and microbatches of its ow
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 
-from farflock.node.model.data import Batches
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.model.tokenizer import Tokens
@@ -24,15 +22,15 @@ from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper, keeper_of
 from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.stage_directory import Rolls, StreamName
-from farflock.node.pipeline.trainer.trainer import Trainer, first_number
-from farflock.node.run.policies import SWAP, lane_of, policy_of
-from farflock.node.run.terms import PipelinePlan, Plan, TrainerTerms
+from farflock.node.pipeline.trainer.trainer import Trainer
+from farflock.node.pipeline.training import TrainerAssembly
+from farflock.node.run.policies import SWAP
+from farflock.node.run.terms import PipelinePlan, Plan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.exchange_client import Courier
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
 from farflock.swarm.messages import Load
-from farflock.swarm.paths.policy import Microbatch, PathPolicy
 from farflock.swarm.peer.peer import Peer, Wait
 from farflock.swarm.peer.snapshots import Progress as Downloaded
 from farflock.swarm.roles import EVERY, NOTHING, role_of
@@ -58,14 +56,14 @@ class PipelineNode:
         self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
         self._stage, self._saved = stage, saved or {}
         self._edges = edges_of(plan, pipeline)
-        self._specimens: dict[int, list[Exchange]] = {}
+        self._exchanges = _StageExchanges(plan, pipeline)
         self._began_s = 0.0
         stages = range(len(pipeline.stages))
-        self._streams = {index: self._stream_of(index) for index in stages}
+        self._streams = {index: self._exchanges.stream(index) for index in stages}
         self._keeper = self._tables() if stage != NOTHING else None
         assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY, self._keeper)
         self.servings = tuple(
-            assembly.serving(index, self._specimens_of(index)[0], self._courier(index))
+            assembly.serving(index, self._exchanges.specimens(index)[0], self._courier(index))
             for index in stages
             if stage in (index, EVERY)
         )
@@ -78,7 +76,7 @@ class PipelineNode:
                 serving.loop.step = serving.trainee.joined_at = before.step
         self._others = [index for index in stages if stage not in (index, EVERY)]
         self.rolls = Rolls(peer, self._streams, whole=pipeline.constrain == "all")
-        self.trainer = self._trainer(tokens) if tokens is not None else None
+        self.trainer = self._training(tokens) if tokens is not None else None
 
     # beginning
 
@@ -107,7 +105,7 @@ class PipelineNode:
 
     def _beginning(self, serving: Serving) -> Beginning:
         index = serving.index
-        specimens, saved = self._specimens_of(index), self._saved.get(index)
+        specimens, saved = self._exchanges.specimens(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
         pipeline, report = self.pipeline, self._means.report
         copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
@@ -123,7 +121,7 @@ class PipelineNode:
 
     def _open_as_onlooker(self, index: int) -> None:
         courier = self._courier(index)
-        for number, specimen in enumerate(self._specimens_of(index)):
+        for number, specimen in enumerate(self._exchanges.specimens(index)):
             courier.look_on(specimen, noted=not number)
 
     # as its process sees it
@@ -266,58 +264,40 @@ class PipelineNode:
             return Closed("this peer trains a model that is free: ask one that serves a stage of a pipeline")
         return Dispatch({serving.index: serving.server for serving in self.servings})
 
-    def _trainer(self, tokens: Tokens) -> Trainer | FullTrainer:
-        plan, me = self.plan, self.peer.me
-        batches = Batches(tokens, plan.run_seed, me, plan.batch, plan.seq, recurring=plan.samples)
-        if self._stage == EVERY:
-            return self._full_trainer(batches)
-        first, report = first_number(self.peer.port.incarnation), self._means.report
-        walk = self._policy(), self._edges, batches.batch, self._terms(), report, lane_of(me), first
-        return Trainer(self.peer, self.rolls, *walk, batches.samples)
-
-    def _full_trainer(self, batches: Batches) -> FullTrainer:
-        first, means, ahead = first_number(self.peer.port.incarnation), self._means, self._most_late()
+    def _training(self, tokens: Tokens) -> Trainer | FullTrainer:
+        known = self.plan, self.pipeline, self.peer, self.rolls, self._edges
+        assembly = TrainerAssembly(*known, tokens, self._means.report)
+        if self._stage != EVERY:
+            return assembly.trainer()
         parts = [Part(serving.server, serving.batch) for serving in self.servings]
-        policy, lane = self._policy(), lane_of(self.peer.me)
-
-        def order(number: int) -> tuple[int, ...]:
-            return policy.stage_order(Microbatch(number, 0, lane))
-
-        work = parts, batches.batch, self._edges.tokens, ahead, self.pipeline.trainer.kept, order
-        return FullTrainer(self.peer, self.rolls, *work, means.run_pass, means.report, first)
-
-    def _policy(self) -> PathPolicy:
-        pipeline = self.pipeline
-        return policy_of(pipeline.policy, pipeline.layers, self.plan.run_seed, self.peer.me, pipeline.paths)
-
-    def _terms(self) -> TrainerTerms:
-        """No more on their way than the batches that a microbatch may be late: the last stage would get too far ahead of the
-        first, and find what comes then too old."""
-        terms, asynchronous = self.pipeline.trainer, self.pipeline.asynchronous
-        gone = terms.gone if asynchronous is None else asynchronous.gone
-        return replace(terms, window=min(terms.window, self._most_late()), gone=gone)
-
-    def _most_late(self) -> int:
-        """The microbatches of so many batches."""
-        rounds = max(self.pipeline.server.staleness, 1)
-        return max(rounds * self.pipeline.batch_tokens // self._edges.tokens, 1)
+        return assembly.full(parts, self._means.run_pass)
 
     def _courier(self, index: int) -> Courier:
         return Courier(self.peer, self.plan.run_seed, self._means.compute, index)
 
-    def _specimens_of(self, index: int) -> list[Exchange]:
-        """One of each stream of a stage. Only shapes are asked of them: tensors would be the whole model, of which this node is
-        to hold a part."""
+
+class _StageExchanges:
+    """What the stages' streams exchange. Only shapes are needed: tensors would be the whole model,
+    of which a node is to hold a part."""
+
+    def __init__(self, plan: Plan, pipeline: PipelinePlan) -> None:
+        self._plan, self._pipeline = plan, pipeline
+        self._specimens: dict[int, list[Exchange]] = {}
+
+    def specimens(self, index: int) -> list[Exchange]:
+        """One exchange of each stream of a stage."""
         if index not in self._specimens:
-            shapes = shapes_of(self.plan.model, self.pipeline.stages[index])
+            shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
             with torch.device("meta"):
-                self._specimens[index] = method(self.plan.method, **self.plan.options).streams(ShapeReplica(shapes))
+                exchanges = method(self._plan.method, **self._plan.options).streams(ShapeReplica(shapes))
+            self._specimens[index] = exchanges
         return self._specimens[index]
 
-    def _stream_of(self, index: int) -> StreamName:
+    def stream(self, index: int) -> StreamName:
         """The first stream of a stage: its notes tell which microbatches count."""
-        first = self._specimens_of(index)[0]
-        return StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride, self.pipeline.share(index))
+        first = self.specimens(index)[0]
+        name, share = f"{first.key.stream}/{index}", self._pipeline.share(index)
+        return StreamName(name, first.key.round, first.stride, share)
 
 
 class _Together:

@@ -129,6 +129,10 @@ class Ledger:
         self._entries = {place: entry for place, entry in self._entries.items() if place[0] in rest}
         return done
 
+    def __len__(self) -> int:
+        """Places that it keeps, of microbatches that are not committed everywhere."""
+        return len(self._entries)
+
     def _current(self, place: Place, attempt: int) -> Entry | None:
         """The entry, if this attempt is its last one."""
         entry = self._entries.get(place)

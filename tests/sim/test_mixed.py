@@ -12,7 +12,7 @@ import torch
 
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
-from farflock.node.pipeline.trainer.trainer import NUMBERS
+from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))

@@ -13,7 +13,7 @@ import torch
 from farflock.node.model.llama import build
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
-from farflock.node.pipeline.trainer.trainer import NUMBERS
+from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.terms import ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults, LinkModel
@@ -316,7 +316,9 @@ def pace(policy, measured_s, seed=0):
 
     def with_lanes(number, node):
         if node.trainer is not None:
-            node.trainer._lane = number  # as lucky as can be: each its own line of servers, where the policy has lines
+            node.trainer.source.lane = (
+                number  # as lucky as can be: each its own line of servers, where the policy has lines
+            )
 
     async def main():
         sim = PipelineSimulation(plan(seed, FOREVER), pipeline(3, 48, policy=policy, **terms), world, TEXT, with_lanes)

@@ -208,7 +208,7 @@ def test_ends_that_forget_all_at_any_time_get_it_whole():
             nodes = [node for node in sim.nodes.values() if (node.trainer is not None) == (turn % 3 == 0)]
             for node in nodes[turn % 2 : turn % 2 + 1]:
                 if node.trainer is not None:
-                    node.trainer._memory._caches.clear()
+                    node.trainer.inputs.memory._caches.clear()
                 else:
                     node.serving.server._memory = ServerMemory(node._edges)
 
@@ -233,7 +233,7 @@ def test_a_trainer_that_comes_back_finds_its_samples_where_it_left_them_and_is_s
         sim.end()
 
     one.run(kill_one).check()
-    before, after = (trainer._memory for trainer in lives)
+    before, after = (trainer.inputs.memory for trainer in lives)
     assert set(before._caches[0]._held) == set(after._caches[0]._held) == set(range(SAMPLES)), "the same ids"
     assert after.counts["whole samples"] >= SAMPLES
 

@@ -40,15 +40,15 @@ class Followed(Audit):
         if node.trainer is None:
             return
         trainer, me = node.trainer, node.peer.me
-        next_hop = trainer._next_hop
+        next_hop = trainer.client.next_hop
 
-        async def asking(parcel, stage, *given):
-            server = await next_hop(parcel, stage, *given)
+        async def asking(flight, stage, *given):
+            server = await next_hop(flight, stage, *given)
             places = node.rolls.serving().seniority[stage]
-            self.asked.setdefault((me, parcel.microbatch.step, stage), (places, server.peer))
+            self.asked.setdefault((me, flight.number, stage), (places, server.peer))
             return server
 
-        trainer._next_hop = asking
+        trainer.client.next_hop = asking
 
 
 def audit(lanes, steps=6, rate=0.3, trainers=2, servers=2, seed=0, **world):

@@ -24,7 +24,7 @@ from farflock.node.model.stage_tensors import names_of
 from farflock.node.pipeline.full_replica import FullTrainer
 from farflock.node.pipeline.passes.requests import Backward, Forward
 from farflock.node.pipeline.passes.stage import Stage
-from farflock.node.pipeline.trainer.trainer import NUMBERS
+from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.policies import lane_of, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, Plan, ServerTerms, TrainerTerms
@@ -335,7 +335,7 @@ class Audit:
             for node in sim.nodes.values():
                 sizes = {"store": node.peer.port.store.size_bytes}
                 if node.trainer is not None:
-                    sizes |= {"kept": node.trainer.kept, "tasks": len(getattr(node.trainer, "_tasks", ()))}
+                    sizes |= {"kept": node.trainer.kept, "tasks": tasks_of(node.trainer)}
                 self._note_most(sizes)
                 for serving in node.servings:
                     self._note_most(self._sizes_of(serving.server))
@@ -527,4 +527,9 @@ def begun_of(trainer):
     """When its microbatches set out that do not count everywhere yet."""
     if isinstance(trainer, FullTrainer):
         return list(trainer._begun_s.values())
-    return [parcel.begun_s for parcel in trainer._parcels.values()]
+    return list(trainer.commits.begun_s.values())
+
+
+def tasks_of(trainer):
+    """How many tasks of its own it has; a full replica asks nobody for anything."""
+    return 0 if isinstance(trainer, FullTrainer) else trainer.load["tasks"]

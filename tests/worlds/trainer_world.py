@@ -20,6 +20,9 @@ from farflock.node.pipeline.passes.requests import (
     decode_request,
     encode,
 )
+from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, NewestWeights, WholeInputs
+from farflock.node.pipeline.trainer.named_weights import NamedWeights
+from farflock.node.pipeline.trainer.sample_inputs import SampleInputs
 from farflock.node.pipeline.trainer.stage_directory import Server
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
@@ -54,7 +57,7 @@ class World:
     me = "t"
     stages = STAGES
 
-    def __init__(self, codec="raw", others=(), **terms):
+    def __init__(self, codec="raw", others=(), versioned=False, **terms):
         self.calls = self.codec_offers = self
         self.reads = {}  # by server, what it has said that it reads
         self.epoch, self.log, self.scripts = EPOCH, [], collections.defaultdict(list)
@@ -66,8 +69,11 @@ class World:
         self.edges = edges = Edges(activation_codec(codec), 1, TOKENS, 2, 16, 0, others=others)
         self.memories = collections.defaultdict(lambda: ServerMemory(edges))
         usual = {"window": 1, "kept": 1, "forward_timeout_s": 4.0, "backward_timeout_s": 6.0}
-        walk = edges, self.batch, TrainerTerms(**{**usual, **terms}), self.report
-        self.trainer = Trainer(self, self, self, *walk, samples=self.samples)
+        terms = TrainerTerms(**{**usual, **terms})
+        weights = (lambda: NamedWeights(terms.gone)) if versioned else NewestWeights
+        source = MicrobatchSource(self, edges, self, weights=weights)
+        inputs = SampleInputs(edges, self) if edges.remembers else WholeInputs()
+        self.trainer = Trainer(self, self, self, source, terms, self.report, inputs)
 
     def of(self, peer, life):
         assert life == LIFE

@@ -26,15 +26,15 @@ class EdgeCodecs:
     """As one trainer sees them. `told` is what a life of a server reads, None if it has not said."""
 
     def __init__(self, edges: Edges, told: Callable[[PeerId, int], Told | None]) -> None:
-        self._edges, self._told = edges, told
+        self.edges, self._told = edges, told
         self._reasons = set[str]()  # why choices were not what all read: each is said once
 
     def choose(self, senders: Servers, receivers: Servers, came: CodecId | None) -> CodecId | None:
         """What the output of a stage is to be written in that gets its input in `came` (None: tokens); None if that follows
         from the weights."""
-        if self._edges.follows_weights:
+        if self.edges.follows_weights:
             return None
-        mine = self._edges.reads
+        mine = self.edges.reads
         able = [told for told in self._heard(senders) if came is None or came in told]
         both = able, self._heard(receivers)
         try:

@@ -10,7 +10,7 @@ from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.full_replica import FullTrainer, Part
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
-from farflock.node.pipeline.trainer.trainer import NUMBERS
+from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.split import even
 from farflock.swarm.sim.virtual_time import run_virtual
 

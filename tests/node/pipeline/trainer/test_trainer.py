@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from farflock.compression.activation_catalog import activation_codec
-from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import (
     Backward,
     Busy,
@@ -20,7 +18,9 @@ from farflock.node.pipeline.passes.requests import (
     Unknown,
     encode,
 )
-from farflock.node.pipeline.trainer.trainer import CONFIRM_TIMEOUT_S, PAUSE_S, Trainer, first_number
+from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
+from farflock.node.pipeline.trainer.stage_client import CONFIRM_TIMEOUT_S, PAUSE_S
+from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -245,7 +245,7 @@ async def test_so_many_are_on_their_way_and_so_many_are_kept_and_no_more(world):
     most = 0
     for _ in range(200):
         await asyncio.sleep(0.03)
-        walking = len(world.trainer._walking)
+        walking = world.trainer.walking
         most = max(most, walking)
         assert walking <= 3
         assert world.trainer.kept <= 7
@@ -265,9 +265,9 @@ async def test_over_many_microbatches_nothing_grows(world):
     trainer = world.trainer
     assert trainer.begun > 80
     assert trainer.kept <= 16
-    assert len(trainer._ledger._entries) <= 16 * STAGES
-    assert len(trainer._tasks) <= 4 + 16 * STAGES
-    assert len(trainer._asking) <= 16 * STAGES
+    assert trainer.load["places"] <= 16 * STAGES
+    assert trainer.load["tasks"] <= 4 + 16 * STAGES
+    assert trainer.load["asking"] <= 16 * STAGES
     assert world.trainer.lost == 0
 
 
@@ -278,7 +278,7 @@ def test_a_fault_of_our_own_ends_the_trainer_loudly():
         def broken(number):
             raise ZeroDivisionError("a bug")
 
-        world.trainer._batch = broken
+        world.batch = broken
         with pytest.raises(ZeroDivisionError, match="a bug"):
             await asyncio.wait_for(world.trainer.run(lambda: False), 5.0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -305,15 +305,10 @@ def test_a_trainer_that_comes_later_begins_in_its_stream_where_the_run_is():
     """The numbers are those of its life, the batches go on from what was trained already."""
     world = World()
     drawn = []
-    trainer = Trainer(
-        world,
-        world,
-        world,
-        Edges(activation_codec("raw"), 1, TOKENS, 2, 16, 0),
-        lambda number: drawn.append(number) or world.batch(number),
-        TrainerTerms(window=1, kept=1),
-        first=first_number(3),
-    )
+    drawing = world.batch
+    world.batch = lambda number: drawn.append(number) or drawing(number)
+    source = MicrobatchSource(world, world.edges, world, first=first_number(3))
+    trainer = Trainer(world, world, world, source, TrainerTerms(window=1, kept=1))
     world.agreed_tokens = 7 * TOKENS
 
     async def main():

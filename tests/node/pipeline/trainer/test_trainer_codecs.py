@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 from farflock.node.pipeline.passes.requests import Backward, Foreign, Forward, encode
-from farflock.node.pipeline.trainer.trainer import ASKED_IN_VAIN
+from farflock.node.pipeline.trainer.walker import ATTEMPTS_PER_SERVER
 from farflock.swarm.messages import CodecId
 
 _WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
@@ -65,9 +65,9 @@ def test_what_no_server_can_read_on_the_way_back_is_dropped_at_the_stages_that_i
     async def main(world):
         foreign = saying(Foreign((INT8,)))
         for peer in ("1a", "1b"):
-            world.script(peer, Backward, *[foreign] * ASKED_IN_VAIN)
+            world.script(peer, Backward, *[foreign] * ATTEMPTS_PER_SERVER)
         await world.until(lambda: world.trainer.dropped)
-        assert len(world.asked(Backward, stage=1)) == 2 * ASKED_IN_VAIN, "each of both was asked again"
+        assert len(world.asked(Backward, stage=1)) == 2 * ATTEMPTS_PER_SERVER, "each of both was asked again"
         assert [event for event in world.events if event[0] == "dropped"] == [("dropped", 0)] * 2
 
     main()

@@ -8,7 +8,7 @@ import pytest
 
 from farflock.compression.aqsgd import DIFFERENCE, HELD, KEPT
 from farflock.node.pipeline.passes.requests import Backward, Busy, Done, Forward, Lacks, Refused
-from farflock.node.pipeline.trainer.trainer import PAUSE_S
+from farflock.node.pipeline.trainer.stage_client import PAUSE_S
 
 _WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
 saying, silence, trained, stages_of, STAGES, Order, LIFE, CALL_S = (

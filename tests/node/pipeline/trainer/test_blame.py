@@ -1,8 +1,8 @@
-"""Who is to blame for a payload that cannot be read, and who is passed by for it."""
+"""Which server is to blame for a payload that cannot be decoded, and is avoided for it."""
 
 import pytest
 
-from farflock.node.pipeline.trainer.spoilt import SHUNNED_S, WITNESSES, Origins, Shunned
+from farflock.node.pipeline.trainer.blame import QUARANTINE_S, WITNESSES, Origins, Quarantine
 
 INPUT = (1, "input")
 
@@ -55,16 +55,16 @@ def test_who_refused_it_is_known_until_it_is_made_anew():
     assert origins.refusers(1) == set()
 
 
-def test_who_is_shunned_is_so_at_that_stage_for_a_while():
-    shunned = Shunned()
-    shunned.shun(1, "a", 10.0)
-    assert shunned.at(1, 10.0 + SHUNNED_S - 1) == {"a"}
-    assert shunned.at(2, 11.0) == set()
-    assert shunned.at(1, 10.0 + SHUNNED_S) == set()
+def test_a_server_in_quarantine_is_so_at_that_stage_for_a_while():
+    quarantine = Quarantine()
+    quarantine.add(1, "a", 10.0)
+    assert quarantine.at(1, 10.0 + QUARANTINE_S - 1) == {"a"}
+    assert quarantine.at(2, 11.0) == set()
+    assert quarantine.at(1, 10.0 + QUARANTINE_S) == set()
 
 
 def test_what_is_over_is_forgotten():
-    shunned = Shunned()
+    quarantine = Quarantine()
     for number in range(100):
-        shunned.shun(0, f"server {number}", number * SHUNNED_S)
-    assert len(shunned._until_s) == 1
+        quarantine.add(0, f"server {number}", number * QUARANTINE_S)
+    assert len(quarantine) == 1

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from farflock.node.pipeline.passes.requests import Backward, Done, Forward, Refused, decode_request, encode
-from farflock.node.pipeline.trainer.spoilt import SHUNNED_S
+from farflock.node.pipeline.trainer.blame import QUARANTINE_S
 
-_WORLD = runpy.run_path(str(Path(__file__).parents[3] / "worlds" / "trainer_world.py"))
+_WORLD = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "trainer_world.py"))
 LIFE, STAGES, honest, saying, stages_of, trained = (
     _WORLD[name] for name in ("LIFE", "STAGES", "honest", "saying", "stages_of", "trained")
 )
@@ -90,7 +90,7 @@ async def test_who_is_passed_by_is_asked_again_after_a_while(world):
     for peer in ("1a", "1b"):
         world.script(peer, Forward, INPUT)
     await world.merged()
-    for number, pause_s in enumerate((0.0, SHUNNED_S)):
+    for number, pause_s in enumerate((0.0, QUARANTINE_S)):
         await asyncio.sleep(pause_s)
         world.order[0] = ["0a", "0b"]  # the policy takes the first
         await world.close(number)

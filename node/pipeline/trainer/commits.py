@@ -1,0 +1,146 @@
+"""Which of a trainer's microbatches count, and where: gradients are confirmed to the servers that
+computed them, until the rounds of all stages have named them (decision 014)."""
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from farflock.node.pipeline.passes.requests import Confirm, Merged, Revoke, Unknown
+from farflock.node.pipeline.trainer.in_flight import InFlight
+from farflock.node.pipeline.trainer.stage_client import StageClient
+from farflock.node.pipeline.trainer.stage_directory import Rolls, Server
+from farflock.swarm.links import PeerId
+from farflock.swarm.protocol.ledger import Ledger
+from farflock.swarm.protocol.staging import Key
+
+REMEMBERED = 4096  # numbers named, of each stage
+
+Report = Callable[[str, dict[str, object]], None]
+
+
+class DuplicateDetector:
+    """Notices microbatches of trainer `me` that the rounds of a stage name twice."""
+
+    def __init__(self, me: PeerId, stages: int) -> None:
+        self._me = me
+        self._named: list[set[int]] = [set() for _ in range(stages)]
+        self.doubled = 0  # named twice at one stage, which must not be
+
+    def of_round(self, stage: int, keys: Iterable[Key]) -> list[int]:
+        """The numbers of its own that a round of this stage names."""
+        mine = [number for trainer, number in keys if trainer == self._me]
+        named = self._named[stage]
+        self.doubled += len(named.intersection(mine))
+        named.update(mine)
+        if len(named) > 2 * REMEMBERED:
+            self._named[stage] = set(sorted(named)[-REMEMBERED:])
+        return mine
+
+
+class CommitTracker:
+    """What becomes of a trainer's microbatches: `ledger` says how far each is at each stage, and
+    rounds say what counts."""
+
+    def __init__(self, me: PeerId, rolls: Rolls, report: Report) -> None:
+        self._me, self._rolls, self._report = me, rolls, report
+        self.ledger = Ledger(rolls.stages)
+        self._named = DuplicateDetector(me, rolls.stages)
+        # When those microbatches set out that do not count everywhere yet.
+        self.begun_s: dict[int, float] = {}
+        self._dropped: set[int] = set()  # of these, those that will count at some stages alone
+        self.finished = 0  # microbatches that count at every stage
+        self.dropped = 0  # gradients that never counted: each of one microbatch at one stage
+        # Microbatches of which it is not known whether they count: the log of rounds has moved on.
+        self.lost = 0
+
+    @property
+    def doubled(self) -> int:
+        """Microbatches named twice at one stage, which must not be."""
+        return self._named.doubled
+
+    def begin(self, number: int, order: Iterable[int], now_s: float) -> None:
+        """Follow a microbatch that goes through these stages."""
+        self.ledger.begin(number, order)
+        self.begun_s[number] = now_s
+
+    def hear(self, now_s: float) -> list[int]:
+        """Take in what rounds have named and which servers have left. Returns the microbatches that
+        are over, which it forgets."""
+        for stage, keys in self._rolls.named():
+            self.ledger.committed(stage, self._named.of_round(stage, keys))
+        self._hear_of_late()
+        # Before servers that left: what may count already is not to be asked for again.
+        while (doubtful := self._rolls.skipped()) is not None:
+            self._give_up(doubtful)
+        for stage, server in self._rolls.left():
+            self.ledger.lost(stage, server)
+        over = self.ledger.finish()
+        for number in over:
+            self._end(number, now_s)
+        return over
+
+    def drop(self, number: int, stage: int) -> None:
+        """A microbatch will not count at this stage."""
+        if number in self.begun_s:
+            self._dropped.add(number)
+        self.dropped += 1
+        self._report("dropped", {"number": number, "stage": stage})
+
+    def _end(self, number: int, now_s: float) -> None:
+        took_s = now_s - self.begun_s.pop(number)
+        if number in self._dropped:
+            self._dropped.discard(number)
+            return
+        self.finished += 1
+        self._report("microbatch", {"number": number, "took_s": took_s})
+
+    def _hear_of_late(self) -> None:
+        """What rounds named and left out counts at other stages alone."""
+        for stage, (trainer, number) in self._rolls.left_out:
+            if trainer == self._me and number in self.begun_s:
+                self.drop(number, stage)
+        self._rolls.left_out.clear()
+
+    def _give_up(self, stage: int) -> None:
+        """Rounds of a stage have left everybody's log before this peer heard of them: what waits
+        for them may count or not."""
+        phases = {number: self.ledger.phase((number, stage)) for number in self.begun_s}
+        waiting = [number for number, phase in phases.items() if phase in ("bound", "merged")]
+        self.ledger.committed(stage, waiting)
+        self.lost += len(waiting)
+
+
+class Confirmer:
+    """Tells servers which of the gradients that they put aside count, and which do not."""
+
+    def __init__(
+        self,
+        client: StageClient,
+        rolls: Rolls,
+        ledger: Ledger,
+        spawn: Callable[[Coroutine[Any, Any, object]], None],
+    ) -> None:
+        self._client, self._rolls, self._ledger, self._spawn = client, rolls, ledger, spawn
+
+    def confirm(self, flight: InFlight, stage: int, server: str, attempt: int) -> None:
+        """Begin to ask a life of a server to merge what it computed under this attempt. It is asked
+        once: whoever looks through the ledger repeats this until the answer has come."""
+        self._spawn(self._confirm(flight, stage, server, attempt))
+
+    def revoke(self, server: Server, number: int, stage: int, attempt: int) -> None:
+        """Begin to tell a server that what it computed under this attempt counts nowhere."""
+        self._spawn(self._client.ask(server, Revoke(number, stage, attempt)))
+
+    async def _confirm(self, flight: InFlight, stage: int, name: str, attempt: int) -> None:
+        place = flight.number, stage
+        flight.asking.add(stage)
+        try:
+            server = self._rolls.server(name)
+            if server is None:
+                return  # gone: its last rounds will tell
+            match (await self._client.ask(server, Confirm(*place, attempt))).answer:
+                case Merged():
+                    self._ledger.merged(place, attempt)
+                case Unknown():
+                    self._ledger.refused(place, attempt)
+        finally:
+            flight.asking.discard(stage)

@@ -1,0 +1,256 @@
+"""Microbatches in flight: how a trainer draws and numbers them, and what it keeps of each until it
+counts at every stage.
+
+It keeps the input of each stage and the gradient of each stage's output, encoded as they came: so
+whatever dies, the pass can be asked of another server.
+
+Two features that few runs use plug in here: a codec that remembers samples keeps inputs in another
+way (`StageInputs`, node/pipeline/trainer/sample_inputs.py), and a pipeline that does not wait names the weights of
+its backward passes (`PassWeights`, node/pipeline/trainer/named_weights.py).
+
+Shapes: B sequences, L positions.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.requests import Forward, Version, Visit
+from farflock.node.pipeline.trainer.blame import Origins
+from farflock.swarm.messages import CodecId
+from farflock.swarm.paths.policy import Microbatch, PathPolicy
+
+NUMBERS, LIVES = 2**32, 2**29  # microbatches of one life, and lives whose numbers differ
+
+
+class KeptInput(Protocol):
+    """The input of a stage, as a trainer keeps it until its microbatch counts."""
+
+    def payload(self, server: str) -> bytes:
+        """The payload for this life of a server, which may know a part of the input already."""
+        ...
+
+    def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
+        """Note that a server has read this payload, all but the rows that it lacked something for.
+        Return whether it was right to say so, and may be asked again at once."""
+        ...
+
+
+class ExpectedOutput(Protocol):
+    """The output that a stage is asked for."""
+
+    @property
+    def visit(self) -> Visit | None:
+        """What the forward request says of the samples, None where the codec remembers none."""
+        ...
+
+    def read(self, payload: bytes, request: Forward) -> KeptInput:
+        """Take in the answer, which is the next stage's input; `CorruptPayload` if it cannot be the
+        answer."""
+        ...
+
+
+class StageInputs(Protocol):
+    """How a trainer takes in, keeps and hands out the inputs of stages, for all of its
+    microbatches."""
+
+    def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
+        """Called before a forward pass through a stage is asked for."""
+        ...
+
+    def backward_visit(self, flight: "InFlight") -> Visit | None:
+        """What the microbatch's backward requests say of its samples."""
+        ...
+
+    def counts(self) -> dict[str, int]:
+        """Numbers for a status report, by name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeInput:
+    """The payload as it came, which every server gets."""
+
+    raw: bytes
+
+    def payload(self, server: str) -> bytes:
+        """It refers to nothing that a server might not have."""
+        return self.raw
+
+    def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
+        """There is nothing to note."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class WholeInputs:
+    """Inputs of a codec that remembers nothing."""
+
+    visit: None = None
+
+    def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
+        """Every output is read alike."""
+        return self
+
+    def read(self, payload: bytes, request: Forward) -> KeptInput:
+        """It stays encoded: no stage's input is decoded by the trainer."""
+        return WholeInput(payload)
+
+    def backward_visit(self, flight: "InFlight") -> None:
+        """No samples are named."""
+
+    def counts(self) -> dict[str, int]:
+        """None."""
+        return {}
+
+
+class PassWeights(Protocol):
+    """Which weights the passes of one microbatch use, by stage."""
+
+    def used(self, stage: int, version: Version | None) -> None:
+        """Note what a server says that a pass used."""
+        ...
+
+    def named(self, stage: int) -> Version | None:
+        """The version that a backward pass is to use, None for whatever the server has."""
+        ...
+
+    def is_ahead(self, stage: int, round: int) -> bool:
+        """Whether a server that is at this round of the stage has yet to come to the named
+        version."""
+        ...
+
+    def give_up(self, stage: int) -> bool:
+        """No server has the named version any more. True if the backward pass is to use another one
+        now; if not, what is left of the microbatch's way is dropped."""
+        ...
+
+    def forget(self) -> None:
+        """The walk begins again."""
+        ...
+
+
+class NewestWeights:
+    """Servers use the weights that they have."""
+
+    def used(self, stage: int, version: Version | None) -> None:
+        """It does not matter."""
+
+    def named(self, stage: int) -> None:
+        """No version is named."""
+
+    def is_ahead(self, stage: int, round: int) -> bool:
+        """Never."""
+        return False
+
+    def give_up(self, stage: int) -> bool:
+        """There is no other one."""
+        return False
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """One microbatch that does not count everywhere yet, as its trainer keeps it.
+
+    By stage: the kept `inputs`; `gradients`, the payload of the gradient of its output, of the last
+    stage the targets; `codecs`, which its output and that gradient are encoded in; and `lacked`,
+    how many servers were asked in vain, for want of weights or of a codec. `asking` holds the
+    stages where a backward pass or a confirmation is being asked for. `trip_s` adds up the passes
+    that brought something, without the time that they waited at servers.
+    """
+
+    microbatch: Microbatch
+    order: tuple[int, ...]
+    tokens: bytes
+    epoch: int
+    weights: PassWeights
+    gradients: dict[int, bytes]
+    inputs: dict[int, KeptInput] = field(default_factory=dict)
+    codecs: dict[int, CodecId | None] = field(default_factory=dict)
+    lacked: collections.Counter[int] = field(default_factory=collections.Counter)
+    origins: Origins = field(default_factory=Origins)
+    asking: set[int] = field(default_factory=set)
+    trip_s: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """Names it, of all that its trainer ever draws."""
+        return self.microbatch.step
+
+    def source(self, stage: int) -> int:
+        """The stage before, -1 before the first."""
+        at = self.order.index(stage)
+        return self.order[at - 1] if at else -1
+
+    def after(self, stage: int) -> int | None:
+        """The stage after, None after the last."""
+        at = self.order.index(stage)
+        return self.order[at + 1] if at + 1 < len(self.order) else None
+
+    def set_out_again(self, epoch: int) -> None:
+        """Forget what its walk brought so far: it begins again at the first stage, in this
+        round."""
+        self.epoch, self.trip_s = epoch, 0.0
+        self.inputs.clear()
+        self.codecs.clear()
+        self.weights.forget()
+
+
+class BatchStream(Protocol):
+    """A trainer's own text."""
+
+    def batch(self, step: int, /) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of the n-th microbatch, (B, L) each."""
+        ...
+
+
+def first_number(life: int) -> int:
+    """Where this life of a trainer begins to number its microbatches: not where a former one did,
+    for those may count already or be somewhere on their way. The rest after `NUMBERS` says which of
+    its stream's batches it is."""
+    return life % LIVES * NUMBERS
+
+
+class MicrobatchSource:
+    """Draws and numbers the microbatches of one life of a trainer, from its first number on
+    (`first_number`). They go through the stages as `policy` has it for `lane`; `weights` makes what
+    each keeps of the weights that it meets."""
+
+    def __init__(
+        self,
+        batches: BatchStream,
+        edges: Edges,
+        policy: PathPolicy,
+        lane: int = 0,
+        first: int = 0,
+        weights: Callable[[], PassWeights] = NewestWeights,
+    ) -> None:
+        self._batches, self._policy = batches, policy
+        self.edges, self.lane, self._weights = edges, lane, weights
+        self._first = self._next = first
+
+    def skip(self, tokens: int) -> None:
+        """Begin in the stream where a run is that has trained on so many tokens. Called before the
+        first draw."""
+        self._first = self._next = self._first + tokens // self.edges.tokens
+
+    @property
+    def begun(self) -> int:
+        """Microbatches so far."""
+        return self._next - self._first
+
+    def draw(self, epoch: int) -> InFlight:
+        """The next one, which sets out when `epoch` is the newest round that is over."""
+        number, self._next = self._next, self._next + 1
+        microbatch = Microbatch(step=number, index=0, lane=self.lane)
+        tokens_BL, targets_BL = self._batches.batch(number % NUMBERS)
+        tokens, targets = self.edges.pack(tokens_BL), self.edges.pack(targets_BL)
+        order = self._policy.stage_order(microbatch)
+        return InFlight(microbatch, order, tokens, epoch, self._weights(), {order[-1]: targets})

@@ -1,0 +1,83 @@
+"""How a trainer keeps stage inputs for a codec that remembers samples (node/pipeline/memory/samples.py,
+decision 018): decoded, as rows that may go to the next server as a difference, as a tag alone, or
+whole. Behind the seam `StageInputs` of node/pipeline/trainer/in_flight.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from farflock.node.pipeline.memory.samples import Known, Row, TrainerMemory, refers
+from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.requests import Forward, Visit
+from farflock.node.pipeline.trainer.in_flight import NUMBERS, InFlight
+
+
+class SampleStream(Protocol):
+    """A trainer's text whose sequences come again."""
+
+    def samples(self, step: int, /) -> tuple[int, ...]:
+        """Ids of the n-th microbatch's sequences."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """The input of a stage, by the rows of a microbatch's samples."""
+
+    memory: TrainerMemory
+    stage: int
+    samples: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    def payload(self, server: str) -> bytes:
+        """By what this server is known to hold."""
+        return self.memory.handed(self.stage, server, self.samples, self.rows)
+
+    def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
+        """As `KeptInput.taken`: a server is right to lack what the payload refers to."""
+        self.memory.taken(self.stage, server, self.samples, self.rows, lacking)
+        return refers(payload, lacking, len(self.samples))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """The output of the stage before `after`, and what the trainer held when it asked for it: the
+    answer refers to that."""
+
+    memory: TrainerMemory
+    after: int
+    known: Known
+
+    @property
+    def visit(self) -> Visit:
+        """The samples, and the tags of what is held of each."""
+        return self.known.visit
+
+    def read(self, payload: bytes, request: Forward) -> SampleInput:
+        """Decode and remember it."""
+        rows = self.memory.received(payload, request, self.known)
+        return SampleInput(self.memory, self.after, self.known.samples, rows)
+
+
+class SampleInputs:
+    """The trainer's end of all edges."""
+
+    def __init__(self, edges: Edges, stream: SampleStream) -> None:
+        self.memory, self._stream = TrainerMemory(edges), stream
+
+    def expect(self, flight: InFlight, stage: int) -> SampleOutput:
+        """With what is held of the stage's outputs now."""
+        after = flight.after(stage)
+        assert after is not None, "the last stage has no output"
+        return SampleOutput(self.memory, after, self.memory.known(stage, self._samples(flight)))
+
+    def backward_visit(self, flight: InFlight) -> Visit:
+        """The samples alone."""
+        return Visit(self._samples(flight))
+
+    def counts(self) -> dict[str, int]:
+        """How many rows came whole and as differences, and how often a server lacked one."""
+        return dict(self.memory.counts)
+
+    def _samples(self, flight: InFlight) -> tuple[int, ...]:
+        return self._stream.samples(flight.number % NUMBERS)

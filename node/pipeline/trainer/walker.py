@@ -1,0 +1,266 @@
+"""The walk of one microbatch: forward through its stages and back, one server after the other.
+
+A walk that cannot go on begins again, as long as no stage counts the microbatch. Later, what cannot
+be had any more is dropped: the microbatch then counts only at the stages that it has passed on its
+way back.
+"""
+
+import asyncio
+import collections
+from collections.abc import Sequence
+
+from farflock.compression.codec import CorruptPayload
+from farflock.node.pipeline.passes.requests import Answer, Backward, Done, Foreign, Forward, Gone, Lacks, Refused, Stale
+from farflock.node.pipeline.trainer.blame import Quarantine
+from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer, Report
+from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
+from farflock.node.pipeline.trainer.in_flight import InFlight, StageInputs, WholeInput
+from farflock.node.pipeline.trainer.stage_client import PAUSE_S, Asked, StageClient
+from farflock.node.pipeline.trainer.stage_directory import Rolls, Server
+from farflock.swarm.links import PeerId
+from farflock.swarm.paths.round_robin import BACKWARD_SIZE
+
+ATTEMPTS_PER_SERVER = 2  # in vain, until nobody seems to have some weights
+RECENT = 32  # microbatches whose mean loss is shown
+
+ForwardRefusal = Stale | Foreign | Refused  # after which a walk begins again
+
+
+class Walker:
+    """Takes microbatches forward and back along their paths. `commits` knows which gradient counts
+    where, and `inputs` keeps what comes out of stages."""
+
+    def __init__(
+        self,
+        client: StageClient,
+        rolls: Rolls,
+        codecs: EdgeCodecs,
+        inputs: StageInputs,
+        quarantine: Quarantine,
+        commits: CommitTracker,
+        confirmer: Confirmer,
+        report: Report,
+    ) -> None:
+        self._client, self._rolls, self._codecs, self._inputs = client, rolls, codecs, inputs
+        self._quarantine, self._commits, self._confirmer = quarantine, commits, confirmer
+        self._report = report
+        self.losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
+
+    async def walk(self, flight: InFlight) -> None:
+        """Forward, then back. A walk that a stage finds too old, or whose payloads no server can
+        decode, begins again."""
+        last = flight.order[-1]
+        while not (await self._forward(flight) and await self.backward(flight, last, first=True)):
+            flight.set_out_again(self._rolls.epoch)
+        for stage in reversed(flight.order[:-1]):
+            await self.backward(flight, stage)
+
+    async def backward(self, flight: InFlight, stage: int, *, first: bool = False) -> bool:
+        """Ask until a server has answered under the attempt that counts; what it put aside is then
+        to be confirmed. False if the walk is to begin again, which only its `first` backward pass
+        may ask for: after that something of it counts."""
+        place = flight.number, stage
+        flight.asking.add(stage)
+        try:
+            while self._commits.ledger.phase(place) in ("open", "sent"):
+                reply = await self._backward_once(flight, stage)
+                if isinstance(reply, Refused):
+                    if first:
+                        await asyncio.sleep(PAUSE_S)
+                        return False
+                    self._drop_rest(flight, stage)
+                elif reply is not None:
+                    source = flight.source(stage)
+                    if source >= 0:
+                        flight.gradients[source] = reply
+                    break
+        finally:
+            flight.asking.discard(stage)
+        return True
+
+    # forward
+
+    async def _forward(self, flight: InFlight) -> bool:
+        """The inputs of all stages; False if some stage is too far from the round that the
+        microbatch set out in, or cannot read its input. The last stage's own pass is part of the
+        way back."""
+        for stage in flight.order[:-1]:
+            while (answer := await self._forward_once(flight, stage)) is None:
+                pass
+            if not isinstance(answer, Done):
+                await asyncio.sleep(PAUSE_S)
+                return False
+            flight.weights.used(stage, answer.version)
+        return True
+
+    async def _forward_once(self, flight: InFlight, stage: int) -> Done | ForwardRefusal | None:
+        """Ask one server. Its answer, with the next stage's input put down if it is done; None if
+        it brought nothing."""
+        after = flight.after(stage)
+        assert after is not None
+        came, stages = flight.codecs.get(flight.source(stage)), self._rolls.serving().stages
+        sends = self._codecs.choose(stages[stage], stages[after], came)
+        server = await self._client.next_hop(flight, stage, 1.0, came, sends)
+        expected = self._inputs.expect(flight, stage)
+        where = flight.number, stage, flight.source(stage), flight.epoch
+        request = Forward(*where, expected.visit, came, sends)
+        asked = await self._ask(server, request, flight)
+        if not isinstance(asked.answer, Done) or len(asked.payloads) != 1:
+            return self._without_output(flight, stage, server, asked.answer)
+        (payload,) = asked.payloads
+        flight.origins.made((after, "input"), server.peer)
+        flight.codecs[stage] = self._codecs.edges.written_in(payload, sends)
+        try:
+            flight.inputs[after] = expected.read(payload, request)
+        except CorruptPayload:  # seen here, so one word is enough
+            self._put_into_quarantine(flight, stage, server.peer)
+            await asyncio.sleep(PAUSE_S)
+            return None
+        return asked.answer
+
+    def _without_output(
+        self,
+        flight: InFlight,
+        stage: int,
+        server: Server,
+        answer: Answer | None,
+    ) -> ForwardRefusal | None:
+        """What an answer without output means for the walk; None if another server may be asked."""
+        match answer:
+            case Stale() | Foreign():
+                return answer
+            case Refused() if self._is_undecodable(flight, stage, server, answer):
+                return answer
+            case _:
+                return None
+
+    # back
+
+    async def _backward_once(self, flight: InFlight, stage: int) -> bytes | Refused | None:
+        """The gradient of the stage's input (b"" of the first), or None if this attempt brought
+        nothing; a refusal if what other stages made cannot be decoded."""
+        place, source, ledger = (flight.number, stage), flight.source(stage), self._commits.ledger
+        came, sends = flight.codecs.get(source), flight.codecs.get(stage)
+        server = await self._client.next_hop(flight, stage, BACKWARD_SIZE, came, sends)
+        if ledger.phase(place) not in ("open", "sent"):
+            return None  # a round named it meanwhile, which only a faulty peer brings about
+        attempt = ledger.send(place, server.name)
+        version, visit = flight.weights.named(stage), self._inputs.backward_visit(flight)
+        where = flight.number, stage, source, flight.epoch
+        request = Backward(*where, attempt, version, visit, came, sends)
+        rest = [flight.gradients[stage], *self._mask(flight, stage)]
+        asked = await self._ask(server, request, flight, rest)
+        answer, whole = asked.answer, len(asked.payloads) == (0 if source < 0 else 1)
+        if not isinstance(answer, Done) or not whole or answer.life != server.life:
+            ledger.silent(place, attempt)
+            return self._without_gradient(flight, server, request, answer)
+        if not ledger.replied(place, server.name, answer.attempt):
+            self._confirmer.revoke(server, *place, answer.attempt)
+            return None
+        self._confirmer.confirm(flight, stage, server.name, attempt)
+        flight.weights.used(stage, answer.version)
+        if answer.loss_sum is not None:
+            self._note_loss(flight, answer.loss_sum / self._codecs.edges.tokens)
+        flight.origins.made((source, "gradient"), server.peer)
+        return asked.payloads[0] if asked.payloads else b""
+
+    def _without_gradient(
+        self,
+        flight: InFlight,
+        server: Server,
+        request: Backward,
+        answer: Answer | None,
+    ) -> Refused | None:
+        """What an answer that brings no gradient means for the microbatch; None if the pass is to
+        be asked for again, unless the rest was dropped."""
+        match answer:
+            case Foreign():
+                self._lacks(flight, request.stage, answer)
+            case Gone(late=late) if late or request.version is not None:
+                self._lacks(flight, request.stage, answer)
+            case Refused() if self._is_undecodable(flight, request.stage, server, answer):
+                return answer
+        return None
+
+    def _note_loss(self, flight: InFlight, loss: float) -> None:
+        self.losses.append(loss)
+        self._report("loss", {"number": flight.number, "loss": loss})
+
+    def _lacks(self, flight: InFlight, stage: int, answer: Gone | Foreign) -> None:
+        """A server has not got the weights of the forward pass, or what its payload is encoded in.
+        If no other has, the last stage counts this microbatch already, so that it cannot begin
+        again: the rest of it is dropped, or differentiated at other weights."""
+        if not (isinstance(answer, Gone) and answer.late):
+            yet_to_come = isinstance(answer, Gone) and flight.weights.is_ahead(stage, answer.round)
+            flight.lacked[stage] += not yet_to_come
+            if flight.lacked[stage] < ATTEMPTS_PER_SERVER * max(self._servers(stage), 1):
+                return
+        if not (isinstance(answer, Gone) and flight.weights.give_up(stage)):
+            self._drop_rest(flight, stage)
+
+    def _drop_rest(self, flight: InFlight, stage: int) -> None:
+        """Give up the gradients of this stage and of those before it that nobody has either."""
+        earlier = flight.order[: flight.order.index(stage)]
+        for each in (stage, *(known for known in earlier if known not in flight.gradients)):
+            self._commits.ledger.committed(each, [flight.number])
+            self._commits.drop(flight.number, each)
+
+    def _servers(self, stage: int) -> int:
+        """How many servers the stage has."""
+        return len(self._rolls.serving().stages[stage])
+
+    # one call
+
+    async def _ask(
+        self,
+        server: Server,
+        request: Forward | Backward,
+        flight: InFlight,
+        rest: Sequence[bytes] = (),
+    ) -> Asked:
+        """Hand in tokens, the stage's input unless that is tokens, and the rest. A server that
+        lacks what the input refers to is asked again, with more of it, by the caller."""
+        kept = flight.inputs.get(request.stage)
+        handed = [] if kept is None else [kept.payload(server.name)]
+        asked = await self._client.ask(server, request, [flight.tokens, *handed, *rest])
+        flight.trip_s += asked.trip_s
+        if kept is not None:
+            match asked.answer:
+                case Done():
+                    kept.taken(server.name, handed[0])
+                case Lacks(rows=rows) if not kept.taken(server.name, handed[0], rows):
+                    await asyncio.sleep(PAUSE_S)  # asked at once it would say the same
+        return asked
+
+    def _mask(self, flight: InFlight, stage: int) -> list[bytes]:
+        """The activation that a gradient belongs to, where the codec needs it to read that."""
+        after = flight.after(stage)
+        if after is None or not self._codecs.edges.is_masked(flight.codecs.get(stage)):
+            return []
+        arrived = flight.inputs[after]
+        return [arrived.raw] if isinstance(arrived, WholeInput) else []
+
+    # blame
+
+    def _is_undecodable(
+        self,
+        flight: InFlight,
+        stage: int,
+        server: Server,
+        answer: Refused,
+    ) -> bool:
+        """Whether a refusal says that a payload of another stage cannot be decoded, and as many
+        servers say so as it takes; if several do, its maker goes into quarantine."""
+        if answer.unread is None:
+            return False
+        payload = stage, answer.unread
+        undecodable = flight.origins.refused(payload, server.peer, self._servers(stage))
+        maker = flight.origins.to_blame(payload)
+        made_at = flight.source(stage) if answer.unread == "input" else flight.after(stage)
+        if maker is not None and made_at is not None:
+            self._put_into_quarantine(flight, made_at, maker)
+        return undecodable
+
+    def _put_into_quarantine(self, flight: InFlight, stage: int, maker: PeerId) -> None:
+        self._quarantine.add(stage, maker, asyncio.get_running_loop().time())
+        self._report("shunned", {"stage": stage, "peer": maker, "number": flight.number})

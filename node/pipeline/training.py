@@ -1,0 +1,91 @@
+"""What trains at a node of a pipeline, put together: a trainer that asks the servers of stages, or
+a full replica's own training. Features that few runs use are chosen here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from farflock.node.model.data import Batches
+from farflock.node.model.tokenizer import Tokens
+from farflock.node.pipeline.full_replica import FullTrainer, Part
+from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.server.server import Pass
+from farflock.node.pipeline.trainer.commits import Report
+from farflock.node.pipeline.trainer.in_flight import (
+    MicrobatchSource,
+    NewestWeights,
+    PassWeights,
+    StageInputs,
+    WholeInputs,
+    first_number,
+)
+from farflock.node.pipeline.trainer.named_weights import NamedWeights
+from farflock.node.pipeline.trainer.sample_inputs import SampleInputs
+from farflock.node.pipeline.trainer.stage_directory import Rolls
+from farflock.node.pipeline.trainer.trainer import Trainer
+from farflock.node.run.policies import lane_of, policy_of
+from farflock.node.run.terms import PipelinePlan, Plan, TrainerTerms
+from farflock.swarm.paths.policy import Microbatch, PathPolicy
+from farflock.swarm.peer.peer import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerAssembly:
+    """Puts the training of one node together, on `tokens`, the run's text."""
+
+    plan: Plan
+    pipeline: PipelinePlan
+    peer: Peer
+    rolls: Rolls
+    edges: Edges
+    tokens: Tokens
+    report: Report
+
+    def trainer(self) -> Trainer:
+        """Of a node whose microbatches go from server to server."""
+        policy, batches = self._policy(), self._batches()
+        lane, first = lane_of(self.peer.me), first_number(self.peer.port.incarnation)
+        source = MicrobatchSource(batches, self.edges, policy, lane, first, self._weights())
+        inputs = self._inputs(batches)
+        return Trainer(self.peer, self.rolls, policy, source, self._terms(), self.report, inputs)
+
+    def full(self, parts: list[Part], run_pass: Pass) -> FullTrainer:
+        """Of a full replica, whose microbatches never leave it."""
+        first, lane = first_number(self.peer.port.incarnation), lane_of(self.peer.me)
+        policy, ahead, kept = self._policy(), self._max_late(), self.pipeline.trainer.kept
+
+        def order(number: int) -> tuple[int, ...]:
+            return policy.stage_order(Microbatch(number, 0, lane))
+
+        work = parts, self._batches().batch, self.edges.tokens, ahead, kept, order
+        return FullTrainer(self.peer, self.rolls, *work, run_pass, self.report, first)
+
+    def _inputs(self, batches: Batches) -> StageInputs:
+        """As the run's codec wants them kept."""
+        return SampleInputs(self.edges, batches) if self.edges.remembers else WholeInputs()
+
+    def _weights(self) -> Callable[[], PassWeights]:
+        """Makes what a microbatch keeps of the weights that it meets."""
+        asynchronous = self.pipeline.asynchronous
+        return NewestWeights if asynchronous is None else partial(NamedWeights, asynchronous.gone)
+
+    def _batches(self) -> Batches:
+        plan, me = self.plan, self.peer.me
+        cut = plan.batch, plan.seq
+        return Batches(self.tokens, plan.run_seed, me, *cut, recurring=plan.samples)
+
+    def _policy(self) -> PathPolicy:
+        pipeline, me = self.pipeline, self.peer.me
+        given = pipeline.layers, self.plan.run_seed, me
+        return policy_of(pipeline.policy, *given, pipeline.paths)
+
+    def _terms(self) -> TrainerTerms:
+        """No more microbatches on their way than may be late: the last stage would get too far
+        ahead of the first, and find what comes then too old."""
+        terms = self.pipeline.trainer
+        return replace(terms, window=min(terms.window, self._max_late()))
+
+    def _max_late(self) -> int:
+        """The microbatches of as many batches as a gradient may be late."""
+        rounds = max(self.pipeline.server.staleness, 1)
+        return max(rounds * self.pipeline.batch_tokens // self.edges.tokens, 1)
