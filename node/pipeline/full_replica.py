@@ -1,14 +1,14 @@
-"""The microbatches of a full replica: drawn as a trainer draws its own, taken through all stages at once, here, and given to
-each stage's server, which counts them beside those of others.
+"""The microbatches of a full replica: drawn as a trainer draws its own, taken through all stages at
+once, here, and given to each stage's server, which counts them beside those of others.
 
-No activation goes over a wire, nothing is asked of anybody and nothing is put aside: a gradient is in the sums of this peer's
-servers or nowhere. So what no round has named is gone with this peer, as a dead trainer's is, and is asked of nobody again; and
-a microbatch counts once at each stage, for its key goes with the sum that it is in (node/train/microbatch_ids.py).
+No activation goes over a wire, nothing is asked of anybody and nothing is put aside: a gradient is
+in the sums of this peer's servers or nowhere. So what no round has named is gone with this peer, as
+a dead trainer's is, and is asked of nobody again; and a microbatch counts once at each stage, for
+its key goes with the sum that it is in (node/train/microbatch_ids.py).
 
-It is held back as trainers are. As many batches as theirs may be late, a replica may have ready for a stage that has all it
-needs and does not step yet, for a round is open; more would be of weights that are too old by then. And like a trainer it keeps
-only so many that no round has named.
-"""
+It is held back as trainers are. As many batches as theirs may be late, a replica may have ready for
+a stage that has all it needs and does not step yet, for a round is open; more would be of weights
+that are too old by then. And like a trainer it keeps only so many that no round has named."""
 
 import asyncio
 import collections
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from farflock.node.model.data import Batches
 from farflock.node.pipeline.passes.stage import Staged, backward_through
-from farflock.node.pipeline.server.server import BACKWARD_COST, Pass, StageServer
+from farflock.node.pipeline.server.server import BACKWARD_COST, Computing, StageServer
 from farflock.node.pipeline.server.task import Batch
 from farflock.node.pipeline.trainer.commits import DuplicateDetector, Report
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.pipeline.trainer.stage_directory import Rolls
 from farflock.node.pipeline.trainer.walker import RECENT
+from farflock.swarm.paths.policy import Microbatch, PathPolicy
 from farflock.swarm.peer.peer import Peer, Wait
 from farflock.swarm.protocol.ledger import Ledger
 
@@ -32,39 +34,61 @@ TICK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of one stage: what counts, and when a step of it is due."""
+    """One stage of a replica: what counts there, and when a step of it is due."""
 
     server: StageServer
     batch: Batch
 
 
+@dataclass(frozen=True, slots=True)
+class OwnMicrobatches:
+    """A replica's own stream of microbatches, of `tokens_each`, with the way that the run's policy
+    has for each of them."""
+
+    batches: Batches
+    policy: PathPolicy
+    lane: int
+    tokens_each: int
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Draw a microbatch of the stream: tokens and targets (B, L)."""
+        return self.batches.batch(number % NUMBERS)
+
+    def order(self, number: int) -> tuple[int, ...]:
+        """Return the stages that it visits."""
+        return self.policy.stage_order(Microbatch(number, 0, self.lane))
+
+
+@dataclass(frozen=True, slots=True)
+class FullLimits:
+    """How far a replica runs ahead: at most `ahead` microbatches wait for a step of a stage that
+    has enough, and at most `kept` wait to be named."""
+
+    ahead: int
+    kept: int
+
+
 class FullTrainer:
-    """One life of a full replica's own training. `parts` are those of all stages, from the first to the last; `batch(n)` is
-    the n-th microbatch of its stream, of so many `tokens`, which visits the stages of `order`, as it would on the way that the
-    run's policy has for it. At most `ahead` wait for a step of a stage that has enough, and at most `kept` to be named. `first`
-    is this life's first number (`first_number`)."""
+    """One life of a full replica's own training. `parts` are those of all stages, from the first to
+    the last; `first` is this life's first number (`first_number`)."""
 
     def __init__(
         self,
         peer: Peer,
         rolls: Rolls,
         parts: Sequence[Part],
-        batch: Callable[[int], tuple[Tensor, Tensor]],
-        tokens: int,
-        ahead: int,
-        kept: int,
-        order: Callable[[int], Sequence[int]],
-        run_pass: Pass,
+        microbatches: OwnMicrobatches,
+        limits: FullLimits,
+        computing: Computing,
         report: Report = lambda kind, fields: None,
         first: int = 0,
     ) -> None:
-        self._peer, self._rolls, self._parts, self._tokens = peer, rolls, tuple(parts), tokens
-        self._batch, self._ahead, self._most_kept, self._order = batch, ahead, kept, order
-        self._pass, self._report = run_pass, report
-        self._servers = [part.server for part in self._parts]
-        self._ledger = Ledger(len(self._servers))
+        self._peer, self._rolls, self._parts = peer, rolls, tuple(parts)
+        self._microbatches, self._limits = microbatches, limits
+        self._computing, self._report = computing, report
+        self._ledger = Ledger(len(self._parts))
         self._begun_s: dict[int, float] = {}  # microbatches that some stage has not named yet
-        self._heard = DuplicateDetector(peer.me, len(self._servers))
+        self._heard = DuplicateDetector(peer.me, len(self._parts))
         self._first = self._next = first
         self.stopping = False
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
@@ -76,7 +100,7 @@ class FullTrainer:
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough`, or until told to stop."""
-        self._first = self._next = self._first + self._rolls.tokens() // self._tokens
+        self._first = self._next = self._first + self._rolls.tokens() // self._microbatches.tokens_each
         while not (self.stopping or enough()):
             self._look_around()
             if self._may_begin():
@@ -109,30 +133,36 @@ class FullTrainer:
         return []
 
     def _may_begin(self) -> bool:
-        if self.kept >= self._most_kept or not self._peer.membership.is_member:
+        if self.kept >= self._limits.kept or not self._peer.membership.is_member:
             return False
-        ready = [part for part in self._parts if part.server.untaken(self._peer.me) >= self._ahead]
+        ready = [part for part in self._parts if part.server.accounts.untaken(self._peer.me) >= self._limits.ahead]
         return not any(part.batch.is_full() for part in ready)  # one that lacks something may lack it of me alone
 
     async def _train(self, number: int) -> None:
         self._next, started_s = number + 1, self._now()
-        visited = [self._servers[stage] for stage in self._order(number)]
-        staged, loss, rounds = await self._pass(lambda: self._compute(number), BACKWARD_COST * len(visited))
+        order = self._microbatches.order(number)
+        cost = BACKWARD_COST * len(order)
+        staged, loss, rounds = await self._computing.run_pass(lambda: self._compute(number), cost)
         if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
             self.spoilt += 1  # in the sum it would spoil everybody's
             return
-        self._ledger.begin(number, self._order(number))
+        self._ledger.begin(number, order)
         self._begun_s[number] = started_s
-        for server, part, of in zip(visited, staged, rounds, strict=True):
+        for server, part, of in zip(self._visited(number), staged, rounds, strict=True):
             await server.contribute((self._peer.me, number), part, loss if server.stage.is_last else None, of)
-        self._losses.append(loss / self._tokens)
-        self._report("loss", {"number": number, "loss": loss / self._tokens})
+        mean_loss = loss / self._microbatches.tokens_each
+        self._losses.append(mean_loss)
+        self._report("loss", {"number": number, "loss": mean_loss})
 
     def _compute(self, number: int) -> tuple[tuple[Staged, ...], float, list[int]]:
-        """In what computes: one microbatch, there and back, by the weights that all stages have now, and their rounds."""
-        visited = [self._servers[stage] for stage in self._order(number)]
-        staged, loss = backward_through([server.stage for server in visited], *self._batch(number % NUMBERS))
+        """Take one microbatch there and back, by the weights that all stages have now, which are of
+        these rounds. Called by the thread that computes."""
+        visited, batch = self._visited(number), self._microbatches.batch(number)
+        staged, loss = backward_through([server.stage for server in visited], *batch)
         return staged, loss, [server.applied for server in visited]
+
+    def _visited(self, number: int) -> list[StageServer]:
+        return [self._parts[stage].server for stage in self._microbatches.order(number)]
 
     def _look_around(self) -> None:
         """Hear what rounds have named, and forget what counts everywhere."""
@@ -159,7 +189,8 @@ class FullTrainer:
         self._rolls.left_out.clear()
 
     def _give_up(self, stage: int) -> None:
-        """Rounds of a stage have left everybody's log before I heard of them: what waits for them may count or not."""
+        """Rounds of a stage have left everybody's log before I heard of them: what waits for them
+        may count or not."""
         waiting = [number for number in self._begun_s if self._ledger.phase((number, stage)) != "committed"]
         self._ledger.committed(stage, waiting)
         self.lost += len(waiting)

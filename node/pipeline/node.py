@@ -17,8 +17,9 @@ from farflock.node.pipeline.full_replica import FullTrainer, Part
 from farflock.node.pipeline.lifecycle.assembly import Assembly, Means
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, Beginning, Serving
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
+from farflock.node.pipeline.lifecycle.features import frozen_embedding
+from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
-from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper, keeper_of
 from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.stage_directory import Rolls, StreamName
@@ -60,8 +61,8 @@ class PipelineNode:
         self._began_s = 0.0
         stages = range(len(pipeline.stages))
         self._streams = {index: self._exchanges.stream(index) for index in stages}
-        self._keeper = self._tables() if stage != NOTHING else None
-        assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY, self._keeper)
+        self._embedding = self._frozen_embedding()
+        assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY, self._embedding)
         self.servings = tuple(
             assembly.serving(index, self._exchanges.specimens(index)[0], self._courier(index))
             for index in stages
@@ -110,9 +111,19 @@ class PipelineNode:
         pipeline, report = self.pipeline, self._means.report
         copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
         versioned = pipeline.asynchronous is not None
-        keeper = self._keeper if index in (0, self._stage) else None  # a full replica asks once
+        embedding = self._embedding if index in (0, self._stage) else FixedEmbedding()  # a full replica asks once
         return Beginning(
-            self.plan, pipeline.stages, serving, specimens, saved, look_on, report, copied, swapping, versioned, keeper
+            self.plan,
+            pipeline.stages,
+            serving,
+            specimens,
+            saved,
+            look_on,
+            report,
+            copied,
+            swapping,
+            versioned,
+            embedding,
         )
 
     def _look_on(self) -> None:
@@ -197,8 +208,7 @@ class PipelineNode:
             names = {index: stream.name for index, stream in self._streams.items()}
             terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
             serve += [EndCopies(self.peer, each, *terms).run() for each in self.servings]
-        if self._keeper is not None:
-            serve.append(self._keeper.run())
+        serve.append(self._embedding.run())
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
             train.append(self._end(total_tokens))
@@ -254,10 +264,12 @@ class PipelineNode:
 
     # putting together
 
-    def _tables(self) -> TableKeeper | None:
+    def _frozen_embedding(self) -> FrozenEmbedding:
+        """A node that serves no stage reads no activations."""
         pipeline, stream = self.pipeline, self._streams[0].name
+        turns = pipeline.turns if self._stage != NOTHING else None
         terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
-        return keeper_of(self._edges.codec, pipeline.turns, self.peer, *terms)
+        return frozen_embedding(turns, self._edges.codec, self.peer, *terms)
 
     def _handler(self) -> Dispatch | Closed:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":
@@ -270,7 +282,7 @@ class PipelineNode:
         if self._stage != EVERY:
             return assembly.trainer()
         parts = [Part(serving.server, serving.batch) for serving in self.servings]
-        return assembly.full(parts, self._means.run_pass)
+        return assembly.full(parts, self._means)
 
     def _courier(self, index: int) -> Courier:
         return Courier(self.peer, self.plan.run_seed, self._means.compute, index)

@@ -7,9 +7,9 @@ from functools import partial
 
 from farflock.node.model.data import Batches
 from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.full_replica import FullTrainer, Part
+from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, OwnMicrobatches, Part
 from farflock.node.pipeline.passes.edges import Edges
-from farflock.node.pipeline.server.server import Pass
+from farflock.node.pipeline.server.server import Computing
 from farflock.node.pipeline.trainer.commits import Report
 from farflock.node.pipeline.trainer.in_flight import (
     MicrobatchSource,
@@ -25,7 +25,7 @@ from farflock.node.pipeline.trainer.stage_directory import Rolls
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.policies import lane_of, policy_of
 from farflock.node.run.terms import PipelinePlan, Plan, TrainerTerms
-from farflock.swarm.paths.policy import Microbatch, PathPolicy
+from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.peer.peer import Peer
 
 
@@ -49,16 +49,12 @@ class TrainerAssembly:
         inputs = self._inputs(batches)
         return Trainer(self.peer, self.rolls, policy, source, self._terms(), self.report, inputs)
 
-    def full(self, parts: list[Part], run_pass: Pass) -> FullTrainer:
+    def full(self, parts: list[Part], computing: Computing) -> FullTrainer:
         """Of a full replica, whose microbatches never leave it."""
         first, lane = first_number(self.peer.port.incarnation), lane_of(self.peer.me)
-        policy, ahead, kept = self._policy(), self._max_late(), self.pipeline.trainer.kept
-
-        def order(number: int) -> tuple[int, ...]:
-            return policy.stage_order(Microbatch(number, 0, lane))
-
-        work = parts, self._batches().batch, self.edges.tokens, ahead, kept, order
-        return FullTrainer(self.peer, self.rolls, *work, run_pass, self.report, first)
+        drawn = OwnMicrobatches(self._batches(), self._policy(), lane, self.edges.tokens)
+        limits = FullLimits(self._max_late(), self.pipeline.trainer.kept)
+        return FullTrainer(self.peer, self.rolls, parts, drawn, limits, computing, self.report, first)
 
     def _inputs(self, batches: Batches) -> StageInputs:
         """As the run's codec wants them kept."""

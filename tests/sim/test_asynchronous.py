@@ -250,7 +250,7 @@ def test_all_servers_of_a_stage_correct_alike_and_stay_equal(correction, inner):
     one.check_finished()
     Ways(one).check()
     assert max(check_ages(one)) >= 1
-    ages = {life.serving.server._versions.age.epochs for life in one.lives}
+    ages = {life.serving.server.passes.versions.age.epochs for life in one.lives}
     assert max(ages) > 0, "no step was corrected"
     marks = collections.defaultdict(set)
     for life in one.lives:
@@ -269,7 +269,7 @@ def test_members_whose_weights_part_between_rounds_compute_with_what_they_agreed
         age for rounds in one.ages.values() for found in rounds.values() for age in found.values()
     )
     assert 0 <= min(ages) <= max(ages) <= 2
-    assert len({life.serving.server._versions.age.epochs for life in one.lives}) > 1, "local steps know no delay"
+    assert len({life.serving.server.passes.versions.age.epochs for life in one.lives}) > 1, "local steps know no delay"
 
 
 # throughput
@@ -317,7 +317,7 @@ def test_a_stage_that_is_begun_anew_has_other_versions_under_the_same_numbers():
 
     one.run(die_out).check().check_finished()
     Ways(one).check()
-    origins = {life.serving.server._versions.newest.origin for life in one.lives if life.stage == 1}
+    origins = {life.serving.server.passes.versions.newest.origin for life in one.lives if life.stage == 1}
     assert 0 in origins
     assert len(origins) == 2, "the second server to come back has the first one's state"
     check_ages(one)

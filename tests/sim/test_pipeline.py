@@ -5,6 +5,7 @@ import asyncio
 import collections
 import logging
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,7 @@ def test_a_trainer_that_dies_leaves_nothing_behind_and_others_go_on_also_its_nex
         for node in sim.nodes.values():
             if node.serving is not None:
                 server = node.serving.server
-                assert all(trainer != dead for trainer, _ in [*server._staged, *server._replies])
+                assert all(trainer != dead for trainer, _ in [*server.pending.gradients, *server.pending.replies])
         assert len(one.finished()) > before + 20
         sim.end()
 
@@ -234,7 +235,7 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
         if node.serving is None or node.serving.index or late:
             return
         late.append(node.serving.server)
-        run_pass = late[0]._pass
+        run_pass = late[0]._computing.run_pass
 
         async def slow_pass(work, cost):
             found = await run_pass(work, cost)
@@ -242,7 +243,7 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
                 await asyncio.sleep(one.pipeline.trainer.backward_timeout_s + 1.0)
             return found
 
-        late[0]._pass = slow_pass
+        late[0]._computing = replace(late[0]._computing, run_pass=slow_pass)
 
     look, one._look = one._look, with_slow_ones
     one.run().check().check_finished()
@@ -251,7 +252,7 @@ def test_a_backward_pass_that_comes_after_its_time_out_counts_once_and_its_copy_
     assert max(asked.values()) == 2, "nothing was done twice"
     assert max(counted.values()) == 1
     assert late[0].served["backward"] > late[0].served["merged"]
-    assert not [key for key in late[0]._staged if asked[key] > 1]
+    assert not [key for key in late[0].pending.gradients if asked[key] > 1]
 
 
 def test_frames_that_are_lost_delayed_doubled_and_altered_change_nothing():

@@ -40,13 +40,13 @@ class Codecs(Audit):
             self._count(number, serving.server)
 
     def _count(self, number, server):
-        serve, served = server.serve, server.served
+        serve = server.serve
 
         async def serving(caller, request, payloads):
-            before = served["forward"]
+            before = server.served["forward"]
             reply = await serve(caller, request, payloads)
             asked = decode_request(request)
-            if isinstance(asked, Forward) and served["forward"] > before:
+            if isinstance(asked, Forward) and server.served["forward"] > before:
                 self.answered[asked.stage, number, asked.sends.name.partition(",")[0]] += 1
             return reply
 

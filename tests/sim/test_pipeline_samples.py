@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
-from farflock.node.pipeline.memory.samples import NotHeld, ServerMemory, _names
+from farflock.node.pipeline.memory.samples import ServerMemory, _names
 from farflock.node.pipeline.passes.requests import Forward, Lacks, Visit
+from farflock.node.pipeline.server.edge_ends import NotHeld
 from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults
@@ -77,18 +78,18 @@ class Remembered(Audit):
 
     def _watch_passes(self, life):
         super()._watch_passes(life)
-        server = life.serving.server
-        read = server._read
+        passes = life.serving.server.passes
+        read = passes._read
 
         def reading(job):
             found = read(job)
             self.lacks += isinstance(found, Lacks)
-            self.memory_bytes = max(self.memory_bytes, server._memory.held_bytes)
+            self.memory_bytes = max(self.memory_bytes, passes.ends.held_bytes)
             if isinstance(found, tuple) and job.request.source >= 0:
                 self._note(job, found[1])
             return found
 
-        server._read = reading
+        passes._read = reading
 
     def _note(self, job, x):
         way = "forward" if isinstance(job.request, Forward) else "back"
@@ -210,7 +211,7 @@ def test_ends_that_forget_all_at_any_time_get_it_whole():
                 if node.trainer is not None:
                     node.trainer.inputs.memory._caches.clear()
                 else:
-                    node.serving.server._memory = ServerMemory(node._edges)
+                    node.serving.server.passes.ends = ServerMemory(node._edges)
 
     one.run(forget).check().check_finished()
     assert one.lacks > 3

@@ -2,10 +2,12 @@
 
 import logging
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from farflock.node.pipeline.server.passes import BackwardResult
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
@@ -34,19 +36,21 @@ class Spoiling(Audit):
                 self._spoil(serving.server)
 
     def _spoil(self, server):
-        forward_all, backward_one = server._forward_all, server._backward_one
+        forward_all, backward_one = server.passes._forward_all, server.passes._backward_one
 
         def forward(jobs):
             return [self._nonsense(reply) if isinstance(reply, bytes) else reply for reply in forward_all(jobs)]
 
         def backward(job):
             found = backward_one(job)
-            return (found[0], tuple(map(self._nonsense, found[1])), found[2]) if isinstance(found, tuple) else found
+            if not isinstance(found, BackwardResult):
+                return found
+            return replace(found, payloads=tuple(map(self._nonsense, found.payloads)))
 
         if self.back:
-            server._backward_one = backward
+            server.passes._backward_one = backward
         else:
-            server._forward_all = forward
+            server.passes._forward_all = forward
 
     def _nonsense(self, payload):
         self.spoilt += 1

@@ -16,6 +16,7 @@ import torch
 from torch.func import functional_call
 
 from farflock.compression.subspace import outside
+from farflock.node.pipeline.server.edge_ends import PlainEnds
 from farflock.node.pipeline.versions.constraint import EMBEDDING
 from farflock.node.run.basis import basis_of
 from farflock.node.run.terms import TrainerTerms
@@ -277,15 +278,15 @@ def test_a_server_with_another_basis_refuses_by_name_computes_nothing_and_the_ot
         look(number, node)
         if node.serving is not None and number == 3:
             codec = dataclasses.replace(node._edges.codec, basis=other)
-            server = node.serving.server
-            server._edges = dataclasses.replace(node._edges, codec=codec)
-            read, stage = server._read, server._stage
+            passes = node.serving.server.passes
+            passes.ends = PlainEnds(dataclasses.replace(node._edges, codec=codec))
+            read, stage = passes._read, passes.stage
 
             def reading(job):
                 refusals.append(read(job))
                 return refusals[-1]
 
-            server._read, stage.backward = reading, computed.append
+            passes._read, stage.backward = reading, computed.append
 
     one._look = looking
     one.run().check().check_finished()

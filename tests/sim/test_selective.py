@@ -103,7 +103,7 @@ class Selective(Audit):
 
     def _weights_of(self, life):
         """As they are now."""
-        return {name: x.detach().clone() for name, x in life.serving.server._stage.model.named_parameters()}
+        return {name: x.detach().clone() for name, x in life.serving.server.stage.model.named_parameters()}
 
     def expected(self, stage, passes):
         """Gradients at a pipeline's server are those of weights that are projected first."""
@@ -250,8 +250,8 @@ def late_at(one, number, has_it):
         look(number_now, node)
         if number_now != number:
             return
-        keeper, server = node._keeper, node.serving.server
-        fetch, read = keeper._fetch, server._read
+        keeper, passes = node._embedding, node.serving.server.passes
+        fetch, read = keeper._fetch, passes._read
 
         async def late(version):
             return (version < 4 or has_it(seen)) and await fetch(version)
@@ -262,7 +262,7 @@ def late_at(one, number, has_it):
                 seen.append(found.why)
             return found
 
-        keeper._fetch, server._read = late, reading
+        keeper._fetch, passes._read = late, reading
 
     one._look = looking
     return seen
@@ -328,11 +328,11 @@ def test_a_holder_who_hands_on_another_table_is_outvoted_by_those_who_made_it():
         if number == 0:
 
             async def lying(slot):
-                version = node._keeper._in_slot(slot)
+                version = node._embedding._in_slot(slot)
                 lied.append(version)
                 return encode_state({NAME: torch.zeros_like(one.basis.fixed_VD)}, version, 0)
 
-            node._keeper._offered = lying
+            node._embedding._offered = lying
 
     one._look = looking
     one.run().check().check_finished()

@@ -22,8 +22,9 @@ from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.stage_tensors import names_of
 from farflock.node.pipeline.full_replica import FullTrainer
-from farflock.node.pipeline.passes.requests import Backward, Forward
+from farflock.node.pipeline.passes.requests import Forward
 from farflock.node.pipeline.passes.stage import Stage
+from farflock.node.pipeline.server.passes import BackwardResult
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.policies import lane_of, policy_of
 from farflock.node.run.split import even
@@ -177,9 +178,9 @@ class Audit:
         self.on_event(what, life.number)
 
     def _watch_passes(self, life):
-        server, audit = life.serving.server, self
-        forward_all, backward_one, do = server._forward_all, server._backward_one, server._do
-        stage = server._stage
+        server, passes, audit = life.serving.server, life.serving.server.passes, self
+        forward_all, backward_one, do = passes._forward_all, passes._backward_one, server._do
+        stage = server.stage
 
         def watched(compute):
             def computing(*given):
@@ -191,31 +192,30 @@ class Audit:
 
         stage.forward, stage.backward = watched(stage.forward), watched(stage.backward)
 
-        def forwarding(jobs):
-            replies = forward_all(jobs)
-            for job, reply in zip(jobs, replies, strict=True):
+        def forwarding(asked):
+            replies = forward_all(asked)
+            for each, reply in zip(asked, replies, strict=True):
                 if isinstance(reply, bytes):
-                    audit._made[audit.output_of(job, reply)] = audit._pass(life, audit.input_of(job))
+                    audit._made[audit.output_of(each, reply)] = audit._pass(life, audit.input_of(each))
             audit._event("forward computed", life)
             return replies
 
-        def going_back(job):
+        def going_back(asked):
             audit._event("backward begins", life)
-            found = backward_one(job)
-            if not isinstance(found, tuple):
+            found = backward_one(asked)
+            if not isinstance(found, BackwardResult):
                 return found
-            given = audit.input_of(job), audit.gradient_named(job, job.payloads[-1])
-            one = audit._pass(life, *given, version=job.request.version)
-            life.computed[job.caller, job.request.number] = one
-            audit._made |= {audit.gradient_named(job, payload): one for payload in found[1]}
+            given = audit.input_of(asked), audit.gradient_named(asked, asked.payloads[-1])
+            one = audit._pass(life, *given, version=asked.request.version)
+            life.computed[asked.caller, asked.request.number] = one
+            audit._made |= {audit.gradient_named(asked, payload): one for payload in found.payloads}
             return found
 
         async def doing(jobs):
             await do(jobs)
-            back = isinstance(jobs[0].request, Backward)
-            audit._event("backward computed" if back else "forward answered", life)
+            audit._event("backward computed" if jobs[0].is_backward else "forward answered", life)
 
-        server._forward_all, server._backward_one, server._do = forwarding, going_back, doing
+        passes._forward_all, passes._backward_one, server._do = forwarding, going_back, doing
 
     def input_of(self, job):
         """Names the input that a pass was given."""
@@ -258,7 +258,7 @@ class Audit:
         """Of this server now: the same as every server's of the stage that has applied as many rounds."""
         key = life.stage, life.serving.seat.applied_round
         if key[1] not in life.weights:
-            life.weights[key[1]] = self._seen_weights(key, dict(life.serving.server._stage.model.named_parameters()))
+            life.weights[key[1]] = self._seen_weights(key, dict(life.serving.server.stage.model.named_parameters()))
         return life.weights[key[1]]
 
     def _seen_weights(self, key, now):
@@ -271,13 +271,13 @@ class Audit:
         return versions[-1]
 
     def _watch_books(self, life, peer):
-        server, audit = life.serving.server, self
+        server, accounts, audit = life.serving.server, life.serving.server.accounts, self
         confirm, add, take, brought, closed = (
             server._confirm,
-            server._sums.add,
-            server.take,
-            server.brought,
-            server.closed,
+            accounts.sums.add,
+            accounts.take,
+            accounts.brought,
+            accounts.closed,
         )
 
         async def confirming(key, attempt):
@@ -291,9 +291,9 @@ class Audit:
             add(key, staged, loss, number)
 
         def taking():
-            waiting = list(server._sums.rounds)
+            waiting = list(accounts.sums.rounds)
             taken = take()
-            audit.taken.append((life, taken.staged, [key for key in waiting if key not in server._late]))
+            audit.taken.append((life, taken.staged, [key for key in waiting if key not in accounts.late]))
             return taken
 
         def bringing(number):
@@ -311,9 +311,9 @@ class Audit:
             closed(number, noted)
             audit._event("closed", life)
 
-        server._confirm, server.take = confirming, taking
-        server._sums = WatchedSums(server._sums, adding)
-        server.brought, server.closed = bringing, closing
+        server._confirm, accounts.take = confirming, taking
+        accounts.sums = WatchedSums(accounts.sums, adding)
+        accounts.brought, accounts.closed = bringing, closing
 
     def _watch_rounds(self, life):
         method, audit = life.serving.loop.driver.method, self
@@ -341,8 +341,9 @@ class Audit:
                     self._note_most(self._sizes_of(serving.server))
 
     def _sizes_of(self, server):
-        sizes = {"staged": len(server._staged), "queued": len(server._queue), "replies": len(server._replies)}
-        return sizes | {"slots": len(server._staging._slots), "closed": len(server._closed)}
+        pending, closed = server.pending, server.accounts.rounds_over
+        sizes = {"staged": len(pending.gradients), "queued": server.waiting, "replies": len(pending.replies)}
+        return sizes | {"slots": len(pending.staging._slots), "closed": len(closed)}
 
     def _note_most(self, sizes):
         for what, size in sizes.items():

@@ -1,7 +1,6 @@
 """A stage's server, put together: model, driver, server, seat, gate and loop, over the node's peer and its one thread that
 computes."""
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -14,15 +13,16 @@ from farflock.node.loop import Loop
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.lifecycle.beginning import Serving
+from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
+from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
-from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.pipeline.server.server import Pass, StageServer
 from farflock.node.pipeline.server.task import Batch, StageTrainee, gated
 from farflock.node.pipeline.versions.constraint import ConstrainedReplica, ConstrainedStage, Constraint
-from farflock.node.pipeline.versions.versions import Versions, versions_of
+from farflock.node.pipeline.versions.versions import WeightVersions
 from farflock.node.run.basis import basis_of
 from farflock.node.run.terms import PipelinePlan, Plan
 from farflock.node.train.driver import Driver
@@ -49,8 +49,7 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Puts the servers of one node together. `whole`: it serves all stages. `keeper` is there where the codec's frozen
-    embedding changes."""
+    """Puts the servers of one node together. `whole`: it serves all stages."""
 
     plan: Plan
     pipeline: PipelinePlan
@@ -58,7 +57,7 @@ class Assembly:
     means: Means
     edges: Edges
     whole: bool
-    keeper: TableKeeper | None = None
+    embedding: FrozenEmbedding
 
     def serving(self, index: int, first: Exchange, courier: Courier) -> Serving:
         """The server of a stage; `first` is like the exchanges of the stream that says which microbatches count."""
@@ -71,7 +70,7 @@ class Assembly:
         def applied() -> int:
             return seat.place.rounds[stream]
 
-        versions = versions_of(
+        versions = weight_versions(
             self.pipeline.asynchronous,
             staleness,
             stage.model,
@@ -83,29 +82,28 @@ class Assembly:
             report=lambda fields: means.report("delay", {"stage": index, **fields}),
         )
         server = self._server(index, stage, staleness, applied, versions)
-        versioned = index == 0 and self.keeper is not None
-        books = self.keeper.at_first(server, driver, applied) if versioned and self.keeper else server
+        books = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
         seat = Seat(peer, driver, courier, means.compute, index, books)
-        trainee = StageTrainee(server, stage, replica, of_share(plan.schedule, share), self.edges.tokens, summing)
+        trainee = StageTrainee(
+            server.accounts, stage, replica, of_share(plan.schedule, share), self.edges.tokens, summing
+        )
         trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
         tokens, name = int(self.pipeline.batch_tokens * share), f"{stream}/{index}"
-        batch = Batch(server, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stopping)
+        batch = Batch(server.accounts, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stopping)
         report, train = self._report_of(index), gated(batch, means.train)
         loop = Loop(driver, seat, trainee, means.compute, train, report, adopt=_over)
         return Serving(peer, stage.model, seat, loop, trainee, role_of(index), index, server=server, batch=batch)
 
     def _server(
-        self, index: int, stage: Stage, staleness: int, applied: Callable[[], int], versions: Versions | None
+        self, index: int, stage: Stage, staleness: int, applied: Callable[[], int], versions: WeightVersions
     ) -> StageServer:
         return StageServer(
             index,
             stage,
-            self.edges,
+            edge_ends(self.edges),
             replace(self.pipeline.server, staleness=staleness),
+            self.means,
             life=self.peer.port.incarnation,
-            compute=self.means.compute,
-            run_pass=self.means.run_pass,
-            now=lambda: asyncio.get_running_loop().time(),
             applied=applied,
             versions=versions,
         )

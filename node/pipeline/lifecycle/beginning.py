@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from farflock.node.assembly.node import Participant, Report
 from farflock.node.assembly.resume import cursors_of, take_up_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
+from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
-from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
 from farflock.node.pipeline.server.server import StageServer
 from farflock.node.pipeline.server.task import Batch, StageTrainee
@@ -53,29 +53,26 @@ class Beginning:
     copied: bool = False  # whether the stages beside the ends keep copies of what these hold besides layers
     swapping: bool = False  # whether microbatches go out of order, as CheckFree+ has it
     versioned: bool = False  # whether passes name the weights that they use
-    keeper: TableKeeper | None = None  # of a node that serves the first stage, or but one: brings the frozen embedding
+    embedding: FrozenEmbedding = field(default_factory=FixedEmbedding)  # each node's is brought by one of its stages
 
     def found(self) -> None:
         """The run's first: with initial weights, or the last checkpoint's."""
         self._from_disk({}, 0)
-        if self.keeper is not None:
-            self.keeper.founded()
+        self.embedding.founded()
 
     async def join(self, timeout_s: float, downloaded: Downloaded) -> None:
         """With what others have, or anew."""
         serving = self.serving
         while True:
             if await self._adopted(timeout_s, downloaded):
-                if self.keeper is not None:
-                    await self.keeper.begun(anew=False)
+                await self.embedding.begun(anew=False)
                 self._serve_scale()
                 return
             rounds, tokens = await self._where()
             if not self._is_served():
                 break
         after = max(rounds.values(), default=-1)
-        if self.keeper is not None:
-            await self.keeper.before(after)
+        await self.embedding.before(after)
         ends = await self._end_copy() if after >= 0 else None
         begun = await begin_anew(
             serving.peer, self.plan, self.stages, serving.index, after, self.saved, ends, swapping=self.swapping
@@ -88,8 +85,7 @@ class Beginning:
             self._from_disk(rounds, tokens)
         else:
             self._begin(rounds, tokens)
-        if self.keeper is not None:
-            await self.keeper.begun(anew=True)
+        await self.embedding.begun(anew=True)
 
     async def _adopted(self, timeout_s: float, downloaded: Downloaded) -> bool:
         """Download the state from others of the stage. False as soon as there are none and nothing has come: those whom the

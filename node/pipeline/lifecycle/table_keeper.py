@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflock.compression.activation import ActivationCodec
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.assembly.node import Compute
 from farflock.node.model.llama import ModelConfig
@@ -38,17 +37,15 @@ log = logging.getLogger(__name__)
 
 
 def keeper_of(
-    codec: ActivationCodec,
-    turns: Turns | None,
+    codec: SubspaceVersions,
+    turns: Turns,
     peer: Peer,
     config: ModelConfig,
     stages: int,
     stream: str,
     compute: Compute,
-) -> "TableKeeper | None":
-    """One for a codec that has several versions; None for any other."""
-    if turns is None or not isinstance(codec, SubspaceVersions):
-        return None
+) -> "TableKeeper":
+    """Make the keeper of a node."""
     return TableKeeper(peer, Tables(codec, turns), config, stages, stream, compute)
 
 

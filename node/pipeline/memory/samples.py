@@ -1,16 +1,18 @@
-"""What the ends of a pipeline's edges remember of samples, for a codec that sends what changed since the last visit
-(compression/aqsgd.py, decision 018).
+"""What the ends of a pipeline's edges remember of samples, for a codec that sends what changed
+since the last visit (compression/aqsgd.py, decision 018).
 
-A stage's output goes to the trainer, which hands it to the next stage, and hands it in once more for the backward pass. So an
-edge has three ends: the server before it, the trainer, and the server behind it. The trainer decodes what comes and keeps the
-value m, float16, with its tag. It says in each request what it holds of a sample, and the server before sends the difference if
-it holds the same, else all. What the trainer hands on is the difference where the server behind is known to hold m before, a
-tag alone where it holds m already, else m whole. Who does not hold what a message refers to says so (`Lacks`), and gets m
-whole.
+A stage's output goes to the trainer, which hands it to the next stage, and hands it in once more
+for the backward pass. So an edge has three ends: the server before it, the trainer, and the server
+behind it. The trainer decodes what comes and keeps the value m, float16, with its tag. It says in
+each request what it holds of a sample, and the server before sends the difference if it holds the
+same, else all. What the trainer hands on is the difference where the server behind is known to hold
+m before, a tag alone where it holds m already, else m whole. Who does not hold what a message
+refers to says so (`Lacks`), and gets m whole.
 
-So whatever is lost, doubled, late or restarted costs bytes. What a stage computes with is the trainer's m, bit by bit, for the
-forward pass and for the backward pass of the same microbatch, however far other visits have moved the sample's m meanwhile: the
-trainer keeps the m of each microbatch until it counts.
+So whatever is lost, doubled, late or restarted costs bytes. What a stage computes with is the
+trainer's m, bit by bit, for the forward pass and for the backward pass of the same microbatch,
+however far other visits have moved the sample's m meanwhile: the trainer keeps the m of each
+microbatch until it counts.
 
 Shapes: B sequences, L positions, D model width.
 """
@@ -42,56 +44,62 @@ from farflock.compression.aqsgd import (
 from farflock.compression.codec import CorruptPayload
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
-
-
-class NotHeld(Exception):
-    """A message refers to values that are not here; `rows` of it are to be sent whole."""
-
-    def __init__(self, rows: tuple[int, ...]) -> None:
-        super().__init__(f"rows {rows[:8]} refer to values that are not held here")
-        self.rows = rows
-
-
-def misfit(edges: Edges, request: Forward | Backward) -> str | None:
-    """Why a request's samples cannot be; None if they can. A codec that remembers nothing wants none."""
-    visit = request.visit
-    if not edges.remembers:
-        return None if visit is None else "samples are named, and the run's codec remembers none"
-    if visit is None or len(visit.samples) != edges.batch:
-        return f"it needs the ids of {edges.batch} samples"
-    held = edges.batch * TAG_BYTES if isinstance(request, Forward) else 0
-    return None if len(visit.held) == held else f"it needs {held} bytes of tags"
+from farflock.node.pipeline.server.edge_ends import NotHeld
 
 
 class ServerMemory:
-    """Both ends of a stage server: of the outputs that it sent and of the inputs that it got, each at most the codec's bound of
-    bytes, all trainers together. Samples are apart by trainer, and inputs by the stage that they come from. It is touched by
-    what computes alone."""
+    """A stage server's ends (node/pipeline/server/edge_ends.py): of the outputs that it sent and of the inputs that
+    it got.
+
+    Each end holds at most the codec's bound of bytes, for all trainers together. Samples are kept
+    apart by trainer, and inputs by the stage that they come from."""
 
     def __init__(self, edges: Edges) -> None:
-        self._edges, self._sent, self._got = edges, fresh(edges), fresh(edges)
+        self.edges, self._sent, self._got = edges, fresh(edges), fresh(edges)
 
     @property
     def held_bytes(self) -> int:
         """Of the values that are remembered."""
         return self._sent.held_bytes + self._got.held_bytes
 
-    def output(self, caller: str, y_BLD: Tensor, request: Forward) -> bytes:
-        """The payload of a stage's output for a trainer that holds what the request says."""
+    def misfit(self, request: Forward | Backward) -> str | None:
+        """As `EdgeEnds.misfit`: each sequence is named, and in a forward request the tag that its
+        trainer holds."""
+        visit = request.visit
+        if visit is None or len(visit.samples) != self.edges.batch:
+            return f"it needs the ids of {self.edges.batch} samples"
+        held = self.edges.batch * TAG_BYTES if isinstance(request, Forward) else 0
+        return None if len(visit.held) == held else f"it needs {held} bytes of tags"
+
+    def output(
+        self,
+        caller: str,
+        y_BLD: Tensor,
+        request: Forward,
+        tokens_BL: Tensor | None = None,
+        came: bytes | None = None,
+    ) -> bytes:
+        """As `EdgeEnds.output`, for a trainer that holds what the request says; tokens do not
+        matter."""
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
         self._sent.forget(name for name, tag in zip(names, held, strict=True) if self._sent.tag(name) != tag)
         out = bytearray()
-        self._sent.encode(y_BLD, _context(self._edges, request, names), out)
+        self._sent.encode(y_BLD, _context(self.edges, request, names), out)
         return bytes(out)
 
-    def input(self, caller: str, payload: bytes, request: Forward | Backward) -> Tensor:
-        """The stage's input (B, L, D): the trainer's m, bit by bit. `NotHeld` if it refers to what is not here,
-        `CorruptPayload` for what no trainer sends."""
+    def input(
+        self,
+        caller: str,
+        payload: bytes,
+        request: Forward | Backward,
+        tokens_BL: Tensor | None = None,
+    ) -> Tensor:
+        """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit; tokens do not matter."""
         names = _names(caller, request.source, _visit(request))
         try:
-            return self._got.decode(payload, _context(self._edges, request, names))
+            return self._got.decode(payload, _context(self.edges, request, names))
         except ResyncNeeded as needed:
             lost = set(needed.samples)
             raise NotHeld(tuple(row for row, name in enumerate(names) if name in lost)) from None
@@ -99,7 +107,8 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a trainer holds of a stage's outputs for some samples, as it was when it asked: what comes back refers to it."""
+    """What a trainer holds of a stage's outputs for some samples, as it was when it asked: what
+    comes back refers to it."""
 
     samples: tuple[int, ...]
     entries: tuple[Entry | None, ...]
@@ -112,8 +121,9 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample's activation of one microbatch: m, float16 (L, D), and its tag; the difference that made it of the m before,
-    if it came as one; and whether the sender holds it, so that the next visit may be a difference."""
+    """One sample's activation of one microbatch: m, float16 (L, D), and its tag; the difference
+    that made it of the m before, if it came as one; and whether the sender holds it, so that the
+    next visit may be a difference."""
 
     values: Tensor
     tag: bytes
@@ -131,8 +141,9 @@ class Row:
 
 
 class TrainerMemory:
-    """A trainer's end of all edges: for each stage the last m of its samples' outputs, at most the codec's bound of bytes, and
-    which tags the servers behind it hold, as far as they said so. What a microbatch needs, its `Row`s, is its own affair."""
+    """A trainer's end of all edges: for each stage the last m of its samples' outputs, at most the
+    codec's bound of bytes, and which tags the servers behind it hold, as far as they said so. What
+    a microbatch needs, its `Row`s, is its own affair."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges, self._end = edges, fresh(edges)
@@ -152,7 +163,8 @@ class TrainerMemory:
         return Known(samples, tuple(cache.get(sample) for sample in samples))
 
     def received(self, payload: bytes, request: Forward, known: Known) -> tuple[Row, ...]:
-        """Read a stage's output, which it made knowing what was `known`, and remember it; `CorruptPayload` if it is none."""
+        """Read a stage's output, which it made knowing what was `known`, and remember it;
+        `CorruptPayload` if it is none."""
         context = _context(self._edges, request, known.samples)
         latest, rows = dict(zip(known.samples, known.entries, strict=True)), []
         for sample, part in zip(known.samples, self._end.parts(payload, context), strict=True):
@@ -167,7 +179,8 @@ class TrainerMemory:
         return tuple(rows)
 
     def handed(self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row]) -> bytes:
-        """The payload of a stage's input for this life of a server, by what that is known to hold."""
+        """The payload of a stage's input for this life of a server, by what that is known to
+        hold."""
         there, parts = self._there.setdefault(stage, {}), []
         latest = {sample: there.get((server, sample), NO_TAG) for sample in samples}
         for sample, row in zip(samples, rows, strict=True):
@@ -178,8 +191,9 @@ class TrainerMemory:
     def taken(
         self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row], lacking: Collection[int] = ()
     ) -> None:
-        """A server has read this input, all but the rows that it lacked something for. Of a call that brought nothing nothing
-        is known: it has the sample's m of before, or that of after, and a difference can be read by both."""
+        """A server has read this input, all but the rows that it lacked something for. Of a call
+        that brought nothing nothing is known: it has the sample's m of before, or that of after,
+        and a difference can be read by both."""
         there = self._there.setdefault(stage, {})
         for at, (sample, row) in enumerate(zip(samples, rows, strict=True)):
             there.pop((server, sample), None)
@@ -213,13 +227,13 @@ def refers(payload: bytes, rows: Sequence[int], batch: int) -> bool:
 
 
 def _visit(request: Forward | Backward) -> Visit:
-    assert request.visit is not None, "refused before: `misfit`"
+    assert request.visit is not None, "`misfit` refuses a request without"
     return request.visit
 
 
 def _names(caller: str, source: int, visit: Visit) -> tuple[int, ...]:
-    """Of a trainer's samples out of a stage, as the codec's ends call them. That two are called alike does not happen, and
-    would cost a resync: values are known by their tags."""
+    """Of a trainer's samples out of a stage, as the codec's ends call them. That two are called
+    alike does not happen, and would cost a resync: values are known by their tags."""
     texts = (f"{caller}/{source}/{sample}".encode() for sample in visit.samples)
     return tuple(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in texts)
 

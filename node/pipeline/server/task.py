@@ -1,9 +1,10 @@
-"""A stage as the ordinary loop trains it: a step ends when the stage's group has taken in a batch, however much came here.
+"""A stage as the ordinary loop trains it: a step ends when the stage's group has taken in a batch,
+however much came here.
 
-So all members of a stage step together although some are faster, and every method of the seam syncs a stage as it would a
-whole model. A method that exchanges gradients themselves gets the sum, to be weighed by the microbatches in it; one that steps
-in between gets the mean of what this server took in.
-"""
+So all members of a stage step together although some are faster, and every method of the seam syncs
+a stage as it would a whole model. A method that exchanges gradients themselves gets the sum, to be
+weighed by the microbatches in it; one that steps in between gets the mean of what this server took
+in."""
 
 import asyncio
 import math
@@ -15,7 +16,7 @@ import torch
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import GradientScale
-from farflock.node.pipeline.server.server import StageServer
+from farflock.node.pipeline.server.accounts import StageAccounts
 from farflock.optimizers.method import Progress
 from farflock.optimizers.schedule import Schedule
 from farflock.swarm.peer.rounds import Rounds
@@ -26,9 +27,10 @@ LOOK_EVERY_S = 0.5  # for what has no event: another member's offer, a request t
 
 @dataclass(slots=True)
 class StageTrainee:
-    """Steps made of what the server has merged. `tokens` are those of a microbatch."""
+    """Steps made of what a stage server has merged, by its `accounts`. `tokens` are those of a
+    microbatch."""
 
-    server: StageServer
+    accounts: StageAccounts
     stage: Stage
     replica: PlainReplica
     schedule: Schedule
@@ -42,9 +44,10 @@ class StageTrainee:
     last_loss: float = math.nan
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Add what was merged to the stage's gradients; the loss in nats a token, as far as this stage knows one."""
+        """Add what was merged to the stage's gradients; the loss in nats a token, as far as this
+        stage knows one."""
         self.replica.lr = self.rate_factor() * self.schedule.rate(progress.tokens, step - self.joined_at)
-        taken = self.server.take()
+        taken = self.accounts.take()
         self.tokens_per_step = taken.staged.tokens - taken.discarded * self.tokens
         self.weight = self.tokens_per_step / self.tokens if self.summing else 1.0
         divisor = self.tokens if self.summing else max(taken.staged.tokens, 1)
@@ -66,9 +69,10 @@ class StageTrainee:
 
 @dataclass(slots=True)
 class Batch:
-    """When a step is due: the group has `tokens` more than at the step before, or others bring theirs to the round already."""
+    """When a step is due: the group has `tokens` more than at the step before, or others bring
+    theirs to the round already."""
 
-    server: StageServer
+    accounts: StageAccounts
     rounds: Rounds
     tallies: Tallies
     stream: str
@@ -81,25 +85,26 @@ class Batch:
     async def full(self) -> bool:
         """Wait until a step is due; False if there is to be none any more."""
         while not self.stopping():
-            self.server.merged.clear()
+            self.accounts.merged.clear()
             self.tallies.changed.clear()
             self._tell()
             if self._has_enough() or self.rounds.called(self.stream):
                 self.steps += 1
                 return True
-            await _either(self.server.merged, self.tallies.changed)
+            await _either(self.accounts.merged, self.tallies.changed)
         return False
 
     def is_full(self) -> bool:
-        """Whether the next step has all that it waits for. Asked by who would bring more, also while a round is open, and tells
-        the others what has come here since; a round that is just over is for `full` to take in first."""
+        """Whether the next step has all that it waits for. Asked by who would bring more, also
+        while a round is open, and tells the others what has come here since; a round that is just
+        over is for `full` to take in first."""
         if self.rounds.newest(self.stream) == self._round:
-            self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.server.tokens)
+            self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.accounts.tokens)
         return self._has_enough()
 
     def is_over(self) -> bool:
-        """Say that to this node the run is over; whether it is to all who serve the stage, and none has brought to a round what
-        this node has not."""
+        """Say that to this node the run is over; whether it is to all who serve the stage, and none
+        has brought to a round what this node has not."""
         self.tallies.end(self.stream, self.stage)
         return self.tallies.is_over(self.stream) and not self.rounds.called(self.stream)
 
@@ -107,11 +112,11 @@ class Batch:
         return self.tallies.total(self.stream) >= self.tokens * (self.steps + 1)
 
     def _tell(self) -> None:
-        self.server.absorb()
+        self.accounts.absorb()
         newest = self.rounds.newest(self.stream)
         if newest != self._round:
             self._round, self.steps = newest, 0
-        self.tallies.say(self.stream, self.stage, max(newest + 1, 0), self.server.tokens)
+        self.tallies.say(self.stream, self.stage, max(newest + 1, 0), self.accounts.tokens)
 
 
 async def _either(*events: asyncio.Event) -> None:

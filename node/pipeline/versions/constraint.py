@@ -78,17 +78,6 @@ class Constraint:
         return replace(self, basis=basis)
 
 
-def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
-    """Where only pipelines are constrained and averages with free replicas are not: the version of the basis that takes in what
-    led the averaged embedding out of E_fix + span(U).
-
-    T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and 4). Only their sum, the
-    table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ = the whole table, T_S = 0: without arithmetic,
-    so with the same bits everywhere. `ValueError` for a table that is not finite.
-    """
-    return Basis(version, basis.columns_DK, table_VD.detach().to("cpu", torch.float32, copy=True), basis.fixed_LD)
-
-
 class ConstrainedStage(Stage):
     """A stage whose gradients are those of projected weights."""
 

@@ -1,11 +1,13 @@
-"""Versions of the frozen embedding in a run where only pipelines are constrained: when each is made, spoken and given up.
+"""Versions of the frozen embedding in a run where only pipelines are constrained: when each is
+made, spoken and given up.
 
-Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of the first stage the
-averaged embedding, which all who serve that stage hold with the same bits, becomes the next E_fix
-(node/pipeline/versions/constraint.py, `drifted`). One round later the weights of pipelines go over to it: meanwhile
-everybody else downloads it (node/pipeline/lifecycle/table_keeper.py). Which version a payload is in goes by the weights that
-made it, not by the clock, and it says so itself: who comes late speaks the old one, which is read for a while, and
-nobody reads what he has not got.
+Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of
+the first stage the averaged embedding, which all servers of that stage hold with the same bits,
+becomes the next E_fix (`drifted`). One round later the weights of pipelines go over to it;
+meanwhile the others download it (node/pipeline/lifecycle/table_keeper.py), and node/run/table_turns.py says when. Which
+version a payload is in goes by the weights that made it, not by the clock, and it says so itself: a
+peer that comes late speaks the old one, which is read for a while, and no peer reads what it has
+not got.
 
 Shapes: D model width, V vocabulary.
 """
@@ -16,12 +18,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from farflock.compression.subspace import Basis
 from farflock.compression.subspace_versions import SubspaceVersions
-from farflock.node.pipeline.versions.constraint import ConstrainedReplica, drifted
+from farflock.node.pipeline.versions.constraint import ConstrainedReplica
 from farflock.node.run.terms import Turns
 from farflock.node.train.state_sync import Books
 
 log = logging.getLogger(__name__)
+
+
+def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
+    """Where only pipelines are constrained and averages with free replicas are not: the version of
+    the basis that takes in what led the averaged embedding out of E_fix + span(U).
+
+    T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and
+    4). Only their sum, the table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ =
+    the whole table, T_S = 0: without arithmetic, so with the same bits everywhere. `ValueError` for
+    a table that is not finite."""
+    return Basis(version, basis.columns_DK, table_VD.detach().to("cpu", torch.float32, copy=True), basis.fixed_LD)
 
 
 class Tables:
@@ -37,7 +51,8 @@ class Tables:
         return None if basis is None else basis.fixed_VD
 
     def hold(self, version: int, table_VD: Tensor) -> bool:
-        """Read this version too. False for a table that cannot be one: it is not finite, or another model's."""
+        """Read this version too. False for a table that cannot be one: it is not finite, or another
+        model's."""
         try:
             self.codec.hold(drifted(self.codec.first.basis, version, table_VD))
         except ValueError as error:
@@ -61,8 +76,9 @@ class Tables:
 
 
 class FirstStage:
-    """The books of the first stage, where rounds make versions and weights follow them. `embedding` is the averaged one, as of
-    the last round in the method's state; `replica` is None at who is free."""
+    """The books of the first stage, where rounds make versions and weights follow them. `embedding`
+    is the averaged one, as of the last round in the method's state; `replica` is None at who is
+    free."""
 
     def __init__(
         self, books: Books, tables: Tables, embedding: Callable[[], Tensor], replica: ConstrainedReplica | None
@@ -76,7 +92,8 @@ class FirstStage:
         return self._books.brought(number)
 
     def closing(self, number: int, noted: bytes) -> None:
-        """As `Books.closing`. What the round writes is projected as the version has it that takes effect with it."""
+        """As `Books.closing`. What the round writes is projected as the version has it that takes
+        effect with it."""
         self._books.closing(number, noted)
         self._changed = self.follow(number)
 
@@ -91,8 +108,8 @@ class FirstStage:
         self._tables.give_up(number)
 
     def follow(self, applied: int) -> bool:
-        """Go over to the version that is in effect, if it is here, and say whether that is another one; who lacks it stays with
-        the one that it has, and says so in each payload."""
+        """Go over to the version that is in effect, if it is here, and say whether that is another
+        one; who lacks it stays with the one that it has, and says so in each payload."""
         version, codec = self._tables.turns.in_effect(applied), self._tables.codec
         if self._replica is None or version == codec.spoken or version not in codec.held:
             return False
@@ -101,14 +118,16 @@ class FirstStage:
         return True
 
     def follow_late(self, applied: int) -> None:
-        """The same between rounds, once the version has come at last: also what is there is projected."""
+        """The same between rounds, once the version has come at last: also what is there is
+        projected."""
         if self.follow(applied) and self._replica is not None:
             self._replica.settle()
 
     def begin_anew(self, applied: int) -> bool:
-        """The stage has a state that is nobody else's. A version that was just made with the former one is made of this one; if
-        nobody has the version in effect, for all who had it are gone, the embedding as it is takes its place too, and that of
-        all that are to be read. Says whether it did."""
+        """The stage has a state that is nobody else's. A version that was just made with the former
+        one is made of this one; if nobody has the version in effect, for all who had it are gone,
+        the embedding as it is takes its place too, and that of all that are to be read. Says
+        whether it did."""
         turns, lacking = self._tables.turns, self._tables.lacking(applied)
         lost = turns.in_effect(applied) in lacking
         for version in lacking:
@@ -118,7 +137,8 @@ class FirstStage:
 
 
 def finite_table(tensors: dict[str, Tensor], name: str, vocabulary: int, width: int) -> Tensor | None:
-    """A table that came from another peer, (V, D) in float32 without NaN; None for anything else."""
+    """A table that came from another peer, (V, D) in float32 without NaN; None for anything
+    else."""
     table = tensors.get(name)
     if table is None or len(tensors) != 1 or table.shape != (vocabulary, width) or table.dtype != torch.float32:
         return None

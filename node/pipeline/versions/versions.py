@@ -1,31 +1,23 @@
-"""A stage's weights by round, and how late gradients are: what a pipeline needs that does not wait (docs/decisions/016).
+"""The seam between a stage server and the versions of its weights: which weights a pass uses, and
+how late a gradient is.
 
-A forward pass says which version it used, and the backward pass names it, so that any server of the stage
-differentiates the same function (node/pipeline/versions/stash.py). The delay of a gradient is measured: the rounds that
-were applied between its weights and the round that it goes into. The group agrees on it with the round
-(node/train/microbatch_ids.py), and the step that takes the gradients is corrected by it (optimizers/corrections.py)."""
+A server that waits for its rounds has one version, and `SingleVersion` is all that it needs. In a
+pipeline that does not wait (docs/decisions/016) a forward pass says which version it used, and the
+backward pass names it, so that any server of the stage differentiates the same function; the delay
+of a gradient is the number of rounds that were applied between its weights and the round that it
+goes into. The assembly then hands in versions that are kept (node/pipeline/versions/kept_versions.py)."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, Protocol
 
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.versions.stash import Stash
-from farflock.node.run.terms import Asynchronous, Correction
-from farflock.node.train.driver import Driver
-from farflock.optimizers.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
 from farflock.optimizers.method import State
 from farflock.optimizers.state import state_hash
 
 Lack = Literal["ahead", "gone", "late"]
-Weights = Mapping[str, Tensor]
 
-FINENESS = 16  # parts of a step in which an agreed delay is counted, so that it is a whole number in states
-ORIGIN, DELAY = "origin", "delay"  # marks of a state (node/train/state_sync.py)
+ORIGIN = "origin"  # a mark of a state (node/train/state_sync.py)
 
 
 class Lacking(LookupError):
@@ -36,142 +28,80 @@ class Lacking(LookupError):
         self.lack = lack
 
 
-def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) -> None:
-    """Hook a correction into an inner optimizer; that of `nesterov` is the optimizer itself."""
-    if "spike" in correction:
-        if not isinstance(inner, torch.optim.SGD):
-            raise ValueError(f"spike compensation is for sgd with momentum, not for {type(inner).__name__}")
-        SpikeCompensation(inner, age)
-    if "prediction" in correction:
-        Trend(inner)
-    if correction == "braking":
-        AdaptiveBraking(inner, age)
+class WeightVersions(Protocol):
+    """The versions of one stage's weights at one server, by the rounds in them. Six functions.
+
+    Law:
+
+    1. Inside `using(version)` the stage computes, and is differentiated, with exactly the weights
+       of that version; outside of it, with its own. Two servers of a stage that both have a version
+       have the same weights for it, bit by bit.
+    2. `using` raises `Lacking` exactly where `lack` names a reason, unless the weights change
+       between the two.
+    3. A round is `begin_round`, then the change of the weights, then `end_round`; a local step
+       begins with `begin_step`. These and `using` are called by the one thread that computes, never
+       inside a `using` block. `lack` and `delay` change nothing and may be called on the event
+       loop.
+    4. `delay` is 0 for gradients of the weights that the round changes. It does not fall as
+       `number` grows.
+    """
+
+    def using(self, version: Version | None) -> AbstractContextManager[Version | None]:
+        """Compute with these weights inside the block (None: with the newest). Gives the version
+        for the reply, None where passes name none. `Lacking` if it is not here."""
+        ...
+
+    def lack(self, version: Version) -> Lack | None:
+        """Return why a version is not here: its round is yet to come, others may have it, or it may
+        be used no more."""
+        ...
+
+    def delay(self, weights: int, number: int, stepped: int | None = None) -> int:
+        """Return by how many rounds a gradient of the weights of round `weights` is late for round
+        `number`. `stepped` is the last round that was in the weights when a step took the gradient,
+        None if none has."""
+        ...
+
+    def begin_step(self, ages: Collection[int]) -> None:
+        """A step is about to take in gradients whose weights are so many rounds old."""
+        ...
+
+    def begin_round(self, ages: Collection[int]) -> None:
+        """A round is about to change the weights, and takes in gradients that are so many rounds
+        late."""
+        ...
+
+    def end_round(self) -> None:
+        """The round has changed them."""
+        ...
 
 
-def mean_delay(ages: Collection[int]) -> int:
-    """The mean of several microbatches' delays, in parts of a step (`FINENESS`), half a part up; 0 of none. Whole numbers
-    alone, so that all members who see the same list have the same delay."""
-    return (2 * FINENESS * sum(ages) + len(ages)) // (2 * len(ages)) if ages else 0
-
-
-def origin_of(state: State) -> int:
-    """Names a state that a stage begins anew with: rounds of former weights have the same numbers and are other versions."""
-    return int.from_bytes(state_hash(state)[:7], "little")
-
-
-@dataclass(slots=True)
-class Versions:
-    """The versions at one server of stage `module`; touched by what computes alone.
-
-    `applied` says which round its weights are of, `marks` what goes with its state, `bound` how many rounds a gradient may be
-    late. Where members' weights part between rounds (`local_steps` a round), passes use what the last round gave, `agreed()`,
-    which all have; None: the module's own weights are that."""
-
-    module: nn.Module
-    inner: torch.optim.Optimizer
-    terms: Asynchronous
-    bound: int
-    applied: Callable[[], int]
-    marks: Callable[[], dict[str, int]]
-    agreed: Callable[[], Weights] | None = None
-    local_steps: int = 1
-    report: Callable[[dict[str, object]], None] = lambda fields: None
-    age: Age = field(default_factory=Age)
-    _stash: Stash = field(init=False)
-    _origin: int = -1  # of what is stashed; -1 before the first
-    _since: int = 0  # local steps since the last round
-
-    def __post_init__(self) -> None:
-        self._stash = Stash(self.module, self.terms.versions)
-        corrected(self.inner, self.terms.correction, self.age)
-
-    @property
-    def newest(self) -> Version:
-        """What forward passes use."""
-        return Version(self.applied(), self.marks().get(ORIGIN, 0))
-
-    @property
-    def oldest(self) -> int:
-        """The round of the oldest weights whose gradients may go into the next round."""
-        return self.applied() - self.bound
+class SingleVersion:
+    """The only version is the stage's own weights: passes name none, and no gradient is late."""
 
     @contextmanager
     def using(self, version: Version | None) -> Iterator[None]:
-        """Inside the block the stage computes with these weights (None: the newest); `Lacking` if they are not here."""
-        self._follow()
-        if version is not None and (lack := self.lack(version)) is not None:
-            raise Lacking(lack)
-        with self._stash.version(self._stash.epoch if version is None else version.round):
-            yield
+        """As `WeightVersions.using`: the weights that are there, whatever is named."""
+        yield
 
-    def lack(self, version: Version) -> Lack | None:
-        """Why a version is not here: its round is yet to come; others may have it; or it may be used no more. Changes nothing,
-        so that requests are looked at before their payloads come, beside what computes."""
-        newest = self.applied()
-        if version.origin != self.marks().get(ORIGIN, 0) or newest - version.round > self.bound:
-            return "late"
-        if version.round > newest:
-            return "ahead"
-        return None if version.round in (newest, *self._stash.epochs) else "gone"
+    def lack(self, version: Version) -> None:
+        """As `WeightVersions.lack`: nothing is lacking."""
 
-    def begin_round(self, ages: Collection[int]) -> None:
-        """A round is about to change the weights, and takes in gradients that are so many rounds old."""
-        self._follow()
-        if ages:
-            delay = mean_delay(ages)
-            self.marks()[DELAY] = delay
-            self.report({"round": self.applied() + 1, "mean": delay / FINENESS, "most": max(ages)})
-            if self.agreed is None:
-                self.age.epochs = delay / FINENESS
-        self._stash.leave()
-
-    def end_round(self) -> None:
-        """It has changed them."""
-        self._since = 0
-        if self._stash.epoch == self.applied():
-            self._serve()
+    def delay(self, weights: int, number: int, stepped: int | None = None) -> int:
+        """As `WeightVersions.delay`: the weights have waited for the gradient."""
+        return 0
 
     def begin_step(self, ages: Collection[int]) -> None:
-        """A local step takes in gradients whose weights are of so many rounds before: it is late by the steps since then."""
-        if self.agreed is not None:
-            self.age.epochs = self.local_steps * mean_delay(ages) / FINENESS + self._since
-            self._since += 1
+        """Nothing is corrected."""
 
-    def _follow(self) -> None:
-        """Begin anew where the weights have come from elsewhere."""
-        origin = self.marks().get(ORIGIN, 0)
-        if (self._stash.epoch, self._origin) != (self.applied(), origin):
-            self._stash.begin_anew(self.applied())
-            self._origin = origin
-            self._serve()
+    def begin_round(self, ages: Collection[int]) -> None:
+        """Nothing is kept."""
 
-    def _serve(self) -> None:
-        """What the passes of this round use, where that is not the module's own: what all agreed upon, or what is expected once
-        their gradients are taken in, as late as those of the last round were."""
-        if self.agreed is not None:
-            places = dict(self.module.named_parameters())
-            self._stash.serve({name: x.to(places[name]) for name, x in self.agreed().items()})
-        elif self.terms.predicts and (ahead := min(self.marks().get(DELAY, 0) / FINENESS, self.bound)) > 0:
-            self._stash.serve(along_trend(self.module, self.inner, ahead))
+    def end_round(self) -> None:
+        """Nothing is served in place of the weights."""
 
 
-def versions_of(
-    terms: Asynchronous | None,
-    bound: int,
-    module: nn.Module,
-    inner: torch.optim.Optimizer,
-    driver: Driver,
-    *,
-    applied: Callable[[], int],
-    marks: Callable[[], dict[str, int]],
-    summing: bool,
-    report: Callable[[dict[str, object]], None],
-) -> Versions | None:
-    """Those of a server whose stage `driver`'s method syncs, by steps of all at once (`summing`) or by local ones; None for a
-    pipeline that keeps no versions."""
-    if terms is None:
-        return None
-    method = driver.method
-    agreed = None if summing else lambda: method.eval_params(driver.replica)
-    local_steps = int(getattr(method, "mask_period", getattr(method, "period", 1)))
-    return Versions(module, inner, terms, bound, applied, marks, agreed, local_steps, report)
+def origin_of(state: State) -> int:
+    """Names a state that a stage begins anew with: rounds of former weights have the same numbers
+    and are other versions."""
+    return int.from_bytes(state_hash(state)[:7], "little")

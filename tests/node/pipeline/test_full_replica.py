@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.full_replica import FullTrainer, Part
+from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, Part
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
@@ -22,6 +22,7 @@ class Server:
     """Of one stage: it has what it was given until a test says that a step took it."""
 
     def __init__(self, span):
+        self.accounts = self
         self.stage, self.here, self.taken = Stage(build(MODEL, 3, span).double()), [], 0
         self.applied, self.rounds = -1, []
         self.enough = True  # whether the stage's next step has all it needs
@@ -51,12 +52,11 @@ class World:
         self.left_out = []
         parts = [Part(server, server) for server in self.servers]
         report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
-        self.trainer = FullTrainer(
-            self, self, parts, self.batch, TOKENS, ahead, kept, order, self.run_pass, report, first=FIRST
-        )
+        self.order, self.tokens_each = order, TOKENS
+        self.trainer = FullTrainer(self, self, parts, self, FullLimits(ahead, kept), self, report, first=FIRST)
 
     def batch(self, number):
-        drawn = torch.randint(0, 16, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number))
+        drawn = torch.randint(0, 16, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number % NUMBERS))
         return drawn[:, :-1], drawn[:, 1:]
 
     async def run_pass(self, work, cost):

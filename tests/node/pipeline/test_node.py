@@ -187,14 +187,14 @@ def test_a_server_that_fails_ends_its_nodes_run():
         look(number, node)
         if number == 1:
             server = node.serving.server
-            back = server._backward_one
+            back = server.passes._backward_one
 
             def fails_in_time(job):
                 if server.served["backward"] > 5:
                     raise ZeroDivisionError("a bug")
                 return back(job)
 
-            server._backward_one = fails_in_time
+            server.passes._backward_one = fails_in_time
 
     look, one._look = one._look, with_a_bug
     with pytest.raises(ZeroDivisionError, match="a bug"):

@@ -10,7 +10,9 @@ from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.lifecycle import table_keeper
-from farflock.node.pipeline.lifecycle.table_keeper import FIND_TIMEOUT_S, HEAD_BYTES, NAME, TableKeeper, keeper_of
+from farflock.node.pipeline.lifecycle.features import frozen_embedding
+from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding
+from farflock.node.pipeline.lifecycle.table_keeper import FIND_TIMEOUT_S, HEAD_BYTES, NAME, TableKeeper
 from farflock.node.pipeline.versions.constraint import EMBEDDING, ConstrainedReplica, Constraint
 from farflock.node.pipeline.versions.table_versions import Tables
 from farflock.node.run.basis import run_basis
@@ -262,6 +264,7 @@ def test_a_founder_who_takes_a_run_up_alone_makes_the_versions_of_its_average(wo
 def test_there_is_a_keeper_only_where_versions_change(world):
     one = world()
     codec = one.tables.codec
-    assert keeper_of(codec, None, one, MODEL, 3, "delta/0", one.compute) is None
-    assert keeper_of(codec.first, Turns(1), one, MODEL, 3, "delta/0", one.compute) is None
-    assert isinstance(keeper_of(codec, Turns(1), one, MODEL, 3, "delta/0", one.compute), TableKeeper)
+    node = one, MODEL, 3, "delta/0", one.compute
+    assert type(frozen_embedding(None, codec, *node)) is FixedEmbedding
+    assert type(frozen_embedding(Turns(1), codec.first, *node)) is FixedEmbedding
+    assert type(frozen_embedding(Turns(1), codec, *node)) is TableKeeper

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT, NO_TAG
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
-from farflock.node.pipeline.memory.samples import NotHeld, Row, ServerMemory, TrainerMemory, _names, misfit, refers
+from farflock.node.pipeline.lifecycle.features import edge_ends
+from farflock.node.pipeline.memory.samples import Row, ServerMemory, TrainerMemory, _names, refers
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
+from farflock.node.pipeline.server.edge_ends import NotHeld
 from farflock.node.run.composition import value_bytes
 
 LENGTH, WIDTH = 3, 16
@@ -343,7 +345,7 @@ def test_an_output_that_is_not_finite_is_not_sent():
     ],
 )
 def test_samples_are_named_where_the_codec_remembers_and_nowhere_else(codec, request_, why):
-    found = misfit(edges(2, codec), request_)
+    found = edge_ends(edges(2, codec)).misfit(request_)
     assert found is None if why is None else why in found
 
 

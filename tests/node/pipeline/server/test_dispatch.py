@@ -1,15 +1,24 @@
 """Calls at a node with several stages: each goes to its stage's server, and what fits none is refused by one of them."""
 
 import asyncio
-import collections
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflock.compression.activation_catalog import activation_codec
+from farflock.node.model.llama import ModelConfig, build
+from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Confirm, Forward, Refused, Revoke, decode_answer, encode
+from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
+from farflock.node.pipeline.server.edge_ends import PlainEnds
 from farflock.node.pipeline.server.server import StageServer
+from farflock.node.pipeline.versions.versions import SingleVersion
+from farflock.node.run.split import even
+from farflock.node.run.terms import ServerTerms
 from farflock.swarm.peer.serving import Reply
+
+MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
 
 
 class Server:
@@ -47,8 +56,10 @@ def test_whatever_is_sent_is_answered_by_somebody(request):
 
 
 def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
-    server = StageServer.__new__(StageServer)  # what refuses these looks at nothing else
-    server._index, server.served = 1, collections.Counter()
+    stage = Stage(build(MODEL, 3, even(MODEL, 3)[1]))
+    edges = Edges(activation_codec("raw"), 1, MODEL.context, MODEL.dim, MODEL.vocab_size, 9)
+    given = PlainEnds(edges), ServerTerms(), None
+    server = StageServer(1, stage, *given, life=7, applied=lambda: 0, versions=SingleVersion())
     dispatch = Dispatch({1: server})
     for request, why in ((b"\xff", ""), (encode(Forward(3, 4, 0, 7)), "this peer serves stage 1, not 4")):
         answer = decode_answer(dispatch.admit("caller", request, ()))

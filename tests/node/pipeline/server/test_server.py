@@ -11,6 +11,7 @@ from farflock.compression import aqsgd
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import written
 from farflock.node.model.llama import ModelConfig, build
+from farflock.node.pipeline.lifecycle.features import edge_ends
 from farflock.node.pipeline.memory.samples import Row, TrainerMemory
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import (
@@ -32,7 +33,8 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.passes.stage import Accumulator, Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST, StageServer
-from farflock.node.pipeline.versions.versions import Versions
+from farflock.node.pipeline.versions.kept_versions import Versions
+from farflock.node.pipeline.versions.versions import SingleVersion
 from farflock.node.run.split import even
 from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.train import microbatch_ids as notes
@@ -55,17 +57,20 @@ class Bench:
         others = tuple(map(activation_codec, others))
         self.edges = Edges(activation_codec(codec), *size, 9, torch.float64, others)
         self.index, self.applied, self.passes = index, EPOCH, []
-        self.server = StageServer(
-            index,
+        self.terms = ServerTerms(**{"lease_s": 20.0, **terms})
+        self.versions = self.versioned(versions, self.terms.staleness) if versions else SingleVersion()
+        self.server = self.made()
+
+    def made(self):
+        return StageServer(
+            self.index,
             self.stage,
-            self.edges,
-            ServerTerms(**{"lease_s": 20.0, **terms}),
+            edge_ends(self.edges),
+            self.terms,
+            self,
             life=LIFE,
-            compute=self.compute,
-            run_pass=self.run_pass,
-            now=lambda: asyncio.get_running_loop().time(),
             applied=lambda: self.applied,
-            versions=self.versioned(versions, terms.get("staleness", 1)) if versions else None,
+            versions=self.versions,
         )
 
     def versioned(self, keep, bound):
@@ -74,13 +79,13 @@ class Bench:
 
     def apply_round(self, noted=b""):
         """A round changes the weights."""
-        self.server.closing(self.applied + 1, noted)
+        self.server.accounts.closing(self.applied + 1, noted)
         with torch.no_grad():
             for parameter in self.stage.model.parameters():
                 parameter.add_(0.01)
         self.applied += 1
-        self.server.closed(self.applied, noted)
-        self.server.absorb()
+        self.server.accounts.closed(self.applied, noted)
+        self.server.accounts.absorb()
 
     async def compute(self, work):
         return work()
@@ -279,7 +284,7 @@ def test_who_is_admitted_while_others_are_quicker_is_busy_after_all_and_may_come
         async with bench.running():
             assert isinstance(decode_answer((await asked[0]).body), Done)
             assert isinstance(decode_answer((await asked[2]).body), Done)
-            assert bench.server._staging.taken == 1, "the one that found no room takes none"
+            assert bench.server.pending.staging.taken == 1, "the one that found no room takes none"
             await bench.put_aside(2)
 
     run_virtual(main())
@@ -315,14 +320,14 @@ async def test_a_pass_is_that_of_the_activation_whose_tag_is_named_whatever_the_
     answer, payloads = await bench.ask(*remembered(bench, first, tag_of(first), back=True))
     assert isinstance(answer, Done)
     back = bench.stage.backward(first.double()[None], bench.outside(1).float().double())
-    staged = bench.server._staged["t", 1][0]
+    staged = bench.server.pending.gradients["t", 1].staged
     assert all(torch.equal(x, back.staged.gradients[name]) for name, x in staged.gradients.items())
     assert await bench.say(Revoke(1, 1, 1)) == Unknown()
     await bench.ask(*remembered(bench, second))
     for back in (False, True):
         assert await bench.ask(*remembered(bench, first, tag_of(first), back)) == (Lacks((0,)), ())
-    assert not bench.server._staged
-    assert not bench.server._replies
+    assert not bench.server.pending.gradients
+    assert not bench.server.pending.replies
     answer, again = await bench.ask(*remembered(bench, first, back=True))
     assert isinstance(answer, Done)
     assert again == payloads, "the same gradient of the same activation"
@@ -422,11 +427,11 @@ def test_a_backward_pass_of_corrupt_payloads_is_refused_and_leaves_nothing_behin
         answer, _ = await bench.ask(request, spoilt)
         assert isinstance(answer, Refused)
         assert answer.unread == unread
-        assert not bench.server._staged
-        assert not bench.server._replies
+        assert not bench.server.pending.gradients
+        assert not bench.server.pending.replies
         assert await bench.say(Confirm(1, 1, 1)) == Unknown()
         await bench.merge(1, attempt=2)
-        assert bench.server.take().staged.tokens == TOKENS
+        assert bench.server.accounts.take().staged.tokens == TOKENS
 
     main()
 
@@ -438,7 +443,7 @@ async def test_a_gradient_that_is_not_finite_never_gets_into_the_sum(bench):
     answer, _ = await bench.ask(request, [payloads[0], huge])
     assert answer == Refused("its gradient is not finite", "gradient")
     await bench.merge(2)
-    assert all(bool(x.isfinite().all()) for x in bench.server.take().staged.gradients.values())
+    assert all(bool(x.isfinite().all()) for x in bench.server.accounts.take().staged.gradients.values())
 
 
 # Once, whoever asks how often.
@@ -455,7 +460,7 @@ async def test_a_backward_pass_is_computed_once_whoever_asks_how_often(bench):
     assert await bench.say(Confirm(1, 1, 4)) == Merged()
     again, _ = await bench.ask(*bench.backward(1, 5))
     assert isinstance(again, Refused)
-    assert bench.server.take().staged.tokens == TOKENS
+    assert bench.server.accounts.take().staged.tokens == TOKENS
 
 
 @served()
@@ -479,39 +484,39 @@ async def test_the_same_number_of_two_trainers_are_two_microbatches(bench):
 
 
 def _offered(bench, number=6):
-    bench.server.take()
-    return bench.server.brought(number)
+    bench.server.accounts.take()
+    return bench.server.accounts.brought(number)
 
 
 @served()
 async def test_a_confirmation_merges_once_however_often_it_comes(bench):
     await bench.put_aside(1)
     assert [await bench.say(Confirm(1, 1, 1)) for _ in range(3)] == [Merged()] * 3
-    assert bench.server.tokens == TOKENS
-    assert bench.server.take().staged.tokens == TOKENS
+    assert bench.server.accounts.tokens == TOKENS
+    assert bench.server.accounts.take().staged.tokens == TOKENS
 
 
 @served()
 async def test_a_refused_confirmation_is_final_for_all_attempts_up_to_it(bench):
     await bench.put_aside(1, attempt=3)
     assert await bench.say(Confirm(1, 1, 4)) == Unknown()
-    assert not bench.server._staged, "nothing can merge it any more"
+    assert not bench.server.pending.gradients, "nothing can merge it any more"
     assert await bench.say(Confirm(1, 1, 3)) == Unknown()
     late, _ = await bench.ask(*bench.backward(1, 4))
     assert isinstance(late, Refused)
     await bench.merge(1, attempt=5)
-    assert bench.server.take().staged.tokens == TOKENS
+    assert bench.server.accounts.take().staged.tokens == TOKENS
 
 
 @served(places=1)
 async def test_what_is_revoked_is_dropped_and_its_place_is_free(bench):
     await bench.put_aside(1, attempt=2)
     assert await bench.say(Revoke(1, 1, 1)) == Unknown()
-    assert len(bench.server._staged) == 1, "an earlier attempt is not this one"
+    assert len(bench.server.pending.gradients) == 1, "an earlier attempt is not this one"
     assert (await bench.ask(*bench.backward(2)))[0] == Busy()
     assert await bench.say(Revoke(1, 1, 2)) == Unknown()
-    assert not bench.server._staged
-    assert not bench.server._replies
+    assert not bench.server.pending.gradients
+    assert not bench.server.pending.replies
     await bench.put_aside(2)
 
 
@@ -522,8 +527,8 @@ async def test_what_is_revoked_while_it_is_computed_is_dropped_when_it_is_done(b
     await bench.say(Revoke(1, 1, 1))
     answer, _ = await asked
     assert isinstance(answer, Refused)
-    assert not bench.server._staged
-    assert not bench.server._replies
+    assert not bench.server.pending.gradients
+    assert not bench.server.pending.replies
     await bench.put_aside(2)
 
 
@@ -533,8 +538,8 @@ async def test_what_nobody_confirms_in_time_is_dropped_and_its_place_is_free(ben
     await asyncio.sleep(4.0)
     assert (await bench.ask(*bench.backward(2)))[0] == Busy()
     await asyncio.sleep(2.5)
-    assert not bench.server._staged
-    assert not bench.server._replies
+    assert not bench.server.pending.gradients
+    assert not bench.server.pending.replies
     assert await bench.say(Confirm(1, 1, 1)) == Unknown()
     await bench.put_aside(2)
 
@@ -559,7 +564,7 @@ def test_a_step_is_made_of_what_was_merged_and_of_nothing_else(index):
         for number in (1, 2):
             await bench.merge(number)
         await bench.put_aside(3)
-        taken, wanted, losses = bench.server.take(), Accumulator(), 0.0
+        taken, wanted, losses = bench.server.accounts.take(), Accumulator(), 0.0
         for number in (1, 2):
             back = bench.stage.backward(bench.inside(number), bench.outside(number))
             wanted.add(back.staged)
@@ -571,7 +576,7 @@ def test_a_step_is_made_of_what_was_merged_and_of_nothing_else(index):
             assert taken.loss == pytest.approx(losses / (2 * TOKENS), rel=1e-12)
         else:
             assert taken.loss is None
-        again = bench.server.take()
+        again = bench.server.accounts.take()
         assert (again.staged.tokens, again.staged.gradients, again.loss) == (0, {}, None)
 
     main()
@@ -582,17 +587,17 @@ async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes
     server = bench.server
     for number in (1, 2):
         await bench.merge(number)
-    server.take()
+    server.accounts.take()
     await bench.merge(3)
-    noted = server.brought(6)
+    noted = server.accounts.brought(6)
     assert notes.read(noted) == [("t", 1), ("t", 2)], "what no step has taken is in no contribution"
-    assert server.tokens == 3 * TOKENS
-    server.closed(6, notes.written([("t", 1), ("t", 2), ("u", 9)]))
-    assert server.tokens == 3 * TOKENS, "closed by whoever applies; taken in between steps"
-    server.absorb()
-    assert server.tokens == TOKENS
-    server.take()
-    assert notes.read(server.brought(7)) == [("t", 3)]
+    assert server.accounts.tokens == 3 * TOKENS
+    server.accounts.closed(6, notes.written([("t", 1), ("t", 2), ("u", 9)]))
+    assert server.accounts.tokens == 3 * TOKENS, "closed by whoever applies; taken in between steps"
+    server.accounts.absorb()
+    assert server.accounts.tokens == TOKENS
+    server.accounts.take()
+    assert notes.read(server.accounts.brought(7)) == [("t", 3)]
 
 
 @served(2)
@@ -600,25 +605,25 @@ async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_
     server, wanted = bench.server, Accumulator()
     for number in range(1, 8):  # more than there are places
         back = bench.stage.backward(bench.inside(number), bench.outside(number))
-        server.merged.clear()
+        server.accounts.merged.clear()
         await server.contribute(("me", number), back.staged, back.loss_sum, 0)
-        assert server.merged.is_set()
+        assert server.accounts.merged.is_set()
         wanted.add(back.staged)
     await bench.merge(20)
     wanted.add(bench.stage.backward(bench.inside(20), bench.outside(20)).staged)
-    assert (server.untaken("me"), server.untaken("t")) == (7, 1)
-    assert (server.tokens, server.served["merged"]) == (8 * TOKENS, 8)
-    taken = server.take()
-    assert server.untaken("me") == 0
+    assert (server.accounts.untaken("me"), server.accounts.untaken("t")) == (7, 1)
+    assert (server.accounts.tokens, server.served["merged"]) == (8 * TOKENS, 8)
+    taken = server.accounts.take()
+    assert server.accounts.untaken("me") == 0
     assert taken.staged.tokens == 8 * TOKENS
     assert taken.loss is not None
     for name, x in wanted.sums.items():
         torch.testing.assert_close(taken.staged.gradients[name], x, rtol=0, atol=1e-12)
     mine = [("me", number) for number in range(1, 8)]
-    assert notes.read(server.brought(6)) == [*mine, ("t", 20)]
-    server.closed(6, notes.written(mine[:3]))
-    server.absorb()
-    assert notes.read(server.brought(7)) == [*mine[3:], ("t", 20)]
+    assert notes.read(server.accounts.brought(6)) == [*mine, ("t", 20)]
+    server.accounts.closed(6, notes.written(mine[:3]))
+    server.accounts.absorb()
+    assert notes.read(server.accounts.brought(7)) == [*mine[3:], ("t", 20)]
 
 
 @served()
@@ -627,29 +632,29 @@ async def test_what_a_round_does_not_name_is_in_the_next_contribution(bench):
     await bench.merge(1)
     assert notes.read(_offered(bench, 6)) == [("t", 1)]
     for number, noted in ((6, b""), (7, notes.written([("u", 1)])), (8, b"no list")):
-        server.closed(number, noted)
-        server.absorb()
-        assert server.tokens == TOKENS
-        assert notes.read(server.brought(number + 1)) == [("t", 1)]
-    server.closed(9, notes.written([("t", 1)]))
-    server.absorb()
-    assert server.tokens == 0
-    assert notes.read(server.brought(10)) == []
+        server.accounts.closed(number, noted)
+        server.accounts.absorb()
+        assert server.accounts.tokens == TOKENS
+        assert notes.read(server.accounts.brought(number + 1)) == [("t", 1)]
+    server.accounts.closed(9, notes.written([("t", 1)]))
+    server.accounts.absorb()
+    assert server.accounts.tokens == 0
+    assert notes.read(server.accounts.brought(10)) == []
     assert await bench.say(Confirm(1, 1, 1)) == Merged()
-    assert bench.server.take().staged.tokens == 0, "it counts already"
+    assert bench.server.accounts.take().staged.tokens == 0, "it counts already"
 
 
 @served()
 async def test_two_steps_of_one_round_are_named_together(bench):
     for number in (1, 2):
         await bench.merge(number)
-        bench.server.take()
-    assert notes.read(bench.server.brought(6)) == [("t", 1), ("t", 2)]
+        bench.server.accounts.take()
+    assert notes.read(bench.server.accounts.brought(6)) == [("t", 1), ("t", 2)]
 
 
 @served()
 async def test_who_waits_for_a_merge_is_woken(bench):
-    waiting = asyncio.create_task(bench.server.merged.wait())
+    waiting = asyncio.create_task(bench.server.accounts.merged.wait())
     await bench.put_aside(1)
     assert not waiting.done()
     await bench.say(Confirm(1, 1, 1))
@@ -664,11 +669,13 @@ async def test_over_hundreds_of_microbatches_nothing_grows(bench):
             await bench.say(Confirm(number, 1, attempt))
         if number % 10 == 9:
             noted = _offered(bench, number)
-            bench.server.closed(number, noted)
-            bench.server.absorb()
+            bench.server.accounts.closed(number, noted)
+            bench.server.accounts.absorb()
     await asyncio.sleep(5.0)
     server = bench.server
-    kept = [server._staged, server._replies, server._work, server._sums.rounds, server._closed, server._staging._slots]
+    pending, accounts = server.pending, server.accounts
+    kept = [pending.gradients, pending.replies, pending.staging._slots]
+    kept += [accounts.taken, accounts.sums.rounds, accounts.rounds_over]
     assert [len(entries) for entries in kept] == [0] * 6
-    assert server.tokens == 0
+    assert server.accounts.tokens == 0
     assert server.served["merged"] == 34

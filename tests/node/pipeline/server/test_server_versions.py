@@ -49,7 +49,7 @@ async def test_a_backward_pass_is_that_of_the_weights_that_its_forward_pass_had(
         if expected is not None:
             assert payloads == (_bytes(expected.input_gradient),)
             assert payloads != (_bytes(newest.input_gradient),)
-            staged = bench.server._staged["t", number][0]
+            staged = bench.server.pending.gradients["t", number].staged
             assert all(torch.equal(x, expected.staged.gradients[name]) for name, x in staged.gradients.items())
 
 
@@ -74,8 +74,8 @@ async def test_weights_that_go_while_a_pass_waits_are_gone_and_its_place_is_free
     bench.apply_round()
     assert (await asking)[0] == Gone(EPOCH + 2, True)
     assert isinstance((await first)[0], Done)
-    assert len(bench.server._staged) == 1
-    assert bench.server._staging.taken == 1
+    assert len(bench.server.pending.gradients) == 1
+    assert bench.server.pending.staging.taken == 1
 
 
 @served(versions=2, staleness=1)
@@ -85,17 +85,17 @@ async def test_what_is_too_late_when_its_step_comes_is_left_out_and_named(bench)
     await bench.merge(2)
     bench.apply_round()
     await bench.merge(3)
-    assert bench.server.tokens == 3 * TOKENS
-    taken = bench.server.take()
+    assert bench.server.accounts.tokens == 3 * TOKENS
+    taken = bench.server.accounts.take()
     assert (taken.staged.tokens, taken.discarded) == (2 * TOKENS, 0)
     assert bench.server.served["late"] == 1
-    assert bench.server.tokens == 2 * TOKENS, "what is left out fills no batch"
-    noted = bench.server.brought(EPOCH + 3)
+    assert bench.server.accounts.tokens == 2 * TOKENS, "what is left out fills no batch"
+    noted = bench.server.accounts.brought(EPOCH + 3)
     assert notes.read_ages(noted) == {("t", 1): notes.LATE, ("t", 2): 1, ("t", 3): 0}
     bench.apply_round(noted)
-    assert bench.server.tokens == 0
-    assert not bench.server._work
-    assert not bench.server._late
+    assert bench.server.accounts.tokens == 0
+    assert not bench.server.accounts.taken
+    assert not bench.server.accounts.late
 
 
 @served(versions=2, staleness=1)
@@ -103,13 +103,17 @@ async def test_what_came_back_from_a_round_is_given_up_as_a_whole_once_a_part_of
     await bench.merge(1)
     bench.apply_round()
     await bench.merge(2)
-    assert bench.server.take().staged.tokens == 2 * TOKENS
-    assert notes.read_ages(bench.server.brought(EPOCH + 2)) == {("t", 1): 1, ("t", 2): 0}
+    assert bench.server.accounts.take().staged.tokens == 2 * TOKENS
+    assert notes.read_ages(bench.server.accounts.brought(EPOCH + 2)) == {("t", 1): 1, ("t", 2): 0}
     bench.apply_round()  # without it
     await bench.merge(3)
-    taken = bench.server.take()
+    taken = bench.server.accounts.take()
     assert (taken.staged.tokens, taken.discarded) == (TOKENS, 2)
-    assert notes.read_ages(bench.server.brought(EPOCH + 3)) == {("t", 1): notes.LATE, ("t", 2): notes.LATE, ("t", 3): 0}
+    assert notes.read_ages(bench.server.accounts.brought(EPOCH + 3)) == {
+        ("t", 1): notes.LATE,
+        ("t", 2): notes.LATE,
+        ("t", 3): 0,
+    }
 
 
 # versions of a codec
@@ -129,7 +133,7 @@ def versioned_bench(index=1):
     codec = SubspaceVersions(Subspace(TABLES[2], None, None))
     codec.hold(TABLES[3])
     bench.edges = dataclasses.replace(bench.edges, codec=codec)
-    bench.server._edges = bench.edges
+    bench.server = bench.made()
     names = [name for name, _ in bench.stage.model.named_parameters()]
     Constraint.on(names, SPANS, TABLES[2]).begin(bench.stage.model)
     return bench
@@ -176,7 +180,7 @@ def test_what_came_in_a_version_that_is_over_is_to_set_out_anew_or_is_gone_and_n
                 assert (answer, payloads) == (Stale(EPOCH), ())
             answer, payloads = await bench.ask(*in_version(bench, 1, 1, bench.backward(1)))
             assert (answer, payloads) == (Gone(EPOCH, late=True), ())
-            assert not bench.server._staged
+            assert not bench.server.pending.gradients
             assert isinstance(await bench.say(Confirm(1, index, 1)), Unknown)
 
     run_virtual(main())

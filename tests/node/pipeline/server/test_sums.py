@@ -18,12 +18,12 @@ def test_a_step_takes_what_is_young_enough_and_names_the_rest(merged, oldest):
         sums.add(key, Staged({"w": torch.full((2,), float(value), dtype=torch.float64)}, 8), loss, round_number)
         listed.append((key, round_number, value, loss))
     young = [entry for entry in listed if oldest is None or entry[1] >= oldest]
-    taken = sums.take(oldest)
+    taken = sums.take(lambda number: oldest is not None and number < oldest)
     assert taken.rounds == {key: round_number for key, round_number, _, _ in young}
     assert taken.late == {entry[0] for entry in listed} - set(taken.rounds)
     assert taken.staged.tokens == 8 * len(young)
     assert taken.loss_sum == sum(loss or 0 for *_, loss in young)
     if young:
         assert taken.staged.gradients["w"].tolist() == [sum(value for _, _, value, _ in young)] * 2
-    after = sums.take(None)
+    after = sums.take()
     assert (after.staged.gradients, after.staged.tokens, after.rounds, after.late) == ({}, 0, {}, frozenset())

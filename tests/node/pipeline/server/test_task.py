@@ -10,7 +10,7 @@ import torch
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.passes.stage import Stage, Staged
-from farflock.node.pipeline.server.server import Taken
+from farflock.node.pipeline.server.accounts import Taken
 from farflock.node.pipeline.server.task import LOOK_EVERY_S, Batch, StageTrainee, gated
 from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Progress
@@ -200,7 +200,7 @@ def gradients_of(model):
 
 def test_where_gradients_are_exchanged_it_is_the_sum_over_microbatches_and_weighs_as_many():
     made, model = trainee(True)
-    made.server.batches = [taken(model, 48.0, 3, loss=2.5), taken(model, 16.0, 1)]
+    made.accounts.batches = [taken(model, 48.0, 3, loss=2.5), taken(model, 16.0, 1)]
     assert made.forward_backward(0, Progress(0)) == 2.5
     assert (made.tokens_per_step, made.weight) == (3 * MICROBATCH, 3.0)
     assert gradients_of(model) == {48.0 / MICROBATCH}
@@ -211,7 +211,7 @@ def test_where_gradients_are_exchanged_it_is_the_sum_over_microbatches_and_weigh
 
 def test_where_this_server_steps_itself_it_is_the_mean_over_tokens():
     made, model = trainee(False)
-    made.server.batches = [taken(model, 48.0, 3)]
+    made.accounts.batches = [taken(model, 48.0, 3)]
     made.forward_backward(0, Progress(0))
     assert (made.tokens_per_step, made.weight) == (3 * MICROBATCH, 1.0)
     assert gradients_of(model) == {48.0 / (3 * MICROBATCH)}
@@ -220,7 +220,7 @@ def test_where_this_server_steps_itself_it_is_the_mean_over_tokens():
 @pytest.mark.parametrize("summing", [True, False])
 def test_a_step_of_nothing_leaves_a_gradient_of_zeros(summing):
     made, model = trainee(summing)
-    made.server.batches = [taken(model, 0.0, 0)]
+    made.accounts.batches = [taken(model, 0.0, 0)]
     assert math.isnan(made.forward_backward(0, Progress(0)))
     assert gradients_of(model) == {0.0}
     assert (made.tokens_per_step, made.weight) == (0, 0.0 if summing else 1.0)
@@ -228,14 +228,14 @@ def test_a_step_of_nothing_leaves_a_gradient_of_zeros(summing):
 
 def test_a_loss_that_is_not_known_is_the_last_one_that_was():
     made, model = trainee(True)
-    made.server.batches = [taken(model, 1.0, 1, loss=2.0), taken(model, 0.0, 0), taken(model, 1.0, 1, loss=1.0)]
+    made.accounts.batches = [taken(model, 1.0, 1, loss=2.0), taken(model, 0.0, 0), taken(model, 1.0, 1, loss=1.0)]
     assert [made.forward_backward(step, Progress(step)) for step in range(3)] == [2.0, 2.0, 1.0]
 
 
 def test_the_rate_is_the_schedule_s_and_a_round_s_step_is_alike_for_newcomers():
     schedule = Schedule(1.0, 1000, warmup_tokens=100, joiner_steps=10)
     made, model = trainee(True, schedule=schedule)
-    made.server.batches = [taken(model, 1.0, 1)]
+    made.accounts.batches = [taken(model, 1.0, 1)]
     made.joined_at = 5
     made.forward_backward(6, Progress(6, tokens=500))
     assert made.replica.lr == schedule.rate(500, 1)
@@ -245,7 +245,7 @@ def test_the_rate_is_the_schedule_s_and_a_round_s_step_is_alike_for_newcomers():
 
 def test_what_is_given_up_leaves_the_sum_and_its_weight():
     made, model = trainee(summing=True)
-    made.server.batches = [taken(model, 1.0, 3), replace(taken(model, 2.0, 1), discarded=3)]
+    made.accounts.batches = [taken(model, 1.0, 3), replace(taken(model, 2.0, 1), discarded=3)]
     weight = tokens = 0.0
     for step in range(2):
         made.forward_backward(step, Progress(step, 0))

@@ -14,9 +14,9 @@ from farflock.node.pipeline.versions.constraint import (
     ConstrainedReplica,
     ConstrainedStage,
     Constraint,
-    drifted,
     writers,
 )
+from farflock.node.pipeline.versions.table_versions import drifted
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.optimizers.catalog import method

@@ -1,0 +1,82 @@
+"""The seam between a stage server and what it keeps of the edges that it serves: how outputs are
+written, and inputs read.
+
+Most codecs keep nothing, and `PlainEnds` is all that a server needs. A codec that sends what
+changed since a sample's last visit keeps values at both ends of an edge (node/pipeline/memory/samples.py);
+the assembly then hands in other ends (node/pipeline/lifecycle/features.py).
+
+Shapes: B sequences, L positions, D model width.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.requests import Backward, Forward
+
+
+class NotHeld(Exception):
+    """A message refers to values that are not here; `rows` of it are to be sent whole."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        super().__init__(f"rows {rows[:8]} refer to values that are not held here")
+        self.rows = rows
+
+
+class EdgeEnds(Protocol):
+    """A stage server's ends of its edges, for all trainers together. Four members, of which three
+    do something.
+
+    Law:
+
+    1. A request is admitted only if `misfit` has nothing against it; the others are asked about
+       admitted requests alone.
+    2. `input` reads what the trainer holds, bit by bit, or raises and leaves no trace: `NotHeld`
+       where the payload refers to values that are not here, `CorruptPayload` or `Incompatible`
+       where it cannot be read. Whatever was lost, repeated or forgotten on either side, it never
+       gives another value.
+    3. The trainer that `caller` names can read what `output` returns, whatever this end has
+       forgotten meanwhile. `UnencodableTensor` for values that are not finite.
+    4. `misfit` changes nothing and may be called on the event loop; `output` and `input` are called
+       by the one thread that computes.
+    """
+
+    @property
+    def edges(self) -> Edges:
+        """The codecs of the run, and the shape of its microbatches."""
+        ...
+
+    def misfit(self, request: Forward | Backward) -> str | None:
+        """Return why the samples that a request names cannot be, or None if they can."""
+        ...
+
+    def output(self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None) -> bytes:
+        """Write a stage's output (B, L, D); `came` is the payload of its input, None for tokens."""
+        ...
+
+    def input(self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
+        """Read a stage's input (B, L, D)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEnds:
+    """Ends that keep nothing: every payload stands for itself."""
+
+    edges: Edges
+
+    def misfit(self, request: Forward | Backward) -> str | None:
+        """As `EdgeEnds.misfit`: no samples are named."""
+        if request.visit is None:
+            return None
+        return "samples are named, and the run's codec remembers none"
+
+    def output(self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None) -> bytes:
+        """As `EdgeEnds.output`, the same for every caller."""
+        return self.edges.output(y_BLD, request, tokens_BL, came)
+
+    def input(self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
+        """As `EdgeEnds.input`, the same for every caller."""
+        return self.edges.input(payload, request, tokens_BL)

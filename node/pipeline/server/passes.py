@@ -1,0 +1,156 @@
+"""Passes of one stage, from payloads to payloads: what a stage server computes of what it was asked
+for.
+
+Shapes: B sequences, L positions, D model width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farflock.compression.activation import Incompatible
+from farflock.compression.codec import CorruptPayload, UnencodableTensor
+from farflock.compression.subspace_versions import Superseded
+from farflock.node.pipeline.passes.requests import Backward, Forward, Gone, Lacks, Made, Refused, Stale, Version
+from farflock.node.pipeline.passes.stage import Stage, Staged
+from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
+from farflock.node.pipeline.versions.versions import Lacking, WeightVersions
+from farflock.swarm.links import PeerId
+
+Unread = Refused | Lacks  # an activation that cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class PassRequest:
+    """A pass that a trainer, the `caller`, asks for, with the payloads that came with the
+    request."""
+
+    caller: PeerId
+    request: Forward | Backward
+    payloads: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardResult:
+    """A backward pass that was computed: what its weights are to have, the payload of the gradient
+    of its input (none of the first stage), and at the last stage the loss, in nats, summed over
+    tokens."""
+
+    staged: Staged
+    payloads: tuple[bytes, ...]
+    loss_sum: float | None
+
+
+class StagePasses:
+    """Computes the passes of one stage. It keeps nothing of them; only the thread that computes
+    calls it."""
+
+    def __init__(self, stage: Stage, ends: EdgeEnds, versions: WeightVersions, applied: Callable[[], int]) -> None:
+        self.stage, self.ends, self.versions, self._applied = stage, ends, versions, applied
+
+    def forward(self, asked: Sequence[PassRequest]) -> tuple[list[bytes | Unread | Stale], Version | None]:
+        """Compute forward passes together: the payload of each one's output or why there is none,
+        and the version of the weights that they are of."""
+        with self.versions.using(None) as version:
+            return self._forward_all(asked), version
+
+    def _forward_all(self, asked: Sequence[PassRequest]) -> list[bytes | Unread | Stale]:
+        """One pass for all; what cannot be read is refused by itself."""
+        read = [self._read_or_stale(each) for each in asked]
+        inputs = [entry[1] for entry in read if isinstance(entry, tuple)]
+        batch = self.ends.edges.batch
+        outputs = iter(torch.split(self.stage.forward(torch.cat(inputs)), batch) if inputs else ())
+        replies: list[bytes | Unread | Stale] = []
+        for each, entry in zip(asked, read, strict=True):
+            if not isinstance(entry, tuple):
+                replies.append(entry)
+                continue
+            try:
+                replies.append(self._output(each, next(outputs), entry[0]))
+            except UnencodableTensor as error:
+                replies.append(Refused(str(error)[:200], None if self.stage.is_first else "input"))
+        return replies
+
+    def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
+        """Compute a backward pass at the weights that it names: the result or why there is none,
+        and the weights' version."""
+        assert isinstance(asked.request, Backward)
+        try:
+            with self.versions.using(asked.request.version) as version:
+                return self._backward_one(asked), version
+        except Lacking as reason:  # gone while it waited
+            return Gone(self._applied(), reason.lack == "late"), None
+        except Superseded:  # its stages before count it, or others do
+            return Gone(self._applied(), late=True), None
+
+    def _backward_one(self, asked: PassRequest) -> BackwardResult | Unread:
+        request, read = asked.request, self._read(asked)
+        assert isinstance(request, Backward)
+        if not isinstance(read, tuple):
+            return read
+        tokens_BL, x = read
+        try:
+            back = self.stage.backward(x, self._outside(asked, request, tokens_BL))
+            payloads: tuple[bytes, ...] = ()
+            if back.input_gradient is not None:
+                given = back.input_gradient, request, tokens_BL, x, self._came(asked)
+                payloads = (self.ends.edges.input_gradient(*given),)
+        except Superseded:
+            raise
+        except (CorruptPayload, Incompatible, UnencodableTensor) as error:
+            return self._spoilt(str(error))
+        if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):
+            return self._spoilt("its gradient is not finite")  # in the sum it would spoil everybody's
+        return BackwardResult(back.staged, payloads, back.loss_sum)
+
+    def _output(self, asked: PassRequest, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
+        assert isinstance(asked.request, Forward)
+        return self.ends.output(asked.caller, y_BLD, asked.request, tokens_BL, self._came(asked))
+
+    def _came(self, asked: PassRequest) -> bytes | None:
+        """Return the payload of the stage's input, None for tokens."""
+        return None if self.stage.is_first else asked.payloads[1]
+
+    def _read_or_stale(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread | Stale:
+        """Read the input of a forward pass; a microbatch that came in a version that is over is to
+        set out again."""
+        try:
+            return self._read(asked)
+        except Superseded:
+            return Stale(self._applied())
+
+    def _read(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread:
+        """Read the token ids (B, L), and the stage's input; `Superseded` if that is in a version
+        that is over."""
+        try:
+            tokens_BL = self.ends.edges.unpack(asked.payloads[0])
+        except CorruptPayload as error:
+            return Refused(str(error)[:200])
+        if self.stage.is_first:
+            return tokens_BL, tokens_BL
+        try:
+            return tokens_BL, self.ends.input(asked.caller, asked.payloads[1], asked.request, tokens_BL)
+        except NotHeld as lacking:
+            return Lacks(lacking.rows)
+        except Superseded:
+            raise
+        except (CorruptPayload, Incompatible) as error:
+            return Refused(str(error)[:200], "input")
+
+    def _outside(self, asked: PassRequest, request: Backward, tokens_BL: Tensor) -> Tensor:
+        """Read the targets (B, L), or the gradient of the stage's output (B, L, D)."""
+        edges, at = self.ends.edges, 1 if self.stage.is_first else 2
+        if self.stage.is_last:
+            return edges.unpack(asked.payloads[at])
+        arrived = None
+        if edges.is_masked(request.sends):
+            arrived = edges.arrived(asked.payloads[at + 1], request, tokens_BL)
+        return edges.output_gradient(asked.payloads[at], request, tokens_BL, arrived)
+
+    def _spoilt(self, why: str) -> Refused:
+        """Refuse a backward pass whose input could be read: the stage after is to blame for what it
+        made, or at the last stage the input."""
+        made: Made = "gradient" if not self.stage.is_last else "input"
+        return Refused(why[:200], None if self.stage.is_first and self.stage.is_last else made)
