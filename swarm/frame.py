@@ -74,6 +74,16 @@ def unpack(packed: bytes) -> Frame:
     return Frame(incarnation, message, whole[middle:])
 
 
+def message_kind(packed: bytes) -> bytes:
+    """The tag of the message in a frame that `pack` made; the rest is neither decoded nor verified.
+
+    A message is an array of less than 16 fields that begins with a tag of less than 32 characters, so
+    that one byte says how many fields there are, and one how long the tag is.
+    """
+    begins = _FIXED_BYTES + 2
+    return packed[begins : begins + (packed[begins - 1] & 0x1F)]
+
+
 def _require_sane(message: Message) -> None:
     """What msgspec's limits cannot say: finite floats, matching lists."""
     match message:

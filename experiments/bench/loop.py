@@ -25,7 +25,7 @@ from farflock.node.run.terms import Plan
 from farflock.node.state.history import History
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 RUN = "bench"
 SAME_LOSS = 1e-4  # of its value: the arithmetic is the same, though not every order of it
@@ -95,7 +95,7 @@ async def alone(plan: Plan, tokens: Tokens) -> AsyncIterator[Participant]:
             if kind == "step":
                 history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
 
-        links = await ZmqLinks.open(identity, RUN, incarnation=1, listen="tcp://127.0.0.1:0")
+        links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=1, listen="tcp://127.0.0.1:0"))
         try:
             terms = RunTerms(RUN, SEED)
             peer = Peer(terms, identity, links, None, incarnation=1, record=links.record, compute=codecs)

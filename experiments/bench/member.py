@@ -14,7 +14,7 @@ from farflock.experiments.bench.fleet import Owner
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.protocol.views import View
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 RUN = "bench"
 SEED = 20_261_121
@@ -38,7 +38,7 @@ async def member(
     """A running peer on real links, not yet in any view; its owner is told its record."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
     incarnation = place.number + 1
-    links = await ZmqLinks.open(identity, RUN, incarnation=incarnation, listen=f"tcp://{place.host}:0")
+    links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=incarnation, listen=f"tcp://{place.host}:0"))
     try:
         terms = RunTerms(RUN, SEED, VIEW_S)
         peer = Peer(terms, identity, links, None, incarnation=incarnation, record=links.record, compute=compute)
@@ -60,7 +60,7 @@ async def meet(
     records = [bytes.fromhex(record) for record in (await owner.command("records"))["records"]]
     if place.number == 0:
         for blob in records[1:]:
-            peer.membership.learn(blob)
+            peer.membership.book.learn(blob)
         found()
     else:
         await join(records[:1], JOIN_TIMEOUT_S)
@@ -68,5 +68,5 @@ async def meet(
         while len(peer.port.views.newest.members) < place.count:  # noqa: ASYNC110 - the chain tells nobody
             await asyncio.sleep(POLL_S)
     for other in records:  # so that nobody has to dial in the middle of what is measured
-        peer.membership.learn(other)
+        peer.membership.book.learn(other)
     return peer.port.views.newest

@@ -21,7 +21,7 @@ from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.bootstrap import fetch_chunk
 from farflock.swarm.record import BadRecord, unseal
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 LEARN_TIMEOUT_S = 120.0
 FETCH_S = 20.0
@@ -71,14 +71,13 @@ async def network(
         machine.folder.identity, run=run, initial_peers=addresses, listen=listen, client_mode=machine.client_mode
     )
     try:
-        links = await ZmqLinks.open(
-            identity,
-            run,
+        options = LinkOptions(
             incarnation=secrets.randbits(62),
             sequence=int(time.time() * 1000),
             listen=None if machine.client_mode else f"tcp://{machine.host}:{machine.port}",
             doors=directory.addresses,
         )
+        links = await ZmqLinks.open(identity, run, options)
         try:
             yield directory, links
         finally:

@@ -11,7 +11,7 @@ from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Miss, Piece
 from farflock.swarm.peer.chunks import Store
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 
 
 async def fetch_chunk(
@@ -26,7 +26,7 @@ async def fetch_chunk(
         task.add_done_callback(tasks.discard)
 
     store = Store(budget_bytes=size)
-    port = Port(run, 0, 0, links, store, spawn)
+    port = PeerContext(run, 0, 0, links, store, spawn)
 
     async def receive() -> None:
         while True:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from farflock.swarm.identity import Identity, verify
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import BranchAsk, BranchSign, Lineage, Views
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
 from farflock.swarm.peer.rounds import Rounds
@@ -51,7 +51,7 @@ class Branching:
 
     def __init__(
         self,
-        port: Port,
+        port: PeerContext,
         identity: Identity,
         membership: Membership,
         rounds: Rounds,
@@ -75,7 +75,7 @@ class Branching:
         self.adrift: frozenset[str] = (
             frozenset()
         )  # streams to be opened again with a state of the line that I changed to
-        membership.on_branch, membership.on_other_line = self._take_branch, self._ask
+        membership.sync.on_branch, membership.sync.on_other_line = self._take_branch, self._ask
 
     def opened(self, name: str) -> None:
         """A stream was opened: its state is that of the line that I am on."""
@@ -83,7 +83,7 @@ class Branching:
         if not self.adrift:
             self._believed_tokens = 0
             if was_adrift and self._returns:
-                self._membership.wants_in = True
+                self._membership.admission.wants_in = True
 
     def tick(self) -> None:
         """Count the time without a quorum; found a branch if it is due; look for other lines where I am on a branch."""
@@ -91,7 +91,7 @@ class Branching:
         view, me = self._port.views.newest, self._port.my_index(self._port.views.newest)
         self._solitude.look(now_s, me is None or self._can_decide())
         if me is not None and self._is_due() and not self.adrift:
-            self._found(now_s, me, self._membership.present(view))
+            self._found(now_s, me, self._membership.admission.present(view))
         else:
             self._petition, self._silent, self._refused = None, set(), 0
         self._look_out(now_s)
@@ -122,11 +122,11 @@ class Branching:
         """Whether quorums are there of the newest view, and of the one that the next round belongs to, and no next view is
         long due: one that was accepted by some, and then excluded by rounds that others took part in, blocks both."""
         chain = self._port.views
-        if self._membership.is_overdue:
+        if self._membership.next_view.is_overdue:
             return False
         of_next_round = chain.at(self._rounds.floor()) if self._rounds.names else None
         needed = {view.hash: view for view in (chain.newest, of_next_round) if view is not None}.values()
-        return all(is_quorum(self._membership.present(view), len(view.members)) for view in needed)
+        return all(is_quorum(self._membership.admission.present(view), len(view.members)) for view in needed)
 
     def _floor(self) -> int:
         """The first round that a branch could begin with, as far as I know."""
@@ -261,7 +261,7 @@ class Branching:
         elif not fork.mine and not fork.theirs:
             return
         elif not fork.theirs and branches.first_parting(chain, fork) is None:
-            self._membership.send_views(sender, fork.number)
+            self._membership.sync.send_views(sender, fork.number)
         elif not branches.is_stronger(message.tokens, self._tokens(), fork):
             if self._suit is not None and self._suit.theirs == fork.theirs:
                 self._suit = None
@@ -298,9 +298,9 @@ class Branching:
                 self._rounds.rewind(parting)
             self._membership.view_changed()
             return
-        self._returns = self._returns if self.adrift else self._membership.wants_in
+        self._returns = self._returns if self.adrift else self._membership.admission.wants_in
         self._membership.change_line(line)
         self._snapshots.withdraw()
         self._believed_tokens = tokens
         self.adrift = frozenset((*self._rounds.abandon(), *self._pairing.abandon()))
-        self._membership.wants_in = self._returns and not self.adrift
+        self._membership.admission.wants_in = self._returns and not self.adrift

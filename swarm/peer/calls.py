@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Answer, Call, Heard, Verdict
 from farflock.swarm.paths.round_robin import Failure
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 from farflock.swarm.peer.serving import LEASE_S, ROOM_BYTES, Handler, Reply, Serving
 from farflock.swarm.peer.window import Window
@@ -51,7 +51,7 @@ class Calls:
     """All calls of one peer, both ways. `room_bytes` bounds the payloads under way that it asks with, and as much again those
     that it is asked with and answers with."""
 
-    def __init__(self, port: Port, *, room_bytes: int = ROOM_BYTES) -> None:
+    def __init__(self, port: PeerContext, *, room_bytes: int = ROOM_BYTES) -> None:
         self._port, self._room_bytes = port, room_bytes
         self._serving = Serving(port, room_bytes)
         self._sending = Window(room_bytes)

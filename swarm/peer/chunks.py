@@ -9,8 +9,9 @@ import asyncio
 import collections
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -28,8 +29,25 @@ SERVE_TIMEOUT_S = 5.0
 MAX_WANTS = 64  # waiting to be served, per asker
 MAX_ASKERS = 256
 
-Send = Callable[[PeerId, Message], bool]
-SendPiece = Callable[[PeerId, Piece, memoryview, float], Awaitable[bool]]
+
+class ChunkCarrier(Protocol):
+    """What carries the chunk protocol: a peer's links, as `PeerContext` offers them, and its task group."""
+
+    def send(self, peer: PeerId, message: Message, /) -> bool:
+        """Best effort; False if the message was refused."""
+        ...
+
+    async def send_piece(self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float, /) -> bool:
+        """Send a piece with its bytes; False if there was no room for it in time."""
+        ...
+
+    def life(self, peer: PeerId, /) -> Life:
+        """How alive a peer seems."""
+        ...
+
+    def spawn(self, work: Coroutine[None, None, None], /) -> object:
+        """Start a task that the peer owns."""
+        ...
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
@@ -136,16 +154,9 @@ class _Fetching:
 class Chunks:
     """Fetches and serves chunks over links; one per peer, driven by its owner's receive loop and task group."""
 
-    def __init__(
-        self,
-        store: Store,
-        send: Send,
-        send_piece: SendPiece,
-        life: Callable[[PeerId], Life],
-        spawn: Callable[[Coroutine[None, None, None]], object],
-    ) -> None:
+    def __init__(self, store: Store, carrier: ChunkCarrier) -> None:
         self.store = store
-        self._send, self._send_piece, self._life, self._spawn = send, send_piece, life, spawn
+        self._carrier = carrier
         self._incoming: dict[bytes, _Fetching] = {}
         self._wants: dict[PeerId, collections.deque[Want]] = {}
         self._inbound = Window(INBOUND_BYTES)
@@ -266,7 +277,7 @@ class Chunks:
         fetching.room_bytes = await window.take(*self._wanted(fetching), ahead=bool(fetching.served))
         fetching.holder, fetching.window = holder, window
         try:
-            if self._life(holder) not in ("suspect", "dead"):  # the turn may have been long in coming
+            if self._carrier.life(holder) not in ("suspect", "dead"):  # the turn may have been long in coming
                 await self._ask(fetching, holder, fetching.room_bytes)
         finally:
             fetching.give(fetching.room_bytes)
@@ -292,7 +303,7 @@ class Chunks:
             return  # all has come while this request waited its turn
         fetching.asked.add(holder)
         end = min(stop * PIECE_BYTES, len(fetching.data))
-        if self._send(holder, Want(fetching.digest, first * PIECE_BYTES, end)):
+        if self._carrier.send(holder, Want(fetching.digest, first * PIECE_BYTES, end)):
             await self._until_delivered(fetching, holder, set(range(first, stop)))
         else:
             fetching.refused.add(holder)
@@ -307,7 +318,7 @@ class Chunks:
             began = not asked <= fetching.missing
             heard_s = max(asked_s, self._heard_s.get(holder, asked_s))
             left_s = heard_s + (GAP_S if began else STALL_S) - loop.time()
-            gone = self._life(holder) in ("suspect", "dead")
+            gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
                     fetching.refused.add(holder)  # until everybody has been asked
@@ -317,7 +328,7 @@ class Chunks:
                     await fetching.changed.wait()
 
     def _living(self, holders: Iterable[PeerId]) -> list[PeerId]:
-        return [peer for peer in holders if self._life(peer) not in ("suspect", "dead")]
+        return [peer for peer in holders if self._carrier.life(peer) not in ("suspect", "dead")]
 
     def _room(self, holder: PeerId) -> int:
         window = self._windows.get(holder)
@@ -348,7 +359,7 @@ class Chunks:
             self.dropped["senseless want"] += 1
             return
         if want.digest not in self.store:
-            self._send(sender, Miss(want.digest))
+            self._carrier.send(sender, Miss(want.digest))
             return
         queue = self._wants.get(sender)
         if queue is None:
@@ -356,7 +367,7 @@ class Chunks:
                 self.dropped["too many askers"] += 1
                 return
             queue = self._wants[sender] = collections.deque()
-            self._spawn(self._serve(sender, queue))
+            self._carrier.spawn(self._serve(sender, queue))
         if any(_covers(queued, want) for queued in queue):
             return  # an impatient asker: it is on its way
         if len(queue) < MAX_WANTS:
@@ -372,7 +383,7 @@ class Chunks:
                 want = queue[0]
                 data = self.store.get(want.digest)
                 if data is None:
-                    self._send(asker, Miss(want.digest))
+                    self._carrier.send(asker, Miss(want.digest))
                 elif want.start < min(want.stop, len(data)) and await self._serve_piece(asker, want, data):
                     queue[0] = msgspec.structs.replace(want, start=want.start + PIECE_BYTES)
                     continue
@@ -383,7 +394,7 @@ class Chunks:
     async def _serve_piece(self, asker: PeerId, want: Want, data: bytes) -> bool:
         piece = Piece(want.digest, want.start, len(data))
         body = memoryview(data)[want.start : want.start + PIECE_BYTES]
-        return await self._send_piece(asker, piece, body, SERVE_TIMEOUT_S)
+        return await self._carrier.send_piece(asker, piece, body, SERVE_TIMEOUT_S)
 
 
 def _covers(queued: Want, want: Want) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId, Reads
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 
 REPEAT_S = 5.0
 
@@ -19,7 +19,7 @@ Told = tuple[CodecId, ...]
 class CodecOffers:
     """One peer's part. `reads` says what it reads now, the preferred codec first; who serves nothing leaves it as it is."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: PeerContext) -> None:
         self._port = port
         self.reads: Callable[[], Told] = tuple
         self._told: dict[PeerId, tuple[int, Told]] = {}  # with the life that told it

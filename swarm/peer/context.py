@@ -1,6 +1,7 @@
-"""What every part of a peer's protocol needs: its name, a way to send, the time, the views, the chunks.
+"""What every part of a peer's protocol needs: its name, a way to send, the time, views, chunks.
 
-A plain record, made once by `swarm/peer/peer.py` and handed to the parts, so that each of them can be read and tested alone.
+A plain record, made once by `swarm/peer/peer.py` and handed to the parts, so that each of them can be
+read and tested alone.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ async def inline(work: Callable[[], T]) -> T:
 
 
 @dataclass(slots=True)
-class Port:
-    """One peer's outlet to the swarm."""
+class PeerContext:
+    """One peer as its parts see it: who it is, how it sends, and the views that it knows."""
 
     run: str
     seed: int
@@ -49,7 +50,7 @@ class Port:
     chunks: Chunks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chunks = Chunks(self.store, self.send, self._send_piece, self.links.life, self.spawn)
+        self.chunks = Chunks(self.store, self)
 
     @property
     def me(self) -> PeerId:
@@ -70,6 +71,10 @@ class Port:
         """Best effort; False if the links refused it."""
         return self.links.send(peer, pack(Frame(self.incarnation, message)))
 
+    async def send_piece(self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float) -> bool:
+        """Send a piece of a chunk as bulk; False if the links refused it or had no room in time."""
+        return await self.links.send_bulk(peer, pack(Frame(self.incarnation, piece, body)), timeout_s)
+
     def life(self, peer: PeerId) -> Life:
         """How alive a peer seems."""
         return self.links.life(peer)
@@ -87,6 +92,11 @@ class Port:
     def my_index(self, view: View) -> int | None:
         """My member index in a view, None if I am not in it in this life, or have forgotten what I promised there."""
         return None if view.hash in self.forsaken else view.index(self.me, self.incarnation)
+
+    @property
+    def is_member(self) -> bool:
+        """True if I am in the newest view that I know, in this life."""
+        return self.chain is not None and self.my_index(self.chain.newest) is not None
 
     def forsake(self) -> None:
         """Never act again in the views known so far: what I promised and accepted in them is being forgotten."""
@@ -107,6 +117,3 @@ class Port:
     def drop(self, reason: str) -> None:
         """Count something that was not taken in."""
         self.counters[f"dropped: {reason}"] += 1
-
-    async def _send_piece(self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float) -> bool:
-        return await self.links.send_bulk(peer, pack(Frame(self.incarnation, piece, body)), timeout_s)

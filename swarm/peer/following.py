@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import RoundLog
 from farflock.swarm.peer.streams import StreamState
 from farflock.swarm.protocol.collective import BadCloseList, Collective, decode_close_list
@@ -38,7 +38,7 @@ class Following:
 
     def __init__(
         self,
-        port: Port,
+        port: PeerContext,
         log: RoundLog,
         machine: Callable[[Key], Collective | None],
         begin: Callable[[StreamState, Key, View], Collective | None],

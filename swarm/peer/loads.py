@@ -5,7 +5,7 @@ period, and a snapshot is complete or is none: who lacks somebody's numbers comp
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Load
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.rebalance import Server, Snapshot
 from farflock.swarm.roles import EVERY
 
@@ -15,7 +15,7 @@ REPEAT_S = 1.0
 class Loads:
     """One peer's part."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: PeerContext) -> None:
         self._port = port
         self._mine: Load | None = None
         self._told: dict[PeerId, Load] = {}

@@ -19,7 +19,7 @@ from farflock.swarm.messages import (
     PairPropose,
     PairRefuse,
 )
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.streams import Outcome, Status, Stream, work_pin
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.pair import Pair
@@ -35,7 +35,7 @@ PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | Pa
 class Pairing:
     """All pair exchanges of one peer, one at a time for each stream."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: PeerContext) -> None:
         self._port = port
         self._streams: dict[str, Stream] = {}
         self._current: dict[str, Pair] = {}

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_PAYLOAD_CHUNKS, MAX_PAYLOADS, Payload
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 
 MAX_PAYLOAD_BYTES = MAX_PAYLOAD_CHUNKS * MAX_CHUNK_BYTES
 LOOK_S = 0.1  # between looks at a holder that is suspect
@@ -31,13 +31,13 @@ def sizes_of(payloads: Sequence[Payload]) -> tuple[int, ...]:
     return tuple(sum(size for _, size in payload) for payload in payloads)
 
 
-def put(port: Port, payloads: Sequence[bytes], pin: Hashable) -> tuple[Payload, ...]:
+def put(port: PeerContext, payloads: Sequence[bytes], pin: Hashable) -> tuple[Payload, ...]:
     """Cut payloads into chunks and keep these until `pin` is released."""
     return tuple(tuple((port.store.put(part, pin), len(part)) for part in _cut(payload)) for payload in payloads)
 
 
 async def fetch(
-    port: Port, holder: PeerId, payloads: Sequence[Payload], pin: Hashable, timeout_s: float
+    port: PeerContext, holder: PeerId, payloads: Sequence[Payload], pin: Hashable, timeout_s: float
 ) -> tuple[bytes, ...] | None:
     """Get payloads whole; None if time ran out, the holder is dead or has them no longer, or they are not of the sizes named.
     Chunks that are here are pinned, whatever comes of it: release `pin` afterwards."""
@@ -50,7 +50,7 @@ async def fetch(
     return tuple(parts[0] if len(parts) == 1 else b"".join(parts) for parts in whole)
 
 
-async def _fetch(port: Port, holder: PeerId, digest: bytes, size: int, pin: Hashable, timeout_s: float) -> bool:
+async def _fetch(port: PeerContext, holder: PeerId, digest: bytes, size: int, pin: Hashable, timeout_s: float) -> bool:
     ends_s = port.now() + timeout_s
     while (left_s := ends_s - port.now()) > 0:
         if await port.chunks.fetch(digest, size, lambda: [holder], pin, left_s, final=True):

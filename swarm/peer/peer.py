@@ -21,15 +21,10 @@ from farflock.swarm.messages import (
     BranchAsk,
     BranchSign,
     Call,
-    Forgotten,
     Heard,
-    Holds,
     Key,
     Lineage,
     Load,
-    LogQuery,
-    Message,
-    Miss,
     Offer,
     PairAbort,
     PairAccept,
@@ -37,27 +32,24 @@ from farflock.swarm.messages import (
     PairHave,
     PairPropose,
     PairRefuse,
-    Piece,
     Reads,
-    Reduced,
     StateOffer,
     StateQuery,
     Tally,
-    Want,
 )
 from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.chunks import Store
 from farflock.swarm.peer.codec_offers import CodecOffers
-from farflock.swarm.peer.context import Port, inline
+from farflock.swarm.peer.context import PeerContext, inline
 from farflock.swarm.peer.loads import Loads
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
 from farflock.swarm.peer.rounds import Rounds
+from farflock.swarm.peer.router import Router
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.peer.streams import Outcome, Stream, work_pin
 from farflock.swarm.peer.tallies import Tallies
-from farflock.swarm.protocol.views import VIEW_STREAM
 
 TICK_S = 0.1
 LOOK_EVERY = 5  # ticks, for branches: what they wait for is counted in minutes, and a look at all members costs
@@ -68,8 +60,6 @@ GOODBYE_S = 0.2  # until it has gone out, and the others' are here who leave tog
 STORE_BYTES = 256 * 1024 * 1024
 
 log = logging.getLogger(__name__)
-
-Receive = Callable[[PeerId, int, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +99,7 @@ class Peer:
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
         self._tasks: set[asyncio.Task[None]] = set()
         store = Store(store_bytes)
-        self.port = Port(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
+        self.port = PeerContext(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
         self.membership = Membership(self.port, identity, terms.view_s)
         self.rounds = Rounds(self.port)
         self.pairing = Pairing(self.port)
@@ -121,8 +111,21 @@ class Peer:
         self.branching = Branching(
             self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
         )
+        self.router = Router(self.port, self.membership, self.rounds)
+        self._add_parts()
         self._pair_streams: set[str] = set()
         self.failure: BaseException | None = None  # a bug in one of our tasks: raised by `running`
+
+    def _add_parts(self) -> None:
+        """Tell the router which part takes in what, beside membership, rounds and chunks."""
+        to, snapshots = self.router, self.snapshots
+        to.add(self.branching.receive, BranchAsk, BranchSign, Lineage)
+        to.add(self.calls.receive, Call, Answer, Heard)
+        to.add_exchange(lambda sender, _, said: snapshots.receive(sender, said), StateQuery, StateOffer)
+        to.add_exchange(self.pairing.receive, PairPropose, PairAccept, PairRefuse, PairHave, PairCommit, PairAbort)
+        to.add_exchange(self.loads.receive, Load)
+        to.add_exchange(self.codec_offers.receive, Reads)
+        to.add_exchange(self.tallies.receive, Tally)
 
     @property
     def me(self) -> PeerId:
@@ -133,22 +136,22 @@ class Peer:
 
     def found(self) -> None:
         """Found the run: view 0 is me."""
-        self.membership.my_record(self._record())
+        self.membership.book.mine = self._record()
         self.membership.found()
 
     async def meet(self, records: Sequence[bytes], timeout_s: float) -> None:
         """Get to know the run from these members' records; returns once the views are known. `TimeoutError` if no member
         answers. A newcomer downloads the state before it asks to be let in: a view of members without it could lose it."""
-        self.membership.my_record(self._record())
+        self.membership.book.mine = self._record()
         for blob in records:
-            self.membership.learn(blob)
-        self.membership.watching = True
+            self.membership.book.learn(blob)
+        self.membership.admission.watching = True
         async with asyncio.timeout(timeout_s):
             await self.membership.known.wait()
 
     def ask_in(self) -> None:
         """Ask the members to admit me, until they have."""
-        self.membership.wants_in = True
+        self.membership.admission.wants_in = True
 
     async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
         """Meet the run and ask to be let in at once: for peers that need no state."""
@@ -163,7 +166,7 @@ class Peer:
 
     def leave(self) -> None:
         """Say goodbye; the next view is made without me."""
-        self.membership.leave()
+        self.membership.admission.leave()
 
     async def part(self) -> None:
         """Say goodbye, and stay until the others can decide without me, for `PART_S` at most."""
@@ -176,7 +179,9 @@ class Peer:
 
     def _is_needed(self) -> bool:
         """Whether the others lack a quorum without me, of the newest view or of one that an open round belongs to."""
-        return any(self.membership.is_needed_in(view) for view in (self.port.views.newest, *self.rounds.next_views()))
+        return any(
+            self.membership.admission.is_needed_in(view) for view in (self.port.views.newest, *self.rounds.next_views())
+        )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Peer"]:
@@ -268,42 +273,7 @@ class Peer:
                 self.port.drop("bad frame")
                 log.debug("a bad frame of %s: %s", sender, error)
                 continue
-            self._route(sender, frame.incarnation, frame.message, frame.body)
-
-    def _route(self, sender: PeerId, incarnation: int, message: Message, body: bytes | memoryview) -> None:
-        match message:
-            case BranchAsk() | BranchSign() | Lineage():
-                self.branching.receive(sender, incarnation, message)
-            case Want() | Piece() | Miss():
-                self.port.chunks.receive(sender, message, body)
-            case Call() | Answer() | Heard():
-                self.calls.receive(sender, incarnation, message)
-            case StateQuery() | StateOffer():
-                self._to_exchanges(lambda who, _, said: self.snapshots.receive(who, said), sender, incarnation, message)
-            case PairPropose() | PairAccept() | PairRefuse() | PairHave() | PairCommit() | PairAbort():
-                self._to_exchanges(self.pairing.receive, sender, incarnation, message)
-            case Load():
-                self._to_exchanges(self.loads.receive, sender, incarnation, message)
-            case Reads():
-                self._to_exchanges(self.codec_offers.receive, sender, incarnation, message)
-            case Tally():
-                self._to_exchanges(self.tallies.receive, sender, incarnation, message)
-            case Offer() | Reduced() | Holds() | LogQuery() | Forgotten():
-                self._to_exchanges(self.rounds.receive, sender, incarnation, message)
-            case _ if hasattr(message, "key") and message.key.stream != VIEW_STREAM:
-                self._to_exchanges(self.rounds.receive, sender, incarnation, message)
-            case _:
-                self.membership.receive(sender, incarnation, message)
-
-    def _to_exchanges(self, receive: Receive, sender: PeerId, incarnation: int, message: Any) -> None:  # noqa: ANN401 - narrowed by `_route`
-        """Hand on a message about an exchange or a state; if it names a view that does not hold here, see who lacks views."""
-        if self.port.chain is None:
-            return
-        stale = self.port.counters["stale view"]
-        receive(sender, incarnation, message)
-        if self.port.counters["stale view"] > stale:
-            offer = getattr(message, "offer", message)
-            self.membership.reconcile(sender, offer.view)
+            self.router.deliver(sender, frame)
 
     async def _tick_loop(self) -> None:
         for turn in itertools.count():
@@ -323,7 +293,7 @@ class Peer:
         while self._directory is not None:
             await self._directory.announce(self.terms.run, self._record())
             for blob in await self._directory.peers(self.terms.run):
-                self.membership.learn(blob)
+                self.membership.book.learn(blob)
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
     def _askable(self, stage: int | None) -> list[PeerId]:

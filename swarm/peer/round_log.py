@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.streams import Logged, Outcome, StreamState, outcome, work_pin
 from farflock.swarm.protocol.collective import CloseList, told
 
@@ -21,7 +21,7 @@ ANNALS_BYTES = 16 * 1024 * 1024  # of one stream's
 class RoundLog:
     """Keeps the logs of one peer's streams. `drop` forgets the machine of a round that leaves its log."""
 
-    def __init__(self, port: Port, drop: Callable[[Key], object]) -> None:
+    def __init__(self, port: PeerContext, drop: Callable[[Key], object]) -> None:
         self._port, self._drop = port, drop
 
     def enter(

@@ -27,7 +27,7 @@ from farflock.swarm.messages import (
     Rejected,
 )
 from farflock.swarm.peer.chunks import STALL_S
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.following import FETCH_TIMEOUT_S, HOPELESS_S, Following
 from farflock.swarm.peer.round_log import RoundLog
 from farflock.swarm.peer.streams import Outcome, Reduction, Stream, StreamState, outcome, work_pin
@@ -50,7 +50,7 @@ RoundMessage = MachineMessage | LogQuery | Forgotten
 class Rounds:
     """All collective exchanges of one peer."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: PeerContext) -> None:
         self._port = port
         self._streams: dict[str, StreamState] = {}
         self._machines: dict[Key, Collective] = {}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Answer, Call, Heard, Verdict
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 
 LEASE_S = 30.0  # an answer is kept so long after it was sent last
@@ -88,7 +88,7 @@ class _Seen:
 class Serving:
     """The calls that others make to this peer, and its own to itself."""
 
-    def __init__(self, port: Port, room_bytes: int) -> None:
+    def __init__(self, port: PeerContext, room_bytes: int) -> None:
         self.handler: Handler | None = None
         self._port, self._room_bytes = port, room_bytes
         self._served: dict[_Key, _Served] = {}

@@ -15,7 +15,7 @@ import msgspec
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, StateQuery
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 
 ASK_EVERY_S = 1.0
 SETTLE_S = 0.5  # after the first offer, how long to wait for others to compare it with
@@ -54,7 +54,7 @@ class SnapshotUnavailable(Exception):
 class Snapshots:
     """Serves this peer's snapshots and downloads those of others."""
 
-    def __init__(self, port: Port, asked: Callable[[int | None], list[PeerId]]) -> None:
+    def __init__(self, port: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
         self._port, self._members = port, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key, Tally
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 
 REPEAT_S = 1.0  # what may have been lost is told again
 
@@ -43,7 +43,7 @@ class _Book:
 class Tallies:
     """The tallies of all streams that this peer contributes to."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: PeerContext) -> None:
         self._port = port
         self._me: Who = (port.me, port.incarnation)
         self._books: dict[str, _Book] = {}

@@ -70,7 +70,13 @@ class Dial:
     """Our own two connections to a partner; its endpoints are tried one pair after another."""
 
     def __init__(
-        self, context: Context, events: Events, key: X25519PrivateKey, record: Record, patience_s: float, now_s: float
+        self,
+        context: Context,
+        events: Events,
+        key: X25519PrivateKey,
+        record: Record,
+        suspect_after_s: float,
+        now_s: float,
     ) -> None:
         self.record = record
         self.down_s: float | None = now_s  # since when control is not connected
@@ -82,7 +88,7 @@ class Dial:
         self._next_s = now_s + DIAL_S
         self.ports = tuple(Port(context, lane, record.peer, events) for lane in LANES)
         for port in self.ports:
-            configure(port.socket, port.lane, key, record.curve, patience_s)
+            configure(port.socket, port.lane, key, record.curve, suspect_after_s)
             port.socket.connect(self._pairs[0][port.lane])
 
     def outdated(self, record: Record) -> bool:
@@ -161,12 +167,12 @@ class Partner:
             return "direct"
         return "forwarded" if self.tunnel and self.tunnel.confirmed else "none"
 
-    def life(self, now_s: float, patience_s: float) -> Life:
+    def life(self, now_s: float, suspect_after_s: float) -> Life:
         """Judged by connections on the direct road, by sealed pings on the forwarded one."""
         if self.best(CONTROL):
             return "alive"
         heard_s = self.tunnel.heard_s if self.tunnel else None
-        if heard_s is not None and now_s - heard_s < 0.9 * patience_s:
+        if heard_s is not None and now_s - heard_s < 0.9 * suspect_after_s:
             return "alive"
         known = [moment for moment in (heard_s, self.lost_s) if moment is not None]
         if not known:

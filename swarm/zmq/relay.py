@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.zmq.forward import HELLOS_PER_S, Meter, Tunnel, is_hello, pack_forward, unpack_forward
+from farflock.swarm.zmq.message import FORWARD, FORWARDED
 from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Partner, Route, Table
 from farflock.swarm.zmq.sealed import BadSeal
@@ -17,9 +18,6 @@ RELAY_TRY_S = 1.0
 RELAY_SILENT_S = 2.0
 MAX_GUESSES = 4  # partners tried as relays although nobody named them
 MAX_UNCONFIRMED = 32  # sessions that a stranger began and has not shown to hold the keys of
-STRANGER_S = 5.0
-
-FORWARD, FORWARDED = b"\x05", b"\x06"
 
 
 class Detours:

@@ -72,14 +72,14 @@ def multiaddress(host: str, port: int) -> str:
 
 
 def configure(
-    zmq_socket: zmq.Socket[bytes], lane: int, key: X25519PrivateKey, server: bytes | None, patience_s: float
+    zmq_socket: zmq.Socket[bytes], lane: int, key: X25519PrivateKey, server: bytes | None, suspect_after_s: float
 ) -> None:
     """Set what must be set before a socket binds (`server` None) or dials the owner of CURVE key `server`.
 
     Heartbeats come from libzmq's own thread, so a held GIL raises no false alarm; silence shows after at most 0.9 of
-    the patience. Bulk connections get four times as much: a full queue in a home router delays them.
+    `suspect_after_s`. Bulk connections get four times as much: a full queue in a home router delays them.
     """
-    period_ms = int(patience_s * 1000) * (4 if lane == BULK else 1)
+    period_ms = int(suspect_after_s * 1000) * (4 if lane == BULK else 1)
     zmq_socket.linger = 0
     zmq_socket.ipv6 = True
     zmq_socket.immediate = True

@@ -29,7 +29,7 @@ from farflock.swarm.frame import unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Decided, Holds, Offer, Piece, Propose, Reduced
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 RUN, SEED = "mortal", 3
 PEERS, PERIOD, BATCH, SEQ = 4, 5, 2, 32
@@ -107,7 +107,7 @@ class Life:
 
     async def live(self):
         identity = Identity.from_seed(bytes([self.number + 1]) * 32)
-        links = await ZmqLinks.open(identity, RUN, incarnation=self.number + 1)
+        links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=self.number + 1))
         try:
             records = await self.introduced(links)
             peer = Peer(

@@ -15,7 +15,7 @@ from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWo
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.roles import role_of
 from farflock.swarm.sim.virtual_time import run_virtual
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -120,7 +120,9 @@ class OverSockets(Traced):
     def _peer(self, number, incarnation, directory):
         identity, run = self._identities[number], str(self._plan.run_seed)
         role, terms = role_of(self._stages[number]), RunTerms(run, self._plan.run_seed, self.world.view_s)
-        links = ZmqLinks(identity, run, incarnation=incarnation, sequence=incarnation, patience_s=PATIENT_S)
+        links = ZmqLinks(
+            identity, run, LinkOptions(incarnation=incarnation, sequence=incarnation, suspect_after_s=PATIENT_S)
+        )
         self.sockets.append(links)
         return Peer(terms, identity, links, directory, incarnation=incarnation, record=lambda: links.record(role=role))
 

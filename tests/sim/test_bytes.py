@@ -13,6 +13,7 @@ import math
 import pytest
 import torch
 
+from farflock.node.chaos_population import Population
 from farflock.node.simulate.chaos import Chaos
 from farflock.node.simulate.chaos_methods import Arm, CountingReplica
 from farflock.node.train import shards as wire
@@ -133,15 +134,10 @@ class Large(Arm):
         return Busy(place, SIZES, moments=self.method == "desloc")
 
 
-class Counted(Chaos):
-    """A run without faults, of which the tap counts what is sent while it is told to."""
+class Unequal(Population):
+    """Peers that train while `going` is set, each at another pace."""
 
-    def __init__(self, arm):
-        super().__init__(1, arm, PEERS)
-        self.network = SimNetwork(1, LinkModel())
-        self.network.tap = self._tapped
-        self.going = asyncio.Event()
-        self.rounds, self.pieces, self.others, self.bodies = set(), [], collections.Counter(), 0
+    going = None
 
     def _trainer(self, index):
         """Each step of each peer takes another time, for speeds are sent too."""
@@ -149,18 +145,30 @@ class Counted(Chaos):
 
         async def train(work):
             loss = work()
-            await asyncio.sleep(self.arm.step_s * (1 + index / 47 + next(steps) ** 2 / 5003))
+            await asyncio.sleep(self._arm.step_s * (1 + index / 47 + next(steps) ** 2 / 5003))
             await self.going.wait()
             return loss
 
         return train
 
     def _peer(self, index, birth):
-        identity = self._identities[index]
+        identity = self.identities[index]
         record = self._record(index, birth)
-        links = self.network.links(identity.peer)
-        self._lines.append(links)
+        links = self._network.links(identity.peer)
+        self.lines.append(links)
         return Peer(RunTerms("chaos", 1, 3.0), identity, links, None, incarnation=birth, record=lambda: record)
+
+
+class Counted(Chaos):
+    """A run without faults, of which the tap counts what is sent while it is told to."""
+
+    def __init__(self, arm):
+        super().__init__(1, arm, PEERS)
+        self.network = SimNetwork(1, LinkModel())
+        self.network.tap = self._tapped
+        self.population = Unequal(1, arm, self.network, self.watch, self.population.identities)
+        self.going = self.population.going = asyncio.Event()
+        self.rounds, self.pieces, self.others, self.bodies = set(), [], collections.Counter(), 0
 
     def _tapped(self, now_s, sender, receiver, frame):
         said = unpack(frame)
@@ -176,7 +184,7 @@ class Counted(Chaos):
 
     async def still(self):
         """From a moment on at which nothing is on its way nobody trains any more; what is said then is said to the end."""
-        while any(not task.done() for life in self._lives.values() for task in life.loop._carrying.values()):  # noqa: ASYNC110
+        while any(not task.done() for life in self.population.lives.values() for task in life.loop._carrying.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         self.going.clear()
         await asyncio.sleep(3.0)
@@ -184,7 +192,7 @@ class Counted(Chaos):
     async def run(self):
         self.going.set()
         for index in range(PEERS):
-            self._begin(index)
+            self.population.begin(index)
         await self._progress(3, "the start")
         await self.still()
         self.rounds, self.pieces, self.others, self.bodies = set(), [], collections.Counter(), 0
@@ -193,7 +201,7 @@ class Counted(Chaos):
         await asyncio.sleep(WINDOW_S)
         await self.still()
         counted = self.network.bytes["sent"] - before
-        await self._end_all()
+        await self.population.end_all()
         return counted
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm import frame as frames
-from farflock.swarm.frame import Frame, ProtocolViolation, pack, unpack
+from farflock.swarm.frame import Frame, ProtocolViolation, message_kind, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import (
     MAX_BODY_BYTES,
@@ -199,6 +199,12 @@ def filled(kind, chance):
         else:
             made[name] = fields[name] if name in fields else chance.choice([0, 1, 2**62])
     return kind(**made)
+
+
+@pytest.mark.parametrize("message", SPECIMENS, ids=lambda message: type(message).__name__)
+def test_the_kind_of_a_message_is_its_tag(message):
+    packed = pack(Frame(2**63, message, body_of(message)))
+    assert message_kind(packed).decode() == type(message).__struct_config__.tag
 
 
 def test_every_kind_of_message_has_a_specimen():

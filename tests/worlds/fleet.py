@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.record import Record, seal, unseal
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 from farflock.swarm.zmq.socket import zmq_endpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ class Fleet(contextlib.AsyncExitStack):
     """Links, hostile clients and processes that end with the test."""
 
     async def peer(self, seed: int, **options) -> ZmqLinks:
-        links = await ZmqLinks.open(identity(seed), options.pop("run", "run"), incarnation=seed, **options)
+        links = await ZmqLinks.open(identity(seed), options.pop("run", "run"), LinkOptions(incarnation=seed, **options))
         self.push_async_callback(links.close)
         return links
 
@@ -104,7 +104,7 @@ class Stranger:
 CHILD = """
 import asyncio, json, sys
 from farflock.swarm.identity import Identity
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 async def commands():
     reader = asyncio.StreamReader(limit=2**20)
@@ -123,7 +123,7 @@ async def main():
     options = json.loads(sys.argv[2])
     relays = options.pop("relays", ())
     seed = int(sys.argv[1])
-    links = await ZmqLinks.open(Identity.from_seed(bytes([seed]) * 32), "run", incarnation=seed, **options)
+    links = await ZmqLinks.open(Identity.from_seed(bytes([seed]) * 32), "run", LinkOptions(incarnation=seed, **options))
     print("record", links.record(relays=relays).hex(), flush=True)
     task = asyncio.create_task(echo(links))
     async for word, *rest in commands():

@@ -10,7 +10,7 @@ from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Answer, Call, Heard
 from farflock.swarm.peer.calls import CallFailed, Calls
 from farflock.swarm.peer.chunks import Store
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.serving import LEASE_S, Reply
 from farflock.swarm.sim.network import DEAD_S, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -57,7 +57,7 @@ class Life:
         self.world, self.name = world, name
         links, self.store = world.network.links(name), Store(0)
         self.tasks = set()
-        self.port = Port("run", 0, incarnation, links, self.store, self.spawn)
+        self.port = PeerContext("run", 0, incarnation, links, self.store, self.spawn)
         self.calls = Calls(self.port, **options)
         self.calls.handler = handler
         self.spawn(self.receive(links))

@@ -9,6 +9,7 @@ import zlib
 
 import torch
 
+from farflock.node.chaos_population import Population
 from farflock.node.simulate.chaos import Chaos
 from farflock.node.simulate.chaos_methods import Arm
 from farflock.swarm.identity import Identity
@@ -21,21 +22,40 @@ LEAST_S, MOST_S = 2.0, 30.0  # how long one lasts until it shows
 TINY = 2  # peers: so few need another one first, for there would be nobody to talk to
 
 
+class Dishonest(Population):
+    """One of these peers may lie: once, it brings shards that no codec writes."""
+
+    liar = None
+
+    def _peer(self, index, birth):
+        peer = super()._peer(index, birth)
+        exchange = peer.exchange
+
+        async def dishonest(name, number, shards, **terms):
+            if index == self.liar:
+                self.liar, shards = None, [shard[:-1] for shard in shards]
+            return await exchange(name, number, shards, **terms)
+
+        peer.exchange = dishonest
+        return peer
+
+
 class Trial(Chaos):
     """`peers` of them at first; `shown` counts the misfortunes that had their effect."""
 
     def __init__(self, arm: Arm, peers: int, misfortunes=MISFORTUNES, seed=0):
         super().__init__(zlib.crc32(f"{arm.method}/{peers}/{misfortunes}/{seed}".encode()), arm, peers)
         self.misfortunes, self.shown = misfortunes, collections.Counter()
-        self.happened, self.liar = [], None
+        self.happened = []
+        self.population = Dishonest(self.seed, arm, self.network, self.watch, self.population.identities)
 
     def _faults(self):
         order = self._random.sample(self.misfortunes, len(self.misfortunes))
-        if len(self._identities) <= TINY:
+        if len(self.population.identities) <= TINY:
             between = [kind for kind in order if kind not in ("join", "leave")]
             order = ["join", *between, "leave"]
         self.happened = order
-        return [(kind, self._random.choice(self._phases or ("",))) for kind in order]
+        return [(kind, self._random.choice(self.tap.phases or ("",))) for kind in order]
 
     async def _strike(self, kind):
         await self.until(self.all_know_all)
@@ -65,25 +85,25 @@ class Trial(Chaos):
 
     async def corrupt(self):
         """Frames change on the way; chunks are not what they are called; somebody sends what no codec writes."""
-        self._lying, self.liar = SHARE, self.last()
+        self.tap.lying, self.population.liar = SHARE, self.last()
         there = await self.frames_suffer("corrupt")
-        there = there and await self.until(lambda: self.liar is None or not self._streams)
-        self._lying, self.liar = 0.0, None
+        there = there and await self.until(lambda: self.population.liar is None or not self._streams)
+        self.tap.lying, self.population.liar = 0.0, None
         return there
 
     async def partial(self):
         """Somebody computes for so long that rounds are closed without it."""
         victim, before = self.last(), self.without_somebody()
-        self._slow[victim] = 1e9
+        self.population.slow[victim] = 1e9
         there = await self.until(lambda: self.without_somebody() > before or not self._streams)
-        self._slow.pop(victim)
+        self.population.slow.pop(victim)
         return there
 
     async def late(self):
         """Somebody is cut off until its exchange is overdue (a pair's ends then), and hears of it later."""
         victim, before = self.last(), self.watch.statuses["failed"] + self.watch.statuses["alone"]
-        life, peer = self._lives[victim], self._identities[victim].peer
-        self.network.partition({peer}, {identity.peer for identity in self._identities} - {peer})
+        life, peer = self.population.lives[victim], self.population.identities[victim].peer
+        self.network.partition({peer}, {identity.peer for identity in self.population.identities} - {peer})
 
         def overdue():
             now_s = life.peer.run_s()
@@ -96,48 +116,38 @@ class Trial(Chaos):
         return there
 
     async def join(self):
-        index = len(self._identities)
-        self._identities.append(Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")))
-        self.watch._peers.append(self._identities[index].peer)
-        self._begin(index)
+        index = len(self.population.identities)
+        self.population.identities.append(Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")))
+        self.watch._peers.append(self.population.identities[index].peer)
+        self.population.begin(index)
         return await self.until(self.all_know_all)
 
     async def leave(self):
         victim = self.last()
-        life = self._lives.pop(victim)
+        life = self.population.lives.pop(victim)
         life.loop.stop()
         await life.task
-        return await self.until(lambda: all(victim not in self.members_of(index) for index in self._lives))
+        return await self.until(lambda: all(victim not in self.members_of(index) for index in self.population.lives))
 
     # who
 
     def last(self):
         """The member that a quorum can do without: the last of the newest view."""
-        return self.members_of(next(iter(self._lives)))[-1]
+        return self.members_of(next(iter(self.population.lives)))[-1]
 
     def members_of(self, index):
-        numbers = {identity.peer: number for number, identity in enumerate(self._identities)}
-        return [numbers[peer] for peer in self._lives[index].peer.port.chain.newest.peers]
+        numbers = {identity.peer: number for number, identity in enumerate(self.population.identities)}
+        return [numbers[peer] for peer in self.population.lives[index].peer.port.chain.newest.peers]
 
     def all_know_all(self):
-        here = all(life.loop is not None for life in self._lives.values())
-        return here and all(self._lives.keys() <= set(self.members_of(index)) for index in self._lives)
+        here = all(life.loop is not None for life in self.population.lives.values())
+        return here and all(
+            self.population.lives.keys() <= set(self.members_of(index)) for index in self.population.lives
+        )
 
     def without_somebody(self):
         pairs = self.arm.method == "noloco"
         return sum(self.watch.statuses[one] for one in (("alone", "failed") if pairs else ("partial",)))
-
-    def _peer(self, index, birth):
-        peer = super()._peer(index, birth)
-        exchange = peer.exchange
-
-        async def dishonest(name, number, shards, **terms):
-            if index == self.liar:
-                self.liar, shards = None, [shard[:-1] for shard in shards]
-            return await exchange(name, number, shards, **terms)
-
-        peer.exchange = dishonest
-        return peer
 
 
 def tried(arm, peers, misfortunes=MISFORTUNES, seed=0):

@@ -43,12 +43,12 @@ def until_all_are_in(seed, main):
 
     async def whole():
         disaster = Chaos(seed, arm_of(seed))
-        for index in range(len(disaster._identities)):
-            disaster._begin(index)
+        for index in range(len(disaster.population.identities)):
+            disaster.population.begin(index)
             await asyncio.sleep(0.3)
         await disaster._progress(1, "the start")
         await main(disaster)
-        await disaster._end_all()
+        await disaster.population.end_all()
         return disaster
 
     return run_virtual(whole())
@@ -64,18 +64,20 @@ def test_each_kind_of_fault_hits_something(seed):
 
     until_all_are_in(seed, main)
     assert hits.keys() == set(KINDS)
-    assert all(hits.values()) or len(Chaos(seed, arm_of(seed))._identities) == 4
+    assert all(hits.values()) or len(Chaos(seed, arm_of(seed)).population.identities) == 4
 
 
 @pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 8, 3), (PAIRS, 8, 3), (9, 4, 1)])
 def test_nobody_is_killed_beyond_what_a_majority_can_lose_and_what_hits_nobody_is_not_counted(seed, peers, may_die):
     async def main(disaster):
-        assert len(disaster._lives) == peers
+        assert len(disaster.population.lives) == peers
         await asyncio.sleep(10)  # until the rounds, too, are those of the view with all
-        assert [await disaster._kill(index) for index in disaster._lives] == [n < may_die for n in range(peers)]
+        assert [await disaster._kill(index) for index in disaster.population.lives] == [
+            n < may_die for n in range(peers)
+        ]
         for kind in ("kill", "restart"):
             assert not await disaster._strike(kind)
-        assert all(not life.task.done() for index, life in disaster._lives.items() if index >= may_die)
+        assert all(not life.task.done() for index, life in disaster.population.lives.items() if index >= may_die)
 
     until_all_are_in(seed, main)
 
@@ -98,25 +100,25 @@ def test_nobody_is_killed_without_whom_a_view_would_have_no_quorum(monkeypatch, 
 )
 def test_a_fault_strikes_when_a_message_of_its_phase_is_sent(seed, phase):
     async def main(disaster):
-        assert await disaster._wait_for_moment(phase) == phase
+        assert await disaster.tap.wait_for(phase) == phase
 
     until_all_are_in(seed, main)
 
 
 def test_where_pairs_have_no_such_phase_another_one_is_met():
     async def main(disaster):
-        assert await disaster._wait_for_moment("vote") in PAIR_PHASES
+        assert await disaster.tap.wait_for("vote") in PAIR_PHASES
 
     until_all_are_in(PAIRS, main)
 
 
 def test_where_nothing_is_reduced_another_phase_is_met_and_where_nothing_is_sent_none():
     async def gathers(disaster):
-        assert await disaster._wait_for_moment("reduced") in set(PHASES.values()) - {"reduced"}
+        assert await disaster.tap.wait_for("reduced") in set(PHASES.values()) - {"reduced"}
 
     async def silent(disaster):
         before_s = asyncio.get_running_loop().time()
-        assert await disaster._wait_for_moment("offer") == ""
+        assert await disaster.tap.wait_for("offer") == ""
         assert asyncio.get_running_loop().time() == before_s
 
     until_all_are_in(GATHERS, gathers)
@@ -133,7 +135,7 @@ def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
         async def fail(work):
             raise ArithmeticError("out of order")
 
-        disaster._lives[1].loop.train = fail
+        disaster.population.lives[1].loop.train = fail
         await asyncio.sleep(3)
         disaster._repair()
         await disaster._progress(1, "the fault")
@@ -144,7 +146,7 @@ def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
 
 def test_peers_that_do_not_come_in_are_a_violation():
     async def main(disaster):
-        disaster._lives[1].loop.stopping = True
+        disaster.population.lives[1].loop.stopping = True
         await asyncio.sleep(1)
         await disaster._progress(1, "the fault")
 
@@ -159,9 +161,9 @@ def test_a_task_that_outlives_its_peer_and_bytes_that_nobody_counted_are_violati
         looking.cancel()
         await asyncio.wait([looking])
         forgotten = asyncio.create_task(asyncio.sleep(1e9), name="forgotten")
-        disaster._lines[0].sent_bytes += 1
+        disaster.population.lines[0].sent_bytes += 1
         disaster.network.bytes["sent"] += 1
-        await disaster._end_all()
+        await disaster.population.end_all()
         disaster._check_rest(looking)
         forgotten.cancel()
 
@@ -196,5 +198,5 @@ def test_a_stream_that_stands_still_is_a_violation_though_others_go_on():
         await disaster._progress(1, "the fault")
 
     violations = until_all_are_in(EXACT, main).watch.violations
-    assert len(violations) == len(Chaos(EXACT, arm_of(EXACT))._identities)
+    assert len(violations) == len(Chaos(EXACT, arm_of(EXACT)).population.identities)
     assert "has made" in violations[0]

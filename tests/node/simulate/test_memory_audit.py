@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import operator
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_a_fresh_peer_holds_next_to_nothing():
     ("part", "name", "grown"),
     [
         ("rounds", "_machines", dict.fromkeys(range(MANY))),
-        ("membership", "_asked", set(range(MANY))),
+        ("membership.sync", "_asked", set(range(MANY))),
         ("snapshots", "forgotten", [1] * MANY),
         ("pairing", "_early", {"one": collections.deque([0] * MANY)}),
         ("port", "counters", collections.Counter(range(MANY))),
@@ -48,7 +49,7 @@ def test_a_fresh_peer_holds_next_to_nothing():
 )
 def test_a_container_that_grows_is_found_and_named(part, name, grown):
     def check(peer):
-        setattr(getattr(peer, part), name, grown)
+        setattr(operator.attrgetter(part)(peer), name, grown)
         count, way = longest(peer)
         assert count == MANY
         assert way.startswith(f"peer.{part}.{name}") or name in way

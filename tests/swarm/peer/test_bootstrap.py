@@ -9,7 +9,7 @@ from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Ping, Want
 from farflock.swarm.peer.bootstrap import fetch_chunk
 from farflock.swarm.peer.chunks import PIECE_BYTES, Store, digest_of
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -35,7 +35,7 @@ class World:
         links, store = self.network.links(name), Store(2**30)
         for chunk in chunks:
             store.put(chunk, "served")
-        port = Port("run", 0, 1, links, store, self.spawn)
+        port = PeerContext("run", 0, 1, links, store, self.spawn)
 
         async def serve():
             while True:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from farflock.swarm.frame import Frame
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import BranchAsk, BranchSign, Lineage, Views
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
@@ -272,7 +273,7 @@ async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_ba
     herd.incarnation += 1
     herd.nodes[0] = _HERD["Node"](herd, 0, herd.incarnation, founds=True)
     for number in (1, 2, 3):
-        herd.nodes[0].peer.membership.learn(herd.nodes[number].record)
+        herd.nodes[0].peer.membership.book.learn(herd.nodes[number].record)
     await until(lambda: herd.nodes[0].applied > 3 and len(herd.nodes[1].members) == 3, 30, "progress of both")
     herd.network.heal()
     await until(lambda: is_one(herd, *range(4)), 60, "one view of all")
@@ -299,7 +300,7 @@ async def test_pairs_branch_and_meet_too(herd):
 
 
 def told(herd, number, sender, message, incarnation=1):
-    herd.nodes[number].peer._route(sender, incarnation, message, b"")
+    herd.nodes[number].peer.router.deliver(sender, Frame(incarnation, message))
 
 
 @lines(3)

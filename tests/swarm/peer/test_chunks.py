@@ -43,17 +43,7 @@ class Net:
         store = Store(budget)
         for data in chunks:
             store.put(data, "mine")
-
-        def send(to, message):
-            return self.transmit(name, to, message, b"")
-
-        async def send_piece(to, piece, body, timeout_s):
-            loop = asyncio.get_running_loop()
-            self.busy_s[name] = max(self.busy_s[name], loop.time()) + len(body) / self.rate
-            await asyncio.sleep(self.busy_s[name] - loop.time())
-            return self.transmit(name, to, piece, bytes(body))
-
-        self.peers[name] = Chunks(store, send, send_piece, lambda peer: self.lives.get(peer, "alive"), self.spawn)
+        self.peers[name] = Chunks(store, Carrier(self, name))
         return self.peers[name]
 
     def transmit(self, sender, to, message, body):
@@ -69,6 +59,25 @@ class Net:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+
+class Carrier:
+    """One peer's way into the network."""
+
+    def __init__(self, network, name):
+        self.network, self.name, self.spawn = network, name, network.spawn
+
+    def send(self, to, message):
+        return self.network.transmit(self.name, to, message, b"")
+
+    async def send_piece(self, to, piece, body, timeout_s):
+        busy_s, loop = self.network.busy_s, asyncio.get_running_loop()
+        busy_s[self.name] = max(busy_s[self.name], loop.time()) + len(body) / self.network.rate
+        await asyncio.sleep(busy_s[self.name] - loop.time())
+        return self.network.transmit(self.name, to, piece, bytes(body))
+
+    def life(self, peer):
+        return self.network.lives.get(peer, "alive")
 
 
 def now():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from farflock.swarm.frame import Frame
 from farflock.swarm.messages import (
     Decided,
     Forgotten,
@@ -260,7 +261,7 @@ async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd
     await asyncio.sleep(0)
     newest = port.views.newest
     proposal = views.encode(View(newest.number + 1, newest.hash, number, newest.members))
-    decision = node.peer.membership._ensure_decision()
+    decision = node.peer.membership.next_view._ensure_decision()
     assert decision.floor(proposal) == (number + 1,)
     for other in (1, 2):
         herd.nodes[other].quiet = False
@@ -300,14 +301,14 @@ def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
         sender, incarnation = (identity(9).peer, 5) if who == "a stranger" else (herd.nodes[1].id, 5)
         view, offset = node.view, node.peer.membership.clock.offset_s
         for message in stranger_frames(herd, sender):
-            node.peer._route(sender, incarnation, message, b"")
+            node.peer.router.deliver(sender, Frame(incarnation, message))
         await asyncio.sleep(VIEW_S + 3)
         assert node.view == view
         assert node.peer.membership.clock.offset_s == offset or who != "a stranger"
         assert node.peer.rounds._streams["weights"].seen < 10**5
         assert not any(event[2] in ("lost", "failed") for event in node.events)
         assert sum(node.peer.port.counters[reason] for reason in node.peer.port.counters if "dropped" in reason) >= 6
-        assert len(node.peer.membership._candidates.leaving) == 0
+        assert len(node.peer.membership.admission.candidates.leaving) == 0
 
     main()
 
@@ -317,7 +318,7 @@ async def test_the_first_views_are_believed_only_of_those_who_were_asked(herd):
     node = herd.start(2)
     liar = identity(9)
     fake = views.Certified(views.genesis("run", Member(liar.peer, 1)))
-    node.peer._route(liar.peer, 1, Views((views.encode(fake),)), b"")
+    node.peer.router.deliver(liar.peer, Frame(1, Views((views.encode(fake),))))
     assert node.peer.port.chain is None
     await until(lambda: len(herd.nodes[0].members) == 3, 20, "its admission")
     assert liar.peer not in node.members
@@ -331,7 +332,7 @@ async def test_a_join_with_the_largest_incarnation_does_not_stop_the_views(herd)
     blob = seal(odd, Record("run", odd.peer, 2**63 - 1, 1, bytes(32)))
     herd.network.links(odd.peer)
     for node in herd.nodes.values():
-        node.peer._route(odd.peer, 2**63 - 1, Join(blob), b"")
+        node.peer.router.deliver(odd.peer, Frame(2**63 - 1, Join(blob)))
     herd.start(2)
     await until(lambda: ids(herd, 0, 1, 2) <= herd.nodes[0].members, 25, "the honest joiner's admission")
 
@@ -345,7 +346,7 @@ async def test_messages_about_an_old_view_are_answered_with_what_the_sender_lack
     node.peer.port.links.send = lambda peer, frame: sent.append((peer, len(frame))) or send(peer, frame)
     message = Offer(Key("weights", node.applied + 5), old.hash, (bytes(32),) * 3, (5,) * 3, 1.0, 10)
     for _ in range(100):
-        node.peer._route(asker.id, asker.incarnation, message, b"")
+        node.peer.router.deliver(asker.id, Frame(asker.incarnation, message))
     answers = [size for peer, size in sent if peer == asker.id and size > 300]
     assert len(answers) == 1
     assert node.peer.port.counters["stale view"] >= 100

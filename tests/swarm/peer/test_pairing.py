@@ -20,7 +20,7 @@ from farflock.swarm.messages import (
     Want,
 )
 from farflock.swarm.peer.chunks import Store
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import DONE_KEPT, MAX_JUMP, Pairing
 from farflock.swarm.peer.streams import Reduction, Stream, work_pin
 from farflock.swarm.protocol.groups import group_of
@@ -42,7 +42,7 @@ class Peer:
 
     def __init__(self, world, name, view, incarnation):
         self.name, self.links, self.store = name, world.network.links(name), Store(0)
-        self.port = Port("run", 5, incarnation, self.links, self.store, world.spawn)
+        self.port = PeerContext("run", 5, incarnation, self.links, self.store, world.spawn)
         self.port.chain = Chain("run", [Certified(view)])
         self.pairing = Pairing(self.port)
         self.heard, self.keeps = [], lambda message: True

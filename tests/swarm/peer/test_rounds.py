@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farflock.swarm.frame import unpack
+from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
 from farflock.swarm.peer.following import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
 from farflock.swarm.peer.round_log import LOG_ROUNDS
@@ -305,12 +305,12 @@ def test_a_member_that_puts_forward_or_announces_nonsense_is_ignored_and_the_rou
             Decided(key, digest, value, (0, 0), ((0, b""), (1, b""), (2, b""))),
         )
         for lie in lies:  # with no machine yet
-            node.peer._route(liar.id, liar.incarnation, lie, b"")
+            node.peer.router.deliver(liar.id, Frame(liar.incarnation, lie))
         for other in herd.nodes.values():
             other.quiet = False
         await asyncio.sleep(1.05)
         for lie in lies:  # and with one
-            node.peer._route(liar.id, liar.incarnation, lie, b"")
+            node.peer.router.deliver(liar.id, Frame(liar.incarnation, lie))
         await until(lambda: node.applied > key.round, 15, "the round")
         assert node.peer.port.counters["dropped: bad close list"] >= 3
         assert not any(event[2] in ("lost", "failed") for event in node.events)
@@ -330,7 +330,7 @@ async def test_an_item_larger_than_a_shard_may_be_is_not_fetched(herd):
         (wants.append(packed) if isinstance(unpack(packed).message, Want) else None) or packed
     )
     lie = Decided(Key(STREAM, node.applied + 1), node.view.hash, value, (0, 0), ((0, b""), (1, b""), (2, b"")))
-    node.peer._route(liar.id, liar.incarnation, lie, b"")
+    node.peer.router.deliver(liar.id, Frame(liar.incarnation, lie))
     await asyncio.sleep(2)
     assert node.peer.port.counters["dropped: item too large"] == 1
     assert not wants
@@ -397,7 +397,7 @@ async def test_who_missed_rounds_that_nobody_speaks_of_any_more_asks_once_it_hea
 async def test_an_unknown_stream_is_dropped_and_counted(herd):
     node = herd.nodes[0]
     offer = Offer(Key("unheard-of", 0), node.view.hash, (), (), 1.0, 0)
-    node.peer._route(herd.nodes[1].id, herd.nodes[1].incarnation, offer, b"")
+    node.peer.router.deliver(herd.nodes[1].id, Frame(herd.nodes[1].incarnation, offer))
     assert node.peer.port.counters["dropped: unknown stream"] == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
 from farflock.swarm.peer.chunks import Store
-from farflock.swarm.peer.context import Port
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import (
     ASK_EVERY_S,
     KEEP_ROUNDS,
@@ -41,7 +41,7 @@ class Peer:
     def __init__(self, world, name, budget_bytes=2**30):
         self.name, self.world = name, world
         links, self.store = world.network.links(name), Store(budget_bytes)
-        self.port = Port("run", 0, 1, links, self.store, world.spawn)
+        self.port = PeerContext("run", 0, 1, links, self.store, world.spawn)
         self.port.chain = Chain("run", [Certified(GENESIS)])
         self.snapshots = Snapshots(self.port, lambda stage: [peer for peer in world.members if peer != name])
         self.built = 0

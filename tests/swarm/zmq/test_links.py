@@ -13,10 +13,10 @@ import pytest
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
-from farflock.swarm.zmq import links as zmq_links
 from farflock.swarm.zmq import outbox
 from farflock.swarm.zmq import partner as zmq_partner
-from farflock.swarm.zmq.links import ZmqLinks
+from farflock.swarm.zmq import sending as zmq_sending
+from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 _FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
 Fleet, FRAME, identity, run, until, meet, got, silent, rss_bytes, port_of = (
@@ -247,7 +247,7 @@ def test_control_frames_over_the_limit_are_refused_at_once():
 
 
 def test_frames_for_a_peer_that_cannot_be_reached_are_dropped_after_a_while(monkeypatch):
-    monkeypatch.setattr(zmq_links, "DEAD_S", 0.5)
+    monkeypatch.setattr(zmq_sending, "DEAD_S", 0.5)
 
     async def main(fleet):
         a = await fleet.peer(1)
@@ -258,7 +258,7 @@ def test_frames_for_a_peer_that_cannot_be_reached_are_dropped_after_a_while(monk
         await until(lambda: a.counters["no road"])
         assert await asyncio.wait_for(waiting, 2.0) > 0
         assert a.life(identity(5).peer) == "unknown"
-        assert not a._backlog
+        assert not a._sender.waiting
 
     run(main)
 
@@ -341,8 +341,8 @@ def test_closing_leaves_no_thread_no_descriptor_and_no_task():
 
     async def main():
         before = census()
-        a = await ZmqLinks.open(identity(1), "run", incarnation=1)
-        b = await ZmqLinks.open(identity(2), "run", incarnation=1)
+        a = await ZmqLinks.open(identity(1), "run", LinkOptions(incarnation=1))
+        b = await ZmqLinks.open(identity(2), "run", LinkOptions(incarnation=1))
         a.learn(b.record())
         await meet(a, b)
         waiting = asyncio.create_task(a.receive())

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from farflock.swarm.zmq import links as zmq_links
 from farflock.swarm.zmq import partner as zmq_partner
+from farflock.swarm.zmq import sending as zmq_sending
+from farflock.swarm.zmq import upkeep as zmq_upkeep
 from farflock.swarm.zmq.forward import pack_forward
-from farflock.swarm.zmq.relay import FORWARD, FORWARDED
+from farflock.swarm.zmq.message import FORWARD, FORWARDED
 
 _FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
 FRAME, identity, run, until, got, silent = (
@@ -135,7 +136,8 @@ def test_another_relay_takes_over_when_one_goes():
 
 def test_silence_on_the_forwarded_road_is_suspect_then_dead_then_alive_again(monkeypatch):
     monkeypatch.setattr(zmq_partner, "DEAD_S", 2.0)
-    monkeypatch.setattr(zmq_links, "DEAD_S", 2.0)
+    monkeypatch.setattr(zmq_upkeep, "DEAD_S", 2.0)
+    monkeypatch.setattr(zmq_sending, "DEAD_S", 2.0)
 
     async def main(fleet):
         a, b, relay = await triangle(fleet)

@@ -10,9 +10,10 @@ import pytest
 
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.record import Record, seal, unseal
-from farflock.swarm.zmq import links as zmq_links
+from farflock.swarm.zmq import handshake as zmq_handshake
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq import socket as zmq_port
+from farflock.swarm.zmq import upkeep as zmq_upkeep
 
 _FLEET = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "fleet.py"))
 FRAME, identity, run, until, got, silent, rss_bytes, port_of = (
@@ -65,7 +66,9 @@ def test_a_stranger_that_does_not_prove_itself_is_cut_off_and_unheard(case, reas
         assert await silent(a)
         assert a.send(b.me, b"undisturbed")
         assert await got(b) == (a.me, b"undisturbed")
-        await until(lambda: all(connection.owner for port in a._routers for connection in port.connections.values()))
+        await until(
+            lambda: all(connection.owner for port in a._sockets.routers for connection in port.connections.values())
+        )
 
     run(main)
 
@@ -118,7 +121,7 @@ def test_the_number_of_strangers_is_bounded_and_a_friend_still_gets_in():
         crowd = [socket.create_connection(("127.0.0.1", port_of(a))) for _ in range(3 * zmq_port.MAX_STRANGERS)]
         try:
             await until(lambda: a.counters["stranger: too many"] >= 2 * zmq_port.MAX_STRANGERS)
-            await until(lambda: len(a._routers[0].connections) <= zmq_port.MAX_STRANGERS)
+            await until(lambda: len(a._sockets.routers[0].connections) <= zmq_port.MAX_STRANGERS)
             friend = await fleet.peer(2, listen=None)
             friend.learn(a.record())
             assert friend.send(a.me, b"x")
@@ -136,7 +139,7 @@ def test_one_identity_has_a_bounded_number_of_connections():
         guests = [fleet.stranger(a) for _ in range(5)]
         for guest in guests:
             await guest.introduce()
-        await until(lambda: len(a._table.partners[guests[0].owner.peer].routes[0]) <= zmq_links.MAX_ROUTES_PER_PEER)
+        await until(lambda: len(a._table.partners[guests[0].owner.peer].routes[0]) <= zmq_handshake.MAX_ROUTES_PER_PEER)
         assert a.counters["too many connections of one peer"] >= 3
         await guests[-1].say(b"\x02newest")
         assert await got(a) == (guests[-1].owner.peer, b"newest")
@@ -231,7 +234,7 @@ def test_an_endless_message_is_cut_off_before_it_fills_the_memory(proven):
 
 def test_who_is_connected_and_says_nothing_for_long_is_cut_off(monkeypatch):
     monkeypatch.setattr(zmq_port, "SILENT_S", 0.5)
-    monkeypatch.setattr(zmq_links, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(zmq_upkeep, "PING_EVERY_S", 0.1)
 
     async def main(fleet):
         a, b = await fleet.pair()

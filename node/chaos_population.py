@@ -1,0 +1,113 @@
+"""The peers of a disaster: real nodes on the simulated network, each in one life after another."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from farflock.node.loop import Loop
+from farflock.node.simulate.chaos_methods import Arm, CountingTrainee
+from farflock.node.simulate.watch import STORE_BYTES, Watch
+from farflock.node.train.driver import Driver
+from farflock.node.train.exchange_client import Courier
+from farflock.node.train.state_sync import Seat
+from farflock.swarm.identity import Identity
+from farflock.swarm.peer.context import inline
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.record import Record, seal
+from farflock.swarm.sim.network import SimLinks, SimNetwork
+
+SLICE_S = 0.5  # of a step: a slow or stopped peer goes on so soon after that has ended
+VIEW_S = 3.0
+GOODBYE_S = 0.2  # until it is on its way
+
+
+@dataclass(slots=True)
+class PeerLife:
+    """One life of one peer: its task; its peer once that is made; its loop while it is in the run."""
+
+    task: asyncio.Task[None]
+    loop: Loop | None = None
+    peer: Peer | None = None
+
+
+class Population:
+    """Brings peers to life and ends them; a peer is called by its number."""
+
+    def __init__(self, seed: int, arm: Arm, network: SimNetwork, watch: Watch, identities: list[Identity]) -> None:
+        self.identities = identities
+        self.lives: dict[int, PeerLife] = {}
+        self.slow: dict[int, float] = {}  # how many times longer than the others a peer computes
+        self.lines: list[SimLinks] = []  # of all lives
+        self._seed, self._arm, self._network, self._watch = seed, arm, network, watch
+        self._births = 0
+
+    def begin(self, index: int) -> None:
+        """Start a peer's next life; the first peer of all founds the run."""
+        self._births += 1
+        life = PeerLife(asyncio.create_task(asyncio.sleep(0)))
+        self.lives[index] = life
+        life.task = asyncio.create_task(self._live(index, self._births, life))
+
+    async def _live(self, index: int, birth: int, life: PeerLife) -> None:
+        peer = life.peer = self._peer(index, birth)
+        async with peer.running():
+            replica = self._arm.replica(index)
+            driver = Driver(self._arm.make(), replica)
+            courier = self._watch.courier(peer, index, birth, driver, Courier(peer, self._seed, inline))
+            seat = Seat(peer, driver, courier, inline)
+            loop = Loop(driver, seat, CountingTrainee(replica), inline, self._trainer(index))
+            loop.report = lambda kind, fields: self._watch.reported(
+                index, birth, driver, kind, fields, seat.place.rounds
+            )
+            if birth == 1:
+                peer.found()
+                seat.open()
+            else:
+                await peer.meet(self._contacts(index), 600.0)
+                await seat.adopt(600.0)
+                peer.ask_in()
+            life.loop = loop
+            await loop.run(10**9)
+            peer.leave()
+            await asyncio.sleep(GOODBYE_S)
+
+    def _trainer(self, index: int) -> Callable[[Callable[[], float]], Any]:
+        async def train(work: Callable[[], float]) -> float:
+            loss = work()
+            left_s = self._arm.step_s
+            while left_s > 0:
+                slice_s = min(left_s, SLICE_S) if index not in self.slow else SLICE_S
+                await asyncio.sleep(slice_s)
+                left_s -= slice_s / self.slow.get(index, 1.0)
+            return loss
+
+        return train
+
+    def _peer(self, index: int, birth: int) -> Peer:
+        identity = self.identities[index]
+        record = self._record(index, birth)
+        links = self._network.links(identity.peer)
+        self.lines.append(links)
+        terms = RunTerms("chaos", self._seed, VIEW_S)
+        return Peer(terms, identity, links, None, incarnation=birth, record=lambda: record, store_bytes=STORE_BYTES)
+
+    def _record(self, index: int, birth: int) -> bytes:
+        identity = self.identities[index]
+        return seal(identity, Record("chaos", identity.peer, birth, birth, curve=bytes(32)))
+
+    def _contacts(self, index: int) -> list[bytes]:
+        living = [other for other, life in self.lives.items() if other != index and life.loop is not None]
+        return [self._record(other, 0) for other in living[:4]]
+
+    async def end(self, index: int) -> None:
+        """End a peer's life, at once and without a goodbye."""
+        life = self.lives[index]
+        life.loop = None
+        life.task.cancel()
+        await asyncio.gather(life.task, return_exceptions=True)
+
+    async def end_all(self) -> None:
+        """End every peer's life."""
+        for index in self.lives:
+            await self.end(index)

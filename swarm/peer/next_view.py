@@ -1,0 +1,198 @@
+"""Deciding the view after the newest one, by agreement of the newest one's members.
+
+A view changes at most every `view_s`. The first live member of the seeded order puts the next one
+forward; the others step in one after the other if it is silent.
+"""
+
+from collections.abc import Callable
+
+from farflock.swarm.identity import Identity
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Accepted, Decided, Prepare, Promise, Propose, Rejected
+from farflock.swarm.peer.admission import Admission
+from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.view_sync import ViewSync
+from farflock.swarm.protocol import views
+from farflock.swarm.protocol.axes import Floor
+from farflock.swarm.protocol.collective import TAKEOVER_S
+from farflock.swarm.protocol.decide import Decision, Sends
+from farflock.swarm.protocol.groups import order
+from farflock.swarm.protocol.views import Certified, Member, View
+
+RESEND_S = 0.5
+HELD_S = 3.0  # a member held back from rounds of stages for so long has the next view decided itself
+# A view begins so many rounds of whole models after the last one begun: few have to wait for it then.
+ROUNDS_AHEAD = 2
+# A member that puts a view forward again waits twice as long each time, up to so many times: over
+# slow links one of them has to get through.
+MAX_BACKOFF_DOUBLINGS = 3
+
+PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
+
+
+class NextView:
+    """One member's part in the decision; calls `changed` after appending a view to my chain."""
+
+    def __init__(
+        self,
+        port: PeerContext,
+        identity: Identity,
+        view_s: float,
+        admission: Admission,
+        sync: ViewSync,
+        changed: Callable[[], None],
+    ) -> None:
+        self._port, self._identity, self._view_s = port, identity, view_s
+        self._admission, self._sync, self._changed = admission, sync, changed
+        self._decision: Decision | None = None
+        self._changed_s = port.now()
+        self._wanted_s: float | None = None  # since when a change is due
+        self._proposed_s = self._sent_s = self._held_s = -1e9
+        self._proposals = 0  # of mine for this view
+
+    def begin_anew(self) -> None:
+        """The newest view is another one: what was wanted or said of its number is over."""
+        self._decision, self._wanted_s = None, None
+        self._changed_s, self._proposals = self._port.now(), 0
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the next view is due, or I have accepted it, and it has not been decided yet.
+
+        Deciding it takes some round trips.
+        """
+        if self._port.views.barrier is not None:
+            return True
+        due_s = self._changed_s + self._view_s
+        return self._wanted_s is not None and self._port.now() >= max(self._wanted_s, due_s)
+
+    def tick(self, now_s: float) -> None:
+        """Put the next view forward if it is due and my turn; only for members."""
+        members = self._next_members(now_s)
+        if members is None and not self._must_decide(now_s):
+            self._wanted_s = None
+            return
+        self._wanted_s = now_s if self._wanted_s is None else self._wanted_s
+        since_s = self._changed_s + (0.0 if self._hurries else self._view_s)
+        if now_s < since_s:
+            return
+        if self._decision is not None and now_s - self._sent_s >= RESEND_S:
+            self._sent_s = now_s
+            self._send(self._decision.retry())
+        rank = self._rank()
+        due_s = max(self._wanted_s, since_s) + TAKEOVER_S * rank
+        doublings = min(max(self._proposals - 1, 0), MAX_BACKOFF_DOUBLINGS)
+        if now_s >= due_s and now_s - self._proposed_s >= TAKEOVER_S * (2 + rank) * 2**doublings:
+            self._proposed_s, self._proposals = now_s, self._proposals + 1
+            self._propose(members or self._port.views.newest.members)
+
+    @property
+    def _hurries(self) -> bool:
+        """True if the next view must be decided before I am gone: afterwards it could not be."""
+        leaves = self._admission.leaves
+        return leaves and self._admission.is_needed_in(self._port.views.newest)
+
+    def _must_decide(self, now_s: float) -> bool:
+        """True if I have accepted a view, or am held back for one, that nobody has decided in time."""
+        chain = self._port.views
+        held = chain.held is not None and now_s - self._held_s >= HELD_S
+        return (chain.barrier is not None or held) and now_s - self._proposed_s >= TAKEOVER_S
+
+    def _next_members(self, now_s: float) -> tuple[Member, ...] | None:
+        newest, candidates = self._port.views.newest, self._admission.candidates
+        lives = {peer: self._port.life(peer) for peer in newest.peers if peer != self._port.me}
+        joining, leaving = candidates.live(now_s), candidates.leaving
+        if not joining and not leaving and "dead" not in lives.values():
+            return None  # what nearly every tick finds
+        return views.next_members(newest, lives, joining, leaving)
+
+    def _rank(self) -> int:
+        """How many live members come before me in this decision's order.
+
+        If I am in a hurry, only members that leave are counted: only they may be in one too.
+        """
+        before = self._ordered()
+        before = before[: before.index(self._port.me)]
+        if self._hurries:
+            leaving = self._admission.candidates.leaving
+            before = tuple(peer for peer in before if peer in leaving)
+        return sum(self._port.life(peer) not in ("suspect", "dead") for peer in before)
+
+    def _ordered(self) -> tuple[PeerId, ...]:
+        """The members in the order in which they may put the next view forward."""
+        newest = self._port.views.newest
+        key = views.view_key(newest.number + 1)
+        return order(newest.peers, self._port.seed, newest.hash, key)
+
+    def _propose(self, members: tuple[Member, ...]) -> None:
+        decision, newest = self._ensure_decision(), self._port.views.newest
+        rounds = newest.first_round, newest.stage_rounds
+        view = View(newest.number + 1, newest.hash, rounds[0], members, rounds[1])
+        self._send(decision.propose(views.encode(view)))
+        self._take_stock()
+
+    def _ensure_decision(self) -> Decision:
+        if self._decision is None:
+            newest = self._port.views.newest
+            me = self._port.my_index(newest)
+            assert me is not None, "only members decide views"
+            domain = views.signature_domain(self._port.run)
+            self._decision = Decision(
+                views.view_key(newest.number + 1),
+                newest.hash,
+                me,
+                len(newest.members),
+                tuple(newest.peers.index(peer) for peer in self._ordered()),
+                floor=lambda raw: self._port.views.floor(raw, self._port.floor),
+                in_step=False,
+                least=lambda: self._port.floor,
+                lifted=lambda raw, floor: views.lifted(raw, floor if self._hurries else ahead(floor)),
+                sign=lambda text: self._identity.sign(domain, text),
+                checks=views.checker(self._port.run, newest),
+            )
+        return self._decision
+
+    def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage) -> None:
+        """Take in a message of the decision."""
+        if self._port.chain is None:
+            return
+        newest = self._port.chain.newest
+        if message.view != newest.hash or message.key != views.view_key(newest.number + 1):
+            self._sync.reconcile(sender, message.view)
+            return
+        member = newest.index(sender, incarnation)
+        if member is None:
+            self._port.drop("not from a member")
+        elif self._port.is_member:
+            self._send(self._ensure_decision().receive(member, message))
+            self._take_stock()
+        elif isinstance(message, Decided):
+            self._sync.receive_decided(sender, message)
+
+    def _take_stock(self) -> None:
+        """Hold back from rounds of a view that I accepted; move on when one is decided."""
+        decision, chain = self._decision, self._port.views
+        if decision is None:
+            return
+        if decision.decided is None:
+            chain.barrier = views.decode_view(decision.accepted[1]) if decision.accepted else None
+            staged = chain.newest.staged or self._port.staged
+            if chain.held is None and decision.promised[0] and staged:
+                chain.held, self._held_s = self._port.floor, self._port.now()
+            return
+        ballot, proofs = decision.certificate
+        chain.extend(Certified(views.decode_view(decision.decided), ballot, proofs))
+        self._changed()
+
+    def _send(self, sends: Sends) -> None:
+        peers = self._port.views.newest.peers
+        for member, message in sends:
+            self._port.send(peers[member], message)
+
+
+def ahead(floor: Floor) -> Floor:
+    """The rounds at which a view begins that may begin at `floor`.
+
+    A stage's rounds begin at once: waiting would only hold them up, for members that are gone.
+    """
+    return (floor[0] + ROUNDS_AHEAD - 1, *floor[1:]) if floor else floor

@@ -1,0 +1,12 @@
+"""What a message on a ZMQ connection begins with.
+
+Message (always a single part): one kind byte, then its content.
+
+- 1 record: the sender's signed record, the first message of every connection, both ways
+- 2 frame: one frame of the links (swarm/links.py)
+- 3 ping and 4 pong: a token (8 bytes), which the pong repeats
+- 5 to a relay and 6 from a relay: both as in swarm/zmq/forward.py
+"""
+
+RECORD, FRAME, PING, PONG, FORWARD, FORWARDED = (bytes([kind]) for kind in range(1, 7))
+TOKEN_BYTES = 8

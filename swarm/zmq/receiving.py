@@ -1,0 +1,113 @@
+"""What comes in from the sockets: connections to be proven, and frames of those that are."""
+
+import asyncio
+
+import zmq
+
+from farflock.swarm.directory import MAX_RECORD_BYTES
+from farflock.swarm.links import MAX_FRAME_BYTES, PeerId
+from farflock.swarm.zmq.handshake import Handshakes
+from farflock.swarm.zmq.message import (
+    FORWARD,
+    FORWARDED,
+    FRAME,
+    PING,
+    PONG,
+    RECORD,
+    TOKEN_BYTES,
+)
+from farflock.swarm.zmq.outbox import CONTROL, Inbox
+from farflock.swarm.zmq.partner import Partner, Route, Table
+from farflock.swarm.zmq.relay import Detours
+from farflock.swarm.zmq.sending import Sender
+from farflock.swarm.zmq.socket import Port
+
+
+class Receiver:
+    """The `Events` of all ports: passes them on, and takes in frames of proven connections."""
+
+    def __init__(self, table: Table, handshakes: Handshakes, sender: Sender, detours: Detours) -> None:
+        self.inbox = Inbox()
+        self._table, self._handshakes = table, handshakes
+        self._sender, self._detours = sender, detours
+        self._loop = asyncio.get_running_loop()
+        self._stopped = [False, False]  # classes that are not read until the inbox is half empty
+
+    def paused(self, lane: int) -> bool:
+        """Whether this class is not read for now: back-pressure reaches the senders through TCP."""
+        if self.inbox.full(lane):
+            self._stopped[lane] = True
+        return self._stopped[lane]
+
+    def resumes(self, lane: int) -> bool:
+        """Whether this class was not read, and is from now on: its sockets must be woken."""
+        if not self._stopped[lane] or not self.inbox.half_empty(lane):
+            return False
+        self._stopped[lane] = False
+        return True
+
+    def on_drop(self, reason: str) -> None:
+        """Something was refused."""
+        self._table.counters[reason] += 1
+
+    def on_up(self, port: Port) -> None:
+        """A CURVE handshake succeeded."""
+        self._handshakes.introduce(port)
+
+    def on_refused(self, port: Port) -> None:
+        """The other end's ZAP refused us."""
+        self._handshakes.refused(port)
+
+    def on_down(self, port: Port, descriptor: int, owner: PeerId) -> None:
+        """A proven connection ended."""
+        self._handshakes.lost(port, descriptor, owner)
+
+    def on_room(self, port: Port) -> None:
+        """There may be room to write on this port."""
+        self._handshakes.introduce_again(port)
+        self._sender.flush_all(port)
+
+    def on_frame(self, port: Port, route: bytes | None, frame: zmq.Frame) -> None:
+        """A message came: of a proven connection, or else it must be the record that proves it."""
+        proven = self._handshakes.proven(port, route, frame)
+        body = frame.buffer
+        kind = bytes(body[:1])
+        if proven is not None:
+            if kind != RECORD:
+                self._take(proven, kind, body[1:])
+        elif kind == RECORD and len(body) <= len(RECORD) + MAX_RECORD_BYTES:
+            partner = self._handshakes.prove(port, route, frame)
+            if partner is not None:
+                self._sender.flush(partner)
+        else:
+            port.kick(int(frame.get(zmq.SRCFD)), "stranger: no record first")
+
+    def _take(self, route: Route, kind: bytes, body: memoryview) -> None:
+        partner = self._table.partners.get(route.owner)
+        if partner is None:
+            self._table.counters["frame of a dropped partner"] += 1
+        elif kind == FRAME and len(body) > MAX_FRAME_BYTES:
+            self._table.counters["frame too long"] += 1
+        elif kind == FRAME:
+            partner.count("direct", received=len(FRAME) + len(body))
+            self.inbox.put(route.port.lane, partner.peer, bytes(body))
+        elif kind == PING and len(body) == TOKEN_BYTES:
+            route.write(PONG + bytes(body))
+        elif kind == PONG and len(body) == TOKEN_BYTES:
+            if route.port.lane == CONTROL and int.from_bytes(body, "big") == partner.pings:
+                partner.rtt_s = self._loop.time() - partner.ping_s
+        elif kind == FORWARD:
+            self._detours.forward(partner, route.port.lane, body, self._loop.time())
+        elif kind == FORWARDED:
+            self._take_forwarded(partner, body)
+        else:
+            self._table.counters["not a message"] += 1
+
+    def _take_forwarded(self, relay: Partner, body: memoryview) -> None:
+        taken = self._detours.take(relay, body, self._loop.time())
+        if taken is None:
+            return
+        sender, data = taken
+        if data:
+            self.inbox.put(data[0], sender.peer, data[1])
+        self._sender.flush(sender)  # there may be a session, or room in its window, now

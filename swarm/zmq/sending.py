@@ -1,0 +1,96 @@
+"""Frames on their way out: queued by partner, written on the best road as far as there is room."""
+
+import asyncio
+
+from farflock.swarm.zmq.forward import pack_forward
+from farflock.swarm.zmq.message import FORWARD, FRAME
+from farflock.swarm.zmq.outbox import CONTROL, LANES
+from farflock.swarm.zmq.partner import DEAD_S, Partner, Table
+from farflock.swarm.zmq.relay import Detours
+from farflock.swarm.zmq.socket import Port
+
+
+class Sender:
+    """Sends frames to partners, over a connection if there is one, else sealed through a relay."""
+
+    def __init__(self, table: Table, detours: Detours) -> None:
+        self._table, self._detours = table, detours
+        self._loop = asyncio.get_running_loop()
+        self._backlog: dict[str, Partner] = {}  # partners whose queues are not empty, by peer
+
+    @property
+    def waiting(self) -> int:
+        """How many partners have frames that wait."""
+        return len(self._backlog)
+
+    def put(self, partner: Partner, frame: bytes) -> bool:
+        """Send a control frame; False if its queue is full."""
+        if not partner.outbox.put(CONTROL, frame):
+            self._table.counters["queue full"] += 1
+            return False
+        self.flush(partner)
+        return True
+
+    async def put_bulk(self, partner: Partner, frame: bytes, timeout_s: float) -> bool:
+        """Send a bulk frame, waiting for room in its queue; False if there was none in time."""
+        try:
+            return await partner.outbox.put_bulk(frame, timeout_s)
+        finally:
+            self.flush(partner)
+
+    def flush(self, partner: Partner, only: Port | None = None) -> None:
+        """Write what waits for a partner, on one port if given, as far as there is room."""
+        for lane in LANES:
+            while (frame := partner.outbox.head(lane)) is not None:
+                if not self._write(partner, lane, frame, only):
+                    break
+                partner.stuck[lane] = None
+                partner.outbox.pop(lane)
+        if partner.outbox:
+            self._backlog[partner.peer] = partner
+        elif self._backlog.get(partner.peer) is partner:
+            del self._backlog[partner.peer]
+
+    def flush_all(self, port: Port) -> None:
+        """There may be room to write on this port."""
+        for waiting in list(self._backlog.values()):
+            self.flush(waiting, port)
+
+    def _write(self, partner: Partner, lane: int, frame: bytes, only: Port | None) -> bool:
+        route = partner.best(lane)
+        if route is None:
+            return self._write_forwarded(partner, lane, frame, only)
+        if only not in (None, route.port) or not route.write(FRAME + frame):
+            return False
+        partner.count("direct", sent=len(FRAME) + len(frame))
+        return True
+
+    def _write_forwarded(self, partner: Partner, lane: int, frame: bytes, only: Port | None) -> bool:
+        relay = self._detours.route(partner, lane)
+        if relay is None or only not in (None, relay.port):
+            return False
+        if partner.best(CONTROL) or partner.tunnel is None:
+            return False
+        payload = partner.stuck[lane] or partner.tunnel.carry(lane, frame, self._loop.time())
+        if payload is None:
+            return False
+        message = pack_forward(FORWARD, partner.peer, payload)
+        if not relay.write(message):
+            partner.stuck[lane] = payload  # sealed once: its counter is used up
+            return False
+        partner.count("forwarded", sent=len(message))
+        return True
+
+    def drop_stale(self, partner: Partner, now_s: float) -> None:
+        """Drop frames that have found no road for `DEAD_S`."""
+        if partner.road() != "none":
+            partner.roadless_s = None
+        elif partner.roadless_s is None:
+            partner.roadless_s = now_s
+        elif now_s - partner.roadless_s >= DEAD_S and partner.outbox:
+            self._table.counters["no road"] += partner.forget_queue()
+            self.flush(partner)
+
+    def forget(self, partner: Partner) -> None:
+        """A partner was dropped, and its queue with it."""
+        self._backlog.pop(partner.peer, None)

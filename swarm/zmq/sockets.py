@@ -1,0 +1,74 @@
+"""The sockets of one peer's links: two ROUTERs that listen, two DEALERs for each dial."""
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+
+import zmq
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from farflock.swarm.record import Record
+from farflock.swarm.zmq.outbox import LANES
+from farflock.swarm.zmq.partner import Dial, Table
+from farflock.swarm.zmq.socket import Context, Events, Port, configure, multiaddress
+from farflock.swarm.zmq.zap import ZapHandler
+
+MAX_SOCKETS = 8192  # of one ZMQ context: more than the limits on dials and connections allow
+
+
+class Sockets:
+    """Makes the sockets and closes them; reports what happens on them to `events`."""
+
+    def __init__(self, table: Table, key: X25519PrivateKey, events: Events, suspect_after_s: float) -> None:
+        self.routers: list[Port] = []
+        self._table, self._key, self._events = table, key, events
+        self._suspect_after_s = suspect_after_s
+        self._context: Context = zmq.Context()
+        self._context.max_sockets = MAX_SOCKETS
+        self._zap = ZapHandler(self._context, table.gate)
+
+    def listen(self, address: str, advertise: Sequence[str]) -> tuple[str, ...]:
+        """Bind both ROUTERs; return the addresses to publish, in twos: control, bulk.
+
+        Raise `OSError` if a port is taken, `ValueError` if the addresses could not be dialled.
+        """
+        host, _, wanted = address.removeprefix("tcp://").rpartition(":")
+        if not advertise and ipaddress.ip_address(host.strip("[]")).is_unspecified:
+            raise ValueError(f"{address} is no address that others could dial; name those to publish in `advertise`")
+        bound = [self._bind(lane, f"tcp://{host}:{int(wanted) + lane if int(wanted) else 0}") for lane in LANES]
+        return tuple(multiaddress(name, port) for name in advertise or (host,) for port in bound)
+
+    def _bind(self, lane: int, endpoint: str) -> int:
+        """Make one ROUTER; return the TCP port that it got."""
+        router = Port(self._context, lane, None, self._events)
+        self.routers.append(router)  # before it binds, so that `close` finds it if that fails
+        configure(router.socket, lane, self._key, None, self._suspect_after_s)
+        try:
+            router.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            reason = f"cannot listen on {endpoint}: {error}; choose another port"
+            raise OSError(error.errno, reason) from None
+        return int(router.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def dial(self, record: Record, now_s: float) -> Dial:
+        """Begin to connect to the owner of a record."""
+        return Dial(self._context, self._events, self._key, record, self._suspect_after_s, now_s)
+
+    def ports(self) -> Iterator[Port]:
+        """Every socket that is open now."""
+        yield from self.routers
+        for partner in self._table.partners.values():
+            if partner.dial:
+                yield from partner.dial.ports
+
+    def wake(self, lane: int) -> None:
+        """Read the sockets of this class again, in the loop's next turn."""
+        for port in self.ports():
+            if port.lane == lane:
+                port.wake()
+
+    def close(self) -> None:
+        """Close everything; every dial must have been closed before."""
+        for router in self.routers:
+            router.close()
+        self._zap.close()
+        self._context.term()

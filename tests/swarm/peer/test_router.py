@@ -1,0 +1,85 @@
+"""Each message goes to one part of a peer, told by its type and nothing else."""
+
+import collections
+import typing
+from types import SimpleNamespace
+
+import pytest
+
+from farflock.swarm.frame import Frame
+from farflock.swarm.identity import Identity
+from farflock.swarm.messages import Key, Leave, Message, Offer, PairPropose, Ping, Prepare
+from farflock.swarm.peer.peer import Peer, RunTerms
+from farflock.swarm.peer.router import Router, view_named
+from farflock.swarm.protocol.views import view_key
+from farflock.swarm.sim.network import SimNetwork
+from farflock.swarm.sim.virtual_time import run_virtual
+
+VIEW = bytes(range(32))
+OFFER = Offer(Key("weights", 7), VIEW, (), (), 1.0, 0)
+
+
+class Part:
+    """A part that notes what it takes in; the views of its messages are out of date."""
+
+    def __init__(self, world, name):
+        self.world, self.name, self.sync = world, name, world
+
+    def receive(self, sender, incarnation, message):
+        self.world.came.append((self.name, sender, incarnation, message))
+        self.world.port.counters["stale view"] += self.name != "membership"
+
+
+class World:
+    def __init__(self, chain="known"):
+        self.came, self.reconciled = [], []
+        self.port = SimpleNamespace(chain=chain, counters=collections.Counter())
+        self.router = Router(self.port, Part(self, "membership"), Part(self, "rounds"))
+
+    def reconcile(self, peer, view):
+        self.reconciled.append((peer, view))
+
+    def deliver(self, message):
+        self.router.deliver("somebody", Frame(3, message))
+        return [(name, sender, incarnation) for name, sender, incarnation, said in self.came if said is message]
+
+
+def test_a_peer_has_a_receiver_for_every_message():
+    async def main():
+        links = SimNetwork(1).links(Identity.from_seed(bytes(32)).peer)
+        identity = Identity.from_seed(bytes(32))
+        peer = Peer(RunTerms("run", 1), identity, links, None, incarnation=1, record=lambda: b"")
+        assert peer.router.kinds == set(typing.get_args(Message))
+
+    run_virtual(main())
+
+
+def test_a_second_receiver_of_a_kind_is_a_mistake():
+    with pytest.raises(AssertionError, match="Leave has a receiver already"):
+        World().router.add(print, Leave)
+
+
+@pytest.mark.parametrize(("key", "part"), [(view_key(7), "membership"), (Key("weights", 7), "rounds")])
+def test_a_vote_goes_where_its_key_is_decided(key, part):
+    assert World().deliver(Prepare(key, VIEW, (1, 0))) == [(part, "somebody", 3)]
+
+
+def test_only_what_is_about_views_and_time_is_taken_in_before_a_view_is_known():
+    world = World(chain=None)
+    assert world.deliver(Ping(1.0)) == [("membership", "somebody", 3)]
+    assert world.deliver(Prepare(view_key(7), VIEW, (1, 0)))
+    assert not world.deliver(OFFER)
+    assert not world.deliver(Prepare(OFFER.key, VIEW, (1, 0)))
+
+
+def test_after_a_message_of_another_view_it_is_found_out_who_lacks_views():
+    world = World()
+    assert world.deliver(OFFER)
+    assert world.reconciled == [("somebody", VIEW)]
+    world.deliver(Prepare(view_key(7), VIEW, (1, 0)))  # the decision sees to that itself
+    assert len(world.reconciled) == 1
+
+
+def test_a_proposal_to_a_pair_names_the_view_of_its_offer():
+    assert view_named(PairPropose(OFFER)) == VIEW
+    assert view_named(Ping(1.0)) is None
