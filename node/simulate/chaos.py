@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from farflock.node.chaos_population import SLICE_S, PeerLife, Population
-from farflock.node.chaos_tap import PhaseTap
 from farflock.node.process.worker_processes import end_with_parent, warm
 from farflock.node.simulate.chaos_methods import PHASES, Arm, arm_of
+from farflock.node.simulate.phase_tap import PhaseTap
+from farflock.node.simulate.population import SLICE_S, PeerLife, Population
 from farflock.node.simulate.watch import DEADLINE_S, Watch
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId

@@ -18,7 +18,8 @@ from farflock.node.train.reducer import Inputs, Reducer
 from farflock.node.train.shards import Cut, checker, decode_all, weighted_mean
 from farflock.optimizers.method import All, Exchange, PeerId, RandomGroups, Ranges, Result, Tensors
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.streams import Outcome, Reduction, Stream
+from farflock.swarm.peer.streams import Cadence, Outcome, Reduction, Stream
+from farflock.swarm.protocol.exchange.close_list import Terms
 
 Shapes = Mapping[str, tuple[int, ...]]
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -97,21 +98,23 @@ class Courier:
         reducer = Reducer(out, back.codec, compensate=specimen.compensate)
         name = specimen.key.stream if self._stage is None else f"{specimen.key.stream}/{self._stage}"
         line = self._lines[specimen.key.stream] = _Line(name, shapes, out, back, reducer, noted)
-        return Stream(
-            name,
+        terms = Terms(
             specimen.kind,
             shards=len(out.shards) + noted,
-            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes, notes.MAX_BYTES if noted else 0),
-            reduce=line.reduce,
-            check=line.check,
-            group=_group_size(specimen),
             deadline_s=specimen.deadline_s,
             min_participants=specimen.min_participants,
-            first=specimen.key.round,
-            stride=specimen.stride,
             enough=specimen.enough,
             uniform=specimen.uniform or (noted and specimen.kind == "mean"),
             witnessed=noted,
+            group=_group_size(specimen),
+        )
+        return Stream(
+            name,
+            terms,
+            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes, notes.MAX_BYTES if noted else 0),
+            reduce=line.reduce,
+            check=line.check,
+            cadence=Cadence(specimen.key.round, specimen.stride),
             stage=self._stage,
         )
 

@@ -11,11 +11,12 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Accepted, Decided, Prepare, Promise, Propose, Rejected
 from farflock.swarm.peer.admission import Admission
 from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.view_floors import ViewFloors, ViewSignatures
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import Floor
-from farflock.swarm.protocol.collective import TAKEOVER_S
 from farflock.swarm.protocol.decide import Decision, Sends
+from farflock.swarm.protocol.exchange.timing import TAKEOVER_S
 from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
 
@@ -136,19 +137,13 @@ class NextView:
             newest = self._port.views.newest
             me = self._port.my_index(newest)
             assert me is not None, "only members decide views"
-            domain = views.signature_domain(self._port.run)
             self._decision = Decision(
                 views.view_key(newest.number + 1),
                 newest.hash,
                 me,
-                len(newest.members),
                 tuple(newest.peers.index(peer) for peer in self._ordered()),
-                floor=lambda raw: self._port.views.floor(raw, self._port.floor),
-                in_step=False,
-                least=lambda: self._port.floor,
-                lifted=lambda raw, floor: views.lifted(raw, floor if self._hurries else ahead(floor)),
-                sign=lambda text: self._identity.sign(domain, text),
-                checks=views.checker(self._port.run, newest),
+                floors=ViewFloors(self._port, lambda floor: floor if self._hurries else ahead(floor)),
+                signatures=ViewSignatures(self._port.run, self._identity, newest),
             )
         return self._decision
 

@@ -73,7 +73,7 @@ class Pairing:
             return self._outcome(stream, offer, None)
         self._port.touch(None, key.round)
         offer = Offer(key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state)
-        pair = self._make(key, partner, leader, offer, stream.deadline_s)
+        pair = self._make(key, partner, leader, offer, stream.terms.deadline_s)
         self._current[name], self._changed[name] = pair, asyncio.Event()
         try:
             await self._run(view, stream, pair)
@@ -157,9 +157,9 @@ class Pairing:
         """Get and check every shard of the partner's; a corrupt one ends the exchange."""
         assert pair.theirs is not None
         offer = pair.theirs
-        fits = len(offer.digests) == stream.shards and all(size <= stream.max_shard_bytes for size in offer.sizes)
+        fits = len(offer.digests) == stream.terms.shards and all(size <= stream.max_shard_bytes for size in offer.sizes)
         if not fits or not all(
-            await asyncio.gather(*(self._fetch_shard(stream, pair, s) for s in range(stream.shards)))
+            await asyncio.gather(*(self._fetch_shard(stream, pair, s) for s in range(stream.terms.shards)))
         ):
             pair.lost(self._port.now())
         else:
@@ -206,7 +206,7 @@ class Pairing:
             return Outcome(offer.key, "failed", next_round)
         status: Status = "ok" if verdict == "applied" else "alone"
         weights = tuple(offers[peer].weight for peer in contents)
-        taken = (True,) * stream.shards
+        taken = (True,) * stream.terms.shards
         tokens = max(
             entry.tokens for entry in offers.values()
         )  # each side's estimate of the run's: the larger knows more

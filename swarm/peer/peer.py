@@ -208,7 +208,7 @@ class Peer:
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
-        if stream.group == 2:
+        if stream.is_paired:
             self._pair_streams.add(stream.name)
             self.pairing.open(stream, after_round)
         else:

@@ -1,17 +1,18 @@
-"""The log of a stream's last rounds: what was decided, whether its content is here, and who waits for that.
+"""The log of a stream's last rounds: what was decided, whether its content is here, and who waits
+for that.
 
-A member that was away learns from the logs of others what it missed, in order; a round that has left everybody's log is lost to
-who still waits for it. What a witnessed round was about stays in the annals when its content goes: those who have no part in
-its state, a pipeline's trainers, follow at their own pace, and must miss none.
+A member that was away learns from the logs of others what it missed, in order; a round that has
+left everybody's log is lost to who still waits for it. What a witnessed round was about stays in
+the annals when its content goes: those who have no part in its state, a pipeline's trainers, follow
+at their own pace, and must miss none.
 """
 
 from collections.abc import Callable
 
-from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Decided, Key
+from farflock.swarm.messages import Key
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.streams import Logged, Outcome, StreamState, outcome, work_pin
-from farflock.swarm.protocol.collective import CloseList, told
+from farflock.swarm.protocol.exchange.close_list import told
 
 LOG_ROUNDS = 8
 ANNALS_ROUNDS = 256
@@ -19,33 +20,26 @@ ANNALS_BYTES = 16 * 1024 * 1024  # of one stream's
 
 
 class RoundLog:
-    """Keeps the logs of one peer's streams. `drop` forgets the machine of a round that leaves its log."""
+    """Keeps the logs of one peer's streams. `drop` forgets the machine of a round that leaves its
+    log."""
 
     def __init__(self, port: PeerContext, drop: Callable[[Key], object]) -> None:
         self._port, self._drop = port, drop
 
-    def enter(
-        self,
-        state: StreamState,
-        key: Key,
-        close: CloseList,
-        group: tuple[PeerId, ...],
-        contributors: int,
-        decided: Decided,
-        taken: tuple[bool, ...],
-    ) -> None:
+    def enter(self, state: StreamState, number: int, entry: Logged) -> None:
         """A round is decided: it is the stream's newest, and the oldest one leaves the log."""
-        state.newest = key.round
-        state.seen = max(state.seen, key.round)
-        state.tokens, state.skipped = close.tokens, False
-        state.log[key.round] = Logged(close, group, contributors, decided, taken)
+        state.newest = number
+        state.seen = max(state.seen, number)
+        state.tokens, state.skipped = entry.close.tokens, False
+        state.log[number] = entry
         while len(state.log) > LOG_ROUNDS:
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
-        """A round leaves the log for the annals; for nowhere if what it was about is not noted, or not known here."""
+        """A round leaves the log for the annals; for nowhere if what it was about is not noted, or
+        not known here."""
         entry = state.log[number]
-        if not (state.stream.witnessed and (entry.complete or state.stream.wants == "last")):
+        if not (state.stream.terms.witnessed and (entry.complete or state.stream.wants == "last")):
             self._shorten(state, 0)
             self.evict(state, number)
             state.opened_tokens = entry.close.tokens
@@ -54,12 +48,13 @@ class RoundLog:
         state.annals[number] = state.log.pop(number)
         state.annals_bytes += _size_bytes(state, entry)
         self._drop(key)
-        self._port.store.keep_only([item.digest for item in told(entry.close, state.stream.shards)], key)
+        self._port.store.keep_only([item.digest for item in told(entry.close, state.stream.terms.shards)], key)
         self._port.store.release(work_pin(key))
         self._shorten(state, ANNALS_ROUNDS)
 
     def _shorten(self, state: StreamState, most: int) -> None:
-        """Drop the oldest annals until they are no longer, nor larger, than they may be; no round is missing between them."""
+        """Drop the oldest annals until they are no longer, nor larger, than they may be; no round
+        is missing between them."""
         while state.annals and (len(state.annals) > most or state.annals_bytes > ANNALS_BYTES):
             number, entry = state.annals.popitem(last=False)
             state.annals_bytes -= _size_bytes(state, entry)
@@ -99,7 +94,8 @@ class RoundLog:
             return
         key = Key(state.stream.name, number)
         for item in entry.close.items:
-            self._port.store.pin(item.digest, key)  # of what is here; who only votes may have none of it
+            # Of what is here; who only votes may have none of it
+            self._port.store.pin(item.digest, key)
         self._port.store.release(work_pin(key))
         entry.complete = True
         future = state.waiting.get(number)
@@ -115,4 +111,4 @@ class RoundLog:
 
 def _size_bytes(state: StreamState, entry: Logged) -> int:
     """What a round in the annals takes, roughly."""
-    return len(entry.decided.value) + sum(item.size for item in told(entry.close, state.stream.shards))
+    return len(entry.decided.value) + sum(item.size for item in told(entry.close, state.stream.terms.shards))

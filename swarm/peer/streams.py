@@ -1,4 +1,5 @@
-"""A stream as the swarm sees it: opaque shards, two functions of the node's, and the log of its last rounds."""
+"""A stream as the swarm sees it: opaque shards, two functions of the node's, and the log of its
+last rounds."""
 
 import asyncio
 import collections
@@ -10,79 +11,78 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
 from farflock.swarm.peer.chunks import Store
-from farflock.swarm.protocol.collective import CloseList, Terms, told
+from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, told
+from farflock.swarm.protocol.exchange.holdings import Item
 from farflock.swarm.protocol.forgetting import Forgetting
-from farflock.swarm.protocol.holdings import Item
 
 Status = Literal["ok", "partial", "alone", "failed", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduced shard, and whose payloads were corrupt and are not in it; `data` is None if none was usable."""
+    """A reduced shard, and whose payloads were corrupt and are not in it; `data` is None if none
+    was usable."""
 
     data: bytes | None
     rejected: tuple[PeerId, ...] = ()
 
 
-ReduceShard = Callable[[int, int, Sequence[tuple[PeerId, float, bytes]]], Reduction]  # (round, shard, inputs)
+# (round, shard, inputs)
+ReduceShard = Callable[[int, int, Sequence[tuple[PeerId, float, bytes]]], Reduction]
 CheckShard = Callable[[int, int, bytes], bool]  # (round, shard, payload)
 
 
 @dataclass(frozen=True, slots=True)
+class Cadence:
+    """Which rounds are a stream's: `first` and every `stride`-th after it.
+
+    Rounds of all streams count on one axis, on which views begin.
+    """
+
+    first: int = 0
+    stride: int = 1
+
+    def upto(self, number: int) -> int:
+        """The last round that is not after `number`; one before the first if there is none."""
+        return self.first + max((number - self.first) // self.stride, -1) * self.stride
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
-    """Tensors that are synchronised together, as the swarm sees them: opaque shards and two functions of the node's.
+    """Tensors that are synchronised together: opaque shards, and two functions of the node's that
+    know them.
 
-    `group` 0 is everybody in the view; 2 are pairs (swarm/peer/pairing.py). `max_shard_bytes` bounds what is fetched.
-
-    Rounds of all streams count on one axis, on which views begin; this stream has `first` and every `stride`-th after it.
-    A stream of stage `stage` is that of those who serve it; all others only vote in its rounds. `wants` says which shards of
-    a round this peer fetches where it does not contribute: all of a state that it holds, none, or the last one alone, which
-    may say what the round is about (a pipeline's trainer).
-    A gather with `enough` above 0 closes as soon as so many contributions are whole. A mean that is `uniform` has each
-    contribution in all shards or in none. In a `witnessed` one those who only vote hold the last shard of what they accept.
+    `max_shard_bytes` bounds what is fetched. A stream of stage `stage` is that of the peers that
+    serve it; all others only vote in its rounds. `wants` says which shards of a round this peer
+    fetches where it does not contribute: all of a state that it holds, none, or the last one alone,
+    which may say what the round is about (a pipeline's trainer).
     """
 
     name: str
-    kind: Literal["mean", "gather"]
-    shards: int
+    terms: Terms
     max_shard_bytes: int
     reduce: ReduceShard
     check: CheckShard
-    group: int = 0
-    deadline_s: float = 30.0
-    min_participants: int = 1
-    first: int = 0
-    stride: int = 1
-    enough: int = 0
-    uniform: bool = False
-    witnessed: bool = False
+    cadence: Cadence = Cadence()
     stage: int | None = None
     wants: Literal["all", "last", "none"] = "all"
 
     def __post_init__(self) -> None:
-        if self.stride < 1 or self.first < 0 or self.enough < 0:
-            raise ValueError(f"stream {self.name}: first {self.first}, stride {self.stride}, enough {self.enough}")
-        if (self.group == 2 and self.stride > 1) or (self.enough and (self.group == 2 or self.kind == "mean")):
+        terms, first, stride = self.terms, self.cadence.first, self.cadence.stride
+        if stride < 1 or first < 0 or terms.enough < 0:
+            raise ValueError(f"stream {self.name}: first {first}, stride {stride}, enough {terms.enough}")
+        if (self.is_paired and stride > 1) or (terms.enough and (self.is_paired or terms.kind == "mean")):
             raise ValueError(f"stream {self.name}: pairs have a stride of 1, and only a gather of all knows `enough`")
-        most = MAX_SHARDS // MAX_MEMBERS if self.kind == "gather" and self.group != 2 else MAX_SHARDS
-        if not 1 <= self.shards <= most:
+        most = MAX_SHARDS // MAX_MEMBERS if terms.kind == "gather" and not self.is_paired else MAX_SHARDS
+        if not 1 <= terms.shards <= most:
             raise ValueError(
-                f"stream {self.name}: a {self.kind} has 1 to {most} shards, got {self.shards}; cut larger ones"
+                f"stream {self.name}: a {terms.kind} has 1 to {most} shards, got {terms.shards}; cut larger ones"
             )
 
     @property
-    def terms(self) -> Terms:
-        """What its exchanges' machines are told."""
-        return Terms(
-            self.kind,
-            self.shards,
-            self.deadline_s,
-            self.min_participants,
-            self.enough,
-            self.uniform,
-            self.witnessed,
-        )
+    def is_paired(self) -> bool:
+        """Whether its exchanges are between two peers each (swarm/peer/pairing.py)."""
+        return self.terms.group == 2
 
     def wanted(self, close: CloseList) -> list[Item]:
         """The items of a round that this peer fetches although it has no part in it."""
@@ -90,21 +90,18 @@ class Stream:
             case "all":
                 return list(close.items)
             case "last":
-                return told(close, self.shards)
+                return told(close, self.terms.shards)
             case "none":
                 return []
-
-    def upto(self, number: int) -> int:
-        """This stream's last round that is not after `number`; one before its first if there is none."""
-        return self.first + max((number - self.first) // self.stride, -1) * self.stride
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an exchange: `reduced` by shard (mean over everybody) or `gathered` by peer (pairs, gathers).
+    """What came of an exchange: `reduced` by shard (mean over everybody) or `gathered` by peer
+    (pairs, gathers).
 
-    `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens after the round,
-    `state` the hash of the state before it that most members had.
+    `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens
+    after the round, `state` the hash of the state before it that most members had.
     """
 
     key: Key
@@ -121,8 +118,8 @@ class Outcome:
 
 @dataclass(slots=True)
 class Logged:
-    """One decided round: its list, the group that the list's indices mean, how many of it contribute, and whether what this
-    peer wants of its content is here."""
+    """One decided round: its list, the group that the list's indices mean, how many of it
+    contribute, and whether what this peer wants of its content is here."""
 
     close: CloseList
     group: tuple[PeerId, ...]
@@ -146,16 +143,18 @@ class StreamState:
     annals: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     annals_bytes: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
-    ends_s: dict[int, float] = field(default_factory=dict)  # when I no longer wait for them, on the local clock
+    # When I no longer wait for them, on the local clock
+    ends_s: dict[int, float] = field(default_factory=dict)
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
-    forgotten: Forgetting = field(default_factory=Forgetting)  # who has said that the next round left its log
+    # Who has said that the next round left its log
+    forgotten: Forgetting = field(default_factory=Forgetting)
     skipped: bool = False  # the tokens are not known before the next decision
 
     @property
     def next(self) -> int:
         """The round after the newest."""
-        return self.newest + self.stream.stride
+        return self.newest + self.stream.cadence.stride
 
     def entry(self, number: int) -> Logged | None:
         """A decided round, from the log or the annals."""
@@ -166,18 +165,26 @@ class StreamState:
         """The last round up to which everything is decided and here."""
         entries = itertools.chain(self.annals.items(), self.log.items())
         incomplete = (number for number, entry in entries if not entry.complete)
-        return min(incomplete, default=self.next) - self.stream.stride
+        return min(incomplete, default=self.next) - self.stream.cadence.stride
 
 
 def work_pin(key: Key) -> tuple[str, Key]:
-    """Pins what an exchange needs until it is complete: contributions; its result stays pinned under the key itself."""
+    """Pins what an exchange needs until it is complete: contributions; its result stays pinned
+    under the key itself."""
     return ("work", key)
 
 
 def outcome(stream: Stream, number: int, logged: Logged, store: Store) -> Outcome:
-    """What a decided round, whose content is in the store, means to this peer; participants in sorted order."""
+    """What a decided round, whose content is in the store, means to this peer; participants in
+    sorted order."""
     close, group = logged.close, logged.group
-    bare = Outcome(Key(stream.name, number), "failed", number + stream.stride, tokens=close.tokens, state=close.state)
+    bare = Outcome(
+        Key(stream.name, number),
+        "failed",
+        number + stream.cadence.stride,
+        tokens=close.tokens,
+        state=close.state,
+    )
     if not close.items:
         return bare
     weights = dict(sorted((group[member], weight) for member, weight in close.members))
@@ -190,8 +197,8 @@ def outcome(stream: Stream, number: int, logged: Logged, store: Store) -> Outcom
         weights=tuple(weights.values()),
         taken=logged.taken,
     )
-    shards = range(stream.shards)
-    if stream.kind == "mean":
+    shards = range(stream.terms.shards)
+    if stream.terms.kind == "mean":
         return replace(done, reduced=tuple(contents[shard] for shard in shards))
-    places = {group[member]: member * stream.shards for member, _ in close.members}
+    places = {group[member]: member * stream.terms.shards for member, _ in close.members}
     return replace(done, gathered={peer: tuple(contents[places[peer] + s] for s in shards) for peer in weights})

@@ -1,20 +1,34 @@
-"""Single-decree Paxos among the members of a view: one value for one key, whatever crashes, is late or is lost.
+"""Single-decree Paxos among the members of a view: one value for one key, whatever crashes, is late
+or is lost.
 
-Sans I/O: messages and `retry` come in, messages go out. The first proposer of the seeded order owns ballot 0 and skips
-the first phase, so that an undisturbed decision takes one round trip and a broadcast. A quorum is more than half of
-the members; of exactly half, the half with the view's most senior member (index 0), so that two peers go on when the
-newer one dies. Any two quorums share a member, which is what agreement rests on (Lamport, "Paxos Made Simple", 2001).
+Sans I/O: messages and `retry` come in, messages go out. The first proposer of the seeded order owns
+ballot 0 and skips the first phase, so that an undisturbed decision takes one round trip and a
+broadcast. A quorum is more than half of the members; of exactly half, the half with the view's most
+senior member (index 0), so that two peers go on when the newer one dies. Any two quorums share a
+member, which is what agreement rests on (Lamport, "Paxos Made Simple", 2001).
 
-Members that restart lose their promises: they come back under a new incarnation and are not members until the next
-view, so no acceptor ever forgets.
+Members that restart lose their promises: they come back under a new incarnation and are not members
+until the next view, so no acceptor ever forgets.
 
-One step beyond the paper: an acceptor may refuse a value for good (`floor`). A value that so many refused that no
-quorum is left for it was never chosen and never will be, so a proposer that finds it accepted by the others is bound to
-nothing: whatever an earlier ballot could have chosen, that value's proposer had to repeat.
+One step beyond the paper: an acceptor may refuse a value for good (`Floors`). A value that so many
+refused that no quorum is left for it was never chosen and never will be, so a proposer that finds
+it accepted by the others is bound to nothing: whatever an earlier ballot could have chosen, that
+value's proposer had to repeat.
+
+Each member is an acceptor, a proposer and a learner. An acceptor has numbers and no states: it
+compares ballots. A proposer has the states of the table:
+
+- *idle*: it has put nothing forward.
+- *preparing*: phase 1 of a ballot of its own; it collects promises.
+- *proposing*: phase 2; it collects acceptances. It comes here from *idle* at once where it may skip
+  phase 1, and goes back to *preparing* with each new ballot.
+- *decided*: a quorum has accepted its value ("accepted"), or somebody has told it of a decision
+  ("learned").
 """
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -30,10 +44,26 @@ from farflock.swarm.messages import (
     Rejected,
 )
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest
+from farflock.swarm.protocol.transitions import after
 
 Sends = list[tuple[int, Message]]  # (member index, message)
 
 _NEVER: Ballot = (0, 0)
+
+ProposerState = Literal["idle", "preparing", "proposing", "decided"]
+ProposerEvent = Literal["skipped", "prepared", "promised", "accepted", "learned"]
+
+PROPOSER_TABLE: dict[tuple[ProposerState, ProposerEvent], ProposerState] = {
+    ("idle", "skipped"): "proposing",
+    ("idle", "prepared"): "preparing",
+    ("idle", "learned"): "decided",
+    ("preparing", "prepared"): "preparing",
+    ("preparing", "promised"): "proposing",
+    ("preparing", "learned"): "decided",
+    ("proposing", "prepared"): "preparing",
+    ("proposing", "accepted"): "decided",
+    ("proposing", "learned"): "decided",
+}
 
 
 def is_quorum(members: Collection[int], size: int) -> bool:
@@ -46,87 +76,213 @@ def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
     return msgspec.msgpack.encode((key, ballot)) + value
 
 
+class Floors(Protocol):
+    """What values a member can ever accept: those that begin late enough, if values have a
+    beginning, as views do.
+
+    Law: once `floor` has refused a value that is not the last one accepted here, it refuses that
+    value for ever. Members whose floors are far apart are not `in_step` and must not skip the first
+    phase: there each tells its `least`, and a proposer's own value is `lifted` to the highest.
+    """
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the first proposer may skip the first phase."""
+
+    def floor(self, value: bytes) -> Floor:
+        """Nothing if the value can be accepted here, else the least rounds that could be."""
+
+    def least(self) -> Floor:
+        """The least rounds that a value accepted here could begin with."""
+
+    def lifted(self, value: bytes, floor: Floor) -> bytes:
+        """The value, made to begin at `floor` or later."""
+
+
+class NoFloors:
+    """Any value can be accepted."""
+
+    in_step = True
+
+    def floor(self, value: bytes) -> Floor:
+        """No value is refused."""
+        return NO_FLOOR
+
+    def least(self) -> Floor:
+        """Any beginning will do."""
+        return NO_FLOOR
+
+    def lifted(self, value: bytes, floor: Floor) -> bytes:
+        """The value as it is."""
+        return value
+
+
+class Signatures(Protocol):
+    """How a member proves what it has accepted, where a decision must convince outsiders."""
+
+    def sign(self, text: bytes) -> bytes:
+        """My signature under this text."""
+
+    def checks(self, member: int, text: bytes, proof: bytes) -> bool:
+        """Whether this is a member's signature under this text."""
+
+
+class Unsigned:
+    """Members believe each other: agreement among peers that may crash, not among liars."""
+
+    def sign(self, text: bytes) -> bytes:
+        """No signature."""
+        return b""
+
+    def checks(self, member: int, text: bytes, proof: bytes) -> bool:
+        """Every claim passes."""
+        return True
+
+
 @dataclass(slots=True)
+class Proposer:
+    """One member's attempts to have a value decided, one ballot after the other; `state` as in the
+    table."""
+
+    state: ProposerState = "idle"
+    ballot: Ballot | None = None
+    value: bytes = b""
+    # With what was accepted before
+    promises: dict[int, tuple[Ballot, bytes] | None] = field(default_factory=dict)
+    accepts: dict[int, bytes] = field(default_factory=dict)  # with their proofs
+    highest: int = 0  # number of any ballot that I heard of
+    # Of each value that I put forward
+    refusers: dict[bytes, set[int]] = field(default_factory=dict)
+
+    def begin(self, ballot: Ballot, value: bytes) -> None:
+        """Begin a ballot, phase 1."""
+        self._move("prepared")
+        self.ballot, self.value, self.promises, self.accepts = ballot, value, {}, {}
+
+    def skip(self, ballot: Ballot, value: bytes) -> None:
+        """Begin a ballot with phase 2."""
+        self._move("skipped")
+        self.ballot, self.value = ballot, value
+
+    def put(self, value: bytes) -> None:
+        """Go on to phase 2, with my value or with one that may have been chosen."""
+        self._move("promised")
+        self.value = value
+
+    def end(self, event: Literal["accepted", "learned"]) -> None:
+        """A value is decided."""
+        self._move(event)
+
+    def refused(self, sender: int, rejected: Rejected) -> None:
+        """Somebody does not take part in a ballot; of mine, perhaps, because it can never accept
+        the value."""
+        self.highest = max(self.highest, rejected.promised[0])
+        if rejected.floor and rejected.ballot == self.ballot and self.state == "proposing":
+            self.refusers.setdefault(self.value, set()).add(sender)
+
+    def bound_to(self, size: int) -> bytes | None:
+        """The value that an earlier ballot may have chosen, according to the promises; None if
+        there is no such."""
+        known = [entry for entry in self.promises.values() if entry is not None]
+        if not known or self.is_impossible(max(known)[1], size):
+            return None
+        return max(known)[1]
+
+    def is_impossible(self, value: bytes, size: int) -> bool:
+        """Whether so many refuse a value for good that it can be chosen in no ballot, past ones
+        included."""
+        refusers = self.refusers.get(value, set())
+        return not is_quorum(set(range(size)) - refusers, size)
+
+    def _move(self, event: ProposerEvent) -> None:
+        self.state = after(PROPOSER_TABLE, self.state, event)
+
+
 class Decision:
     """One agreement as one member sees it: acceptor, proposer and learner at once.
 
-    `proposers` are member indices in the seeded order. `floor` says why a value cannot be accepted here: nothing if it can,
-    else the least rounds that could (views only); once refused, a value that is not the last one accepted here must be
-    refused for ever. Members whose floors are far apart must not skip the first phase (`in_step` False): there each tells
-    its `least`, and the proposer's own value is `lifted` to the highest. `sign` signs what this member accepts; `checks`
-    verifies another member's signature.
+    `proposers` are all members' indices in the seeded order. While `holds_back` is true, this
+    member accepts nothing and puts nothing forward. `ready` says whether it may accept a value now;
+    if not, `resume` has to be called once it may.
     """
 
-    key: Key
-    view: bytes
-    me: int
-    size: int
-    proposers: tuple[int, ...]
-    floor: Callable[[bytes], Floor] = lambda value: NO_FLOOR
-    in_step: bool = True
-    least: Callable[[], Floor] = lambda: NO_FLOOR
-    lifted: Callable[[bytes, Floor], bytes] = lambda value, floor: value
-    sign: Callable[[bytes], bytes] = lambda text: b""
-    checks: Callable[[int, bytes, bytes], bool] = lambda member, text, proof: True
-    holds_back: Callable[[], bool] = lambda: False  # while this is so, I accept nothing and put nothing forward
-    ready: Callable[[bytes], bool] = lambda value: True  # whether I may accept this value now; if not, `resume` follows
+    def __init__(
+        self,
+        key: Key,
+        view: bytes,
+        me: int,
+        proposers: tuple[int, ...],
+        *,
+        floors: Floors | None = None,
+        signatures: Signatures | None = None,
+        holds_back: Callable[[], bool] = lambda: False,
+        ready: Callable[[bytes], bool] = lambda value: True,
+    ) -> None:
+        self.key, self.view, self.me, self.proposers = key, view, me, proposers
+        self.floors: Floors = floors or NoFloors()
+        self.signatures: Signatures = signatures or Unsigned()
+        self._holds_back, self._ready = holds_back, ready
+        self.proposer = Proposer()
+        self.promised: Ballot = _NEVER
+        self.accepted: tuple[Ballot, bytes] | None = None
+        self.decided: bytes | None = None
+        self.certificate: tuple[Ballot, tuple[tuple[int, bytes], ...]] = (_NEVER, ())
+        # The highest floor that anybody answered with: a value below it would be refused there.
+        self.known_floor: Floor = NO_FLOOR
+        # The last proposal I was not ready for, and whose
+        self._withheld: tuple[int, Ballot, bytes] | None = None
 
-    promised: Ballot = _NEVER
-    accepted: tuple[Ballot, bytes] | None = None
-    decided: bytes | None = None
-    certificate: tuple[Ballot, tuple[tuple[int, bytes], ...]] = (_NEVER, ())
-    known_floor: Floor = NO_FLOOR  # the highest that anybody answered with: a value below it would be refused there
-
-    _ballot: Ballot | None = None
-    _value: bytes | None = None
-    _promises: dict[int, tuple[Ballot, bytes] | None] = field(default_factory=dict)
-    _accepts: dict[int, bytes] = field(default_factory=dict)
-    _proposing: bool = False  # in phase 2 of my ballot
-    _refusers: dict[bytes, set[int]] = field(default_factory=dict)  # of each value that I put forward
-    _highest: int = 0
-    _withheld: tuple[int, Ballot, bytes] | None = None  # the last proposal that I was not ready for, and whose
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.proposers)
 
     def propose(self, value: bytes) -> Sends:
-        """Try to have a value decided: an earlier accepted one wins over it. Call again to start a new ballot."""
-        if self.decided is not None or self.holds_back():
+        """Try to have a value decided: an earlier accepted one wins over it. Call again to start a
+        new ballot."""
+        if self.decided is not None or self._holds_back():
             return []
-        first_time = self._ballot is None and self.promised == _NEVER and self.accepted is None
-        self._value, self._promises, self._accepts = value, {}, {}
-        if first_time and self.in_step and self.me == self.proposers[0]:
-            self._ballot = (0, self.me)
-            return self._second_phase(value)
-        self._highest = max(self._highest, self.promised[0]) + 1
-        self._ballot, self._proposing = (self._highest, self.me), False
-        return self._broadcast(Prepare(self.key, self.view, self._ballot))
+        proposer = self.proposer
+        untouched = proposer.ballot is None and self.promised == _NEVER and self.accepted is None
+        if untouched and self.floors.in_step and self.me == self.proposers[0]:
+            proposer.skip((0, self.me), value)
+            return self._second_phase()
+        proposer.highest = max(proposer.highest, self.promised[0]) + 1
+        ballot = (proposer.highest, self.me)
+        proposer.begin(ballot, value)
+        return self._broadcast(Prepare(self.key, self.view, ballot))
 
     def receive(self, sender: int, message: Message) -> Sends:
         """Take a member's message in; returns what to send."""
         if self.decided is not None:
             return self._answer_decided(sender, message)
+        mine, state = self.proposer.ballot, self.proposer.state
         match message:
             case Prepare(ballot=ballot) if ballot[1] == sender and ballot[0] > 0:
                 return self._prepare(sender, ballot)
             case Propose(ballot=ballot, value=value) if ballot[1] == sender and self._may_use(ballot):
                 return self._accept(sender, ballot, value)
-            case Promise(ballot=ballot) if ballot == self._ballot and not self._proposing:
+            case Promise(ballot=ballot) if ballot == mine and state == "preparing":
                 return self._promise(sender, message)
-            case Accepted(ballot=ballot, proof=proof) if ballot == self._ballot and self._proposing:
-                return self._accepted(sender, proof)
+            case Accepted(ballot=ballot, proof=proof) if ballot == mine and state == "proposing":
+                return self._accepted(sender, ballot, proof)
             case Rejected():
-                self._rejected(sender, message)
+                self.known_floor = highest(self.known_floor, message.floor)
+                self.proposer.refused(sender, message)
             case Decided():
                 self._learn(message)
         return []
 
     def retry(self) -> Sends:
-        """Repeat what has not been answered yet; everything here may be lost and may be repeated."""
-        if self.decided is not None or self._ballot is None:
+        """Repeat what has not been answered yet; everything here may be lost and may be
+        repeated."""
+        proposer = self.proposer
+        if self.decided is not None or proposer.ballot is None:
             return []
-        if self._proposing:
-            assert self._value is not None
-            message: Message = Propose(self.key, self.view, self._ballot, self._value)
-            return self._to_others(message, except_for=self._accepts)
-        return self._to_others(Prepare(self.key, self.view, self._ballot), except_for=self._promises)
+        if proposer.state == "proposing":
+            message: Message = Propose(self.key, self.view, proposer.ballot, proposer.value)
+            return self._to_others(message, except_for=proposer.accepts)
+        return self._to_others(Prepare(self.key, self.view, proposer.ballot), except_for=proposer.promises)
 
     def resume(self) -> Sends:
         """I may have become ready for what I could not accept."""
@@ -141,6 +297,8 @@ class Decision:
         ballot, proofs = self.certificate
         return Decided(self.key, self.view, self.decided, ballot, proofs)
 
+    # the acceptor
+
     def _may_use(self, ballot: Ballot) -> bool:
         return ballot[0] > 0 or ballot[1] == self.proposers[0]
 
@@ -149,65 +307,57 @@ class Decision:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         self.promised = ballot
         earlier, value = self.accepted if self.accepted else (None, None)
-        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.least()))
+        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.floors.least()))
 
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:
         if ballot < self.promised:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
-        if self.holds_back():
+        if self._holds_back():
             return []
-        floor = self.floor(value)
+        floor = self.floors.floor(value)
         if floor:
             return self._deliver(sender, Rejected(self.key, self.view, ballot, self.promised, floor))
-        if not self.ready(value):
+        if not self._ready(value):
             self._withheld = sender, ballot, value
             return []
         self.promised, self.accepted = ballot, (ballot, value)
-        proof = self.sign(signed_text(self.key, ballot, value))
+        proof = self.signatures.sign(signed_text(self.key, ballot, value))
         return self._deliver(sender, Accepted(self.key, self.view, ballot, proof))
+
+    # the proposer
 
     def _promise(self, sender: int, promise: Promise) -> Sends:
         earlier = (promise.accepted, promise.value) if promise.accepted and promise.value is not None else None
-        self._promises[sender] = earlier
+        proposer = self.proposer
+        proposer.promises[sender] = earlier
         self.known_floor = highest(self.known_floor, promise.floor)
-        if not is_quorum(self._promises.keys(), self.size):
+        if not is_quorum(proposer.promises.keys(), self.size):
             return []
-        known = [entry for entry in self._promises.values() if entry is not None]
-        assert self._value is not None
-        if known and not self._is_impossible(max(known)[1]):
-            return self._second_phase(max(known)[1])
-        return self._second_phase(self.lifted(self._value, self.known_floor))
+        bound = proposer.bound_to(self.size)
+        proposer.put(self.floors.lifted(proposer.value, self.known_floor) if bound is None else bound)
+        return self._second_phase()
 
-    def _rejected(self, sender: int, rejected: Rejected) -> None:
-        self._highest = max(self._highest, rejected.promised[0])
-        self.known_floor = highest(self.known_floor, rejected.floor)
-        if rejected.floor and rejected.ballot == self._ballot and self._proposing and self._value is not None:
-            self._refusers.setdefault(self._value, set()).add(sender)
+    def _second_phase(self) -> Sends:
+        assert self.proposer.ballot is not None
+        return self._broadcast(Propose(self.key, self.view, self.proposer.ballot, self.proposer.value))
 
-    def _is_impossible(self, value: bytes) -> bool:
-        """Whether so many refuse a value for good that it can be chosen in no ballot, past ones included."""
-        refusers = self._refusers.get(value, set())
-        return not is_quorum(set(range(self.size)) - refusers, self.size)
-
-    def _second_phase(self, value: bytes) -> Sends:
-        assert self._ballot is not None
-        self._value, self._proposing = value, True
-        return self._broadcast(Propose(self.key, self.view, self._ballot, value))
-
-    def _accepted(self, sender: int, proof: bytes) -> Sends:
-        assert self._ballot is not None
-        assert self._value is not None
-        if not self.checks(sender, signed_text(self.key, self._ballot, self._value), proof):
+    def _accepted(self, sender: int, ballot: Ballot, proof: bytes) -> Sends:
+        proposer = self.proposer
+        if not self.signatures.checks(sender, signed_text(self.key, ballot, proposer.value), proof):
             return []
-        self._accepts[sender] = proof
-        if not is_quorum(self._accepts.keys(), self.size):
+        proposer.accepts[sender] = proof
+        if not is_quorum(proposer.accepts.keys(), self.size):
             return []
-        self.decided = self._value
-        self.certificate = (self._ballot, tuple(sorted(self._accepts.items())))
+        proposer.end("accepted")
+        self.decided = proposer.value
+        self.certificate = (ballot, tuple(sorted(proposer.accepts.items())))
         return self._to_others(self.announcement())
 
+    # the learner
+
     def _learn(self, decided: Decided) -> None:
-        if is_certified(decided, self.size, self.checks):
+        if is_certified(decided, self.size, self.signatures.checks):
+            self.proposer.end("learned")
             self.decided, self.certificate = decided.value, (decided.ballot, decided.proofs)
 
     def _answer_decided(self, sender: int, message: Message) -> Sends:
@@ -227,8 +377,9 @@ class Decision:
 
 
 def is_certified(decided: Decided, size: int, checks: Callable[[int, bytes, bytes], bool]) -> bool:
-    """Whether a quorum of distinct members stands behind a decision. Where members do not sign, every claim of a
-    member passes: agreement then holds among honest members that crash, not among liars (docs/threat-model.md)."""
+    """Whether a quorum of distinct members stands behind a decision. Where members do not sign,
+    every claim of a member passes: agreement then holds among honest members that crash, not among
+    liars (docs/threat-model.md)."""
     signers = {member for member, _ in decided.proofs if member < size}
     if not is_quorum(signers, size):
         return False

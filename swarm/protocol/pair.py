@@ -1,11 +1,18 @@
 """Two peers swap payloads: the leader decides, the follower applies only on its word.
 
-Sans I/O. A pair has no majority, so a lost last message can leave the leader applied and the follower not
-("unsure"); methods that cannot live with that use a collective. The leader (named first by the seeded order) proposes,
-the follower leases itself for the round and accepts, both fetch, the follower says what it holds, the leader decides
-and writes it down before it says so. States, with who waits for what in `waits_for`:
+Sans I/O. A pair has no majority, so a lost last message can leave the leader applied and the
+follower not ("unsure"); methods that cannot live with that use a collective. The leader (named
+first by the seeded order) proposes, the follower leases itself for the round and accepts, both
+fetch, the follower says what it holds, the leader decides and writes it down before it says so.
 
-    open -> matched -> held -> done        every state ends at the deadline at the latest
+The table has the states by role; `waits_for` says what each of them waits for. Every state ends at
+the deadline at the latest, as "aborted".
+
+- *open*: my partner's offer is not known.
+- *matched*: both offers are known to me ("offered"); I fetch its payload.
+- *held*: its payload is here, whole ("fetched").
+- *done*: applied on both sides' word ("committed"), or ended without that: by the partner's
+  refusal, or because one side has left the other ("aborted").
 """
 
 import hashlib
@@ -24,17 +31,42 @@ from farflock.swarm.messages import (
     PairPropose,
     PairRefuse,
 )
+from farflock.swarm.protocol.transitions import after
 
 RESEND_S = 0.4
-COMMIT_MARGIN = 0.1  # of the whole time: later than this before the end the leader decides nothing any more
+# Of the whole time: later than this before the end the leader decides nothing any more
+COMMIT_MARGIN = 0.1
 
 Verdict = Literal["applied", "alone", "failed"]
+PairRole = Literal["leader", "follower"]
 Stage = Literal["open", "matched", "held", "done"]
+PairEvent = Literal["offered", "refused", "fetched", "committed", "aborted"]
+
+PAIR_TABLES: dict[PairRole, dict[tuple[Stage, PairEvent], Stage]] = {
+    "leader": {
+        ("open", "offered"): "matched",
+        ("open", "refused"): "done",
+        ("open", "aborted"): "done",
+        ("matched", "fetched"): "held",
+        ("matched", "aborted"): "done",
+        ("held", "committed"): "done",
+        ("held", "aborted"): "done",
+    },
+    "follower": {  # which is not refused: it has proposed nothing
+        ("open", "offered"): "matched",
+        ("open", "aborted"): "done",
+        ("matched", "fetched"): "held",
+        ("matched", "aborted"): "done",
+        ("held", "committed"): "done",
+        ("held", "aborted"): "done",
+    },
+}
 
 
 @dataclass(slots=True)
 class Pair:
-    """One round of one pair as one of the two sees it. `offer` is mine; `theirs` the partner's once it is known."""
+    """One round of one pair as one of the two sees it. `offer` is mine; `theirs` the partner's once
+    it is known."""
 
     key: Key
     me: PeerId
@@ -84,20 +116,20 @@ class Pair:
             case PairAccept(offer=offer) if self.leader:
                 self._matched(now_s, offer)
             case PairRefuse() if self.leader and self.stage == "open":
-                self._finish("alone")
+                self._end("refused")
             case PairHave(digest=digest) if self.leader:
                 self._heard_have = digest
                 self._decide(now_s)
             case PairCommit() if not self.leader and self.stage == "held":
-                self._finish("applied")
+                self._end("committed")
             case PairAbort():
-                self._finish("alone" if self.stage == "open" else "failed")
+                self._end("aborted")
 
     def complete(self, now_s: float) -> None:
         """The partner's payload is here, whole and verified."""
         if self.stage != "matched":
             return
-        self.stage = "held"
+        self._move("fetched")
         if self.leader:
             self._decide(now_s)
         else:
@@ -109,7 +141,7 @@ class Pair:
             return
         self.unsure = self.stage == "held" and not self.leader
         self.outbox.append(PairAbort(self.key))
-        self._finish("alone" if self.stage == "open" else "failed")
+        self._end("aborted")
 
     def tick(self, now_s: float) -> None:
         """Repeat what may have been lost; end what has lasted too long."""
@@ -130,13 +162,15 @@ class Pair:
 
     def _matched(self, now_s: float, offer: Offer) -> None:
         if self.stage == "open":
-            self.theirs, self.stage, self._sent_s = offer, "matched", now_s
+            self._move("offered")
+            self.theirs, self._sent_s = offer, now_s
 
     def _decide(self, now_s: float) -> None:
-        """The leader's decision: made once both sides hold the same, and only while the follower can still hear it."""
+        """The leader's decision: made once both sides hold the same, and only while the follower
+        can still hear it."""
         in_time = now_s < self.ends_s - COMMIT_MARGIN * self.deadline_s
         if self.stage == "held" and self._confirmed() and in_time:
-            self._finish("applied")
+            self._end("committed")
             self.outbox.append(PairCommit(self.key))
 
     def _confirmed(self) -> bool:
@@ -149,15 +183,23 @@ class Pair:
             self._send(now_s, PairHave(self.key, self.joint_digest, ask=True))
 
     def _answer_done(self, message: Message) -> None:
-        """The follower asks again what was decided; a late proposal learns that it came too late."""
+        """The follower asks again what was decided; a late proposal learns that it came too
+        late."""
         if isinstance(message, PairHave) and self.leader:
             decided = self.verdict == "applied" and message.digest == self.joint_digest
             self.outbox.append(PairCommit(self.key) if decided else PairAbort(self.key))
         elif isinstance(message, PairPropose | PairAccept) and self.verdict != "applied":
             self.outbox.append(PairAbort(self.key))
 
-    def _finish(self, verdict: Verdict) -> None:
-        self.stage, self.verdict = "done", verdict
+    def _end(self, event: Literal["refused", "committed", "aborted"]) -> None:
+        """Come to a verdict: a pair that never met leaves each side alone, one that had met has
+        failed."""
+        met = self.stage != "open"
+        self._move(event)
+        self.verdict = "applied" if event == "committed" else "failed" if met else "alone"
+
+    def _move(self, event: PairEvent) -> None:
+        self.stage = after(PAIR_TABLES["leader" if self.leader else "follower"], self.stage, event)
 
     def _send(self, now_s: float, message: Message) -> None:
         self.outbox.append(message)

@@ -8,8 +8,9 @@ import pytest
 from farflock.node.cli import main as cli
 from farflock.node.train import exchange_client as courier
 from farflock.optimizers.diloco import DiLoCo
-from farflock.swarm.peer import chunks, rounds
-from farflock.swarm.protocol import collective, decide, groups, holdings, pair, views
+from farflock.swarm.peer import chunks, machines
+from farflock.swarm.protocol import decide, groups, pair, views
+from farflock.swarm.protocol.exchange import holdings, mean
 
 
 def first_acknowledgement(patch):
@@ -39,14 +40,14 @@ def dead_reducer_ignored(patch):
     """Nobody takes over the shards of a reducer that died."""
 
     def only_first(self, shard, now_s):
-        return groups.reducers(self.ordered, shard)[0] == self.me
+        return groups.reducers(self._roster.ordered, shard)[0] == self._roster.me
 
-    patch.setattr(collective.Collective, "_is_mine", only_first)
+    patch.setattr(mean.Mean, "_is_mine", only_first)
 
 
 def stale_view_accepted(patch):
     """Each member uses the view that it happens to know for whatever round, and takes messages of any view it has seen."""
-    patch.setattr(rounds.Rounds, "_view_of", lambda self, sender, digest, key: self._port.views.by_hash(digest))
+    patch.setattr(machines.Machines, "view_of", lambda self, sender, digest, key: self._port.views.by_hash(digest))
     patch.setattr(views.Chain, "at", lambda self, number: self.newest)
     patch.setattr(views.Chain, "blocked", lambda self, number: False)
 

@@ -13,9 +13,9 @@ import math
 import pytest
 import torch
 
-from farflock.node.chaos_population import Population
 from farflock.node.simulate.chaos import Chaos
 from farflock.node.simulate.chaos_methods import Arm, CountingReplica
+from farflock.node.simulate.population import Population
 from farflock.node.train import shards as wire
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.decoupled import CHECK

@@ -12,7 +12,8 @@ import json
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import Snapshot
-from farflock.swarm.peer.streams import Reduction, Stream
+from farflock.swarm.peer.streams import Cadence, Reduction, Stream
+from farflock.swarm.protocol.exchange.close_list import Terms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -28,8 +29,9 @@ def reduce(number, shard, inputs):
     return Reduction(json.dumps({"names": names, "round": number, "shard": shard}).encode())
 
 
-def stream(kind="mean", **options):
-    return Stream(STREAM, kind, SHARDS, 100_000, reduce, lambda number, shard, data: True, **options)
+def stream(kind="mean", first=0, stride=1, **options):
+    terms, cadence = Terms(kind, SHARDS, **options), Cadence(first, stride)
+    return Stream(STREAM, terms, 100_000, reduce, lambda number, shard, data: True, cadence)
 
 
 def contents_of(outcome):
@@ -63,7 +65,7 @@ class Node:
             incarnation=incarnation,
             record=lambda: self.record,
         )
-        self.applied, self.state, self.tokens = herd.stream.upto(-1), b"", 0
+        self.applied, self.state, self.tokens = herd.stream.cadence.upto(-1), b"", 0
         self.serial = 0
         self.events = []  # (time, round, status)
         self.quiet = False  # takes part without contributing
@@ -114,9 +116,11 @@ class Node:
         self.open()
 
     async def step(self):
-        while self.herd.stream.enough and (missed := self.peer.decided(STREAM, self.applied + self.herd.stream.stride)):
+        while self.herd.stream.terms.enough and (
+            missed := self.peer.decided(STREAM, self.applied + self.herd.stream.cadence.stride)
+        ):
             self.apply(missed, None)  # rounds that wait for nobody are many: a node takes in all that it missed at once
-        number = self.applied + self.herd.stream.stride
+        number = self.applied + self.herd.stream.cadence.stride
         outcome = self.peer.decided(STREAM, number)
         name = None
         if outcome is None:
@@ -131,8 +135,8 @@ class Node:
             self.apply(outcome, name)
 
     def apply(self, outcome, name):
-        number, pairs = outcome.key.round, self.herd.stream.group == 2
-        stride = self.herd.stream.stride
+        number, pairs = outcome.key.round, self.herd.stream.is_paired
+        stride = self.herd.stream.cadence.stride
         assert number == self.applied + stride, "a round was left out"
         self.events.append((now(), number, outcome.status if name else "replayed"))
         self.applied = outcome.next_round - stride
@@ -175,7 +179,7 @@ class Herd:
 
     def applied(self, node, outcome, contents, name):
         """Check an outcome that a node has applied against those of all others."""
-        if self.stream.group == 2:
+        if self.stream.is_paired:
             self.swapped(node, contents, name)
         else:
             self.agreed(node, outcome, contents, name)

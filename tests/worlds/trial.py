@@ -9,9 +9,9 @@ import zlib
 
 import torch
 
-from farflock.node.chaos_population import Population
 from farflock.node.simulate.chaos import Chaos
 from farflock.node.simulate.chaos_methods import Arm
+from farflock.node.simulate.population import Population
 from farflock.swarm.identity import Identity
 from farflock.swarm.sim.network import Faults
 from farflock.swarm.sim.virtual_time import run_virtual

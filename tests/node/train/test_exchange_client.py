@@ -233,8 +233,8 @@ def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_n
 
     name, stream = between(bench, text, work)
     assert name == "s/5"
-    assert (stream.stage, stream.wants, stream.shards) == (5, wants, 1 + with_notes)
-    assert not stream.uniform or with_notes
+    assert (stream.stage, stream.wants, stream.terms.shards) == (5, wants, 1 + with_notes)
+    assert not stream.terms.uniform or with_notes
 
 
 def test_notes_go_with_streams_that_have_them_and_with_no_others(bench, text):

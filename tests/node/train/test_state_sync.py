@@ -226,7 +226,7 @@ def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench,
             node.seat._books = books
             node.found()
             first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
-            shards = [peer.rounds._streams[entry.key.stream].stream.shards for entry in (first, *others)]
+            shards = [peer.rounds._streams[entry.key.stream].stream.terms.shards for entry in (first, *others)]
             assert shards == [2] + [1] * len(others)
             await node.loop.run(made.total, 30.0)
             return first

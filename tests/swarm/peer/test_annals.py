@@ -9,7 +9,7 @@ import pytest
 
 from farflock.swarm.messages import Forgotten, Key
 from farflock.swarm.peer import round_log
-from farflock.swarm.peer.following import HOPELESS_S
+from farflock.swarm.peer.filling import HOPELESS_S
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import NOTHING
 

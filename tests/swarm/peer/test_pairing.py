@@ -23,6 +23,7 @@ from farflock.swarm.peer.chunks import Store
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import DONE_KEPT, MAX_JUMP, Pairing
 from farflock.swarm.peer.streams import Reduction, Stream, work_pin
+from farflock.swarm.protocol.exchange.close_list import Terms
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
@@ -49,7 +50,11 @@ class Peer:
         self.check = lambda number, shard, data: True
         self.pairing.open(
             Stream(
-                NAME, "gather", SHARDS, SHARD_BYTES, lambda *_: Reduction(None), self.checked, 2, deadline_s=DEADLINE_S
+                NAME,
+                Terms("gather", SHARDS, DEADLINE_S, group=2),
+                SHARD_BYTES,
+                lambda *_: Reduction(None),
+                self.checked,
             )
         )
         world.spawn(self.receive())

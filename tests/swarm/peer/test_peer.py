@@ -12,6 +12,7 @@ from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
 from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
 from farflock.swarm.peer.streams import Reduction, Stream
+from farflock.swarm.protocol.exchange.close_list import Terms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.directory import MemoryTable
 from farflock.swarm.sim.network import SimNetwork
@@ -29,8 +30,8 @@ def stream(name=MEAN, group=0):
     def reduce(number, shard, inputs):
         return Reduction(b"+".join(sorted(data for _, _, data in inputs)))
 
-    kind = "gather" if group else "mean"
-    return Stream(name, kind, 1, 1000, reduce, lambda number, shard, data: True, group, deadline_s=6.0)
+    terms = Terms("gather" if group else "mean", 1, deadline_s=6.0, group=group)
+    return Stream(name, terms, 1000, reduce, lambda number, shard, data: True)
 
 
 class World:

@@ -16,9 +16,9 @@ from farflock.swarm.peer.following import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.peer.streams import Reduction, Stream, work_pin
 from farflock.swarm.protocol import views
-from farflock.swarm.protocol.collective import CloseList
 from farflock.swarm.protocol.decide import signed_text
-from farflock.swarm.protocol.holdings import Item
+from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.holdings import Item
 from farflock.swarm.protocol.views import Certified, View, signature_domain, view_key
 from farflock.swarm.sim.network import Faults, LinkModel
 
@@ -134,7 +134,7 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
                 len(store._pins),
                 len(store._pinned_by),
                 len(node.peer._tasks),
-                len(node.peer.rounds._machines),
+                len(node.peer.rounds.machines),
                 len(node.peer.rounds._streams[STREAM].log),
                 len(node.peer.port.counters),
             )
@@ -205,7 +205,7 @@ async def test_who_has_lost_a_round_adopts_no_state_of_before_it(herd):
         word = Forgotten(Key(STREAM, lost), oldest, lost + 9)
         node.peer.rounds.receive(other.id, other.incarnation, word)
     assert node.peer.reach() == lost + 3
-    node.peer.open(dataclasses.replace(herd.stream, name="other"), herd.stream.upto(-1))
+    node.peer.open(dataclasses.replace(herd.stream, name="other"), herd.stream.cadence.upto(-1))
     assert node.peer.reach() == lost + 3, "whatever the method's other streams have still"
 
 
@@ -242,7 +242,7 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
     herd.network.tap = None
     await until(lambda: any(event[2] == "lost" for event in node.events), 20, "its being lost")
     await until(lambda: node.applied >= herd.nodes[0].applied - 2, 30, "its return")
-    assert len(node.peer.rounds._machines) <= 2
+    assert len(node.peer.rounds.machines) <= 2
 
 
 @in_virtual_time(3)
@@ -255,7 +255,7 @@ async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_be
     task = asyncio.create_task(early.step())
     await asyncio.sleep(0)
     old = early.peer.port.views.newest
-    assert early.peer.rounds._machines[Key(STREAM, number)].view == old.hash
+    assert early.peer.rounds.machines.get(Key(STREAM, number)).view == old.hash
     view = View(old.number + 1, old.hash, number, old.members[::-1])
     text = signed_text(view_key(view.number), (1, 0), views.encode(view))
     signers = {identity(n).peer: identity(n) for n in range(3)}
@@ -413,7 +413,7 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
 
     for node in herd.nodes.values():
         state = node.peer.rounds._streams[STREAM]
-        state.stream = Stream(STREAM, "mean", SHARDS, 100_000, picky, lambda *payload: True, deadline_s=8.0)
+        state.stream = dataclasses.replace(state.stream, reduce=picky)
     number = herd.nodes[0].applied + 1
     offers = [[json.dumps({"name": word}).encode()] * SHARDS for word in ("fresh", "rotten", "ripe")]
     outcomes = await asyncio.gather(
@@ -448,9 +448,10 @@ async def test_on_a_slow_link_a_round_takes_hardly_longer_than_its_bytes(herd):
 @pytest.mark.parametrize(("kind", "group", "most"), [("mean", 0, 4096), ("gather", 0, 64), ("gather", 2, 4096)])
 def test_a_stream_with_more_shards_than_a_close_list_can_name_is_refused(kind, group, most):
     def made(shards):
-        return Stream("s", kind, shards, 10, lambda *inputs: Reduction(None), lambda *payload: True, group)
+        terms = Terms(kind, shards, group=group)
+        return Stream("s", terms, 10, lambda *inputs: Reduction(None), lambda *payload: True)
 
-    assert made(most).shards == most
+    assert made(most).terms.shards == most
     for shards in (0, most + 1):
         with pytest.raises(ValueError, match=f"1 to {most} shards, got {shards}"):
             made(shards)

@@ -12,12 +12,13 @@ import pytest
 
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Piece, Prepare
-from farflock.swarm.peer.following import HOPELESS_S
+from farflock.swarm.peer.filling import HOPELESS_S
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.peer.snapshots import Snapshot
 from farflock.swarm.peer.streams import Stream
 from farflock.swarm.protocol import axes
+from farflock.swarm.protocol.exchange.close_list import Terms
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import NOTHING, role_of
@@ -34,19 +35,8 @@ def name_of(stage):
 
 
 def stream(stage, wants="all", witnessed=False):
-    return Stream(
-        name_of(stage),
-        "mean",
-        SHARDS,
-        100_000,
-        reduce,
-        lambda number, shard, data: True,
-        deadline_s=6.0,
-        uniform=True,
-        witnessed=witnessed,
-        stage=stage,
-        wants=wants,
-    )
+    terms = Terms("mean", SHARDS, deadline_s=6.0, uniform=True, witnessed=witnessed)
+    return Stream(name_of(stage), terms, 100_000, reduce, lambda number, shard, data: True, stage=stage, wants=wants)
 
 
 class Node:
@@ -570,7 +560,7 @@ async def test_a_stream_that_was_closed_can_be_opened_for_another_part_in_it(mad
     looker, name = made.nodes[3], name_of(0)
     looker.rounds.close(name)
     assert name not in looker.rounds.names
-    assert not any(key.stream == name for key in looker.rounds._machines)
+    assert not any(machine.key.stream == name for machine in looker.rounds.machines)
     await made.go_on(0, 2)
     looker.peer.open(replace(stream(0), wants="none"), made.newest(0))
     await made.go_on(0, 2)

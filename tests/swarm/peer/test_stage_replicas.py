@@ -9,6 +9,7 @@ import pytest
 from farflock.swarm.messages import Prepare
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.streams import Stream
+from farflock.swarm.protocol.exchange.close_list import Terms
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import EVERY
@@ -21,9 +22,8 @@ STAGES, SHARDS = (0, 1), 2
 
 
 def stream(stage, wants="all"):
-    return Stream(
-        f"grad/{stage}", "mean", SHARDS, 100_000, reduce, lambda *shard: True, uniform=True, stage=stage, wants=wants
-    )
+    terms = Terms("mean", SHARDS, uniform=True)
+    return Stream(f"grad/{stage}", terms, 100_000, reduce, lambda *shard: True, stage=stage, wants=wants)
 
 
 def peer_of(network, number):

@@ -6,19 +6,21 @@ from hypothesis import strategies as st
 
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key
 from farflock.swarm.peer.chunks import Store
-from farflock.swarm.peer.streams import Logged, Reduction, Stream, outcome, work_pin
-from farflock.swarm.protocol.collective import CloseList, Item
+from farflock.swarm.peer.streams import Cadence, Logged, Reduction, Stream, outcome, work_pin
+from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.holdings import Item
 
 GROUP = ("p3", "p1", "p2")  # in seeded order, as views give it
 
 
-def stream(kind="mean", shards=2, **options):
-    return Stream("weights", kind, shards, 1000, lambda *_: Reduction(b""), lambda *_: True, **options)
+def stream(kind="mean", shards=2, first=0, stride=1, **options):
+    terms, cadence = Terms(kind, shards, **options), Cadence(first, stride)
+    return Stream("weights", terms, 1000, lambda *_: Reduction(b""), lambda *_: True, cadence)
 
 
 @given(st.integers(0, 50), st.integers(1, 12), st.integers(-200, 200))
 def test_a_streams_rounds_are_its_first_and_every_strideth_after_it(first, stride, number):
-    last = stream(first=first, stride=stride).upto(number)
+    last = stream(first=first, stride=stride).cadence.upto(number)
     assert (last - first) % stride == 0
     assert last == first - stride if number < first else last <= number < last + stride
 
@@ -100,8 +102,8 @@ def test_a_gather_gives_everybodys_own_shards():
     [("mean", 0, MAX_SHARDS), ("gather", 0, MAX_SHARDS // MAX_MEMBERS), ("gather", 2, MAX_SHARDS)],
 )
 def test_a_stream_has_as_many_shards_as_a_close_list_can_name(kind, group, most):
-    assert stream(kind, shards=1, group=group).shards == 1
-    assert stream(kind, shards=most, group=group).shards == most
+    assert stream(kind, shards=1, group=group).terms.shards == 1
+    assert stream(kind, shards=most, group=group).terms.shards == most
     for shards in (0, most + 1):
         with pytest.raises(ValueError, match=f"1 to {most} shards, got {shards}; cut larger ones"):
             stream(kind, shards=shards, group=group)

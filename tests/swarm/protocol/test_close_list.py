@@ -6,8 +6,11 @@ import msgspec
 import pytest
 
 from farflock.swarm.messages import Decided, Key, Offer, Promise, Propose, Reduced
-from farflock.swarm.protocol.collective import BadCloseList, CloseList, Collective, Fetch, Terms, decode_close_list
-from farflock.swarm.protocol.holdings import Item
+from farflock.swarm.protocol.exchange.actions import Fetch
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, Terms, decode_close_list
+from farflock.swarm.protocol.exchange.collective import Collective
+from farflock.swarm.protocol.exchange.holdings import Item
+from farflock.swarm.protocol.exchange.roster import Roster
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 DEADLINE_S = 20.0
@@ -81,31 +84,31 @@ def test_a_list_that_could_not_be_applied_is_refused_wherever_it_comes_from(raw,
         Promise(KEY, VIEW, (1, 1), (0, 0), raw),
         Decided(KEY, VIEW, raw, (0, 0), ((0, b""), (1, b""))),
     ):
-        machine = Collective(KEY, VIEW, ("a", "b"), 1, (0, 1), terms, 0.0)
+        machine = Collective(KEY, VIEW, Roster(("a", "b"), 1, (0, 1)), terms, 0.0)
         with pytest.raises(BadCloseList):
             machine.receive(0.1, 0, message)
-        assert machine.decision.accepted is None
+        assert machine.closing.decision.accepted is None
         assert machine.close is None
 
 
 def test_an_announcement_of_an_impossible_shard_or_member_is_ignored():
-    machine = Collective(KEY, VIEW, ("a", "b"), 1, (0, 1), TERMS, 0.0)
+    machine = Collective(KEY, VIEW, Roster(("a", "b"), 1, (0, 1)), TERMS, 0.0)
     for shard, entry in ((2, mask(0)), (0, mask(2)), (0, mask())):
         machine.receive(0.1, 0, Reduced(KEY, VIEW, shard, digest_of(b"x"), 5, entry))
-    assert not any(machine.holdings.rivals)
+    assert not any(machine.content.holdings.rivals)
 
 
 def test_an_offer_of_another_number_of_shards_is_ignored():
-    machine = Collective(KEY, VIEW, ("a", "b"), 1, (0, 1), TERMS, 0.0)
+    machine = Collective(KEY, VIEW, Roster(("a", "b"), 1, (0, 1)), TERMS, 0.0)
     machine.receive(0.1, 0, Offer(KEY, VIEW, (digest_of(b"x"),), (5,), 1.0, 0))
-    assert machine.offers == {}
+    assert not machine.content.offers
 
 
 def test_rival_announcements_of_one_shard_are_bounded():
-    machine = Collective(KEY, VIEW, ("a", "b"), 1, (0, 1), TERMS, 0.0)
+    machine = Collective(KEY, VIEW, Roster(("a", "b"), 1, (0, 1)), TERMS, 0.0)
     for number in range(1000):
         machine.receive(0.1, 0, Reduced(KEY, VIEW, 0, digest_of(b"%d" % number), 5, mask(0)))
-    assert len(machine.holdings.rivals[0]) <= 2
+    assert len(machine.content.holdings.rivals[0]) <= 2
     assert sum(isinstance(action, Fetch) for action in machine.take()) <= 2
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from farflock.swarm.messages import Accepted, Decided, Key, Prepare, Promise, Propose, Rejected
 from farflock.swarm.protocol import decide
-from farflock.swarm.protocol.decide import Decision, is_certified, is_quorum, signed_text
+from farflock.swarm.protocol.decide import Decision, NoFloors, is_certified, is_quorum, signed_text
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 EVERYDAY_SCHEDULES = 3000
@@ -15,7 +15,15 @@ EVERYDAY_SCHEDULES = 3000
 
 def group(size, proposers=None, **options):
     order = tuple(proposers or range(size))
-    return [Decision(KEY, VIEW, me, size, order, **options) for me in range(size)]
+    return [Decision(KEY, VIEW, me, order, **options) for me in range(size)]
+
+
+class Floored(NoFloors):
+    """Members for whom some of the rules about floors are others."""
+
+    def __init__(self, **rules):
+        for name, rule in rules.items():
+            setattr(self, name, rule)
 
 
 class Schedule:
@@ -29,7 +37,11 @@ class Schedule:
         self.refusals, self.refused = refusals, [set() for _ in range(self.size)]
         self.members = [
             Decision(
-                KEY, VIEW, me, self.size, tuple(order), floor=lambda value, me=me: (1,) * (value in self.refused[me])
+                KEY,
+                VIEW,
+                me,
+                tuple(order),
+                floors=Floored(floor=lambda value, me=me: (1,) * (value in self.refused[me])),
             )
             for me in range(self.size)
         ]
@@ -149,7 +161,9 @@ def test_refusals_for_good_neither_break_agreement_nor_block_it():
         live = schedule.calm_down(tries=6)
         if is_quorum(live, schedule.size) and not any(schedule.is_open(value, live) for value in doubtful):
             assert {schedule.members[me].decided for me in live} == {schedule.seen[live[0]]}, seed
-            freed += any(schedule.members[me]._is_impossible(value) for me in live for value in doubtful)
+            freed += any(
+                schedule.members[me].proposer.is_impossible(value, schedule.size) for me in live for value in doubtful
+            )
     assert freed > 20, f"only {freed} of these schedules exclude a value"
 
 
@@ -167,9 +181,8 @@ def refusing_group(size, refusers):
             KEY,
             VIEW,
             me,
-            size,
             tuple(range(size)),
-            floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers),
+            floors=Floored(floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers)),
         )
         for me in range(size)
     ]
@@ -213,7 +226,7 @@ def test_an_acceptor_that_forgets_its_promises_breaks_agreement():
                 me = schedule.chance.randrange(3)
                 if me not in schedule.seen:
                     old = schedule.members[me]
-                    schedule.members[me] = Decision(KEY, VIEW, me, 3, old.proposers)
+                    schedule.members[me] = Decision(KEY, VIEW, me, old.proposers)
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -322,7 +335,7 @@ def test_answers_to_an_older_ballot_count_for_nothing():
 
 
 def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
-    members = group(3, floor=lambda value: () if value == b"late enough" else (12,))
+    members = group(3, floors=Floored(floor=lambda value: () if value == b"late enough" else (12,)))
     sends = members[0].propose(b"too early")
     for to, message in sends:
         for _, answer in members[to].receive(0, message):
@@ -341,12 +354,13 @@ def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepte
             KEY,
             VIEW,
             me,
-            4,
             (2, 0, 1, 3),
-            floor=lambda value, me=me: () if int(value) > begun[me] else (begun[me] + 1,),
-            in_step=False,
-            least=lambda me=me: (begun[me] + 1,),
-            lifted=lambda value, floor: b"%d" % max(int(value), *floor),
+            floors=Floored(
+                floor=lambda value, me=me: () if int(value) > begun[me] else (begun[me] + 1,),
+                in_step=False,
+                least=lambda me=me: (begun[me] + 1,),
+                lifted=lambda value, floor: b"%d" % max(int(value), *floor),
+            ),
         )
         for me in range(4)
     ]
@@ -357,7 +371,7 @@ def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepte
 
 def test_who_works_on_a_decided_key_is_told_the_decision():
     members = group(3)
-    run([*members[:2], Decision(KEY, VIEW, 2, 3, (0, 1, 2))], members[0].propose(b"v"))
+    run([*members[:2], Decision(KEY, VIEW, 2, (0, 1, 2))], members[0].propose(b"v"))
     (answer,) = members[0].receive(2, Prepare(KEY, VIEW, (9, 2)))
     members[2].receive(0, answer[1])
     assert members[2].decided == b"v"
@@ -375,7 +389,7 @@ def test_nothing_can_be_announced_before_it_is_decided():
 
 def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may():
     held = {1, 2}
-    members = [Decision(KEY, VIEW, me, 3, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)]
+    members = [Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me in held) for me in range(3)]
     assert members[1].propose(b"w") == []
     run(members, members[0].propose(b"v"))
     assert [member.accepted is not None for member in members] == [True, False, False]
@@ -388,7 +402,7 @@ def test_who_is_held_back_promises_and_accepts_nothing_and_goes_on_when_it_may()
 
 
 def test_who_is_held_back_still_learns_what_others_decided():
-    members = [Decision(KEY, VIEW, me, 3, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)]
+    members = [Decision(KEY, VIEW, me, (0, 1, 2), holds_back=lambda me=me: me == 2) for me in range(3)]
     run(members, members[0].propose(b"v"))
     assert {member.decided for member in members} == {b"v"}
     assert members[2].accepted is None
@@ -402,8 +416,15 @@ def checks(member, text, proof):
     return proof == sign_as(member)(text)
 
 
+class Signing:
+    """Signatures of member `me`."""
+
+    def __init__(self, me):
+        self.sign, self.checks = sign_as(me), checks
+
+
 def signed_group(size):
-    return [Decision(KEY, VIEW, me, size, tuple(range(size)), sign=sign_as(me), checks=checks) for me in range(size)]
+    return [Decision(KEY, VIEW, me, tuple(range(size)), signatures=Signing(me)) for me in range(size)]
 
 
 def certificate(signers, ballot=(0, 0), value=b"v", key=KEY):

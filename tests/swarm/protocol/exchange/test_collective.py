@@ -11,18 +11,13 @@ import msgspec
 import pytest
 
 from farflock.swarm.messages import Holds, Key, Offer, Reduced
-from farflock.swarm.protocol.collective import (
-    LATE_REDUCER,
-    SOFT,
-    CloseList,
-    Collective,
-    Fetch,
-    Reduce,
-    Terms,
-    decode_close_list,
-    told,
-)
 from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.exchange.actions import Fetch, Reduce
+from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, decode_close_list, told
+from farflock.swarm.protocol.exchange.collective import Collective
+from farflock.swarm.protocol.exchange.mean import Mean
+from farflock.swarm.protocol.exchange.roster import Roster
+from farflock.swarm.protocol.exchange.timing import LATE_REDUCER, SOFT
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 DEADLINE_S = 20.0
@@ -91,14 +86,11 @@ class World:
             Collective(
                 KEY,
                 VIEW,
-                peers,
-                me,
-                (*order, *others),
+                Roster(peers, me, (*order, *others), tuple(order)),
                 self.terms,
                 0.0,
                 PRIOR_TOKENS,
                 self.holds[me].__contains__,
-                tuple(order),
             )
             for me in range(n)
         ]
@@ -225,7 +217,7 @@ class World:
 
     def check(self):
         """What must hold at every end."""
-        decided = {machine.decision.decided for machine in self.machines} - {None}
+        decided = {machine.closing.decision.decided for machine in self.machines} - {None}
         assert len(decided) <= 1, "two close lists"
         if is_quorum(self.live, self.n) and not self.orphaned:
             assert self.all_complete(), f"{[me for me in self.live if not self.machines[me].complete]} wait for ever"
@@ -243,9 +235,9 @@ class World:
     def check_witnesses(self):
         """Who only votes has what it accepted, and what is decided is somewhere as long as a quorum lives."""
         for machine in self.machines:
-            if machine.decision.accepted and not machine.contributes:
-                close = decode_close_list(machine.decision.accepted[1], self.terms, self.contributors)
-                assert all(item.digest in self.holds[machine.me] for item in told(close, self.shards))
+            if machine.closing.decision.accepted and not machine.roster.contributes:
+                close = decode_close_list(machine.closing.decision.accepted[1], self.terms, self.contributors)
+                assert all(item.digest in self.holds[machine.roster.me] for item in told(close, self.shards))
         if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
             for item in told(self.close, self.shards):
                 assert any(item.digest in self.holds[me] for me in self.live), "nobody knows any more what counts"
@@ -337,7 +329,7 @@ def uniform_after_a_crash():
 
 def test_where_a_member_dies_while_others_fetch_from_it_they_reduce_again_without_it(monkeypatch):
     assert uniform_after_a_crash() == (0, 0)
-    monkeypatch.setattr(Collective, "_narrow", lambda self: None)
+    monkeypatch.setattr(Mean, "_narrow", lambda self: None)
     slow, empty = uniform_after_a_crash()
     assert slow > 5
     assert empty > 0
@@ -474,14 +466,15 @@ def test_who_does_not_know_the_tokens_before_a_round_puts_nothing_forward():
     world = World(3, n=3, voters=2)
     world.crash(0)
     for machine in world.machines:
-        machine.prior_tokens = None
+        machine.closing.prior_tokens = None
     world.run(until_s=100.0)
     assert not any(machine.close for machine in world.machines)
 
 
 def test_the_agreement_check_can_fail(monkeypatch):
     """With a quorum of one anywhere, members that lose sight of each other must be found to disagree."""
-    from farflock.swarm.protocol import decide, holdings
+    from farflock.swarm.protocol import decide
+    from farflock.swarm.protocol.exchange import holdings
 
     for module in (decide, holdings):
         monkeypatch.setattr(module, "is_quorum", lambda members, size: len(members) >= 1)
@@ -581,7 +574,7 @@ def test_a_dead_reducers_shards_are_reduced_by_the_next_in_line():
 
 def test_a_live_reducer_that_hangs_is_replaced_late_in_the_round():
     world = offering_world(11)
-    hanging = world.machines[1].ordered[0]
+    hanging = world.machines[1].roster.ordered[0]
     world.reduce = lambda me, wanted, reduce=world.reduce: None if me == hanging else reduce(me, wanted)
     world.run()
     assert len(world.close.members) == 3
@@ -591,7 +584,7 @@ def test_a_live_reducer_that_hangs_is_replaced_late_in_the_round():
 def test_a_result_with_a_member_whose_offer_no_survivor_knows_fails_at_the_deadline_instead_of_never():
     """The reducer alone heard of member 2, then both died: nobody left knows that member's weight."""
     world = World(12, n=5, shards=1)
-    reducer = world.machines[0].ordered[0]
+    reducer = world.machines[0].roster.ordered[0]
     stranger = next(me for me in range(5) if me != reducer)
     for me in range(5):
         world.offer_at(0.1, me)
@@ -604,7 +597,7 @@ def test_a_result_with_a_member_whose_offer_no_survivor_knows_fails_at_the_deadl
 
     def fetch(me, wanted, until_s, fetch=world.fetch):
         fetch(me, wanted, until_s)
-        reduced.update({wanted.digest} & set(world.machines[reducer].holdings.rivals[0]))
+        reduced.update({wanted.digest} & set(world.machines[reducer].content.holdings.rivals[0]))
         if reduced and all(reduced <= world.holds[survivor] for survivor in survivors):
             world.crash(reducer)
             world.crash(stranger)
@@ -670,7 +663,7 @@ def test_everything_is_asked_for_once_at_a_time():
 
 def test_a_result_is_fetched_from_who_announced_it_or_says_to_hold_it_and_from_anybody_once_those_are_gone():
     """Whoever cannot have it yet would only answer that it does not, a round trip later."""
-    machine = Collective(KEY, VIEW, tuple("abcd"), 3, (0, 1, 2, 3), TERMS, 0.0)
+    machine = Collective(KEY, VIEW, Roster(tuple("abcd"), 3, (0, 1, 2, 3)), TERMS, 0.0)
     digest = digest_of(b"reduced")
     machine.receive(0.1, 0, Reduced(KEY, VIEW, 0, digest, 7, mask(0, 1)))
     (wanted,) = (action for action in machine.take() if isinstance(action, Fetch))
@@ -682,7 +675,7 @@ def test_a_result_is_fetched_from_who_announced_it_or_says_to_hold_it_and_from_a
     machine.tick(0.4, frozenset({0, 1, 2}))
     assert set(wanted.holders()) == {0, 1, 2}
 
-    lone = Collective(KEY, VIEW, tuple("abcd"), 3, (0, 1, 2, 3), TERMS, 0.0)
+    lone = Collective(KEY, VIEW, Roster(tuple("abcd"), 3, (0, 1, 2, 3)), TERMS, 0.0)
     lone.receive(0.1, 1, Reduced(KEY, VIEW, 0, digest, 7, mask(0, 1)))
     (wanted,) = (action for action in lone.take() if isinstance(action, Fetch))
     lone.tick(0.2, frozenset({1}))

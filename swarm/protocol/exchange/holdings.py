@@ -1,10 +1,12 @@
-"""The items of one exchange as one member sees them: what there is, what is here, and who says to hold what.
+"""The items of one exchange as one member sees them: what there is, what is here, and who says to
+hold what.
 
-Kept up to date by small steps: an exchange has thousands of items and as many events, so that looking through all of
-them at each event would cost the square.
+Kept up to date by small steps: an exchange has thousands of items and as many events, so that
+looking through all of them at each event would cost the square.
 """
 
 import collections
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -17,7 +19,8 @@ _NOTHING = bytes(PREFIX_BYTES)
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of the result: its place, its content, and whose contributions are in it (bit i: member i)."""
+    """One piece of the result: its place, its content, and whose contributions are in it (bit i:
+    member i)."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS * MAX_MEMBERS)]
     digest: Digest
@@ -26,23 +29,37 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 
 def contributions(item: Item) -> int:
-    """How many members' are in it."""
+    """The number of members whose contributions are in an item."""
     return int.from_bytes(item.mask, "little").bit_count()
 
 
+def mask_of(members: Iterable[int]) -> bytes:
+    """The mask of an item with these members' contributions."""
+    return sum(1 << member for member in members).to_bytes(8, "little")
+
+
+def has(item: Item, member: int) -> bool:
+    """Whether a member's contribution is in an item."""
+    return bool(int.from_bytes(item.mask, "little") >> member & 1)
+
+
 class Holdings:
-    """Places 0 to `places` - 1, for each of which rival items may be announced, as seen by member `me` of `members`. Of rivals
-    the one with the smallest digest is preferred; if `fewest`, one with as few contributions as possible."""
+    """Places 0 to `places` - 1, for each of which rival items may be announced, as seen by member
+    `me` of `members`. Of rivals the one with the smallest digest is preferred; if `fewest`, one
+    with as few contributions as possible."""
 
     def __init__(self, places: int, members: int, me: int, *, fewest: bool = False) -> None:
         self._members, self._me, self._fewest = members, me, fewest
-        self._electorate: frozenset[int] | None = None  # whose majority counts, where it is not that of all
+        # Whose majority counts, where it is not that of all
+        self._electorate: frozenset[int] | None = None
         self.rivals: list[dict[bytes, Item]] = [{} for _ in range(places)]
-        self.held: set[bytes] = set()  # digests that are here, of items and of whatever else the exchange needs
+        # Digests that are here, of items and of whatever else the exchange needs
+        self.held: set[bytes] = set()
         self.corrupt: set[bytes] = set()  # what no correct encoder wrote
         self.agreed: dict[int, Item] = {}  # by place: what is here, and a quorum says to hold
         self.version = 0  # changes with `agreed`
-        self._places: dict[bytes, list[int]] = collections.defaultdict(list)  # of each announced digest
+        # Of each announced digest
+        self._places: dict[bytes, list[int]] = collections.defaultdict(list)
         self._prefixes = bytearray(PREFIX_BYTES * places)  # what I report
         self._said: dict[int, bytes] = {}
         self._lacking: set[int] = set()
@@ -63,6 +80,16 @@ class Holdings:
         if digest not in self.held:
             self.held.add(digest)
             self._update_all(digest)
+
+    def hold_all(self, digests: Iterable[bytes]) -> None:
+        """All this content is here from now on."""
+        for digest in digests:
+            self.hold(digest)
+
+    def spoil_all(self, digests: Iterable[bytes]) -> None:
+        """All this content is corrupt, whoever has it."""
+        for digest in digests:
+            self.spoil(digest)
 
     def spoil(self, digest: bytes) -> None:
         """This content is corrupt, whoever has it."""
@@ -120,7 +147,10 @@ class Holdings:
         rivals = self.rivals[index]
         if len(rivals) < 2:
             return list(rivals.items())
-        return sorted(rivals.items(), key=lambda entry: (contributions(entry[1]) if self._fewest else 0, entry[0]))
+        return sorted(
+            rivals.items(),
+            key=lambda entry: (contributions(entry[1]) if self._fewest else 0, entry[0]),
+        )
 
     def _update_all(self, digest: bytes) -> None:
         for index in self._places.get(digest, ()):

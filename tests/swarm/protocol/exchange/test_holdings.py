@@ -5,7 +5,7 @@ import random
 import pytest
 
 from farflock.swarm.protocol.decide import is_quorum
-from farflock.swarm.protocol.holdings import Holdings, Item
+from farflock.swarm.protocol.exchange.holdings import Holdings, Item
 
 PLACES, MEMBERS, ME = 5, 4, 1
 

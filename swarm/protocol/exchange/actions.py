@@ -1,0 +1,57 @@
+"""What the machine of an exchange wants done: messages to send, chunks to fetch, shards to
+reduce."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from farflock.swarm.messages import Message
+from farflock.swarm.protocol.exchange.roster import Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get this chunk, a payload of `shard`, from any of these members, best first.
+
+    `holders` is asked again while the fetch lasts, for more come to hold the chunk.
+    """
+
+    shard: int
+    digest: bytes
+    size: int
+    holders: Callable[[], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Reduce these members' chunks of a shard: (member, weight, digest)."""
+
+    shard: int
+    inputs: tuple[tuple[int, float, bytes], ...]
+
+
+Action = tuple[int, Message] | Fetch | Reduce  # a pair is a message and the member to send it to
+
+
+class Actions:
+    """The actions of one machine in the order in which its parts asked for them."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._actions: list[Action] = []
+
+    def add(self, action: Action) -> None:
+        """Ask for one thing more."""
+        self._actions.append(action)
+
+    def send(self, sends: Iterable[tuple[int, Message]]) -> None:
+        """Send these messages."""
+        self._actions += sends
+
+    def to_others(self, message: Message) -> None:
+        """Send a message to all other members that contribute."""
+        self.send((member, message) for member in self._roster.others)
+
+    def take(self) -> list[Action]:
+        """The actions since the last call."""
+        actions, self._actions = self._actions, []
+        return actions

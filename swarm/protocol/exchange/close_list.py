@@ -1,0 +1,86 @@
+"""What a group knows of an exchange beforehand, and the list by which it says what came of it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Count, Index, Weight
+from farflock.swarm.protocol.exchange.holdings import Item
+
+
+class CloseList(msgspec.Struct, frozen=True, array_like=True):
+    """What a group decided about an exchange; no items: it failed, for everybody.
+
+    `members` are the included ones with their weights, `tokens` the run's agreed tokens after this
+    round, `state` the hash of the state before it that most members announced.
+    """
+
+    items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+    members: Annotated[tuple[tuple[Index, Weight], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    tokens: Count
+    state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all members know of a stream's exchanges beforehand.
+
+    `group` 0 is everybody in the view; 2 are pairs. A gather with `enough` above 0 closes as soon
+    as so many contributions are whole; 0 waits for everybody's. In a `uniform` mean each
+    contribution is in all shards or in none. In a `witnessed` exchange a member that only votes
+    holds the last shard of a list before it accepts the list.
+    """
+
+    kind: Literal["mean", "gather"]
+    shards: int
+    deadline_s: float = 30.0
+    min_participants: int = 1
+    enough: int = 0
+    uniform: bool = False
+    witnessed: bool = False
+    group: int = 0
+
+
+class BadCloseList(ValueError):
+    """A close list that no correct proposer puts forward."""
+
+
+_decoder = msgspec.msgpack.Decoder(CloseList)
+
+
+def decode_close_list(raw: bytes, terms: Terms, contributors: Collection[int]) -> CloseList:
+    """Decode a value put forward to a group in which these members contribute.
+
+    `BadCloseList` for anything that could not be applied.
+    """
+    try:
+        close = _decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadCloseList(f"not a close list: {error}") from None
+    members = [member for member, _ in close.members]
+    masks = [int.from_bytes(item.mask, "little") for item in close.items]
+    included = [member for member in range(MAX_MEMBERS) if any(mask >> member & 1 for mask in masks)]
+    if members != included or not all(masks) or not set(members) <= set(contributors):
+        raise BadCloseList(f"a close list of members {members}, its items of {included}; {contributors} contribute")
+    if terms.uniform and len(set(masks)) > 1:
+        raise BadCloseList("shards with different contributions, in a mean that has each as a whole")
+    _require_places(close, terms, members, masks)
+    return close
+
+
+def _require_places(close: CloseList, terms: Terms, members: list[int], masks: list[int]) -> None:
+    """Refuse a list whose items are not those that its members' shards have, in order."""
+    owners = members if terms.kind == "gather" else [0] if close.items else []
+    places = [owner * terms.shards + shard for owner in owners for shard in range(terms.shards)]
+    if [item.index for item in close.items] != places:
+        raise BadCloseList(f"a close list of {len(close.items)} items, but {terms.shards} shards")
+    owned = (mask == 1 << item.index // terms.shards for mask, item in zip(masks, close.items, strict=True))
+    if terms.kind == "gather" and not all(owned):
+        raise BadCloseList("a gathered item that is not its owner's alone")
+
+
+def told(close: CloseList, shards: int) -> list[Item]:
+    """The last shards of a list's contributions, or what they were reduced to."""
+    return [item for item in close.items if item.index % shards == shards - 1]

@@ -1,0 +1,208 @@
+"""How an exchange ends: a list is put forward, one is decided, its content comes, it can be
+applied.
+
+A member puts forward only what a quorum says to hold, so that what is decided can be had from
+somebody even if its proposer dies. Which list that is depends on the kind of exchange
+(`Content.closable`); that there is one list and no other is Paxos's work (`swarm/protocol/decide.py`).
+Proposers take turns: a member puts a list forward once all living ones before it have had time to,
+and leaves each ballot more time than the last, because over long lines one of them has to get
+through. At the deadline a member puts forward the empty list: the exchange has failed, and
+everybody agrees that it has. No member is ever left to guess.
+
+The table has one member's states, by its part in the exchange. A contributor must hold what was
+decided before it is complete ("held"); who only votes has no use for the content and is complete at
+once.
+
+- *open*: contributions, and reductions of them, are coming in.
+- *ready*: there is a list that I could put forward ("closable"); I wait for my turn.
+- *proposing*: I have put one forward, and do so again if nothing comes of it.
+- *fetching*: a list is decided, mine or another's, and some of its content is not here.
+- *complete*: it can be applied.
+
+There is no way back, and no time-out: a decision may come as late as it likes.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
+
+import msgspec
+
+from farflock.swarm.messages import Holds, Key, Message, Offer, Reduced
+from farflock.swarm.protocol.decide import Decision, Sends
+from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, decode_close_list
+from farflock.swarm.protocol.exchange.fetches import Fetches
+from farflock.swarm.protocol.exchange.holdings import Holdings, Item, has
+from farflock.swarm.protocol.exchange.offers import Offers
+from farflock.swarm.protocol.exchange.roster import Roster
+from farflock.swarm.protocol.exchange.timing import TAKEOVER_S, Timing
+from farflock.swarm.protocol.transitions import after
+
+# Of the time that a proposer leaves to a ballot of its own before it begins another
+MAX_DOUBLINGS = 6
+
+ClosingRole = Literal["contributor", "voter"]
+ClosingState = Literal["open", "ready", "proposing", "fetching", "complete"]
+ClosingEvent = Literal["closable", "proposed", "decided", "held"]
+
+CLOSING_TABLES: dict[ClosingRole, dict[tuple[ClosingState, ClosingEvent], ClosingState]] = {
+    "contributor": {
+        ("open", "closable"): "ready",
+        ("open", "decided"): "fetching",
+        ("ready", "proposed"): "proposing",
+        ("ready", "decided"): "fetching",
+        ("proposing", "proposed"): "proposing",
+        ("proposing", "decided"): "fetching",
+        ("fetching", "held"): "complete",
+    },
+    "voter": {
+        ("open", "closable"): "ready",
+        ("open", "decided"): "complete",
+        ("ready", "proposed"): "proposing",
+        ("ready", "decided"): "complete",
+        ("proposing", "proposed"): "proposing",
+        ("proposing", "decided"): "complete",
+    },
+}
+
+
+class Content(Protocol):
+    """What members bring to an exchange of some kind, and what one of them makes of it.
+
+    Implemented by `Mean`, `Gather` and `Voter`. Law: what `closable` names is agreed in `holdings`
+    and stays so until it is put forward; `work` asks for things by actions and waits for nothing.
+    """
+
+    offers: Offers
+    holdings: Holdings
+    fetches: Fetches
+
+    def take(self, member: int, message: Offer | Reduced) -> None:
+        """Note what a member brings, mine included."""
+
+    def fetched(self, digest: bytes) -> None:
+        """A chunk has come, or could not be had now."""
+
+    def work(self, now_s: float, *, everywhere: bool = False) -> None:
+        """Do what has become possible: in all shards, or where the last event concerned them."""
+
+    def closable(self, now_s: float) -> Iterable[int] | None:
+        """The places of the items that could be decided now; None to wait on."""
+
+    def may_accept(self, value: bytes) -> bool:
+        """Whether I may accept a list that is put forward; if not now, what that takes is
+        fetched."""
+
+    @property
+    def repeated(self) -> list[Message]:
+        """What I said of content and others may have missed."""
+
+
+class Closing:
+    """One member's part in how an exchange ends.
+
+    `prior_tokens` are the run's agreed tokens before the exchange. Where they are not known (None),
+    a member that only votes puts nothing forward. While `holds_back` is true, a next view may take
+    the round over, and this member accepts nothing.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        view: bytes,
+        roster: Roster,
+        terms: Terms,
+        timing: Timing,
+        content: Content,
+        prior_tokens: int | None,
+        holds_back: Callable[[], bool],
+    ) -> None:
+        self._roster, self._terms, self._timing, self._content = roster, terms, timing, content
+        self.prior_tokens = prior_tokens
+        self.decision = Decision(key, view, roster.me, roster.ordered, holds_back=holds_back, ready=content.may_accept)
+        self.state: ClosingState = "open"
+        self.close: CloseList | None = None
+        self._table = CLOSING_TABLES["contributor" if roster.contributes else "voter"]
+        self._ready_s = self._proposed_s = 0.0
+        self._proposals = 0
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether one list is decided, as far as is known here."""
+        return self.decision.decided is not None
+
+    def require_list(self, value: bytes) -> CloseList:
+        """Decode a value that is put forward; `BadCloseList` if no correct proposer does so."""
+        return decode_close_list(value, self._terms, self._roster.contributors)
+
+    def put_forward(self, now_s: float) -> Sends:
+        """Put a close list forward if there is one and it is my turn."""
+        places = self._places(now_s)
+        if places is None:
+            return []
+        if self.state == "open":
+            self._move("closable")
+            self._ready_s = now_s
+        if now_s < self._turn_s() or (value := self._proposal(places, now_s)) is None:
+            return []
+        self._move("proposed")
+        self._proposed_s, self._proposals = now_s, self._proposals + 1
+        return self.decision.propose(value)
+
+    def settle(self) -> None:
+        """Once a list is decided: fetch what I lack of it, until it can be applied."""
+        if self.close is None:
+            assert self.decision.decided is not None
+            self.close = self.require_list(self.decision.decided)
+            self._move("decided")
+        if self.state == "fetching":
+            held = self._content.holdings.held
+            missing = [item for item in self.close.items if item.digest not in held]
+            self._content.fetches.collect(missing)
+            # Some may have been in the chunk store
+            if all(item.digest in held for item in missing):
+                self._move("held")
+
+    def remind(self, sender: int, message: Message) -> Sends:
+        """Answer a member that still works on what is decided."""
+        answer = self.decision.receive(sender, message)
+        if not answer and isinstance(message, Offer | Holds | Reduced):
+            return [(sender, self.decision.announcement())]
+        return answer
+
+    def _move(self, event: ClosingEvent) -> None:
+        self.state = after(self._table, self.state, event)
+
+    def _places(self, now_s: float) -> Iterable[int] | None:
+        """The places of what could be decided now: nothing at all after the deadline, or if nobody
+        lives to bring any."""
+        if self.prior_tokens is None and not self._roster.contributes:
+            return None
+        places = self._content.closable(now_s)
+        is_over = now_s >= self._timing.ends_s or not self._roster.living
+        return () if places is None and is_over else places
+
+    def _turn_s(self) -> float:
+        """When it is my turn to put a list forward, or to do so again."""
+        turn_s = self._ready_s + TAKEOVER_S * self._roster.live_before_me
+        if self.state == "ready":
+            return turn_s
+        doublings = min(self._proposals - 1, MAX_DOUBLINGS)
+        again_s = self._proposed_s + TAKEOVER_S * (2 + self._roster.place) * float(2**doublings)
+        return max(turn_s, again_s)
+
+    def _proposal(self, places: Iterable[int], now_s: float) -> bytes | None:
+        """The close list of the agreed items at these places, or None to wait on."""
+        offers, agreed = self._content.offers, self._content.holdings.agreed
+        items = tuple(agreed[place] for place in places)
+        if not offers.includes(self._included(items)):
+            if now_s < self._timing.ends_s:
+                # A reducer heard of a member whose offer I lack: one that knows its weight proposes
+                return None
+            items = ()
+        included = self._included(items)
+        members = tuple((member, offers[member].weight) for member in included)
+        tokens = (self.prior_tokens or 0) + offers.tokens(included)
+        return msgspec.msgpack.encode(CloseList(items, members, tokens, offers.common_state()))
+
+    def _included(self, items: tuple[Item, ...]) -> list[int]:
+        return [member for member in range(len(self._roster.peers)) if any(has(item, member) for item in items)]

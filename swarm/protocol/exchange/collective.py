@@ -1,0 +1,216 @@
+"""One exchange of a whole group: offers, reduction shard by shard, and one close list that all
+apply.
+
+Sans I/O: events come in (`offer`, `receive`, `fetched`, `reduced`, `unreduced`, `tick`), actions go
+out (`take`). The parts, each readable alone:
+
+    roster.py     who contributes, who only votes, who is suspect
+    offers.py     what members offered        holdings.py   which items are here, and who holds what
+    fetches.py    what is on its way          actions.py    what is to be done
+    mean.py, gather.py, voter.py              what a member makes of the content, by kind and part
+    closing.py    when a list is put forward, which one is decided, when it can be applied
+
+Members fetch items and say what they hold; what a quorum holds can be put forward; what is decided
+is applied by every member that holds its content, and fetched by every other. The same code runs
+for a member that is still computing: it has no offer yet, but reduces, holds and votes.
+
+Where a stage's members alone contribute, content is put forward as soon as most of the living ones
+hold it: of a stage that has one living member left nobody else could.
+"""
+
+from collections.abc import Callable
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import (
+    Accepted,
+    Decided,
+    Holds,
+    Key,
+    Offer,
+    Prepare,
+    Promise,
+    Propose,
+    Reduced,
+    Rejected,
+)
+from farflock.swarm.protocol.exchange.actions import Action, Actions
+from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.closing import Closing, Content
+from farflock.swarm.protocol.exchange.gather import Gather
+from farflock.swarm.protocol.exchange.holdings import has
+from farflock.swarm.protocol.exchange.mean import Mean
+from farflock.swarm.protocol.exchange.roster import Roster
+from farflock.swarm.protocol.exchange.timing import RESEND_S, Timing
+from farflock.swarm.protocol.exchange.voter import Voter
+
+MachineMessage = Offer | Reduced | Holds | Prepare | Promise | Propose | Accepted | Rejected | Decided
+
+
+class Collective:
+    """One exchange as one member of its group sees it.
+
+    `holding` says whether the chunk store has a digest; `prior_tokens` and `holds_back` are
+    `Closing`'s.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        view: bytes,
+        roster: Roster,
+        terms: Terms,
+        started_s: float,
+        prior_tokens: int | None = 0,
+        holding: Callable[[bytes], bool] = lambda digest: False,
+        holds_back: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.key, self.view, self.roster, self._terms = key, view, roster, terms
+        self._timing = Timing(started_s, terms.deadline_s)
+        self._actions = Actions(roster)
+        self.content = self._content(holding)
+        self.closing = Closing(key, view, roster, terms, self._timing, self.content, prior_tokens, holds_back)
+        self._reported = b""
+        self._sent_s = 0.0
+        self._rely_on_the_living()
+
+    def _content(self, holding: Callable[[bytes], bool]) -> Content:
+        roster, terms, timing, actions = self.roster, self._terms, self._timing, self._actions
+        if not roster.contributes:
+            return Voter(roster, terms, actions, holding)
+        if terms.kind == "gather":
+            return Gather(roster, terms, timing, actions, holding)
+        return Mean(self.key, self.view, roster, terms, timing, actions, holding)
+
+    # events
+
+    def offer(self, now_s: float, offer: Offer) -> None:
+        """Bring my own contribution; only the first one counts, for a key is used once."""
+        if self.roster.me not in self.content.offers:
+            self.content.take(self.roster.me, offer)
+            self._actions.to_others(offer)
+        self._advance(now_s, everywhere=True)
+
+    def receive(self, now_s: float, sender: int, message: MachineMessage) -> None:
+        """Take in a member's message about this key; `BadCloseList` if it carries a value that
+        cannot be one."""
+        if isinstance(message, Propose | Promise | Decided) and message.value is not None:
+            self.closing.require_list(message.value)
+        if self.closing.is_decided and not isinstance(message, Decided):
+            self._actions.send(self.closing.remind(sender, message))
+            return
+        match message:
+            case Offer() | Reduced() | Holds() if not {self.roster.me, sender} <= self.roster.contributors:
+                return  # content does not concern a member that only votes
+            case Offer() | Reduced():
+                self.content.take(sender, message)
+            case Holds(prefixes=prefixes):
+                self.content.holdings.hear(sender, prefixes)
+            case _:
+                self._actions.send(self.closing.decision.receive(sender, message))
+        self._advance(now_s, everywhere=isinstance(message, Offer))
+
+    def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
+        """A chunk has arrived (`intact`), could not be had now, or holds what no correct encoder
+        wrote."""
+        self.content.fetches.ended(digest, intact=intact, corrupt=corrupt)
+        if intact and not corrupt:
+            self._actions.send(self.closing.decision.resume())
+        self.content.fetched(digest)
+        self._advance(now_s)
+
+    def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
+        """My reduction of a shard is in the chunk store; payloads of `rejected` members were
+        corrupt and left out."""
+        assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
+        self.content.reduced(shard, digest, size, rejected)
+        self._advance(now_s)
+
+    def unreduced(self, now_s: float, shard: int) -> None:
+        """No payload of a reduction was usable; try again with whatever else comes."""
+        assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
+        self.content.unreduced(shard)
+        self._advance(now_s)
+
+    def tick(self, now_s: float, suspects: frozenset[int]) -> None:
+        """Time passes: who is suspect, what to repeat, what to take over."""
+        self.roster.suspect(suspects)
+        if self.complete:
+            return
+        self._rely_on_the_living()
+        if now_s - self._sent_s >= RESEND_S:
+            self._sent_s = now_s
+            self._repeat()
+        self.content.fetches.collect(self.content.holdings.wanted())
+        self._advance(now_s, everywhere=True)
+
+    def take(self) -> list[Action]:
+        """The actions since the last call, in order."""
+        return self._actions.take()
+
+    # what is known
+
+    @property
+    def ends_s(self) -> float:
+        """The deadline: from then on an empty list is put forward."""
+        return self._timing.ends_s
+
+    @property
+    def close(self) -> CloseList | None:
+        """What was decided; None before that is known here."""
+        return self.closing.close
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is decided, and all its content is here."""
+        return self.closing.state == "complete"
+
+    def awaited(self) -> tuple[PeerId, ...]:
+        """The peers that this exchange waits for now: live contributors whose offer is missing."""
+        roster, offers = self.roster, self.content.offers
+        missing = (member for member in sorted(roster.living) if member not in offers and member != roster.me)
+        return tuple(roster.peers[member] for member in missing)
+
+    def taken(self) -> tuple[bool, ...]:
+        """By shard: is my contribution in the result?"""
+        assert self.close is not None, f"{self.key} is not decided"
+        me, shards = self.roster.me, self._terms.shards
+        mine = {item.index % shards for item in self.close.items if has(item, me)}
+        return tuple(shard in mine and me in self.content.offers for shard in range(shards))
+
+    # what follows from an event
+
+    def _advance(self, now_s: float, *, everywhere: bool = False) -> None:
+        """Do whatever has become possible: in all shards, or where the last event concerned
+        them."""
+        if not self.closing.is_decided:
+            self.content.work(now_s, everywhere=everywhere)
+            self._report()
+            self._actions.send(self.closing.put_forward(now_s))
+        if self.closing.is_decided:
+            self.closing.settle()
+
+    def _rely_on_the_living(self) -> None:
+        """Where all contribute, what a decision rests on is held by a majority of all, as it must
+        be decided by one anyway."""
+        if self.roster.has_voters:
+            self.content.holdings.rely_on(self.roster.living)
+
+    def _report(self) -> None:
+        """Tell everybody what I hold, once that is all there is; what is held until then is told by
+        `_repeat`."""
+        holdings = self.content.holdings
+        if holdings.whole and (holdings.filled or self._terms.kind == "gather") and holdings.report != self._reported:
+            self._say_holdings()
+
+    def _say_holdings(self) -> None:
+        report = self.content.holdings.report
+        if any(report):
+            self._reported = report
+            self._actions.to_others(Holds(self.key, self.view, report))
+
+    def _repeat(self) -> None:
+        """Say once more what may have been lost."""
+        for message in self.content.repeated:
+            self._actions.to_others(message)
+        self._say_holdings()
+        self._actions.send(self.closing.decision.retry())

@@ -1,0 +1,279 @@
+"""A mean: shard by shard, one member reduces what all have contributed; the reduced shards are the
+items.
+
+Shard s is reduced by the first live member of a rotation that is the same in all rounds. A reducer
+fetches the contributions to its shards as they are offered, reduces once all that will come have
+come, and announces the result; the others fetch it. If the reducer dies or stays silent, the next
+in line takes over, and there may be rival results of one shard: the close list names one of each.
+
+The table has the states of one shard at a member that reduces it. "spoilt" means that no
+contribution was usable; "narrowed" that the result has contributions in it which another shard
+lacks, in a mean that has each as a whole. A shard that somebody else reduces stays idle here.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import Literal, Protocol
+
+from farflock.swarm.messages import MAX_MEMBERS, Key, Message, Offer, Reduced
+from farflock.swarm.protocol.exchange.actions import Actions, Reduce
+from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.fetches import Fetches
+from farflock.swarm.protocol.exchange.holdings import Holdings, Item, contributions, mask_of
+from farflock.swarm.protocol.exchange.offers import Input, Offers
+from farflock.swarm.protocol.exchange.roster import Roster
+from farflock.swarm.protocol.exchange.timing import Timing
+from farflock.swarm.protocol.transitions import after
+
+ShardState = Literal["idle", "reducing", "announced"]
+ShardEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
+
+SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
+    ("idle", "begun"): "reducing",
+    ("reducing", "reduced"): "announced",
+    ("reducing", "spoilt"): "idle",
+    ("announced", "narrowed"): "reducing",
+}
+
+
+class Mixture(Protocol):
+    """Which contributions the shards of a mean may have in them, beside each other."""
+
+    def heard(self, item: Item) -> None:
+        """Note a reduction that somebody announced."""
+
+    def admits(self, member: int) -> bool:
+        """Whether this member's contribution may be in what is reduced from now on."""
+
+    def allows(self, item: Item) -> bool:
+        """Whether a reduction has only such contributions in it."""
+
+    def has_shrunk(self) -> bool:
+        """Whether fewer may be in than when this was asked last."""
+
+    def agrees(self, items: Collection[Item]) -> bool:
+        """Whether one close list may have all these shards."""
+
+
+class Mixed:
+    """Each shard stands for itself: it has whichever contributions its reducer could get."""
+
+    def heard(self, item: Item) -> None:
+        """It restricts nothing."""
+
+    def admits(self, member: int) -> bool:
+        """Everybody's may be in."""
+        return True
+
+    def allows(self, item: Item) -> bool:
+        """Any may be in the list."""
+        return True
+
+    def has_shrunk(self) -> bool:
+        """It never does."""
+        return False
+
+    def agrees(self, items: Collection[Item]) -> bool:
+        """Any go together."""
+        return True
+
+
+class Uniform:
+    """Each contribution is in all shards or in none.
+
+    Where one shard has been reduced without a member, because it died while others fetched from it,
+    the reducers of the other shards reduce again without it.
+    """
+
+    def __init__(self) -> None:
+        # The members that are in every reduction announced so far
+        self._common = (1 << MAX_MEMBERS) - 1
+        self._is_news = False
+
+    def heard(self, item: Item) -> None:
+        """From now on only what is in this one too can be in all."""
+        self._common &= int.from_bytes(item.mask, "little")
+        self._is_news = True
+
+    def admits(self, member: int) -> bool:
+        """A member that no announced reduction lacks."""
+        return bool(self._common >> member & 1)
+
+    def allows(self, item: Item) -> bool:
+        """Whether nobody is in it whom another one lacks."""
+        return not int.from_bytes(item.mask, "little") & ~self._common
+
+    def has_shrunk(self) -> bool:
+        """Whether a reduction was announced since this was asked last."""
+        was_news, self._is_news = self._is_news, False
+        return was_news
+
+    def agrees(self, items: Collection[Item]) -> bool:
+        """Whether all have the same contributions."""
+        return len({item.mask for item in items}) == 1
+
+
+class Mean:
+    """The content of a mean at a member that contributes to it."""
+
+    def __init__(
+        self,
+        key: Key,
+        view: bytes,
+        roster: Roster,
+        terms: Terms,
+        timing: Timing,
+        actions: Actions,
+        holding: Callable[[bytes], bool],
+    ) -> None:
+        self._key, self._view = key, view
+        self._roster, self._terms, self._timing, self._actions = roster, terms, timing, actions
+        self._mixture: Mixture = Uniform() if terms.uniform else Mixed()
+        self.offers = Offers(terms.shards)
+        self.holdings = Holdings(terms.shards, len(roster.peers), roster.me, fewest=terms.uniform)
+        self.fetches = Fetches(roster, self.holdings, actions, terms.shards, holding, self._makers)
+        self._states: list[ShardState] = ["idle"] * terms.shards
+        # Of each shard that I reduce or have reduced
+        self._inputs: dict[int, tuple[Input, ...]] = {}
+        self._announced: dict[int, Reduced] = {}  # in the order in which I said so
+        # Shards that need a contribution which is not here yet
+        self._waiting: dict[bytes, set[int]] = {}
+        self._concerned: set[int] = set()  # shards that may have become reducible
+
+    # events
+
+    def take(self, member: int, message: Offer | Reduced) -> None:
+        """Note what a member offers or has reduced, mine included."""
+        if isinstance(message, Reduced):
+            self._take_reduced(member, message)
+        elif self.offers.add(member, message) and member == self._roster.me:
+            self.holdings.hold_all(message.digests)
+
+    def fetched(self, digest: bytes) -> None:
+        """A contribution has come, or could not be had: look again at the shards that wait for
+        it."""
+        self._concerned |= self._waiting.pop(digest, set())
+
+    def reduced(self, shard: int, digest: bytes, size: int, rejected: Collection[int]) -> None:
+        """My reduction of a shard is in the chunk store; payloads of `rejected` members were
+        corrupt."""
+        self._move(shard, "reduced")
+        inputs = self._inputs[shard]
+        self.holdings.spoil_all(entry for member, _, entry in inputs if member in rejected)
+        self.holdings.hold_all([digest])
+        mask = mask_of(member for member, _, _ in inputs if member not in rejected)
+        message = self._announced[shard] = Reduced(self._key, self._view, shard, digest, size, mask)
+        self._take_reduced(self._roster.me, message)
+        self._actions.to_others(message)
+
+    def unreduced(self, shard: int) -> None:
+        """No payload of a reduction was usable; try again with whatever else comes."""
+        self._move(shard, "spoilt")
+        self.holdings.spoil_all(digest for _, _, digest in self._inputs.pop(shard))
+        self._concerned.add(shard)
+
+    def _take_reduced(self, member: int, message: Reduced) -> None:
+        known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self._roster.peers)
+        if message.shard < self._terms.shards and known:
+            item = item_of(message)
+            self._mixture.heard(item)
+            self.fetches.announced(member, item)
+
+    # what follows from them
+
+    def work(self, now_s: float, *, everywhere: bool = False) -> None:
+        """Reduce what has become reducible: of all shards, or of those concerned by the last
+        event."""
+        shards = range(self._terms.shards) if everywhere else sorted(self._concerned)
+        self._concerned.clear()
+        for shard in shards:
+            if self._states[shard] == "idle" and self._is_mine(shard, now_s):
+                self._try(shard, now_s)
+        if self._mixture.has_shrunk():
+            self._narrow()
+
+    @property
+    def repeated(self) -> list[Message]:
+        """My offer, and what I have reduced."""
+        me = self._roster.me
+        return [*([self.offers[me]] if me in self.offers else []), *self._announced.values()]
+
+    def closable(self, now_s: float) -> Iterable[int] | None:
+        """The places of all shards, once one result of each is agreed."""
+        agreed = self.holdings.agreed
+        if len(agreed) < self._terms.shards or not self._mixture.agrees(agreed.values()):
+            return None
+        return range(self._terms.shards)
+
+    def may_accept(self, value: bytes) -> bool:
+        """A contributor accepts any list that could be applied: it gets the content afterwards."""
+        return True
+
+    def _move(self, shard: int, event: ShardEvent) -> None:
+        self._states[shard] = after(SHARD_TABLE, self._states[shard], event)
+
+    def _begin(self, shard: int, event: ShardEvent, inputs: tuple[Input, ...]) -> None:
+        self._move(shard, event)
+        self._inputs[shard] = inputs
+        self._actions.add(Reduce(shard, inputs))
+
+    def _try(self, shard: int, now_s: float) -> None:
+        """Fetch the contributions to a shard of mine; reduce once all that will come have come."""
+        inputs = self._usable(shard)
+        missing = [(member, digest) for member, _, digest in inputs if digest not in self.holdings.held]
+        for member, digest in missing:
+            self._waiting.setdefault(digest, set()).add(shard)
+            size = self.offers[member].sizes[shard]
+            self.fetches.fetch(shard, digest, size, functools.partial(_only, member))
+        if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
+            held = tuple(entry for entry in inputs if entry[2] in self.holdings.held)
+            self._begin(shard, "begun", held)
+
+    def _narrow(self) -> None:
+        """Reduce once more what has contributions in it that another shard does not have."""
+        for shard in list(self._announced):
+            fewer = tuple(entry for entry in self._inputs[shard] if self._mixture.admits(entry[0]))
+            has = contributions(item_of(self._announced[shard]))
+            if max(self._terms.min_participants, 1) <= len(fewer) < has:
+                del self._announced[shard]  # until it is replaced
+                self._begin(shard, "narrowed", fewer)
+
+    def _is_mine(self, shard: int, now_s: float) -> bool:
+        """Whether I reduce this shard: the first of its rotation does, then whoever follows the
+        dead or silent."""
+        line = self._roster.reducers(shard)
+        rank = line.index(self._roster.me)
+        if rank == 0:
+            return True
+        rivals = [digest for digest, item in self.holdings.rivals[shard].items() if self._mixture.allows(item)]
+        if any(digest in self.holdings.held for digest in rivals):
+            return False
+        if all(member in self._roster.suspects for member in line[:rank]):
+            return True
+        return not rivals and now_s >= self._timing.replaced_s(rank)
+
+    def _usable(self, shard: int) -> tuple[Input, ...]:
+        """The contributions to a shard that may be in its result, in member order."""
+        return tuple(
+            (member, weight, digest)
+            for member, weight, digest in self.offers.inputs(shard)
+            if digest not in self.holdings.corrupt and self._mixture.admits(member)
+        )
+
+    def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
+        living, suspects = self._roster.living, self._roster.suspects
+        usable = offered - len(missing) >= self._terms.min_participants
+        all_here = self.offers.includes(living) and not missing - suspects
+        return usable and (all_here or now_s >= self._timing.soft_s)
+
+    def _makers(self, item: Item) -> tuple[int, ...]:
+        return self._roster.reducers(item.index)
+
+
+def item_of(message: Reduced) -> Item:
+    """The item that a reduced shard is."""
+    return Item(message.shard, message.digest, message.size, message.mask)
+
+
+def _only(member: int) -> tuple[int, ...]:
+    return (member,)

@@ -1,0 +1,60 @@
+"""The members of one exchange as one of them sees them: who contributes, who only votes, who is
+suspect."""
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.protocol.groups import reducers
+
+
+class Roster:
+    """Members are indices into `peers`, the order that a view gives; `me` is one of them.
+
+    `ordered` says which of them puts a close list forward first. `rotation` lists the contributors
+    in the order from which reducers are read off, which is the same in all rounds; without it
+    everybody in `ordered` contributes. Members that are not in the rotation only vote.
+    """
+
+    def __init__(
+        self,
+        peers: tuple[PeerId, ...],
+        me: int,
+        ordered: tuple[int, ...],
+        rotation: tuple[int, ...] | None = None,
+    ) -> None:
+        self.peers, self.me, self.ordered = peers, me, ordered
+        self._rotation = ordered if rotation is None else rotation
+        self.contributors = frozenset(self._rotation)
+        self.contributes = me in self.contributors
+        self.suspects: frozenset[int] = frozenset()
+
+    def suspect(self, suspects: frozenset[int]) -> None:
+        """From now on these are not waited for; a member never suspects itself."""
+        self.suspects = suspects - {self.me}
+
+    @property
+    def living(self) -> frozenset[int]:
+        """The contributors that are not suspect."""
+        return self.contributors - self.suspects
+
+    @property
+    def has_voters(self) -> bool:
+        """Whether there are members that only vote."""
+        return len(self.contributors) < len(self.peers)
+
+    @property
+    def place(self) -> int:
+        """How many members come before me as proposers."""
+        return self.ordered.index(self.me)
+
+    @property
+    def live_before_me(self) -> int:
+        """How many of those are not suspect."""
+        return sum(member not in self.suspects for member in self.ordered[: self.place])
+
+    @property
+    def others(self) -> list[int]:
+        """The contributors but me, in ascending order: whoever hears of content."""
+        return sorted(self.contributors - {self.me})
+
+    def reducers(self, shard: int) -> tuple[int, ...]:
+        """Who reduces a shard, and who takes over in which order."""
+        return reducers(self._rotation, shard)
