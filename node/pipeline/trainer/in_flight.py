@@ -12,7 +12,7 @@ Shapes: B sequences, L positions.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,14 +59,15 @@ class StageInputs(Protocol):
     microbatches."""
 
     def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
-        """Called before a forward pass through a stage is asked for."""
+        """Prepare for a forward pass through a stage, which is about to be asked for."""
         ...
 
     def backward_visit(self, flight: "InFlight") -> Visit | None:
         """What the microbatch's backward requests say of its samples."""
         ...
 
-    def counts(self) -> dict[str, int]:
+    @property
+    def counts(self) -> Mapping[str, int]:
         """Numbers for a status report, by name."""
         ...
 
@@ -91,6 +92,7 @@ class WholeInputs:
     """Inputs of a codec that remembers nothing."""
 
     visit: None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
         """Every output is read alike."""
@@ -102,10 +104,6 @@ class WholeInputs:
 
     def backward_visit(self, flight: "InFlight") -> None:
         """No samples are named."""
-
-    def counts(self) -> dict[str, int]:
-        """None."""
-        return {}
 
 
 class PassWeights(Protocol):
@@ -125,12 +123,12 @@ class PassWeights(Protocol):
         ...
 
     def give_up(self, stage: int) -> bool:
-        """No server has the named version any more. True if the backward pass is to use another one
-        now; if not, what is left of the microbatch's way is dropped."""
+        """Give up the named version, which no server has any more. True if the backward pass is to
+        use another one now; if not, what is left of the microbatch's way is dropped."""
         ...
 
     def forget(self) -> None:
-        """The walk begins again."""
+        """Forget all versions: the walk begins again."""
         ...
 
 

@@ -64,6 +64,8 @@ class SampleInputs:
 
     def __init__(self, edges: Edges, stream: SampleStream) -> None:
         self.memory, self._stream = TrainerMemory(edges), stream
+        # How many rows came whole and as differences, and how often a server lacked one.
+        self.counts = self.memory.counts
 
     def expect(self, flight: InFlight, stage: int) -> SampleOutput:
         """With what is held of the stage's outputs now."""
@@ -74,10 +76,6 @@ class SampleInputs:
     def backward_visit(self, flight: InFlight) -> Visit:
         """The samples alone."""
         return Visit(self._samples(flight))
-
-    def counts(self) -> dict[str, int]:
-        """How many rows came whole and as differences, and how often a server lacked one."""
-        return dict(self.memory.counts)
 
     def _samples(self, flight: InFlight) -> tuple[int, ...]:
         return self._stream.samples(flight.number % NUMBERS)

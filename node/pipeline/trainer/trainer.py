@@ -113,7 +113,7 @@ class Trainer:
     def visits(self) -> dict[str, int]:
         """Of a codec that remembers samples: how many came whole, and as differences, and how often
         a server lacked one."""
-        return self.inputs.counts()
+        return dict(self.inputs.counts)
 
     @property
     def begun(self) -> int:

@@ -86,7 +86,7 @@ def test_without_a_memory_an_input_stays_the_payload_that_it_came_as():
     assert expected.visit is inputs.backward_visit(flight) is None
     assert {kept.payload(server) for server in ("a/1", "b/1")} == {b"payload"}
     assert kept.taken("a/1", b"payload", (0,)), "as often as the server likes"
-    assert inputs.counts() == {}
+    assert inputs.counts == {}
 
 
 def test_where_servers_keep_no_versions_no_pass_names_one():
