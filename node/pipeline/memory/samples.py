@@ -6,8 +6,8 @@ for the backward pass. So an edge has three ends: the server before it, the trai
 behind it. The trainer decodes what comes and keeps the value m, float16, with its tag. It says in
 each request what it holds of a sample, and the server before sends the difference if it holds the
 same, else all. What the trainer hands on is the difference where the server behind is known to hold
-m before, a tag alone where it holds m already, else m whole. Who does not hold what a message
-refers to says so (`Lacks`), and gets m whole.
+m before, a tag alone where it holds m already, else m whole. An end that does not hold what a
+message refers to says so (`Lacks`), and gets m whole.
 
 So whatever is lost, doubled, late or restarted costs bytes. What a stage computes with is the
 trainer's m, bit by bit, for the forward pass and for the backward pass of the same microbatch,

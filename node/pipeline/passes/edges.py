@@ -121,7 +121,7 @@ class Edges:
 
     @property
     def remembers(self) -> bool:
-        """Whether the codec sends what changed since a sample's last visit: ends must then be `EdgeEnds` that hold values."""
+        """Whether the codec sends what changed since a sample's last visit: ends then hold values."""
         return self.codec.scope == "edge_sample"
 
     def _codec(self, named: CodecId | None) -> ActivationCodec:

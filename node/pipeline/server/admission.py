@@ -20,7 +20,7 @@ from farflock.node.pipeline.server.edge_ends import EdgeEnds
 from farflock.node.pipeline.versions.versions import WeightVersions
 
 
-class Admission:
+class AdmissionRules:
     """The rules of one server of stage `index`. It changes nothing; whether there is room is not
     its question.
 

@@ -26,8 +26,8 @@ class NotHeld(Exception):
 
 
 class EdgeEnds(Protocol):
-    """A stage server's ends of its edges, for all trainers together. Four members, of which three
-    do something.
+    """A stage server's ends of its edges, for all trainers together: one attribute, three
+    functions.
 
     Law:
 

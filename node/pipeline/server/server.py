@@ -5,10 +5,9 @@ model.
 Requests wait in a queue, backward passes first; a trainer that finds it full asks another server.
 One thing is computed at a time, so that no pass sees weights which a step is just changing.
 
-Here is the way of a request through the parts of a server: what is refused
-(node/pipeline/server/admission.py), what waits (node/pipeline/server/queue.py), what is computed
-(node/pipeline/server/passes.py), what waits for its confirmation (node/pipeline/server/pending.py), and what counts
-(node/pipeline/server/accounts.py)."""
+A request goes through the parts of a server in this order: rules refuse it or not (node/pipeline/server/admission.py),
+it waits (node/pipeline/server/queue.py), it is computed (node/pipeline/server/passes.py), its gradient waits for a
+confirmation (node/pipeline/server/pending.py), and then it counts (node/pipeline/server/accounts.py)."""
 
 import asyncio
 import collections
@@ -37,7 +36,7 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.passes.stage import Stage, Staged
 from farflock.node.pipeline.server.accounts import StageAccounts
-from farflock.node.pipeline.server.admission import Admission
+from farflock.node.pipeline.server.admission import AdmissionRules
 from farflock.node.pipeline.server.edge_ends import EdgeEnds
 from farflock.node.pipeline.server.passes import BackwardResult, PassRequest, StagePasses
 from farflock.node.pipeline.server.pending import PendingGradient, PendingGradients
@@ -109,7 +108,7 @@ class StageServer:
     ) -> None:
         staging = Staging(terms.places, terms.lease_s)
         self._computing, self._life, self._applied = computing, life, applied
-        self.admission = Admission(index, stage, ends, versions, applied, terms.staleness)
+        self.admission = AdmissionRules(index, stage, ends, versions, applied, terms.staleness)
         self.passes = StagePasses(stage, ends, versions, applied)
         self.pending = PendingGradients(staging)
         tokens, knows_loss = ends.edges.tokens, stage.is_last

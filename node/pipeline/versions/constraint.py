@@ -8,6 +8,9 @@ The last stage is exempt: nothing that it computes goes over an edge.
 The embedding stays one table, as in every Llama: E = E_fix + E_S, with E_S in the subspace, so that projecting it is
 E <- E_fix + (E - E_fix) P. Exports, checkpoints and averages see ordinary weights.
 
+The seam is three functions that the core has anyway, and the assembly alone chooses between their two
+kinds: `Stage.of_weights` gives gradients, `write` and `inner_step` of a replica change weights.
+
 Shapes: D model width, K rank, V vocabulary.
 """
 
