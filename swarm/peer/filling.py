@@ -1,5 +1,4 @@
-"""Fetches the content of rounds that are in the log, from whoever has it, for as long as they are
-there.
+"""Fetches the content of logged rounds, from whoever has it, until it is here or given up.
 
 Where a stage's last round died with the only peer that had its content, the members that had no
 part in it go on without: to the stage, that round has failed.
@@ -23,8 +22,7 @@ HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out
 
 
 class Filling:
-    """One peer's search for the content of rounds that it had no part in, or whose machine has
-    given up."""
+    """One peer's search for content that no machine of its own will bring."""
 
     def __init__(self, port: PeerContext, log: RoundLog) -> None:
         self._port, self._log = port, log
@@ -49,16 +47,18 @@ class Filling:
             self._port.store.release(key)
 
     async def _fetch(self, state: StreamState, key: Key, entry: Logged, item: Item) -> None:
-        """Ask for one item until it is here, or the round has gone from the log or been given
-        up."""
+        """Ask for one item until it is here, or the round has left the log or been given up."""
+        fetch = self._port.chunks.fetch
         hopeless_s: float | None = None  # since when nobody had it
         while state.entry(key.round) is entry and entry.close.items:
             asked_s = self._port.now()
-            if await self._port.chunks.fetch(item.digest, item.size, self._holders, key, FETCH_TIMEOUT_S, final=True):
+            if await fetch(item.digest, item.size, self._holders, key, FETCH_TIMEOUT_S, final=True):
                 return
-            nobody = self._port.now() - asked_s < FETCH_TIMEOUT_S
+            now_s = self._port.now()
+            nobody = now_s - asked_s < FETCH_TIMEOUT_S
             hopeless_s = (asked_s if hopeless_s is None else hopeless_s) if nobody else None
-            if hopeless_s is not None and self._port.now() - hopeless_s >= HOPELESS_S and self._may_forsake(state):
+            is_hopeless = hopeless_s is not None and now_s - hopeless_s >= HOPELESS_S
+            if is_hopeless and self._may_forsake(state):
                 self._forsake(state, key.round)
             await asyncio.sleep(RETRY_S if nobody else 0.0)
 
@@ -71,8 +71,9 @@ class Filling:
         Only a stage's, which would stand still, and only among a quorum: others may have it on the
         other side of a cut.
         """
-        view = self._port.views.newest
-        there = [i for i, peer in enumerate(view.peers) if peer == self._port.me or not self._port.gone(view, peer)]
+        view, port = self._port.views.newest, self._port
+        members = enumerate(view.peers)
+        there = [i for i, peer in members if peer == port.me or not port.gone(view, peer)]
         whole = state.stream.stage is not None and state.stream.wants == "all"
         return whole and is_quorum(there, len(view.peers))
 

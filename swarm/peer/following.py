@@ -21,17 +21,15 @@ from farflock.swarm.protocol.views import View
 from farflock.swarm.quota import Quota, units
 
 FOLLOW_S = 0.5
-# Who only looks on has no offer of its own by which it would notice that it missed a decision
+# A peer that only looks on has no offer by which it would notice that it missed a decision.
 ASK_ANYWAY_S = 2.0
-# Decisions in answer to a query, for rounds may be over faster than they can be asked for one by
-# one
+# Decisions in one answer: rounds may be over faster than they can be asked for one by one.
 TOLD_AT_ONCE = 4
 ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
 
 
 class Following:
-    """One peer's part in keeping up with rounds that are decided without it, and in helping others
-    to."""
+    """One peer's part in keeping up with what is decided without it, and in helping others to."""
 
     def __init__(self, port: PeerContext, log: RoundLog, machines: Machines, filling: Filling) -> None:
         self._port, self._log, self._machines, self._filling = port, log, machines, filling
@@ -39,16 +37,15 @@ class Following:
         self._answers = Quota(ANSWERS_PER_S, ANSWERS_BURST, 4 * MAX_MEMBERS)
 
     def follow(self, state: StreamState) -> None:
-        """Ask somebody for the next round's decision if others are further, if I only watch, or if
-        mine is overdue."""
+        """Ask a random member for the next round's decision, if this peer may have missed it."""
         self._heed(state)
         now_s, number = self._port.now(), state.next
         if now_s - state.asked_s < FOLLOW_S or state.stream.terms.group or not self._lags(state, now_s):
             return
         others = self._others()
         said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
-        # A member that lives and says nothing for so long never will; and nobody says anything of a round
-        # that is not decided.
+        # A member that lives and says nothing for so long never will; and nobody says anything
+        # of a round that is not decided.
         hopeless = now_s - state.forgotten.since_s >= HOPELESS_S and bool(self.lost(state))
         if said and state.stream.wants != "all" and (hopeless or len(said) == len(others)):
             self._skip_to(state, min(word.oldest for word in said.values()))
@@ -74,13 +71,14 @@ class Following:
         return [peer for peer in peers if peer != self._port.me and self._port.life(peer) != "dead"]
 
     def lost(self, state: StreamState) -> list[Forgotten]:
-        """What others say of the next round if it has left the logs of most; empty as long as it
-        has not."""
+        """What others say of the next round if it has left the logs of most; else nothing."""
         return state.forgotten.agreed(state.next, self._others())
 
     def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> None:
-        """Send the decision and some of those after it; for want of it, say so, or begin the round
-        that nobody has begun."""
+        """Send the decision of a round and of some after it, or say that they have left the log.
+
+        A round that nobody began, because its members are gone, is begun here.
+        """
         numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), TOLD_AT_ONCE)
         entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
         told = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
@@ -94,7 +92,7 @@ class Following:
             return
         if query.key.round <= state.newest:
             first = iter(state.annals) if query.notes and state.annals else iter(state.log)
-            # Before I came in I can tell nothing, nor of the last round then
+            # I can tell nothing of rounds before I came in, nor of the last one then.
             oldest = next(first, state.next)
             self._port.send(sender, Forgotten(query.key, oldest, state.newest))
             return
@@ -103,9 +101,11 @@ class Following:
             self._machines.begin(state, query.key, view)
 
     def _is_forsaken(self, state: StreamState, view: View) -> bool:
-        """Whether another view has followed this one, and nobody is left of those who could bring
-        anything to a stage's rounds in it: the others close them, empty, for whoever serves the
-        stage now."""
+        """True if a stage's rounds in this view have nobody left to bring anything to them.
+
+        Another view has followed it then, and the others close the rounds, empty, for the peers that
+        serve the stage now.
+        """
         peers = (view.peers[index] for index in view.serving(state.stream.stage))
         newest = self._port.views.newest
         if view is newest:
@@ -114,8 +114,7 @@ class Following:
         return all(peer not in stay or self._port.gone(view, peer) for peer in peers)
 
     def take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
-        """The round has left the log of somebody, whom we asked: it is to be asked of the others,
-        at once."""
+        """A member says that a round has left its log: ask the others for it at once."""
         view = self._port.views.newest
         if view.index(sender, incarnation) is None:
             self._port.drop("not from a member")
@@ -129,10 +128,12 @@ class Following:
                 self._port.counters["lost rounds"] += 1
 
     def _heed(self, state: StreamState) -> None:
-        """Take the others' word that the next round is gone: whoever needs its content must adopt a
-        snapshot; who only looks on, and has seen no round yet, goes on with the newest. Beside such
-        a one there may be many that know no more than it and say nothing: so it believes some,
-        unless somebody speaks to it of that round as of one that is held now."""
+        """Take the others' word that the next round is gone.
+
+        A peer that needs the round's content must adopt a snapshot. One that only looks on and has seen
+        no round yet goes on with the newest. Beside it there may be many that know no more than it does
+        and say nothing, so it believes a few, unless some member speaks of that round as held now.
+        """
         if not state.forgotten.said or state.forgotten.round != state.next:
             return
         if state.stream.wants == "all":

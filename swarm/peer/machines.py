@@ -1,5 +1,4 @@
-"""The asyncio glue of machines: routes messages to the machine of their round, and carries out what
-it wants.
+"""The asyncio glue of machines: routes messages to them, and carries out what they ask for.
 
 A machine is made for a stream's next round alone, under the view that the round belongs to, by the
 first offer or message that concerns it. It ends when its round is complete, when the round leaves
@@ -7,6 +6,7 @@ the log, or when another view comes to hold for the round.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
@@ -19,7 +19,7 @@ from farflock.swarm.peer.filling import FETCH_TIMEOUT_S, HOPELESS_S, Filling
 from farflock.swarm.peer.round_log import RoundLog
 from farflock.swarm.peer.streams import Logged, Reduction, Stream, StreamState, work_pin
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import BadCloseList
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList
 from farflock.swarm.protocol.exchange.collective import Collective, MachineMessage
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.groups import order, rotation
@@ -45,7 +45,10 @@ class Machines:
         return key in self._machines
 
     def get(self, key: Key) -> Collective | None:
-        """The machine of a key, if it has one now."""
+        """The machine of a key, made if I may take part in the round now.
+
+        That is: it is the stream's next round, I am a member, and no view change is due.
+        """
         return self._machines.get(key)
 
     def drop(self, key: Key) -> None:
@@ -66,8 +69,10 @@ class Machines:
     # what happens to them
 
     def receive(self, state: StreamState, sender: PeerId, incarnation: int, message: MachineMessage) -> None:
-        """Hand a member's message to the machine of its round; of a round that is over, the
-        decision is the answer."""
+        """Hand a member's message to the machine of its round.
+
+        Of a round that is decided, the decision is the answer.
+        """
         view = self.view_of(sender, message.view, message.key)
         if view is None:
             return
@@ -91,14 +96,15 @@ class Machines:
         self._carry_out(machine)
 
     def place_offers(self, state: StreamState) -> None:
-        """Put my offer into its round as soon as that is the stream's next one and I am a
-        member."""
+        """Put my offer into its round once that is the stream's next one and I am a member."""
         offer = state.offers.get(state.next)
         if offer is None:
             return
         view = self._port.views.at(offer.key.round, state.stream.stage)
         machine = self.begin(state, offer.key, view) if view is not None else None
-        if machine is not None and machine.roster.contributes and machine.roster.me not in machine.content.offers:
+        if machine is None or not machine.roster.contributes:
+            return
+        if machine.roster.me not in machine.content.offers:
             machine.offer(self._port.now(), msgspec.structs.replace(offer, view=machine.view))
             self._carry_out(machine)
 
@@ -106,11 +112,13 @@ class Machines:
         """Time passes for every machine."""
         now_s = self._port.now()
         for machine in list(self._machines.values()):
-            view = self._port.views.at(machine.key.round, self._streams[machine.key.stream].stream.stage)
+            stage = self._streams[machine.key.stream].stream.stage
+            view = self._port.views.at(machine.key.round, stage)
             if view is None or self._retire(machine, view):
                 continue
             peers = machine.roster.peers
-            suspects = {i for i, peer in enumerate(peers) if self._port.gone(view, peer) or self._port.left(peer)}
+            gone, left = self._port.gone, self._port.left
+            suspects = (i for i, peer in enumerate(peers) if gone(view, peer) or left(peer))
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
             self._hand_over(machine)
@@ -134,9 +142,11 @@ class Machines:
         if machine is not None and not self._retire(machine, view):
             return machine
         me, stage = self._port.my_index(view), state.stream.stage
-        if me is None or key.round != state.next or key.attempt or self._port.views.blocked(key.round, stage):
+        if me is None or key.round != state.next or key.attempt:
             return None
-        # A stage's are touched by voting: till then a next view may take them over
+        if self._port.views.blocked(key.round, stage):
+            return None
+        # A stage's round is touched by voting: until then a next view may take it over.
         if stage is None:
             self._port.touch(None, key.round)
         machine = self._make(key, view, me, state)
@@ -147,7 +157,7 @@ class Machines:
         seed, peers, stage = self._port.seed, view.peers, state.stream.stage
         first = order([peers[index] for index in view.serving(stage)], seed, view.hash, key)
         others = order([peer for peer in peers if peer not in first], seed, view.hash, key)
-        # Voters have nothing to put forward
+        # Voters come last as proposers: they have nothing to put forward.
         ordered = tuple(peers.index(peer) for peer in (*first, *others))
         rotated = tuple(peers.index(peer) for peer in rotation(first, seed, key.stream))
 
@@ -166,8 +176,7 @@ class Machines:
         )
 
     def _holding(self, key: Key) -> Callable[[bytes], bool]:
-        """Whether a chunk is here; if so it stays until the exchange is over, whoever brought
-        it."""
+        """Say whether a chunk is here, and keep it until the exchange is over if it is."""
 
         def holding(digest: bytes) -> bool:
             here = digest in self._port.store
@@ -189,13 +198,11 @@ class Machines:
         return True
 
     def _hand_over(self, machine: Collective) -> None:
-        """Seek a stage's content that is long overdue like that of a round that I had no part
-        in."""
-        state, overdue = (
-            self._streams[machine.key.stream],
-            self._port.now() > machine.ends_s + HOPELESS_S,
-        )
-        if overdue and machine.close is not None and state.stream.stage is not None and self._is_live(machine):
+        """Seek a stage's content that is long overdue like that of rounds without me."""
+        state = self._streams[machine.key.stream]
+        is_decided = machine.close is not None and state.stream.stage is not None
+        overdue = self._port.now() > machine.ends_s + HOPELESS_S
+        if overdue and is_decided and self._is_live(machine):
             self.drop(machine.key)
             self._filling.begin(state, machine.key)
 
@@ -215,9 +222,7 @@ class Machines:
             for action in actions:
                 self._act(machine, action)
         if machine.close is not None and key.round == state.next:
-            roster, decided = machine.roster, machine.closing.decision.announcement()
-            entry = Logged(machine.close, roster.peers, len(roster.contributors), decided, machine.taken())
-            self._log.enter(state, key.round, entry)
+            self._log.enter(state, key.round, _entry(machine, machine.close))
         if machine.complete and self._is_live(machine):
             self.drop(key)
             if machine.roster.contributes:
@@ -226,7 +231,7 @@ class Machines:
                 self._filling.begin(state, key)
 
     def _act(self, machine: Collective, action: Action) -> None:
-        # Which may be closed while these are at work
+        # The stream may be closed while this work goes on.
         stream = self._streams[machine.key.stream].stream
         match action:
             case Fetch():
@@ -244,22 +249,24 @@ class Machines:
             return [machine.roster.peers[member] for member in wanted.holders()]
 
         pin = work_pin(machine.key)
-        there = fits and await self._port.chunks.fetch(wanted.digest, wanted.size, holders, pin, timeout_s)
+        fetch, digest = self._port.chunks.fetch, wanted.digest
+        there = fits and await fetch(digest, wanted.size, holders, pin, timeout_s)
         if self._is_too_late(machine):
             return
         corrupt = not fits
         if there and stream.terms.kind == "gather":
-            data = self._port.store.get(wanted.digest) or b""
-            corrupt = not await self._port.compute(lambda: stream.check(machine.key.round, wanted.shard, data))
+            data, number = self._port.store.get(digest) or b"", machine.key.round
+            corrupt = not await self._port.compute(lambda: stream.check(number, wanted.shard, data))
         if not there:
             await asyncio.sleep(STALL_S / 2)
-        machine.fetched(self._port.now(), wanted.digest, intact=there, corrupt=corrupt)
+        machine.fetched(self._port.now(), digest, intact=there, corrupt=corrupt)
         self._carry_out(machine)
 
     async def _reduce_for(self, machine: Collective, stream: Stream, wanted: Reduce) -> None:
-        peers, store = machine.roster.peers, self._port.store
+        peers, store, number = machine.roster.peers, self._port.store, machine.key.round
         inputs = [(peers[member], weight, store.get(digest) or b"") for member, weight, digest in wanted.inputs]
-        reduction: Reduction = await self._port.compute(lambda: stream.reduce(machine.key.round, wanted.shard, inputs))
+        work = functools.partial(stream.reduce, number, wanted.shard, inputs)
+        reduction: Reduction = await self._port.compute(work)
         if self._is_too_late(machine):
             return
         rejected = tuple(peers.index(peer) for peer in reduction.rejected)
@@ -273,11 +280,19 @@ class Machines:
         self._carry_out(machine)
 
     def _is_too_late(self, machine: Collective) -> bool:
-        """Whether a machine was over before its work was done: then nobody else would release what
-        that brought."""
+        """True if a machine was over before its work was done.
+
+        What the work brought is released then, unless the round's next machine needs it.
+        """
         state = self._streams.get(machine.key.stream)
-        # And waits for the next machine
+        # My offer waits for the round's next machine, which needs the same chunks.
         offered = state is not None and machine.key.round in state.offers
         if machine.key not in self and not offered:
             self._port.store.release(work_pin(machine.key))
         return not self._is_live(machine)
+
+
+def _entry(machine: Collective, close: CloseList) -> Logged:
+    """What the log keeps of a machine's round."""
+    roster, decided = machine.roster, machine.closing.decision.announcement()
+    return Logged(close, roster.peers, len(roster.contributors), decided, machine.taken())

@@ -1,5 +1,4 @@
-"""The log of a stream's last rounds: what was decided, whether its content is here, and who waits
-for that.
+"""The log of a stream's last rounds: what was decided, and whether its content is here.
 
 A member that was away learns from the logs of others what it missed, in order; a round that has
 left everybody's log is lost to who still waits for it. What a witnessed round was about stays in
@@ -20,8 +19,10 @@ ANNALS_BYTES = 16 * 1024 * 1024  # of one stream's
 
 
 class RoundLog:
-    """Keeps the logs of one peer's streams. `drop` forgets the machine of a round that leaves its
-    log."""
+    """Keeps the logs of one peer's streams.
+
+    `drop` forgets the machine of a round that leaves its log.
+    """
 
     def __init__(self, port: PeerContext, drop: Callable[[Key], object]) -> None:
         self._port, self._drop = port, drop
@@ -36,8 +37,7 @@ class RoundLog:
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
-        """A round leaves the log for the annals; for nowhere if what it was about is not noted, or
-        not known here."""
+        """Move a round from the log to the annals, if what it was about is noted and known here."""
         entry = state.log[number]
         if not (state.stream.terms.witnessed and (entry.complete or state.stream.wants == "last")):
             self._shorten(state, 0)
@@ -53,8 +53,7 @@ class RoundLog:
         self._shorten(state, ANNALS_ROUNDS)
 
     def _shorten(self, state: StreamState, most: int) -> None:
-        """Drop the oldest annals until they are no longer, nor larger, than they may be; no round
-        is missing between them."""
+        """Drop the oldest annals until they are small enough; no round is missing between them."""
         while state.annals and (len(state.annals) > most or state.annals_bytes > ANNALS_BYTES):
             number, entry = state.annals.popitem(last=False)
             state.annals_bytes -= _size_bytes(state, entry)
@@ -94,7 +93,7 @@ class RoundLog:
             return
         key = Key(state.stream.name, number)
         for item in entry.close.items:
-            # Of what is here; who only votes may have none of it
+            # As far as it is here: a peer that only votes may have none of it.
             self._port.store.pin(item.digest, key)
         self._port.store.release(work_pin(key))
         entry.complete = True

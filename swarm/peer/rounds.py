@@ -1,8 +1,7 @@
-"""The asyncio glue of collective exchanges: routes messages to their machines, carries out what the
-machines want, and keeps the log of the last rounds.
+"""All collective exchanges of one peer: its streams, their logs, and what the node asks of them.
 
 A stream's rounds form one log: round r+1 begins only where round r is decided, so a member that was
-away learns what it missed in order (`_follow`), and no contribution can count twice. An exchange
+away learns what it missed in order (`following`), and no contribution can count twice. An exchange
 has no time-out of its own: it resolves when its round is decided and its content is here, or when
 the round has left everybody's log (`lost`).
 """
@@ -39,8 +38,10 @@ class Rounds:
     # what the node calls
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
-        """Begin (after adopting a snapshot: begin again) a stream whose rounds up to `after_round`
-        are in my state."""
+        """Begin a stream whose rounds up to `after_round` are in my state.
+
+        Called again after adopting a snapshot, it begins anew there.
+        """
         state, after = self._streams.get(stream.name), stream.cadence.upto(after_round)
         if state is None or after > state.newest:
             self._forget(state)
@@ -48,8 +49,7 @@ class Rounds:
             self._port.staged |= stream.stage is not None
 
     async def exchange(self, name: str, offer: Offer) -> Outcome:
-        """Bring an offer, whose shards are in the store, to its round; resolves once, whenever that
-        is decided."""
+        """Bring an offer, whose shards are in the store, to its round; wait for the outcome."""
         try:
             return await self._exchange(self._streams[name], offer)
         finally:
@@ -85,8 +85,10 @@ class Rounds:
         return outcome(state.stream, number, entry, self._port.store) if entry and entry.complete else None
 
     def told(self, name: str, number: int) -> tuple[bytes, ...] | None:
-        """Everybody's last shard of a decided round, or the one that it was reduced to; none of a
-        round that failed. None if that is not here yet."""
+        """The last shards of a decided round, or what they were reduced to; empty if it failed.
+
+        None if they are not here yet.
+        """
         state = self._streams[name]
         entry = state.entry(number)
         if entry is None or not entry.complete:
@@ -112,8 +114,10 @@ class Rounds:
         state.seen = max(state.seen, number)
 
     def called(self, name: str) -> bool:
-        """Whether others have brought theirs to the stream's next round, and I have not; or it has
-        left the logs of most, which who brings something to it is told."""
+        """True if others have brought theirs to the stream's next round, and I have not.
+
+        Also if the round has left the logs of most: a peer that brings something to it is told so.
+        """
         state = self._streams[name]
         if self._following.lost(state):
             return True
@@ -139,8 +143,7 @@ class Rounds:
         return tuple(self._streams)
 
     def next_views(self) -> list[View]:
-        """The views that decide what comes next: of each stream the one that its next round belongs
-        to."""
+        """The views that decide what comes next: those of each stream's next round."""
         nexts = (self._port.views.at(state.next, state.stream.stage) for state in self._streams.values())
         return [view for view in nexts if view is not None]
 
@@ -149,9 +152,12 @@ class Rounds:
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
     def reach(self, stage: int | None = None) -> int:
-        """The earliest round whose state, of a stage (None: of the whole model), logs can bring up
-        to date: mine, or where others forgot what comes next in a stream, theirs. Else who lags
-        behind as I do would give me the state that I have."""
+        """The earliest round from which logs can bring a state up to date.
+
+        `stage` is the state's, None for the whole model. The round is mine; or, where others have
+        forgotten what comes next in a stream, theirs: otherwise another peer that lags behind would
+        give me the state that I have.
+        """
         known = self._streams.values()
         streams = [state for state in known if state.stream.wants == "all" and state.stream.stage == stage]
         lost = [(state, said) for state in streams if (said := self._following.lost(state))]
@@ -163,8 +169,10 @@ class Rounds:
         )
 
     def rewind(self, first_round: int) -> None:
-        """A branch begins with this round: what others may have decided of it, without its content,
-        is not its past. My open offers go into the branch's rounds."""
+        """Begin a branch with this round: what others decided of it without me is not its past.
+
+        My open offers go into the branch's rounds.
+        """
         self.machines.rewind(first_round)
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
@@ -184,8 +192,10 @@ class Rounds:
         self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
-        """Another line of views takes the place of mine: open exchanges are lost, the logs are
-        empty, and the streams wait to be opened again. Returns their names."""
+        """Give up my line of views: open exchanges are lost, and the logs are empty.
+
+        The streams wait to be opened again. Returns their names.
+        """
         for name, state in list(self._streams.items()):
             self._forget(state)
             self._streams[name] = StreamState(state.stream, state.stream.cadence.upto(-1))
@@ -211,8 +221,7 @@ class Rounds:
     # what the peer's loops call
 
     def receive(self, sender: PeerId, incarnation: int, message: RoundMessage) -> None:
-        """Route a member's message to its machine, making one if this member is still on its way to
-        the round."""
+        """Route a member's message to the machine of its round, or to what keeps up with others."""
         state = self._streams.get(message.key.stream)
         if state is None:
             self._port.drop("unknown stream")
@@ -226,8 +235,7 @@ class Rounds:
             self.machines.receive(state, sender, incarnation, message)
 
     def tick(self) -> None:
-        """Time passes for every machine; offers that had to wait are placed; what was missed is
-        asked for."""
+        """Let time pass: place offers that had to wait, and ask for what was missed."""
         self.machines.tick()
         for state in self._streams.values():
             self.machines.place_offers(state)

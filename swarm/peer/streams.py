@@ -1,5 +1,4 @@
-"""A stream as the swarm sees it: opaque shards, two functions of the node's, and the log of its
-last rounds."""
+"""A stream as the swarm sees it: shards, two functions of the node's, and the last rounds."""
 
 import asyncio
 import collections
@@ -20,8 +19,7 @@ Status = Literal["ok", "partial", "alone", "failed", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduced shard, and whose payloads were corrupt and are not in it; `data` is None if none
-    was usable."""
+    """A reduced shard without the corrupt payloads of `rejected` peers; None if none was usable."""
 
     data: bytes | None
     rejected: tuple[PeerId, ...] = ()
@@ -49,8 +47,7 @@ class Cadence:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Tensors that are synchronised together: opaque shards, and two functions of the node's that
-    know them.
+    """Tensors that are synchronised together: opaque shards and two functions that know them.
 
     `max_shard_bytes` bounds what is fetched. A stream of stage `stage` is that of the peers that
     serve it; all others only vote in its rounds. `wants` says which shards of a round this peer
@@ -97,8 +94,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an exchange: `reduced` by shard (mean over everybody) or `gathered` by peer
-    (pairs, gathers).
+    """What came of an exchange: `reduced` by shard, or `gathered` by peer (pairs and gathers).
 
     `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens
     after the round, `state` the hash of the state before it that most members had.
@@ -118,8 +114,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Logged:
-    """One decided round: its list, the group that the list's indices mean, how many of it
-    contribute, and whether what this peer wants of its content is here."""
+    """One decided round, as the log has it.
+
+    Indices in the list are places in `group`, of which `contributors` members contribute. It is
+    `complete` once what this peer wants of its content is here.
+    """
 
     close: CloseList
     group: tuple[PeerId, ...]
@@ -143,11 +142,11 @@ class StreamState:
     annals: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
     annals_bytes: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
-    # When I no longer wait for them, on the local clock
+    # By round, when I no longer wait for it, on the local clock.
     ends_s: dict[int, float] = field(default_factory=dict)
     waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
     asked_s: float = 0.0
-    # Who has said that the next round left its log
+    # Which members have said that the next round left their log.
     forgotten: Forgetting = field(default_factory=Forgetting)
     skipped: bool = False  # the tokens are not known before the next decision
 
@@ -169,14 +168,12 @@ class StreamState:
 
 
 def work_pin(key: Key) -> tuple[str, Key]:
-    """Pins what an exchange needs until it is complete: contributions; its result stays pinned
-    under the key itself."""
+    """The pin of what an exchange needs until it is complete; its result has the key itself."""
     return ("work", key)
 
 
 def outcome(stream: Stream, number: int, logged: Logged, store: Store) -> Outcome:
-    """What a decided round, whose content is in the store, means to this peer; participants in
-    sorted order."""
+    """What a decided round, whose content is in the store, means to this peer."""
     close, group = logged.close, logged.group
     bare = Outcome(
         Key(stream.name, number),

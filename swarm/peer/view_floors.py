@@ -1,5 +1,4 @@
-"""What a member accepts of a next view, and how it signs for it: where a view must begin on each
-axis."""
+"""What a member accepts of a next view, and how it signs for it."""
 
 from collections.abc import Callable
 
@@ -16,15 +15,14 @@ class ViewFloors:
     `begins` says where a view that may begin at a floor should begin.
     """
 
-    # Members are at different rounds, so each tells its floor before a view is put forward
+    # Members are at different rounds: each tells its floor before a view is put forward.
     in_step = False
 
     def __init__(self, port: PeerContext, begins: Callable[[Floor], Floor]) -> None:
         self._port, self._begins = port, begins
 
     def floor(self, value: bytes) -> Floor:
-        """Nothing if the view can be accepted here, else the least rounds that one could begin
-        at."""
+        """Nothing if the view can be accepted here, else the least rounds that could be."""
         return self._port.views.floor(value, self._port.floor)
 
     def least(self) -> Floor:
@@ -37,8 +35,7 @@ class ViewFloors:
 
 
 class ViewSignatures:
-    """Signatures of a view's members under the next one, which convince peers that were in
-    neither."""
+    """Signatures of a view's members under the next view, which convince outsiders."""
 
     def __init__(self, run: str, identity: Identity, view: View) -> None:
         self._identity, self._domain = identity, views.signature_domain(run)

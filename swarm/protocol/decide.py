@@ -1,5 +1,4 @@
-"""Single-decree Paxos among the members of a view: one value for one key, whatever crashes, is late
-or is lost.
+"""Single-decree Paxos among the members of a view: one value for one key, whatever is lost.
 
 Sans I/O: messages and `retry` come in, messages go out. The first proposer of the seeded order owns
 ballot 0 and skips the first phase, so that an undisturbed decision takes one round trip and a
@@ -77,8 +76,7 @@ def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
 
 
 class Floors(Protocol):
-    """What values a member can ever accept: those that begin late enough, if values have a
-    beginning, as views do.
+    """Which values a member may ever accept: those that begin late enough, as views must.
 
     Law: once `floor` has refused a value that is not the last one accepted here, it refuses that
     value for ever. Members whose floors are far apart are not `in_step` and must not skip the first
@@ -141,17 +139,16 @@ class Unsigned:
 
 @dataclass(slots=True)
 class Proposer:
-    """One member's attempts to have a value decided, one ballot after the other; `state` as in the
-    table."""
+    """One member's attempts to have a value decided, one ballot after the other."""
 
     state: ProposerState = "idle"
     ballot: Ballot | None = None
     value: bytes = b""
-    # With what was accepted before
+    # By member, what it had accepted before.
     promises: dict[int, tuple[Ballot, bytes] | None] = field(default_factory=dict)
     accepts: dict[int, bytes] = field(default_factory=dict)  # with their proofs
     highest: int = 0  # number of any ballot that I heard of
-    # Of each value that I put forward
+    # By value that I put forward, the members that can never accept it.
     refusers: dict[bytes, set[int]] = field(default_factory=dict)
 
     def begin(self, ballot: Ballot, value: bytes) -> None:
@@ -174,23 +171,20 @@ class Proposer:
         self._move(event)
 
     def refused(self, sender: int, rejected: Rejected) -> None:
-        """Somebody does not take part in a ballot; of mine, perhaps, because it can never accept
-        the value."""
+        """A member takes no part in a ballot; perhaps because it can never accept the value."""
         self.highest = max(self.highest, rejected.promised[0])
         if rejected.floor and rejected.ballot == self.ballot and self.state == "proposing":
             self.refusers.setdefault(self.value, set()).add(sender)
 
     def bound_to(self, size: int) -> bytes | None:
-        """The value that an earlier ballot may have chosen, according to the promises; None if
-        there is no such."""
+        """The value that an earlier ballot may have chosen, as far as is promised; or None."""
         known = [entry for entry in self.promises.values() if entry is not None]
         if not known or self.is_impossible(max(known)[1], size):
             return None
         return max(known)[1]
 
     def is_impossible(self, value: bytes, size: int) -> bool:
-        """Whether so many refuse a value for good that it can be chosen in no ballot, past ones
-        included."""
+        """True if so many refuse a value for good that no ballot, past or future, can choose it."""
         refusers = self.refusers.get(value, set())
         return not is_quorum(set(range(size)) - refusers, size)
 
@@ -229,7 +223,7 @@ class Decision:
         self.certificate: tuple[Ballot, tuple[tuple[int, bytes], ...]] = (_NEVER, ())
         # The highest floor that anybody answered with: a value below it would be refused there.
         self.known_floor: Floor = NO_FLOOR
-        # The last proposal I was not ready for, and whose
+        # The last proposal that I was not ready for: (sender, ballot, value).
         self._withheld: tuple[int, Ballot, bytes] | None = None
 
     @property
@@ -238,8 +232,10 @@ class Decision:
         return len(self.proposers)
 
     def propose(self, value: bytes) -> Sends:
-        """Try to have a value decided: an earlier accepted one wins over it. Call again to start a
-        new ballot."""
+        """Try to have a value decided; call again to begin a new ballot.
+
+        A value that may have been chosen before wins over it.
+        """
         if self.decided is not None or self._holds_back():
             return []
         proposer = self.proposer
@@ -274,8 +270,7 @@ class Decision:
         return []
 
     def retry(self) -> Sends:
-        """Repeat what has not been answered yet; everything here may be lost and may be
-        repeated."""
+        """Repeat what has not been answered yet: messages may be lost, and may come twice."""
         proposer = self.proposer
         if self.decided is not None or proposer.ballot is None:
             return []
@@ -377,9 +372,11 @@ class Decision:
 
 
 def is_certified(decided: Decided, size: int, checks: Callable[[int, bytes, bytes], bool]) -> bool:
-    """Whether a quorum of distinct members stands behind a decision. Where members do not sign,
-    every claim of a member passes: agreement then holds among honest members that crash, not among
-    liars (docs/threat-model.md)."""
+    """True if a quorum of distinct members stands behind a decision.
+
+    Where members do not sign, every claim of a member passes: agreement then holds among honest
+    members that crash, not among liars (docs/threat-model.md).
+    """
     signers = {member for member, _ in decided.proofs if member < size}
     if not is_quorum(signers, size):
         return False

@@ -34,7 +34,7 @@ from farflock.swarm.messages import (
 from farflock.swarm.protocol.transitions import after
 
 RESEND_S = 0.4
-# Of the whole time: later than this before the end the leader decides nothing any more
+# Of the whole time: this long before the end the leader decides nothing any more.
 COMMIT_MARGIN = 0.1
 
 Verdict = Literal["applied", "alone", "failed"]
@@ -65,8 +65,7 @@ PAIR_TABLES: dict[PairRole, dict[tuple[Stage, PairEvent], Stage]] = {
 
 @dataclass(slots=True)
 class Pair:
-    """One round of one pair as one of the two sees it. `offer` is mine; `theirs` the partner's once
-    it is known."""
+    """One round of one pair as one side sees it; `theirs` is the partner's offer once known."""
 
     key: Key
     me: PeerId
@@ -166,8 +165,7 @@ class Pair:
             self.theirs, self._sent_s = offer, now_s
 
     def _decide(self, now_s: float) -> None:
-        """The leader's decision: made once both sides hold the same, and only while the follower
-        can still hear it."""
+        """Decide, as the leader, once both hold the same and the follower can still hear of it."""
         in_time = now_s < self.ends_s - COMMIT_MARGIN * self.deadline_s
         if self.stage == "held" and self._confirmed() and in_time:
             self._end("committed")
@@ -183,8 +181,7 @@ class Pair:
             self._send(now_s, PairHave(self.key, self.joint_digest, ask=True))
 
     def _answer_done(self, message: Message) -> None:
-        """The follower asks again what was decided; a late proposal learns that it came too
-        late."""
+        """Answer a follower that asks again, or a proposal that came too late."""
         if isinstance(message, PairHave) and self.leader:
             decided = self.verdict == "applied" and message.digest == self.joint_digest
             self.outbox.append(PairCommit(self.key) if decided else PairAbort(self.key))
@@ -192,8 +189,7 @@ class Pair:
             self.outbox.append(PairAbort(self.key))
 
     def _end(self, event: Literal["refused", "committed", "aborted"]) -> None:
-        """Come to a verdict: a pair that never met leaves each side alone, one that had met has
-        failed."""
+        """Come to a verdict: sides that never met are alone, sides that had met have failed."""
         met = self.stage != "open"
         self._move(event)
         self.verdict = "applied" if event == "committed" else "failed" if met else "alone"

@@ -25,5 +25,5 @@ _Event = TypeVar("_Event")
 def after(table: Mapping[tuple[_State, _Event], _State], state: _State, event: _Event) -> _State:
     """The state that follows; `AssertionError` for a transition that the table does not hold."""
     following = table.get((state, event))
-    assert following is not None, f"the table knows no {event!r} in state {state!r}: a bug in its machine"
+    assert following is not None, f"the table knows no {event!r} in state {state!r}: a bug of ours"
     return following

@@ -1,5 +1,4 @@
-"""What the machine of an exchange wants done: messages to send, chunks to fetch, shards to
-reduce."""
+"""What the machine of an exchange asks for: messages to send, chunks to fetch, shards to reduce."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

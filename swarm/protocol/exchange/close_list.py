@@ -1,5 +1,7 @@
 """What a group knows of an exchange beforehand, and the list by which it says what came of it."""
 
+import functools
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -61,7 +63,8 @@ def decode_close_list(raw: bytes, terms: Terms, contributors: Collection[int]) -
         raise BadCloseList(f"not a close list: {error}") from None
     members = [member for member, _ in close.members]
     masks = [int.from_bytes(item.mask, "little") for item in close.items]
-    included = [member for member in range(MAX_MEMBERS) if any(mask >> member & 1 for mask in masks)]
+    union = functools.reduce(operator.or_, masks, 0)
+    included = [member for member in range(MAX_MEMBERS) if union >> member & 1]
     if members != included or not all(masks) or not set(members) <= set(contributors):
         raise BadCloseList(f"a close list of members {members}, its items of {included}; {contributors} contribute")
     if terms.uniform and len(set(masks)) > 1:

@@ -1,5 +1,4 @@
-"""How an exchange ends: a list is put forward, one is decided, its content comes, it can be
-applied.
+"""How an exchange ends: one list is decided, its content is fetched, and it can be applied.
 
 A member puts forward only what a quorum says to hold, so that what is decided can be had from
 somebody even if its proposer dies. Which list that is depends on the kind of exchange
@@ -10,8 +9,7 @@ through. At the deadline a member puts forward the empty list: the exchange has 
 everybody agrees that it has. No member is ever left to guess.
 
 The table has one member's states, by its part in the exchange. A contributor must hold what was
-decided before it is complete ("held"); who only votes has no use for the content and is complete at
-once.
+decided before it is complete ("held"); a voter has no use for the content and is complete at once.
 
 - *open*: contributions, and reductions of them, are coming in.
 - *ready*: there is a list that I could put forward ("closable"); I wait for my turn.
@@ -37,7 +35,7 @@ from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.timing import TAKEOVER_S, Timing
 from farflock.swarm.protocol.transitions import after
 
-# Of the time that a proposer leaves to a ballot of its own before it begins another
+# Of the time that a proposer leaves to one of its ballots before it begins another.
 MAX_DOUBLINGS = 6
 
 ClosingRole = Literal["contributor", "voter"]
@@ -89,8 +87,7 @@ class Content(Protocol):
         """The places of the items that could be decided now; None to wait on."""
 
     def may_accept(self, value: bytes) -> bool:
-        """Whether I may accept a list that is put forward; if not now, what that takes is
-        fetched."""
+        """Return True if I may accept this list now; otherwise fetch what that takes."""
 
     @property
     def repeated(self) -> list[Message]:
@@ -118,7 +115,14 @@ class Closing:
     ) -> None:
         self._roster, self._terms, self._timing, self._content = roster, terms, timing, content
         self.prior_tokens = prior_tokens
-        self.decision = Decision(key, view, roster.me, roster.ordered, holds_back=holds_back, ready=content.may_accept)
+        self.decision = Decision(
+            key,
+            view,
+            roster.me,
+            roster.ordered,
+            holds_back=holds_back,
+            ready=content.may_accept,
+        )
         self.state: ClosingState = "open"
         self.close: CloseList | None = None
         self._table = CLOSING_TABLES["contributor" if roster.contributes else "voter"]
@@ -158,7 +162,7 @@ class Closing:
             held = self._content.holdings.held
             missing = [item for item in self.close.items if item.digest not in held]
             self._content.fetches.collect(missing)
-            # Some may have been in the chunk store
+            # What was in the chunk store already is here now.
             if all(item.digest in held for item in missing):
                 self._move("held")
 
@@ -173,8 +177,10 @@ class Closing:
         self.state = after(self._table, self.state, event)
 
     def _places(self, now_s: float) -> Iterable[int] | None:
-        """The places of what could be decided now: nothing at all after the deadline, or if nobody
-        lives to bring any."""
+        """The places of what could be decided now; none of them after the deadline.
+
+        Nor once no contributor is left alive. None means to wait on.
+        """
         if self.prior_tokens is None and not self._roster.contributes:
             return None
         places = self._content.closable(now_s)
@@ -196,7 +202,7 @@ class Closing:
         items = tuple(agreed[place] for place in places)
         if not offers.includes(self._included(items)):
             if now_s < self._timing.ends_s:
-                # A reducer heard of a member whose offer I lack: one that knows its weight proposes
+                # A reducer heard of a member whose offer I lack: a member that knows it proposes.
                 return None
             items = ()
         included = self._included(items)
@@ -205,4 +211,5 @@ class Closing:
         return msgspec.msgpack.encode(CloseList(items, members, tokens, offers.common_state()))
 
     def _included(self, items: tuple[Item, ...]) -> list[int]:
-        return [member for member in range(len(self._roster.peers)) if any(has(item, member) for item in items)]
+        members = range(len(self._roster.peers))
+        return [member for member in members if any(has(item, member) for item in items)]

@@ -1,5 +1,4 @@
-"""One exchange of a whole group: offers, reduction shard by shard, and one close list that all
-apply.
+"""One exchange of a whole group, as one machine: offers in, one close list out.
 
 Sans I/O: events come in (`offer`, `receive`, `fetched`, `reduced`, `unreduced`, `tick`), actions go
 out (`take`). The parts, each readable alone:
@@ -91,16 +90,18 @@ class Collective:
         self._advance(now_s, everywhere=True)
 
     def receive(self, now_s: float, sender: int, message: MachineMessage) -> None:
-        """Take in a member's message about this key; `BadCloseList` if it carries a value that
-        cannot be one."""
+        """Take in a member's message about this key.
+
+        `BadCloseList` if it carries a value that no correct member puts forward.
+        """
         if isinstance(message, Propose | Promise | Decided) and message.value is not None:
             self.closing.require_list(message.value)
         if self.closing.is_decided and not isinstance(message, Decided):
             self._actions.send(self.closing.remind(sender, message))
             return
         match message:
-            case Offer() | Reduced() | Holds() if not {self.roster.me, sender} <= self.roster.contributors:
-                return  # content does not concern a member that only votes
+            case Offer() | Reduced() | Holds() if not self.roster.brings(sender):
+                return
             case Offer() | Reduced():
                 self.content.take(sender, message)
             case Holds(prefixes=prefixes):
@@ -110,8 +111,7 @@ class Collective:
         self._advance(now_s, everywhere=isinstance(message, Offer))
 
     def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
-        """A chunk has arrived (`intact`), could not be had now, or holds what no correct encoder
-        wrote."""
+        """A fetch is over: the chunk is here (`intact`), is `corrupt`, or could not be had now."""
         self.content.fetches.ended(digest, intact=intact, corrupt=corrupt)
         if intact and not corrupt:
             self._actions.send(self.closing.decision.resume())
@@ -119,8 +119,7 @@ class Collective:
         self._advance(now_s)
 
     def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
-        """My reduction of a shard is in the chunk store; payloads of `rejected` members were
-        corrupt and left out."""
+        """My reduction of a shard is in the chunk store, without what `rejected` members sent."""
         assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
         self.content.reduced(shard, digest, size, rejected)
         self._advance(now_s)
@@ -167,8 +166,8 @@ class Collective:
     def awaited(self) -> tuple[PeerId, ...]:
         """The peers that this exchange waits for now: live contributors whose offer is missing."""
         roster, offers = self.roster, self.content.offers
-        missing = (member for member in sorted(roster.living) if member not in offers and member != roster.me)
-        return tuple(roster.peers[member] for member in missing)
+        living = sorted(roster.living - {roster.me})
+        return tuple(roster.peers[member] for member in living if member not in offers)
 
     def taken(self) -> tuple[bool, ...]:
         """By shard: is my contribution in the result?"""
@@ -180,8 +179,7 @@ class Collective:
     # what follows from an event
 
     def _advance(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Do whatever has become possible: in all shards, or where the last event concerned
-        them."""
+        """Do what has become possible, in all shards or in those that the last event concerned."""
         if not self.closing.is_decided:
             self.content.work(now_s, everywhere=everywhere)
             self._report()
@@ -190,16 +188,18 @@ class Collective:
             self.closing.settle()
 
     def _rely_on_the_living(self) -> None:
-        """Where all contribute, what a decision rests on is held by a majority of all, as it must
-        be decided by one anyway."""
+        """Where some only vote, what is put forward is held by most of the living contributors.
+
+        Where all contribute it is a majority of all, which a decision needs anyway.
+        """
         if self.roster.has_voters:
             self.content.holdings.rely_on(self.roster.living)
 
     def _report(self) -> None:
-        """Tell everybody what I hold, once that is all there is; what is held until then is told by
-        `_repeat`."""
+        """Tell the others what I hold once I hold all there is; until then `_repeat` tells them."""
         holdings = self.content.holdings
-        if holdings.whole and (holdings.filled or self._terms.kind == "gather") and holdings.report != self._reported:
+        is_all = holdings.whole and (holdings.filled or self._terms.kind == "gather")
+        if is_all and holdings.report != self._reported:
             self._say_holdings()
 
     def _say_holdings(self) -> None:

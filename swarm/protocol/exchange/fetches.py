@@ -1,5 +1,4 @@
-"""What one exchange fetches, and whom it can ask: those that announced a thing, hold it, or made
-it."""
+"""The chunks that one exchange fetches, and the members that can be asked for each."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -8,13 +7,15 @@ from farflock.swarm.protocol.exchange.actions import Actions, Fetch
 from farflock.swarm.protocol.exchange.holdings import Holdings, Item
 from farflock.swarm.protocol.exchange.roster import Roster
 
+Holders = Callable[[], tuple[int, ...]]  # the members to ask now
+
 
 class Fetches:
-    """Asks for each digest once at a time. Items are numbered so that `index % shards` is their
-    shard.
+    """Asks for each digest once at a time.
 
-    `holding` says whether the chunk store has a digest already; `makers` are the members that ought
-    to have an item whether or not they said so.
+    Items are numbered so that `index % shards` is their shard. `holding` says whether the chunk store
+    has a digest already; `makers` are the members that ought to have an item whether or not they said
+    so.
     """
 
     def __init__(
@@ -26,15 +27,11 @@ class Fetches:
         holding: Callable[[bytes], bool],
         makers: Callable[[Item], tuple[int, ...]] = lambda item: (),
     ) -> None:
-        self._roster, self._holdings, self._actions, self._shards = (
-            roster,
-            holdings,
-            actions,
-            shards,
-        )
+        self._roster, self._holdings, self._actions = roster, holdings, actions
+        self._shards = shards
         self._holding, self._makers = holding, makers
         self._running: set[bytes] = set()
-        # Of each item; what a member announces it holds
+        # By item, the members that announced it: what a member announces it holds.
         self._announcers: dict[bytes, set[int]] = {}
 
     def announced(self, member: int, item: Item) -> None:
@@ -51,9 +48,10 @@ class Fetches:
             holders = functools.partial(self._holders, item)
             self.fetch(item.index % self._shards, item.digest, item.size, holders)
 
-    def fetch(self, shard: int, digest: bytes, size: int, holders: Callable[[], tuple[int, ...]]) -> None:
+    def fetch(self, shard: int, digest: bytes, size: int, holders: Holders) -> None:
         """Fetch a chunk that is neither here, nor corrupt, nor on its way."""
-        if digest in self._running or digest in self._holdings.held or digest in self._holdings.corrupt:
+        held, corrupt = self._holdings.held, self._holdings.corrupt
+        if digest in self._running or digest in held or digest in corrupt:
             return
         if self._holding(digest):
             self._holdings.hold(digest)
@@ -70,8 +68,7 @@ class Fetches:
             self._holdings.hold(digest)
 
     def _holders(self, item: Item) -> tuple[int, ...]:
-        """Those that announced an item or say that they hold it; while none of them lives, its
-        makers too.
+        """The members that announced an item or hold it; while none of them lives, its makers too.
 
         The chunk store asks the least busy of these, so no member that cannot have the item yet may
         be among them: it would only answer, a round trip later, that it does not.
@@ -80,4 +77,5 @@ class Fetches:
         known = {*self._announcers.get(item.digest, ()), *self._holdings.said(item)} - {me}
         if known - self._roster.suspects:
             return tuple(sorted(known))
-        return tuple(dict.fromkeys(member for member in (*sorted(known), *self._makers(item)) if member != me))
+        makers = (member for member in self._makers(item) if member != me)
+        return tuple(dict.fromkeys((*sorted(known), *makers)))

@@ -59,8 +59,7 @@ class Gather:
         return [self.offers[me]] if me in self.offers else []
 
     def closable(self, now_s: float) -> list[int] | None:
-        """The places of all live members' payloads, or of whichever there are when that is
-        enough."""
+        """The places of all live members' payloads, or of whichever there are if that is enough."""
         whole = self._whole()
         enough = 0 < self._terms.enough <= len(whole)
         late = now_s >= self._timing.soft_s

@@ -1,5 +1,4 @@
-"""The items of one exchange as one member sees them: what there is, what is here, and who says to
-hold what.
+"""The items of one exchange as one member sees them: which are here, and who holds which.
 
 Kept up to date by small steps: an exchange has thousands of items and as many events, so that
 looking through all of them at each event would cost the square.
@@ -19,8 +18,7 @@ _NOTHING = bytes(PREFIX_BYTES)
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of the result: its place, its content, and whose contributions are in it (bit i:
-    member i)."""
+    """One piece of the result: its place, its content, and the members in it (bit i: member i)."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS * MAX_MEMBERS)]
     digest: Digest
@@ -44,21 +42,23 @@ def has(item: Item, member: int) -> bool:
 
 
 class Holdings:
-    """Places 0 to `places` - 1, for each of which rival items may be announced, as seen by member
-    `me` of `members`. Of rivals the one with the smallest digest is preferred; if `fewest`, one
-    with as few contributions as possible."""
+    """What is here of places 0 to `places` - 1, as member `me` of `members` sees it.
+
+    Rival items may be announced for one place. The rival with the smallest digest is preferred; if
+    `fewest`, one with as few contributions as possible.
+    """
 
     def __init__(self, places: int, members: int, me: int, *, fewest: bool = False) -> None:
         self._members, self._me, self._fewest = members, me, fewest
-        # Whose majority counts, where it is not that of all
+        # The members whose majority counts, where it is not that of all.
         self._electorate: frozenset[int] | None = None
         self.rivals: list[dict[bytes, Item]] = [{} for _ in range(places)]
-        # Digests that are here, of items and of whatever else the exchange needs
+        # Digests that are here, of items and of whatever else the exchange needs.
         self.held: set[bytes] = set()
         self.corrupt: set[bytes] = set()  # what no correct encoder wrote
         self.agreed: dict[int, Item] = {}  # by place: what is here, and a quorum says to hold
         self.version = 0  # changes with `agreed`
-        # Of each announced digest
+        # By announced digest, the places that it is announced for.
         self._places: dict[bytes, list[int]] = collections.defaultdict(list)
         self._prefixes = bytearray(PREFIX_BYTES * places)  # what I report
         self._said: dict[int, bytes] = {}

@@ -1,10 +1,10 @@
-"""A mean: shard by shard, one member reduces what all have contributed; the reduced shards are the
-items.
+"""A mean: of each shard, one member reduces what all have contributed.
 
-Shard s is reduced by the first live member of a rotation that is the same in all rounds. A reducer
-fetches the contributions to its shards as they are offered, reduces once all that will come have
-come, and announces the result; the others fetch it. If the reducer dies or stays silent, the next
-in line takes over, and there may be rival results of one shard: the close list names one of each.
+The reduced shards are the items. Shard s is reduced by the first live member of a rotation that is
+the same in all rounds. A reducer fetches the contributions to its shards as they are offered,
+reduces once all that will come have come, and announces the result; the others fetch it. If the
+reducer dies or stays silent, the next in line takes over, and there may be rival results of one
+shard: the close list names one of each.
 
 The table has the states of one shard at a member that reduces it. "spoilt" means that no
 contribution was usable; "narrowed" that the result has contributions in it which another shard
@@ -37,7 +37,7 @@ SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
 
 
 class Mixture(Protocol):
-    """Which contributions the shards of a mean may have in them, beside each other."""
+    """Which contributions the shards of one mean may have in them, taken together."""
 
     def heard(self, item: Item) -> None:
         """Note a reduction that somebody announced."""
@@ -86,7 +86,7 @@ class Uniform:
     """
 
     def __init__(self) -> None:
-        # The members that are in every reduction announced so far
+        # One bit for each member that is in every reduction announced so far.
         self._common = (1 << MAX_MEMBERS) - 1
         self._is_news = False
 
@@ -133,10 +133,10 @@ class Mean:
         self.holdings = Holdings(terms.shards, len(roster.peers), roster.me, fewest=terms.uniform)
         self.fetches = Fetches(roster, self.holdings, actions, terms.shards, holding, self._makers)
         self._states: list[ShardState] = ["idle"] * terms.shards
-        # Of each shard that I reduce or have reduced
+        # By shard that I reduce or have reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
         self._announced: dict[int, Reduced] = {}  # in the order in which I said so
-        # Shards that need a contribution which is not here yet
+        # By contribution that is not here yet, the shards that need it.
         self._waiting: dict[bytes, set[int]] = {}
         self._concerned: set[int] = set()  # shards that may have become reducible
 
@@ -150,13 +150,11 @@ class Mean:
             self.holdings.hold_all(message.digests)
 
     def fetched(self, digest: bytes) -> None:
-        """A contribution has come, or could not be had: look again at the shards that wait for
-        it."""
+        """A contribution has come, or could not be had: look again at its shards."""
         self._concerned |= self._waiting.pop(digest, set())
 
     def reduced(self, shard: int, digest: bytes, size: int, rejected: Collection[int]) -> None:
-        """My reduction of a shard is in the chunk store; payloads of `rejected` members were
-        corrupt."""
+        """Announce my reduction of a shard, without the corrupt payloads of `rejected` members."""
         self._move(shard, "reduced")
         inputs = self._inputs[shard]
         self.holdings.spoil_all(entry for member, _, entry in inputs if member in rejected)
@@ -182,8 +180,7 @@ class Mean:
     # what follows from them
 
     def work(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Reduce what has become reducible: of all shards, or of those concerned by the last
-        event."""
+        """Reduce what can be reduced now, in all shards or where the last event concerned them."""
         shards = range(self._terms.shards) if everywhere else sorted(self._concerned)
         self._concerned.clear()
         for shard in shards:
@@ -220,14 +217,14 @@ class Mean:
     def _try(self, shard: int, now_s: float) -> None:
         """Fetch the contributions to a shard of mine; reduce once all that will come have come."""
         inputs = self._usable(shard)
-        missing = [(member, digest) for member, _, digest in inputs if digest not in self.holdings.held]
+        held = self.holdings.held
+        missing = [(member, digest) for member, _, digest in inputs if digest not in held]
         for member, digest in missing:
             self._waiting.setdefault(digest, set()).add(shard)
             size = self.offers[member].sizes[shard]
             self.fetches.fetch(shard, digest, size, functools.partial(_only, member))
         if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
-            held = tuple(entry for entry in inputs if entry[2] in self.holdings.held)
-            self._begin(shard, "begun", held)
+            self._begin(shard, "begun", tuple(entry for entry in inputs if entry[2] in held))
 
     def _narrow(self) -> None:
         """Reduce once more what has contributions in it that another shard does not have."""
@@ -239,13 +236,16 @@ class Mean:
                 self._begin(shard, "narrowed", fewer)
 
     def _is_mine(self, shard: int, now_s: float) -> bool:
-        """Whether I reduce this shard: the first of its rotation does, then whoever follows the
-        dead or silent."""
+        """True if I reduce this shard: I am its first reducer, or the ones before me are gone.
+
+        A reducer that lives and stays silent is replaced late in the round, if nobody else has been.
+        """
         line = self._roster.reducers(shard)
         rank = line.index(self._roster.me)
         if rank == 0:
             return True
-        rivals = [digest for digest, item in self.holdings.rivals[shard].items() if self._mixture.allows(item)]
+        results = self.holdings.rivals[shard].values()
+        rivals = [item.digest for item in results if self._mixture.allows(item)]
         if any(digest in self.holdings.held for digest in rivals):
             return False
         if all(member in self._roster.suspects for member in line[:rank]):

@@ -43,14 +43,12 @@ class Offers:
         return sum(self._of[member].tokens for member in members)
 
     def common_state(self) -> bytes:
-        """The hash of the state that most started from; of equals the smallest one, so that all
-        members agree."""
+        """The hash of the state that most members started from; of equals, the smallest."""
         counts = collections.Counter(offer.state for offer in self._of.values())
         return min(counts, key=lambda state: (-counts[state], state), default=b"")
 
     def inputs(self, shard: int) -> tuple[Input, ...]:
-        """The contributions to a shard of those that started from the common state, in member
-        order."""
+        """The contributions to a shard that started from the common state, in member order."""
         state = self.common_state()
         return tuple(
             (member, offer.weight, offer.digests[shard])

@@ -1,5 +1,4 @@
-"""The members of one exchange as one of them sees them: who contributes, who only votes, who is
-suspect."""
+"""The members of one exchange: which of them contribute, which only vote, which are suspect."""
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.groups import reducers
@@ -34,6 +33,10 @@ class Roster:
     def living(self) -> frozenset[int]:
         """The contributors that are not suspect."""
         return self.contributors - self.suspects
+
+    def brings(self, member: int) -> bool:
+        """Whether content that this member speaks of concerns me: both of us contribute."""
+        return self.contributes and member in self.contributors
 
     @property
     def has_voters(self) -> bool:

@@ -18,10 +18,15 @@ from farflock.swarm.protocol.exchange.roster import Roster
 
 
 class Voter:
-    """What a member that only votes holds: nothing, or what it must witness before it accepts a
-    list."""
+    """What a member that only votes holds: at most what it must witness."""
 
-    def __init__(self, roster: Roster, terms: Terms, actions: Actions, holding: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        terms: Terms,
+        actions: Actions,
+        holding: Callable[[bytes], bool],
+    ) -> None:
         self._roster, self._terms = roster, terms
         self.offers = Offers(terms.shards)
         self.holdings = Holdings(0, len(roster.peers), roster.me)
@@ -46,22 +51,24 @@ class Voter:
         return None
 
     def may_accept(self, value: bytes) -> bool:
-        """Whether the last shards of a list are here, if it has to be witnessed; if they are not,
-        get them.
+        """True if I may accept a list; of a witnessed one, fetch the last shards that I lack.
 
-        What they say outlives the stage: whatever is decided, somebody outside it can tell what it
-        was about.
+        What they say outlives the stage: whatever is decided, some peer outside it can tell what it was
+        about.
         """
         if not self._terms.witnessed:
             return True
+        shards, held = self._terms.shards, self.holdings.held
         close = decode_close_list(value, self._terms, self._roster.contributors)
-        missing = [item for item in told(close, self._terms.shards) if item.digest not in self.holdings.held]
+        missing = [item for item in told(close, shards) if item.digest not in held]
         for item in missing:
-            self.fetches.fetch(item.index % self._terms.shards, item.digest, item.size, self._witnesses)
-        return all(item.digest in self.holdings.held for item in missing)
+            self.fetches.fetch(item.index % shards, item.digest, item.size, self._witnesses)
+        return all(item.digest in held for item in missing)
 
     def _witnesses(self) -> tuple[int, ...]:
-        """Whom to ask for what I am to accept: its contributors; when they are gone, whoever
-        accepted it before."""
+        """The members to ask for what I am to accept: the living contributors, or else all.
+
+        Any other member may have accepted the list, and so fetched its last shards, before me.
+        """
         members = self._roster.living or range(len(self._roster.peers))
         return tuple(member for member in sorted(members) if member != self._roster.me)
