@@ -10,8 +10,9 @@ what m was before and what it will be after, as 64 bits of its BLAKE2b. A receiv
 and raises `ResyncNeeded`; the sender forgets these samples and sends them whole. Nothing else has to be remembered: after
 any history, what a receiver returns is the sender's m or nothing.
 
-Where somebody else carries messages between the two, and hands them in once more for a backward pass, a sample that is held
-there already goes as its tag alone; `written`, `parts` and `value` are for such a carrier (node/pipeline/memory/samples.py).
+Where somebody else carries messages between the two, and hands them in once more for a backward pass, a sample that is
+held there already goes as its tag alone; `written`, `parts` and `value` are for such a carrier
+(node/pipeline/contrib/sample_memory.py).
 
 Deviations from the paper's code: tags instead of trust; differences in blocks of 64 with a scale each instead of one scale a
 tensor; what no longer fits into the cache is sent whole instead of being an error.

@@ -1,7 +1,7 @@
 """What do late gradients cost, and which correction pays it back? On a quadratic, where stability can be computed, and on a
 small Llama that reads Shakespeare.
 
-Every step takes the gradient at weights that are some steps old, from node/pipeline/versions/stash.py, with the corrections of
+Every step takes the gradient at weights that are some steps old, from node/pipeline/contrib/stash.py, with the corrections of
 optimizers/corrections.py: what a stage of a pipeline that does not wait does, without the pipeline.
 """
 
@@ -24,7 +24,7 @@ from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import PRESETS, ModelConfig, build, next_token_loss
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.pipeline.versions.stash import Stash, swapped
+from farflock.node.pipeline.contrib.stash import Stash, swapped
 from farflock.optimizers.corrections import (
     AdaptiveBraking,
     Age,

@@ -1,26 +1,19 @@
 """What trains at a node of a pipeline, put together: a trainer that asks the servers of stages, or
 a full replica's own training. Features that few runs use are chosen here."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from farflock.node.model.data import Batches
 from farflock.node.model.tokenizer import Tokens
 from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, OwnMicrobatches, Part
+from farflock.node.pipeline.lifecycle.features import pass_weights, stage_inputs
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.server.server import Computing
 from farflock.node.pipeline.trainer.commits import Report
 from farflock.node.pipeline.trainer.in_flight import (
     MicrobatchSource,
-    NewestWeights,
-    PassWeights,
-    StageInputs,
-    WholeInputs,
     first_number,
 )
-from farflock.node.pipeline.trainer.named_weights import NamedWeights
-from farflock.node.pipeline.trainer.sample_inputs import SampleInputs
 from farflock.node.pipeline.trainer.stage_directory import Rolls
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.policies import lane_of, policy_of
@@ -45,8 +38,8 @@ class TrainerAssembly:
         """Of a node whose microbatches go from server to server."""
         policy, batches = self._policy(), self._batches()
         lane, first = lane_of(self.peer.me), first_number(self.peer.port.incarnation)
-        source = MicrobatchSource(batches, self.edges, policy, lane, first, self._weights())
-        inputs = self._inputs(batches)
+        source = MicrobatchSource(batches, self.edges, policy, lane, first, pass_weights(self.pipeline.asynchronous))
+        inputs = stage_inputs(self.edges, batches)
         return Trainer(self.peer, self.rolls, policy, source, self._terms(), self.report, inputs)
 
     def full(self, parts: list[Part], computing: Computing) -> FullTrainer:
@@ -55,15 +48,6 @@ class TrainerAssembly:
         drawn = OwnMicrobatches(self._batches(), self._policy(), lane, self.edges.tokens)
         limits = FullLimits(self._max_late(), self.pipeline.trainer.kept)
         return FullTrainer(self.peer, self.rolls, parts, drawn, limits, computing, self.report, first)
-
-    def _inputs(self, batches: Batches) -> StageInputs:
-        """As the run's codec wants them kept."""
-        return SampleInputs(self.edges, batches) if self.edges.remembers else WholeInputs()
-
-    def _weights(self) -> Callable[[], PassWeights]:
-        """Makes what a microbatch keeps of the weights that it meets."""
-        asynchronous = self.pipeline.asynchronous
-        return NewestWeights if asynchronous is None else partial(NamedWeights, asynchronous.gone)
 
     def _batches(self) -> Batches:
         plan, me = self.plan, self.peer.me

@@ -8,8 +8,8 @@ and ends where the loss is; stages that change places are alike), others what ou
 things are built has no rule: every stage divides by its own count; servers refuse what comes rounds too late; models
 have no dropout; a recovery changes its own stage alone, and takes equal shapes alone
 (node/pipeline/recovery/rebuild.py); and of codecs whose ends share parameters these are made from the run's seed, or
-agreed upon in a version that each payload names (node/pipeline/versions/table_versions.py), and weights are projected
-by whatever writes them (node/pipeline/versions/constraint.py)."""
+agreed upon in a version that each payload names (node/pipeline/contrib/table_versions.py), and weights are projected
+by whatever writes them (node/pipeline/passes/constraint.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

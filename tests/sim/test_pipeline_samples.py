@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT
-from farflock.node.pipeline.memory.samples import ServerMemory, _names
+from farflock.node.pipeline.contrib.sample_memory import ServerMemory, _names
 from farflock.node.pipeline.passes.requests import Forward, Lacks, Visit
 from farflock.node.pipeline.server.edge_ends import NotHeld
 from farflock.node.run.terms import Asynchronous, ServerTerms

@@ -15,9 +15,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from farflock.node.pipeline.lifecycle.table_keeper import NAME
+from farflock.node.pipeline.contrib.table_keeper import NAME
+from farflock.node.pipeline.passes.constraint import EMBEDDING
 from farflock.node.pipeline.passes.requests import Forward, Refused, decode_answer, encode
-from farflock.node.pipeline.versions.constraint import EMBEDDING
 from farflock.node.run.basis import basis_of
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state

@@ -6,7 +6,9 @@ import collections
 import torch
 
 from farflock.compression.activation_catalog import activation_codec
-from farflock.node.pipeline.memory.samples import NotHeld, ServerMemory
+from farflock.node.pipeline.contrib.named_weights import NamedWeights
+from farflock.node.pipeline.contrib.sample_inputs import SampleInputs
+from farflock.node.pipeline.contrib.sample_memory import NotHeld, ServerMemory
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import (
     Backward,
@@ -21,8 +23,6 @@ from farflock.node.pipeline.passes.requests import (
     encode,
 )
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, NewestWeights, WholeInputs
-from farflock.node.pipeline.trainer.named_weights import NamedWeights
-from farflock.node.pipeline.trainer.sample_inputs import SampleInputs
 from farflock.node.pipeline.trainer.stage_directory import Server
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms

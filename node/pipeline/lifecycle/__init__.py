@@ -1,5 +1,5 @@
 """One stage at one node, from its beginning to its end: where its state comes from, and when its server moves.
 
-May import node/assembly, and node/pipeline's passes, recovery, versions and server.
+May import node/assembly, and node/pipeline's passes, recovery, trainer and server.
 Start reading at assembly.py.
 """

@@ -16,13 +16,13 @@ from farflock.node.pipeline.lifecycle.beginning import Serving
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.passes.constraint import ConstrainedReplica, ConstrainedStage, Constraint
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.pipeline.server.server import Pass, StageServer
 from farflock.node.pipeline.server.task import Batch, StageTrainee, gated
-from farflock.node.pipeline.versions.constraint import ConstrainedReplica, ConstrainedStage, Constraint
-from farflock.node.pipeline.versions.versions import WeightVersions
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.basis import basis_of
 from farflock.node.run.terms import PipelinePlan, Plan
 from farflock.node.train.driver import Driver

@@ -17,7 +17,7 @@ from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, ro
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
 from farflock.node.pipeline.server.server import StageServer
 from farflock.node.pipeline.server.task import Batch, StageTrainee
-from farflock.node.pipeline.versions.versions import ORIGIN, origin_of
+from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
 from farflock.node.run.terms import Plan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors

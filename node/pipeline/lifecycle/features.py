@@ -1,17 +1,20 @@
 """Rare features of pipelines, each behind one seam: what a run's terms ask for is imported then,
 and never before.
 
-A feature is named here by the module that has it. The core knows its seam alone, and the
-implementation for a run that does without it.
+A feature is named here by the module of contrib/ that has it. The core knows its seam alone, and
+the implementation for a run that does without it.
 
 | asked for by | seam | without it |
 |---|---|---|
 | a codec that remembers samples | node/pipeline/server/edge_ends.py | `PlainEnds` |
-| `[pipeline.asynchronous]` | node/pipeline/versions/versions.py | `SingleVersion` |
+| the same, at a trainer | `StageInputs`, node/pipeline/trainer/in_flight.py | `WholeInputs` |
+| `[pipeline.asynchronous]` | node/pipeline/server/weight_versions.py | `SingleVersion` |
+| the same, at a trainer | `PassWeights`, node/pipeline/trainer/in_flight.py | `NewestWeights` |
 | `pipeline.constrain = "pipelines"` | node/pipeline/lifecycle/frozen_embedding.py | `FixedEmbedding` |
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,19 +24,23 @@ from torch import nn
 from farflock.compression.activation import ActivationCodec
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.assembly.node import Compute
+from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, PlainEnds
-from farflock.node.pipeline.versions.versions import SingleVersion, WeightVersions
+from farflock.node.pipeline.server.weight_versions import SingleVersion, WeightVersions
+from farflock.node.pipeline.trainer.in_flight import NewestWeights, PassWeights, StageInputs, WholeInputs
 from farflock.node.run.terms import Asynchronous, Turns
 from farflock.node.train.driver import Driver
 from farflock.swarm.peer.peer import Peer
 
 MAKERS = {
-    "sample memory": "farflock.node.pipeline.memory.samples:ServerMemory",
-    "weight versions": "farflock.node.pipeline.versions.kept_versions:versions_of",
-    "embedding versions": "farflock.node.pipeline.lifecycle.table_keeper:keeper_of",
+    "sample memory": "farflock.node.pipeline.contrib.sample_memory:ServerMemory",
+    "sample inputs": "farflock.node.pipeline.contrib.sample_inputs:SampleInputs",
+    "weight versions": "farflock.node.pipeline.contrib.kept_versions:versions_of",
+    "named weights": "farflock.node.pipeline.contrib.named_weights:NamedWeights",
+    "embedding versions": "farflock.node.pipeline.contrib.table_keeper:keeper_of",
 }
 
 
@@ -43,6 +50,19 @@ def edge_ends(edges: Edges) -> EdgeEnds:
         return PlainEnds(edges)
     made: EdgeEnds = _maker("sample memory")(edges)
     return made
+
+
+def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
+    """Make what a trainer keeps of the inputs of stages, as the run's codec wants them kept."""
+    if not edges.remembers:
+        return WholeInputs()
+    made: StageInputs = _maker("sample inputs")(edges, batches)
+    return made
+
+
+def pass_weights(terms: Asynchronous | None) -> Callable[[], PassWeights]:
+    """Return what makes a microbatch's memory of the weights that it meets."""
+    return NewestWeights if terms is None else partial(_maker("named weights"), terms.gone)
 
 
 def weight_versions(
@@ -58,7 +78,7 @@ def weight_versions(
     report: Callable[[dict[str, object]], None],
 ) -> WeightVersions:
     """Make the versions of a stage's weights at one server; the arguments are those of
-    `kept_versions.versions_of`."""
+    `contrib.kept_versions.versions_of`."""
     if terms is None:
         return SingleVersion()
     made: WeightVersions = _maker("weight versions")(

@@ -3,7 +3,7 @@ codec's two ends share.
 
 Where all peers keep to the subspace it follows from the run's seed and stays, and `FixedEmbedding`
 is all that a node needs. Where full replicas are free it has a new version every so many rounds
-(docs/decisions/019); the assembly then hands in a keeper of versions (node/pipeline/lifecycle/table_keeper.py)."""
+(docs/decisions/019); the assembly then hands in a keeper of versions (node/pipeline/contrib/table_keeper.py)."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from farflock.node.pipeline.passes.stage import Staged
 from farflock.node.pipeline.server.sums import Sums
-from farflock.node.pipeline.versions.versions import WeightVersions
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.staging import Key, Staging

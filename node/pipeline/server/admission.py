@@ -17,7 +17,7 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.edge_ends import EdgeEnds
-from farflock.node.pipeline.versions.versions import WeightVersions
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 
 
 class AdmissionRules:

@@ -2,7 +2,7 @@
 written, and inputs read.
 
 Most codecs keep nothing, and `PlainEnds` is all that a server needs. A codec that sends what
-changed since a sample's last visit keeps values at both ends of an edge (node/pipeline/memory/samples.py);
+changed since a sample's last visit keeps values at both ends of an edge (node/pipeline/contrib/sample_memory.py);
 the assembly then hands in other ends (node/pipeline/lifecycle/features.py).
 
 Shapes: B sequences, L positions, D model width.

@@ -16,7 +16,7 @@ from farflock.compression.subspace_versions import Superseded
 from farflock.node.pipeline.passes.requests import Backward, Forward, Gone, Lacks, Made, Refused, Stale, Version
 from farflock.node.pipeline.passes.stage import Stage, Staged
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
-from farflock.node.pipeline.versions.versions import Lacking, WeightVersions
+from farflock.node.pipeline.server.weight_versions import Lacking, WeightVersions
 from farflock.swarm.links import PeerId
 
 Unread = Refused | Lacks  # an activation that cannot be read

@@ -41,7 +41,7 @@ from farflock.node.pipeline.server.edge_ends import EdgeEnds
 from farflock.node.pipeline.server.passes import BackwardResult, PassRequest, StagePasses
 from farflock.node.pipeline.server.pending import PendingGradient, PendingGradients
 from farflock.node.pipeline.server.queue import StageQueue
-from farflock.node.pipeline.versions.versions import WeightVersions
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import Ema

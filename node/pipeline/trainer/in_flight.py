@@ -5,8 +5,8 @@ It keeps the input of each stage and the gradient of each stage's output, encode
 whatever dies, the pass can be asked of another server.
 
 Two features that few runs use plug in here: a codec that remembers samples keeps inputs in another
-way (`StageInputs`, node/pipeline/trainer/sample_inputs.py), and a pipeline that does not wait names the weights of
-its backward passes (`PassWeights`, node/pipeline/trainer/named_weights.py).
+way (`StageInputs`, node/pipeline/contrib/sample_inputs.py), and a pipeline that does not wait names the weights of
+its backward passes (`PassWeights`, node/pipeline/contrib/named_weights.py).
 
 Shapes: B sequences, L positions.
 """

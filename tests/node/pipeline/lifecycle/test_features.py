@@ -3,11 +3,11 @@
 import pytest
 
 from farflock.compression.activation_catalog import activation_codec
+from farflock.node.pipeline.contrib.sample_memory import ServerMemory
 from farflock.node.pipeline.lifecycle.features import MAKERS, _maker, edge_ends, weight_versions
-from farflock.node.pipeline.memory.samples import ServerMemory
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.server.edge_ends import PlainEnds
-from farflock.node.pipeline.versions.versions import SingleVersion
+from farflock.node.pipeline.server.weight_versions import SingleVersion
 
 
 @pytest.mark.parametrize("feature", MAKERS)

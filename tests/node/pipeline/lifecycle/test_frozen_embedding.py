@@ -2,8 +2,8 @@
 
 import asyncio
 
+from farflock.node.pipeline.contrib.table_keeper import TableKeeper
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
-from farflock.node.pipeline.lifecycle.table_keeper import TableKeeper
 
 FUNCTIONS = {"at_first", "founded", "before", "begun", "run"}
 

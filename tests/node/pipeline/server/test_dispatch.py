@@ -13,7 +13,7 @@ from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.server.edge_ends import PlainEnds
 from farflock.node.pipeline.server.server import StageServer
-from farflock.node.pipeline.versions.versions import SingleVersion
+from farflock.node.pipeline.server.weight_versions import SingleVersion
 from farflock.node.run.split import even
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.peer.serving import Reply

@@ -11,8 +11,9 @@ from farflock.compression import aqsgd
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import written
 from farflock.node.model.llama import ModelConfig, build
+from farflock.node.pipeline.contrib.kept_versions import Versions
+from farflock.node.pipeline.contrib.sample_memory import Row, TrainerMemory
 from farflock.node.pipeline.lifecycle.features import edge_ends
-from farflock.node.pipeline.memory.samples import Row, TrainerMemory
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import (
     Backward,
@@ -33,8 +34,7 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.passes.stage import Accumulator, Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST, StageServer
-from farflock.node.pipeline.versions.kept_versions import Versions
-from farflock.node.pipeline.versions.versions import SingleVersion
+from farflock.node.pipeline.server.weight_versions import SingleVersion
 from farflock.node.run.split import even
 from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.train import microbatch_ids as notes

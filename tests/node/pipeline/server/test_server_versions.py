@@ -10,6 +10,7 @@ import torch
 
 from farflock.compression.subspace import Basis, Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
+from farflock.node.pipeline.passes.constraint import Constraint
 from farflock.node.pipeline.passes.requests import (
     Backward,
     Confirm,
@@ -21,8 +22,7 @@ from farflock.node.pipeline.passes.requests import (
     Unknown,
     Version,
 )
-from farflock.node.pipeline.versions.constraint import Constraint
-from farflock.node.pipeline.versions.versions import ORIGIN
+from farflock.node.pipeline.server.weight_versions import ORIGIN
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.sim.virtual_time import run_virtual
 

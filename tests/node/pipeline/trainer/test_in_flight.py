@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from farflock.compression.activation_catalog import activation_codec
+from farflock.node.pipeline.contrib.named_weights import NamedWeights
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version
 from farflock.node.pipeline.trainer.in_flight import (
@@ -14,7 +15,6 @@ from farflock.node.pipeline.trainer.in_flight import (
     WholeInputs,
     first_number,
 )
-from farflock.node.pipeline.trainer.named_weights import NamedWeights
 
 ORDER, TOKENS, LANE = (0, 2, 1, 3), 4, 5
 

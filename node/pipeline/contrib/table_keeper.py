@@ -1,4 +1,4 @@
-"""Brings versions of the frozen embedding (node/pipeline/versions/table_versions.py) to all servers of a run, and keeps
+"""Brings versions of the frozen embedding (node/pipeline/contrib/table_versions.py) to all servers of a run, and keeps
 them there.
 
 Who serves the first stage makes them; every server of any stage, and every full replica, downloads what it lacks and hands on
@@ -18,9 +18,9 @@ from torch import Tensor
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.assembly.node import Compute
 from farflock.node.model.llama import ModelConfig
+from farflock.node.pipeline.contrib.table_versions import FirstStage, Tables, finite_table
 from farflock.node.pipeline.lifecycle.state import living
-from farflock.node.pipeline.versions.constraint import EMBEDDING, ConstrainedReplica
-from farflock.node.pipeline.versions.table_versions import FirstStage, Tables, finite_table
+from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica
 from farflock.node.run.terms import FIRST_VERSION, Turns
 from farflock.node.train.driver import Driver
 from farflock.node.train.state_sync import Books, CorruptSnapshot, decode_state, encode_state

@@ -1,4 +1,4 @@
-"""How a trainer keeps stage inputs for a codec that remembers samples (node/pipeline/memory/samples.py,
+"""How a trainer keeps stage inputs for a codec that remembers samples (node/pipeline/contrib/sample_memory.py,
 decision 018): decoded, as rows that may go to the next server as a difference, as a tag alone, or
 whole. Behind the seam `StageInputs` of node/pipeline/trainer/in_flight.py."""
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from farflock.node.pipeline.memory.samples import Known, Row, TrainerMemory, refers
+from farflock.node.pipeline.contrib.sample_memory import Known, Row, TrainerMemory, refers
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Visit
 from farflock.node.pipeline.trainer.in_flight import NUMBERS, InFlight

@@ -4,7 +4,7 @@ made, spoken and given up.
 Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of
 the first stage the averaged embedding, which all servers of that stage hold with the same bits,
 becomes the next E_fix (`drifted`). One round later the weights of pipelines go over to it;
-meanwhile the others download it (node/pipeline/lifecycle/table_keeper.py), and node/run/table_turns.py says when. Which
+meanwhile the others download it (node/pipeline/contrib/table_keeper.py), and node/run/terms.py says when. Which
 version a payload is in goes by the weights that made it, not by the clock, and it says so itself: a
 peer that comes late speaks the old one, which is read for a while, and no peer reads what it has
 not got.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from farflock.compression.subspace import Basis
 from farflock.compression.subspace_versions import SubspaceVersions
-from farflock.node.pipeline.versions.constraint import ConstrainedReplica
+from farflock.node.pipeline.passes.constraint import ConstrainedReplica
 from farflock.node.run.terms import Turns
 from farflock.node.train.state_sync import Books
 

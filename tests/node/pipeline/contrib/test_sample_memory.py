@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.aqsgd import DIFFERENCE, FULL, HELD, KEPT, NO_TAG
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
+from farflock.node.pipeline.contrib.sample_memory import Row, ServerMemory, TrainerMemory, _names, refers
 from farflock.node.pipeline.lifecycle.features import edge_ends
-from farflock.node.pipeline.memory.samples import Row, ServerMemory, TrainerMemory, _names, refers
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
 from farflock.node.pipeline.server.edge_ends import NotHeld
@@ -225,7 +225,7 @@ def test_what_the_server_before_does_not_keep_the_trainer_forgets():
 
 
 def test_how_many_tags_of_servers_are_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr("farflock.node.pipeline.memory.samples.MAX_SAMPLES", 3)
+    monkeypatch.setattr("farflock.node.pipeline.contrib.sample_memory.MAX_SAMPLES", 3)
     edge = Edge()
     for sample in range(6):
         edge.hand((sample,), edge.bring((sample,), normal(sample))[0])

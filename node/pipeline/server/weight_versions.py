@@ -5,7 +5,7 @@ A server that waits for its rounds has one version, and `SingleVersion` is all t
 pipeline that does not wait (docs/decisions/016) a forward pass says which version it used, and the
 backward pass names it, so that any server of the stage differentiates the same function; the delay
 of a gradient is the number of rounds that were applied between its weights and the round that it
-goes into. The assembly then hands in versions that are kept (node/pipeline/versions/kept_versions.py)."""
+goes into. The assembly then hands in versions that are kept (node/pipeline/contrib/kept_versions.py)."""
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager

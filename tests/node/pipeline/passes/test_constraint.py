@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from farflock.compression.subspace import outside, settled
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.passes.stage import Stage
-from farflock.node.pipeline.versions.constraint import (
+from farflock.node.pipeline.contrib.table_versions import drifted
+from farflock.node.pipeline.passes.constraint import (
     EMBEDDING,
     ConstrainedReplica,
     ConstrainedStage,
     Constraint,
     writers,
 )
-from farflock.node.pipeline.versions.table_versions import drifted
+from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.optimizers.catalog import method

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.versions.constraint import EMBEDDING, ConstrainedReplica, Constraint
-from farflock.node.pipeline.versions.table_versions import FirstStage, Tables, finite_table
+from farflock.node.pipeline.contrib.table_versions import FirstStage, Tables, finite_table
+from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica, Constraint
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.node.run.terms import FIRST_VERSION, VERSION_LEAD, Turns

@@ -1,7 +1,7 @@
 """Versions of a stage's weights that are kept by round, for a pipeline that does not wait
 (docs/decisions/016).
 
-Old weights are in a stash (node/pipeline/versions/stash.py). The group agrees with each round on how late its
+Old weights are in a stash (node/pipeline/contrib/stash.py). The group agrees with each round on how late its
 gradients are (node/train/microbatch_ids.py), and the step that takes the gradients is corrected by it
 (optimizers/corrections.py)."""
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from farflock.node.pipeline.contrib.stash import Stash, Weights
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.versions.stash import Stash, Weights
-from farflock.node.pipeline.versions.versions import ORIGIN, Lack, Lacking
+from farflock.node.pipeline.server.weight_versions import ORIGIN, Lack, Lacking
 from farflock.node.run.terms import Asynchronous, Correction
 from farflock.node.train.driver import Driver
 from farflock.optimizers.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from farflock.node.model.llama import PRESETS, build
+from farflock.node.pipeline.contrib.stash import Ahead, Stale, Stash, swapped
 from farflock.node.pipeline.passes.stage import Stage
-from farflock.node.pipeline.versions.stash import Ahead, Stale, Stash, swapped
 from farflock.node.run.terms import MAX_VERSIONS
 
 TINY = PRESETS["tiny"]

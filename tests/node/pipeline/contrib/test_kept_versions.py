@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from farflock.node.pipeline.contrib.kept_versions import DELAY, FINENESS, Versions, corrected, mean_delay
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.versions.kept_versions import DELAY, FINENESS, Versions, corrected, mean_delay
-from farflock.node.pipeline.versions.versions import ORIGIN, Lacking, origin_of
+from farflock.node.pipeline.server.weight_versions import ORIGIN, Lacking, origin_of
 from farflock.node.run.terms import Asynchronous
 from farflock.optimizers.corrections import TREND, Age
 

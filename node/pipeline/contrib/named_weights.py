@@ -1,5 +1,5 @@
 """Backward passes that name the weights of their forward passes, for pipelines that keep versions
-of them (node/pipeline/versions/versions.py, decision 016). Behind the seam `PassWeights` of
+of them (node/pipeline/server/weight_versions.py, decision 016). Behind the seam `PassWeights` of
 node/pipeline/trainer/in_flight.py."""
 
 from dataclasses import dataclass, field

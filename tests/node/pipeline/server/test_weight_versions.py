@@ -2,9 +2,9 @@
 
 import pytest
 
+from farflock.node.pipeline.contrib.kept_versions import Versions
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.versions.kept_versions import Versions
-from farflock.node.pipeline.versions.versions import SingleVersion, WeightVersions
+from farflock.node.pipeline.server.weight_versions import SingleVersion, WeightVersions
 
 FUNCTIONS = {"using", "lack", "delay", "begin_step", "begin_round", "end_round"}
 

@@ -9,12 +9,12 @@ import torch
 from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.lifecycle import table_keeper
+from farflock.node.pipeline.contrib import table_keeper
+from farflock.node.pipeline.contrib.table_keeper import FIND_TIMEOUT_S, HEAD_BYTES, NAME, TableKeeper
+from farflock.node.pipeline.contrib.table_versions import Tables
 from farflock.node.pipeline.lifecycle.features import frozen_embedding
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding
-from farflock.node.pipeline.lifecycle.table_keeper import FIND_TIMEOUT_S, HEAD_BYTES, NAME, TableKeeper
-from farflock.node.pipeline.versions.constraint import EMBEDDING, ConstrainedReplica, Constraint
-from farflock.node.pipeline.versions.table_versions import Tables
+from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica, Constraint
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.node.run.terms import Turns
