@@ -26,7 +26,10 @@ from torch import Tensor
 from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import WrongState, counter, kept, named, unnamed
+from farflock.optimizers.outer_state import OuterState
+from farflock.optimizers.round_book import RoundBook
+from farflock.optimizers.state import WrongState, counter, counters, kept, named, numbers, tables, unnamed, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "arrivals"
 HEARD_ROUNDS = 64  # who has not arrived in so many rounds is gone: it neither is the fastest nor counts as a worker
@@ -62,13 +65,15 @@ class Async:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _momentum: dict[str, Tensor] = field(default_factory=dict)
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"enough": 0}, rest=6, disasters=(Disaster({"period": 6, "enough": 2, "codec": "int8"}, 8),)
+    )
+    _state: OuterState = field(default_factory=OuterState)
     _buffer: dict[str, Tensor] = field(default_factory=dict)
     _speeds: dict[PeerId, tuple[int, float]] = field(
         default_factory=dict
     )  # the version at its last arrival; steps a second
-    _round: int = 0
+    _book: RoundBook = field(default_factory=RoundBook)  # `since` the last pull
     _version: int = 0  # rounds that moved phi
     _arrived: int = 0  # since the buffer was emptied
     _size: int = 1  # of the buffer that is being filled
@@ -77,9 +82,7 @@ class Async:
     _pulled: int = 0  # its version
     _speed: float = 0.0  # as last measured
     _quota: int = 0  # steps of this local round; 0: `period`
-    _since: int = 0
     _began: int = 0  # the run's time at the first of them, in microseconds
-    _pending: bool = False
 
     def __post_init__(self) -> None:
         require_period(self.period)
@@ -107,40 +110,38 @@ class Async:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the arrivals."""
-        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+        return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one since a pull starts the clock."""
         self._begin(replica)
-        if self._since == 0:
+        if self._book.since == 0:
             self._began = max(int(progress.run_time_s * TICK), 0)
         replica.inner_step()
-        self._since += 1
+        self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The pseudo-gradient when the local round is over; the old one again after a failed round."""
-        if self._pending:
+        if self._book.pending:
             return []
         if not self._message:
-            if self._since < (self._quota or self.period):
+            if self._book.since < (self._quota or self.period):
                 return []
             theta = replica.read(replica.names, "param")
             self._message = {name: self._base[name] - theta[name] for name in replica.names}
             lasted = int(progress.run_time_s * TICK) - self._began
-            self._speed = _float32(self._since * TICK / lasted) if lasted > 0 else self._speed
-            self._since = 0
+            self._speed = _float32(self._book.since * TICK / lasted) if lasted > 0 else self._speed
+            self._book.since = 0
         return [self._ask()]
 
     def _ask(self) -> Exchange:
-        self._pending = True
+        self._book.pending = True
         return self._exchange(self._message)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """All arrivals of a round; where mine is among them I pull, else it is sent again."""
         self._begin(replica)
-        self._round = result.next_round
-        if exchange.tensors:
-            self._pending = False
+        self._book.close(exchange, result)
         if result.status == "failed":
             return []
         assert result.gathered is not None, f"{exchange.key}: {result.status} without what was gathered"
@@ -172,17 +173,17 @@ class Async:
         size, beta = self._size, self.momentum
         full = self._arrived >= size
         share = (1 - self.c * size + self.c if full else self.c) * beta
-        for name, phi in self._phi.items():
+        for name, phi in self._state.phi.items():
             g = scaled(payload[f"delta.{name}"], weight)
             buffered = self._buffer[name] + g
             if full:
-                self._momentum[name] = scaled(self._momentum[name], beta) + divided(buffered, size)
+                self._state.momentum[name] = scaled(self._state.momentum[name], beta) + divided(buffered, size)
                 buffered = torch.zeros_like(phi)
             self._buffer[name] = buffered
             moved = divided(g, size)
             if share:
-                moved = scaled(self._momentum[name], share) + moved
-            self._phi[name] = phi - scaled(moved, self.lr)
+                moved = scaled(self._state.momentum[name], share) + moved
+            self._state.phi[name] = phi - scaled(moved, self.lr)
         self._arrived = 0 if full else self._arrived
         return True
 
@@ -196,12 +197,12 @@ class Async:
     def _pull(self, replica: Replica, result: Result) -> None:
         """theta <- phi with the steps made since; a new local round begins."""
         assert result.sent is not None
-        new = dict(self._phi)
-        if self._since:
+        new = dict(self._state.phi)
+        if self._book.since:
             theta = replica.read(replica.names, "param")
             new = {n: x + (theta[n] - (self._base[n] - result.sent[f"delta.{n}"])) for n, x in new.items()}
         replica.write(new, "param")
-        self._base, self._message, self._pulled = dict(self._phi), {}, self._version
+        self._base, self._message, self._pulled = dict(self._state.phi), {}, self._version
         fastest = max(speed for _, speed in self._speeds.values())
         mine = float(result.sent["speed"])
         if self.dylu and 0 < mine <= fastest:
@@ -210,32 +211,32 @@ class Async:
     def snapshot(self, replica: Replica) -> State:
         """phi, momentum, buffer, the counters, and everybody's speed."""
         self._begin(replica)
-        state = {**self._counters(), "speeds": torch.tensor(len(self._speeds))}
-        for what, held in (("phi", self._phi), ("momentum", self._momentum), ("buffer", self._buffer)):
-            state |= named(what, held)
+        state = self._counters() | numbers({"speeds": len(self._speeds)})
+        state |= self._state.snapshot(replica) | named("buffer", self._buffer)
         for who, (heard, speed) in self._speeds.items():
             state |= {f"heard.{who}": torch.tensor(heard), f"speed.{who}": torch.tensor(speed, dtype=torch.float32)}
         return state
 
     def _counters(self) -> State:
-        counts = {"round": self._round, "version": self._version, "arrived": self._arrived, "size": self._size}
-        return {name: torch.tensor(count) for name, count in counts.items()}
+        counts = {"version": self._version, "arrived": self._arrived, "size": self._size}
+        return self._book.snapshot() | numbers(counts)
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over the outer state; `carry` puts this replica's unsent work on top of the new phi."""
         base = self._base
         carried = dict(replica.read(replica.names, "param")) if mode == "carry" and base else {}
         self._adopt(replica, state)
-        replica.write({n: x + (carried[n] - base[n]) if carried else x for n, x in self._phi.items()}, "param")
-        self._base, self._message, self._pulled = dict(self._phi), {}, self._version
-        self._since, self._began, self._pending = 0, 0, False
+        replica.write({n: x + (carried[n] - base[n]) if carried else x for n, x in self._state.phi.items()}, "param")
+        self._base, self._message, self._pulled = dict(self._state.phi), {}, self._version
+        self._book.restart(self._book.number)
+        self._began = 0
         if not carried:
             self._quota, self._speed = 0, 0.0
 
     def _adopt(self, replica: Replica, state: State) -> None:
         """Read all of it before anything is taken over."""
-        phi, momentum, buffer = (unnamed(what, state, replica.shapes) for what in ("phi", "momentum", "buffer"))
-        number, version, arrived, size = (counter(name, state) for name in ("round", "version", "arrived", "size"))
+        new, buffer = self._state.read(state, replica.shapes), unnamed("buffer", state, replica.shapes)
+        number, version, arrived, size = counters(state, "round", "version", "arrived", "size")
         peers = [name.removeprefix("speed.") for name in state if name.startswith("speed.")]
         speeds = {who: float(unnamed("speed", state, {who: ()})[who]) for who in peers}
         if counter("speeds", state) != len(peers) or any(not 0 <= speed <= FASTEST for speed in speeds.values()):
@@ -243,70 +244,43 @@ class Async:
         if arrived >= size:
             raise WrongState(f"size must be above {arrived}, the number of arrivals, got {size}; ask another member")
         self._speeds = {who: (counter(f"heard.{who}", state), speed) for who, speed in speeds.items()}
-        self._phi, self._momentum, self._buffer = phi, momentum, buffer
-        self._round, self._version, self._arrived, self._size = number, version, arrived, size
+        self._state, self._buffer, self._book.number = new, buffer, number
+        self._version, self._arrived, self._size = version, arrived, size
 
     def personal(self, replica: Replica) -> State:
         """What this peer pulled, its message, and where in its local round it is."""
-        counters = {
-            "pulled": self._pulled,
-            "quota": self._quota,
-            "since": self._since,
-            "began": self._began,
-            "pending": int(self._pending),
-        }
-        state = {name: torch.tensor(count) for name, count in counters.items()}
-        return {
-            **state,
-            "own.speed": torch.tensor(self._speed, dtype=torch.float32),
-            **named("base", self._base),
-            **named("message", self._message),
-        }
+        counts = {"pulled": self._pulled, "quota": self._quota, "began": self._began}
+        speed = torch.tensor(self._speed, dtype=torch.float32)
+        mine = tables({"base": self._base, "message": self._message})
+        return self._book.personal() | numbers(counts) | {"own.speed": speed} | mine
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
         self._adopt(replica, state)
-        self._pulled, self._quota, self._since, self._began = (
-            counter(name, state) for name in ("pulled", "quota", "since", "began")
-        )
-        self._pending, self._speed = (
-            bool(counter("pending", state)),
-            float(unnamed("own", state, {"speed": ()})["speed"]),
-        )
+        self._book.resume(state)
+        self._pulled, self._quota, self._began = counters(state, "pulled", "quota", "began")
+        self._speed = float(unnamed("own", state, {"speed": ()})["speed"])
         self._base, self._message = (kept(what, state, replica.shapes) for what in ("base", "message"))
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """phi and the counters, which the rest would soon show in: hashed at each asking, so no more than that."""
         self._begin(replica)
-        return {**named("phi", self._phi), **self._counters()}
+        return named("phi", self._state.phi) | self._counters()
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
-        self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        return self._state.parameters(replica)
 
     def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-            self._base = dict(self._phi)
-            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
-            self._buffer = dict(self._momentum)
+        if self._state.begin(replica):
+            self._base, self._buffer = dict(self._state.phi), dict(self._state.momentum)
 
-    def _exchange(self, message: dict[str, Tensor]) -> Exchange:
+    def _exchange(self, message: Tensors) -> Exchange:
         says = {"staleness": float(self._version - self._pulled), "speed": self._speed}
         tensors = {what: torch.tensor([value], dtype=torch.float32) for what, value in says.items()}
         tensors |= {f"delta.{name}": x for name, x in message.items()}
-        key, codec = Key(STREAM, self._round), self.codec
-        return Exchange(
-            key,
-            "gather",
-            All(),
-            tensors,
-            codec=codec,
-            return_codec=codec,
-            enough=self.enough,
-            deadline_s=self.deadline_s,
-        )
+        key, codec, wait = Key(STREAM, self._book.number), self.codec, self.deadline_s
+        return Exchange(key, "gather", All(), tensors, 1.0, codec, codec, enough=self.enough, deadline_s=wait)
 
 
 def divided(x: Tensor, by: int) -> Tensor:

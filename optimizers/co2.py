@@ -19,11 +19,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.delayed import Delay, Flight, follow, require_delay, wanted_after
+from farflock.optimizers.delayed import Delay, Flight, require_delay, wanted_after
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import counter, named, unnamed
+from farflock.optimizers.state import counters, numbers, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "average"
 FARTHEST = 16.0  # a value's movement counts up to here, in units of 2**-24: sums of 2**34 values fit an int64
@@ -50,12 +51,12 @@ class CO2:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _momentum: dict[str, Tensor] = field(default_factory=dict)
-    _round: int = 0
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        disasters=(Disaster({"period": 3, "codec": "fp32", "return_codec": "fp32"}, 11),)
+    )
+    _flight: Flight = field(default_factory=Flight)
     _moved: int = 0  # how far the last outer step moved phi
     _moved_before: int = 0  # and the one before it
-    _flight: Flight = field(default_factory=Flight)
 
     def __post_init__(self) -> None:
         require_period(self.period)
@@ -74,53 +75,44 @@ class CO2:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: how far the local parameters are from the anchor."""
-        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+        return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the run began."""
-        self._begin(replica)
-        replica.inner_step()
-        self._flight.since += 1
+        self._flight.local_step(replica)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """phi - x, after `period` local steps since the last exchange and when its result is in phi; x <- phi."""
-        if self._flight.since < self.period or self._flight.pending:
+        if not self._flight.book.is_due(self.period):
             return []
-        start = self._flight.start
-        work = self._flight.leave(replica.read(replica.names, "param"))
+        start, phi = self._flight.start, self._flight.state.phi
+        work = self._flight.leave(replica, self.delay)
         if not self.delay:
-            self._flight.work = {}  # it is still in theta
             return [self._exchange(work)]
-        self._flight.start = dict(self._phi)
-        replica.write(self._phi, "param")
-        return [self._exchange({name: (self._phi[name] - start[name]) + x for name, x in work.items()})]
+        self._flight.depart(replica, phi)
+        return [self._exchange({name: (phi[name] - start[name]) + x for name, x in work.items()})]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """The outer step. With a delay the replica follows at the next exchange, else at once."""
-        self._round = result.next_round
-        if result.sent is not None or exchange.tensors:
-            self._flight.land(result.taken)
+        self._flight.land(exchange, result)
         if result.status != "failed":
-            self._begin(replica)
-            before = dict(self._phi)
+            self._flight.begin(replica)
+            before = dict(self._flight.state.phi)
             self._outer_step(result)
             if not self.delay:
-                self._flight.start = dict(self._phi)
-                theta = replica.read(tuple(result.taken), "param")
-                moved = {name: follow(x, before[name], self._phi[name], name, result) for name, x in theta.items()}
-                replica.write(moved, "param")
+                self._flight.catch_up(replica, before, result)
         return []
 
     def _outer_step(self, result: Result) -> None:
-        assert result.mean is not None, f"round {self._round}: {result.status} without a mean"
-        gap, moved = torch.tensor(self._gap(), dtype=torch.float32), 0
-        for name, phi in self._phi.items():
-            u = scaled(self._momentum[name], self.outer_momentum) + result.mean[name] / gap
+        assert result.mean is not None, f"round {self._flight.book.number}: {result.status} without a mean"
+        state, gap, moved = self._flight.state, torch.tensor(self._gap(), dtype=torch.float32), 0
+        for name, phi in state.phi.items():
+            u = scaled(state.momentum[name], self.outer_momentum) + result.mean[name] / gap
             if self.clip is not None:
                 u = u.clamp(-self.clip, self.clip)
             after = phi - scaled(u, self.outer_lr)
             moved += distance(after - phi)
-            self._phi[name], self._momentum[name] = after, u
+            state.phi[name], state.momentum[name] = after, u
         self._moved, self._moved_before = moved, self._moved
 
     def _gap(self) -> float:
@@ -131,36 +123,22 @@ class CO2:
 
     def snapshot(self, replica: Replica) -> State:
         """phi, the outer momentum, the round, and the last two movements. A joiner replays the pending round."""
-        self._begin(replica)
-        counters = {"round": self._round, "moved": self._moved, "moved_before": self._moved_before}
-        state = {**named("phi", self._phi), **named("momentum", self._momentum)}
-        return {**state, **{name: torch.tensor(value) for name, value in counters.items()}}
+        return self._flight.snapshot(replica) | numbers({"moved": self._moved, "moved_before": self._moved_before})
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over the shared state; `carry` puts all work that is in no mean yet on top of the new phi."""
-        new, momentum = unnamed("phi", state, replica.shapes), unnamed("momentum", state, replica.shapes)
-        number, moved, before = (counter(name, state) for name in ("round", "moved", "moved_before"))
-        theta = new
-        if mode == "carry" and self._phi:
-            work = self._flight.carried(replica.read(replica.names, "param"))
-            theta = {name: new[name] - work[name] for name in new}
-        replica.write(theta, "param")
-        self._phi, self._momentum = new, momentum
-        self._round, self._moved, self._moved_before = number, moved, before
-        self._flight.begin_anew(new)
+        new, number = self._flight.state.read(state, replica.shapes), self._flight.book.read(state)
+        self._moved, self._moved_before = counters(state, "moved", "moved_before")
+        self._flight.restore(replica, new, number, mode)
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is, and its work that no mean contains."""
-        self._begin(replica)
-        return self._flight.personal()
+        return self._flight.personal(replica)
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        self._phi, self._momentum = (unnamed(what, state, replica.shapes) for what in ("phi", "momentum"))
-        self._round, self._moved, self._moved_before = (
-            counter(name, state) for name in ("round", "moved", "moved_before")
-        )
-        self._flight.resume(state, replica.shapes)
+        self._flight.resume(replica, state)
+        self._moved, self._moved_before = counters(state, "moved", "moved_before")
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """The whole state."""
@@ -168,23 +146,15 @@ class CO2:
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
-        self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        self._flight.begin(replica)
+        return self._flight.state.parameters(replica)
 
-    def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
-            self._flight.begin_anew(self._phi)
-
-    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
+    def _exchange(self, tensors: Tensors) -> Exchange:
+        key, back, after = (
+            Key(STREAM, self._flight.book.number),
+            self.return_codec,
+            wanted_after(self.delay, self.period),
+        )
         return Exchange(
-            Key(STREAM, self._round),
-            "mean",
-            All(),
-            tensors,
-            codec=self.codec,
-            return_codec=self.return_codec,
-            apply_after=wanted_after(self.delay, self.period),
-            deadline_s=self.deadline_s,
+            key, "mean", All(), tensors, 1.0, self.codec, back, apply_after=after, deadline_s=self.deadline_s
         )

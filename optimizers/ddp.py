@@ -10,7 +10,8 @@ from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_unbiased
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import counter, kept, named, unnamed
+from farflock.optimizers.state import counter, counters, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "grad"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -28,6 +29,9 @@ class DDP:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        rest=6, disasters=(Disaster({"codec": "fp32", "return_codec": "fp32"}, 4, 3.0),)
+    )
     _round: int = 0
     _steps: int = 0  # gradients accumulated in the replica
     _weight: float = 0.0  # and how often they count together
@@ -43,7 +47,7 @@ class DDP:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the gradients."""
-        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, 1)]
+        return [self._exchange(zeros(replica.shapes), 1)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """Only count: the gradient stays in the replica."""
@@ -93,7 +97,7 @@ class DDP:
             state |= named(moment, replica.read(replica.names, moment))
         for moment in OTHERS:
             state |= named(moment, replica.read(replica.names, moment)) if _has(replica, moment) else {}
-        return {**state, "round": torch.tensor(self._round)}
+        return state | numbers({"round": self._round})
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over everything; gradients that did not count yet, the pending one too, are carried or dropped."""
@@ -104,7 +108,7 @@ class DDP:
         for what, tensors in new.items():
             replica.write(tensors, what)
         if mode == "adopt":
-            replica.write({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, "grad")
+            replica.write(zeros(replica.shapes), "grad")
             self._steps, self._weight = 0, 0.0
         elif self._pending:
             self._take_back(replica)
@@ -112,15 +116,14 @@ class DDP:
 
     def personal(self, replica: Replica) -> State:
         """How many gradients wait in the replica, and the pending one."""
-        counters = {"steps": self._steps, "sent_steps": self._sent_steps, "pending": self._pending}
+        counts = {"steps": self._steps, "sent_steps": self._sent_steps, "pending": self._pending}
         weights = torch.tensor([self._weight, self._sent_weight], dtype=torch.float64)
-        kept = {name: torch.tensor(int(value)) for name, value in counters.items()}
-        return {**named("sent", self._sent), **kept, "weights": weights}
+        return named("sent", self._sent) | numbers(counts) | {"weights": weights}
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        self._round, self._steps = counter("round", state), counter("steps", state)
-        self._sent_steps, self._pending = counter("sent_steps", state), bool(counter("pending", state))
+        self._round, self._steps, self._sent_steps, pending = counters(state, "round", "steps", "sent_steps", "pending")
+        self._pending = bool(pending)
         self._weight, self._sent_weight = (float(weight) for weight in state["weights"])
         self._sent = kept("sent", state, replica.shapes)
 
@@ -132,18 +135,9 @@ class DDP:
         """The replica's parameters."""
         return replica.read(replica.names, "param")
 
-    def _exchange(self, tensors: dict[str, Tensor], weight: float) -> Exchange:
-        return Exchange(
-            Key(STREAM, self._round),
-            "mean",
-            All(),
-            tensors,
-            weight=weight,
-            codec=self.codec,
-            return_codec=self.return_codec,
-            uniform=True,
-            deadline_s=self.deadline_s,
-        )
+    def _exchange(self, tensors: Tensors, weight: float) -> Exchange:
+        key, back, wait = Key(STREAM, self._round), self.return_codec, self.deadline_s
+        return Exchange(key, "mean", All(), tensors, weight, self.codec, back, uniform=True, deadline_s=wait)
 
 
 def _counted(result: Result) -> bool:

@@ -28,8 +28,9 @@ from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Drifted, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period
 from farflock.optimizers.outer import scaled
+from farflock.optimizers.round_book import RoundBook
 from farflock.optimizers.senders import mean_of_senders
-from farflock.optimizers.state import Shapes, counter, kept, named, unnamed
+from farflock.optimizers.state import Shapes, counter, kept, named, numbers, unnamed, zeros
 
 CHECK = "check"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
@@ -54,9 +55,7 @@ class Decoupled(ABC):
 
     equality: ClassVar[Literal["close"]] = "close"
     _delta: dict[str, Tensor] = field(default_factory=dict)
-    _round: int = 0
-    _since: int = 0
-    _pending: bool = False
+    _book: RoundBook = field(default_factory=RoundBook)
     _checking: bool = False
     _unchecked: int = 0  # sketches of earlier rounds were compared, with or without this replica's
 
@@ -84,7 +83,7 @@ class Decoupled(ABC):
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """The parts, and the sketches, in the last of every `check_rounds` rounds."""
-        parts = self._part({name: torch.zeros(shape) for name, shape in replica.shapes.items()})
+        parts = self._part(zeros(replica.shapes))
         return [self._exchange(parts), self._check(self.check_rounds - 1, torch.zeros(SUMS))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
@@ -94,17 +93,17 @@ class Decoupled(ABC):
             old = self._delta.get(name)
             self._delta[name] = gradient if old is None else scaled(old, self.decay) + gradient
         replica.write({name: torch.zeros_like(gradient) for name, gradient in gradients.items()}, "grad")
-        self._since += 1
+        self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """A part of the momentum, after `period` local steps since the last one; with it the sketch, when that is due."""
-        if self._since < self.period or self._pending:
+        if not self._book.is_due(self.period):
             return []
-        self._pending, self._since = True, 0
-        asked = [self._exchange(self._part(self._delta))]
-        if (self._round + 1) % self.check_rounds == 0 and self._round >= self._unchecked and not self._checking:
+        self._book.leave()
+        asked, number = [self._exchange(self._part(self._delta))], self._book.number
+        if (number + 1) % self.check_rounds == 0 and number >= self._unchecked and not self._checking:
             self._checking = True
-            asked.append(self._check(self._round, sketch(replica.read(replica.names, "param"), self._round)))
+            asked.append(self._check(number, sketch(replica.read(replica.names, "param"), number)))
         return asked
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
@@ -112,9 +111,7 @@ class Decoupled(ABC):
         if exchange.key.stream == CHECK:
             self._compare(exchange, result)
             return []
-        self._round = result.next_round
-        if exchange.tensors:
-            self._pending = False
+        self._book.close(exchange, result)
         if result.status == "failed":
             return []
         if result.taken:
@@ -155,33 +152,32 @@ class Decoupled(ABC):
         for moment in MOMENTS:
             held = replica.read(replica.names, moment)
             state |= named(moment, held) if any(bool(x.any()) for x in held.values()) else {}
-        return {**state, "round": torch.tensor(self._round), "unchecked": torch.tensor(self._unchecked)}
+        return state | self._book.snapshot() | numbers({"unchecked": self._unchecked})
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over all of a snapshot; `carry` keeps the own momentum, `adopt` drops it with the gradients that wait."""
         new = {"param": unnamed("param", state, replica.shapes)}
-        number, unchecked = counter("round", state), counter("unchecked", state)
+        number, unchecked = self._book.read(state), counter("unchecked", state)
         for moment in MOMENTS:
             fresh = {name: torch.zeros_like(x) for name, x in replica.read(replica.names, moment).items()}
             new[moment] = kept(moment, state, {name: tuple(x.shape) for name, x in fresh.items()}) or fresh
         for what, tensors in new.items():
             replica.write(tensors, what)
         if mode == "adopt":
-            replica.write({name: torch.zeros(shape) for name, shape in replica.shapes.items()}, "grad")
+            replica.write(zeros(replica.shapes), "grad")
             self._delta = {}
-        self._round, self._unchecked, self._since = number, unchecked, 0
-        self._pending = self._checking = False
+        self._book.restart(number)
+        self._unchecked, self._checking = unchecked, False
 
     def personal(self, replica: Replica) -> State:
         """The momentum, and where in the round this peer is."""
-        counters = {"since": self._since, "pending": self._pending, "checking": self._checking}
-        return {**named("delta", self._delta), **{name: torch.tensor(int(n)) for name, n in counters.items()}}
+        return named("delta", self._delta) | self._book.personal() | numbers({"checking": self._checking})
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        self._round, self._since = counter("round", state), counter("since", state)
-        self._pending, self._checking = bool(counter("pending", state)), bool(counter("checking", state))
-        self._unchecked, self._delta = counter("unchecked", state), kept("delta", state, replica.shapes)
+        self._book.resume(state)
+        self._unchecked, self._checking = counter("unchecked", state), bool(counter("checking", state))
+        self._delta = kept("delta", state, replica.shapes)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Nothing: on unequal machines the last bits differ."""

@@ -21,11 +21,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from farflock.optimizers.diloco import follow
 from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov, scaled
-from farflock.optimizers.state import Shapes, counter, kept, named, unnamed
+from farflock.optimizers.outer_state import OuterState
+from farflock.optimizers.round_book import RoundBook
+from farflock.optimizers.state import counter, kept, numbers, tables, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "delta"
 
@@ -49,56 +53,95 @@ def wanted_after(delay: int, period: int) -> int:
 
 @dataclass(slots=True)
 class Flight:
-    """A peer's own side of delayed exchanges: where its local steps began, and its work that no mean contains yet.
+    """The rounds of a method whose outer steps may come a round late: its outer state, and a peer's own side of it, namely
+    where its local steps began and its work that no mean contains yet.
 
     `work` is what was sent, from `leave` to `land`, and what must be sent again, from then on.
     """
 
+    state: OuterState = field(default_factory=OuterState)
+    book: RoundBook = field(default_factory=RoundBook)
     start: dict[str, Tensor] = field(default_factory=dict)
     work: dict[str, Tensor] = field(default_factory=dict)
-    since: int = 0
-    pending: bool = False
 
-    def leave(self, theta: Tensors) -> dict[str, Tensor]:
-        """The work to be sent now: that of this round, start minus end, and what was left behind before."""
-        work = {name: self.start[name] - theta[name] for name in theta}
-        self.work = {name: x + self.work[name] for name, x in work.items()} if self.work else work
-        self.since, self.pending = 0, True
-        return dict(self.work)
+    def begin(self, replica: Replica) -> None:
+        """Remember where the run begins, once."""
+        if self.state.begin(replica):
+            self._begin_round(0)
 
-    def land(self, taken: Mapping[str, Ranges]) -> None:
-        """Forget the work that was taken."""
-        self.work = {name: choose(taken.get(name, ()), torch.zeros_like(x), x) for name, x in self.work.items()}
-        self.pending = False
+    def local_step(self, replica: Replica) -> None:
+        """The inner update."""
+        self.begin(replica)
+        replica.inner_step()
+        self.book.since += 1
+
+    def leave(self, replica: Replica, delay: Delay) -> dict[str, Tensor]:
+        """The work to be sent now: that of this round, start minus end, and what was left behind before. It is kept if the
+        replica is to move on without it."""
+        self.book.leave()
+        work = self.carried(replica.read(replica.names, "param"))
+        self.work = dict(work) if delay else {}
+        return work
+
+    def depart(self, replica: Replica, start: Mapping[str, Tensor]) -> None:
+        """Move the replica to where the next round's steps begin."""
+        self.start = dict(start)
+        replica.write(self.start, "param")
+
+    def land(self, exchange: Exchange, result: Result) -> None:
+        """Go on to the next round, and forget the work that was taken."""
+        if exchange.tensors or result.sent is not None:
+            self.work = {name: _left(x, result.taken.get(name, ())) for name, x in self.work.items()}
+        self.book.close(exchange, result)
+
+    def catch_up(self, replica: Replica, before: Tensors, result: Result) -> None:
+        """Without a delay: follow the outer step from `before` at once, as in DiLoCo."""
+        after = self.state.phi
+        self.start = dict(after)
+        theta = replica.read(tuple(result.taken), "param")
+        moved = {name: follow(x, before[name], after[name], name, result) for name, x in theta.items()}
+        replica.write(moved, "param")
 
     def carried(self, theta: Tensors) -> dict[str, Tensor]:
-        """All work that is not in phi, whether it was sent or not."""
-        work = {name: self.start[name] - theta[name] for name in theta}
+        """All work of a replica at `theta` that is not in phi, whether it was sent or not."""
+        work = {name: self.start[name] - x for name, x in theta.items()}
         return {name: x + self.work[name] for name, x in work.items()} if self.work else work
 
-    def begin_anew(self, phi: Tensors) -> None:
-        """Nothing is on its way, and the next steps begin at phi."""
-        self.start, self.work, self.since, self.pending = dict(phi), {}, 0, False
+    def restore(self, replica: Replica, new: OuterState, number: int, mode: Literal["adopt", "carry"]) -> None:
+        """Take over an outer state and its round; `carry` puts all work that is in no mean yet on top of the new phi."""
+        theta: Tensors = new.phi
+        if mode == "carry" and self.state.phi:
+            work = self.carried(replica.read(replica.names, "param"))
+            theta = {name: x - work[name] for name, x in new.phi.items()}
+        replica.write(theta, "param")
+        self.state.adopt(new)
+        self._begin_round(number)
 
-    def personal(self) -> State:
-        """All of it, copied."""
-        counters = {"since": torch.tensor(self.since), "pending": torch.tensor(int(self.pending))}
-        return {**counters, **named("start", self.start), **named("work", self.work)}
+    def snapshot(self, replica: Replica) -> State:
+        """The outer state and the round."""
+        self.begin(replica)
+        return self.state.snapshot(replica) | self.book.snapshot()
 
-    def resume(self, state: State, shapes: Shapes) -> None:
-        """Go on from `personal`."""
-        self.since, self.pending = counter("since", state), bool(counter("pending", state))
+    def personal(self, replica: Replica) -> State:
+        """This peer's side."""
+        self.begin(replica)
+        return self.book.personal() | tables({"start": self.start, "work": self.work})
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on from `snapshot` and `personal`."""
+        shapes = replica.shapes
+        self.state.adopt(self.state.read(state, shapes))
+        self.book.resume(state)
         self.start, self.work = kept("start", state, shapes), kept("work", state, shapes)
 
+    def _begin_round(self, number: int) -> None:
+        """Nothing is on its way, and the next steps begin at phi."""
+        self.start, self.work = dict(self.state.phi), {}
+        self.book.restart(number)
 
-def follow(theta: Tensor, before: Tensor, after: Tensor, name: str, result: Result) -> Tensor:
-    """Without a delay: theta <- phi_new + what has been done since the snapshot, where the snapshot's work was taken."""
-    taken = result.taken.get(name, ())
-    if not taken:
-        return theta
-    assert result.sent is not None
-    late = result.steps_since > 0
-    return choose(taken, after + (theta - (before - result.sent[name])) if late else after, theta)
+
+def _left(work: Tensor, taken: Ranges) -> Tensor:
+    return choose(taken, torch.zeros_like(work), work)
 
 
 @dataclass(slots=True)
@@ -117,11 +160,11 @@ class Delayed:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _momentum: dict[str, Tensor] = field(default_factory=dict)
-    _round: int = 0
-    _members: int = 1  # participants of the last round
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        disasters=(Disaster({"period": 3, "codec": "fp32", "return_codec": "fp32"}, 12),)
+    )
     _flight: Flight = field(default_factory=Flight)
+    _members: int = 1  # how many took part in the last round
     _lead: dict[str, Tensor] = field(default_factory=dict)  # eager: what the outer steps made of the own terms
     _lead_momentum: dict[str, Tensor] = field(default_factory=dict)
     _owed: dict[str, Tensor] = field(default_factory=dict)  # eager: what the next own term takes back
@@ -145,111 +188,86 @@ class Delayed:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the pseudo-gradients."""
-        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+        return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the run began."""
-        self._begin(replica)
-        replica.inner_step()
-        self._flight.since += 1
+        self._flight.local_step(replica)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The round's work, after `period` local steps since the last exchange and when its result is in phi."""
-        if self._flight.since < self.period or self._flight.pending:
+        if not self._flight.book.is_due(self.period):
             return []
-        work = self._flight.leave(replica.read(replica.names, "param"))
+        work = self._flight.leave(replica, self.delay)
         if self.delay:
-            self._flight.start = self._next_start(work)
-            replica.write(self._flight.start, "param")
-        else:
-            self._flight.work = {}  # it is still in theta
+            self._flight.depart(replica, self._next_start(work))
         return [self._exchange(work)]
 
     def _next_start(self, work: dict[str, Tensor]) -> dict[str, Tensor]:
+        phi = self._flight.state.phi
         if self.mode == "naive":
-            return dict(self._phi)
+            return phi
         if self.mode == "keep_pending":
-            return {name: self._phi[name] - x for name, x in work.items()}
+            return {name: phi[name] - x for name, x in work.items()}
         self._step_lead(work)
-        return {name: x + self._lead[name] for name, x in self._phi.items()}
+        return {name: x + self._lead[name] for name, x in phi.items()}
 
     def _step_lead(self, work: dict[str, Tensor]) -> None:
         """The own terms of this round's eager step: the fresh one, minus what of older ones has come back in a mean."""
-        zeros = {name: torch.zeros_like(x) for name, x in work.items()}
-        if not self._lead or (self._members > 1 and self._round % self.refresh == 0):
-            self._lead, self._lead_momentum = dict(zeros), dict(zeros)
-            self._owed = self._owed if self._owed and self.eager_mix is not None else dict(zeros)
+        none = {name: torch.zeros_like(x) for name, x in work.items()}
+        if not self._lead or (self._members > 1 and self._flight.book.number % self.refresh == 0):
+            self._lead, self._lead_momentum = dict(none), dict(none)
+            self._owed = self._owed if self._owed and self.eager_mix is not None else dict(none)
         share = 1 / self._members if self.eager_mix is None else self.eager_mix
         for name, x in work.items():
             fresh = scaled(x, share)
             self._lead[name], self._lead_momentum[name] = self.outer.step(
                 self._lead[name], fresh - self._owed[name], self._lead_momentum[name]
             )
-            self._owed[name] = fresh if self.eager_mix is None else zeros[name]
+            self._owed[name] = fresh if self.eager_mix is None else none[name]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """The outer step. With a delay the replica follows at the next exchange, else at once, as in DiLoCo."""
-        self._round = result.next_round
-        if result.sent is not None or exchange.tensors:
-            self._flight.land(result.taken)
+        self._flight.land(exchange, result)
         if result.status != "failed":
-            self._begin(replica)
+            self._flight.begin(replica)
             self._members = len(result.participants)
-            before = dict(self._phi)
+            before = dict(self._flight.state.phi)
             self._outer_step(result)
             if not self.delay:
-                self._catch_up(replica, before, result)
+                self._flight.catch_up(replica, before, result)
         return []
 
     def _outer_step(self, result: Result) -> None:
-        assert result.mean is not None, f"round {self._round}: {result.status} without a mean"
-        for name, phi in self._phi.items():
+        assert result.mean is not None, f"round {self._flight.book.number}: {result.status} without a mean"
+        for name in self._flight.state.phi:
             mean = result.mean[name]
-            self._phi[name], self._momentum[name] = self.outer.step(phi, mean, self._momentum[name])
+            self._flight.state.step(name, self.outer, mean)
             if self.eager_mix is not None and self._owed:
                 self._owed[name] = self._owed[name] + scaled(mean, self.eager_mix)
 
-    def _catch_up(self, replica: Replica, before: Tensors, result: Result) -> None:
-        self._flight.start = dict(self._phi)
-        theta = replica.read(tuple(result.taken), "param")
-        replica.write(
-            {name: follow(x, before[name], self._phi[name], name, result) for name, x in theta.items()}, "param"
-        )
-
     def snapshot(self, replica: Replica) -> State:
         """phi, the outer momentum, the round, and how many took part in the last one. A joiner replays the pending round."""
-        self._begin(replica)
-        counters = {"round": torch.tensor(self._round), "members": torch.tensor(self._members)}
-        return {**named("phi", self._phi), **named("momentum", self._momentum), **counters}
+        return self._flight.snapshot(replica) | numbers({"members": self._members})
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over phi and momentum; `carry` puts all work that is in no mean yet on top of the new phi."""
-        new, momentum = unnamed("phi", state, replica.shapes), unnamed("momentum", state, replica.shapes)
-        self._round, self._members = counter("round", state), counter("members", state)
-        theta = new
-        if mode == "carry" and self._phi:
-            work = self._flight.carried(replica.read(replica.names, "param"))
-            theta = {name: new[name] - work[name] for name in new}
-        replica.write(theta, "param")
-        self._phi, self._momentum = new, momentum
-        self._flight.begin_anew(new)
+        new, number = self._flight.state.read(state, replica.shapes), self._flight.book.read(state)
+        self._members = counter("members", state)
+        self._flight.restore(replica, new, number, mode)
         self._lead, self._lead_momentum, self._owed = {}, {}, {}
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is, its work that no mean contains, and its lead."""
-        self._begin(replica)
-        lists = {"lead": self._lead, "lead_momentum": self._lead_momentum, "owed": self._owed}
-        mine = {key: value for what, held in lists.items() for key, value in named(what, held).items()}
-        return {**self._flight.personal(), **mine}
+        lead = {"lead": self._lead, "lead_momentum": self._lead_momentum, "owed": self._owed}
+        return self._flight.personal(replica) | tables(lead)
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        shapes = replica.shapes
-        self._phi, self._momentum = (unnamed(what, state, shapes) for what in ("phi", "momentum"))
-        self._round, self._members = counter("round", state), counter("members", state)
-        self._flight.resume(state, shapes)
+        self._flight.resume(replica, state)
+        self._members = counter("members", state)
         self._lead, self._lead_momentum, self._owed = (
-            kept(what, state, shapes) for what in ("lead", "lead_momentum", "owed")
+            kept(what, state, replica.shapes) for what in ("lead", "lead_momentum", "owed")
         )
 
     def agreed(self, replica: Replica, stream: str) -> State:
@@ -258,23 +276,15 @@ class Delayed:
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
-        self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        self._flight.begin(replica)
+        return self._flight.state.parameters(replica)
 
-    def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
-            self._flight.begin_anew(self._phi)
-
-    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
+    def _exchange(self, tensors: Tensors) -> Exchange:
+        key, back, after = (
+            Key(STREAM, self._flight.book.number),
+            self.return_codec,
+            wanted_after(self.delay, self.period),
+        )
         return Exchange(
-            Key(STREAM, self._round),
-            "mean",
-            All(),
-            tensors,
-            codec=self.codec,
-            return_codec=self.return_codec,
-            apply_after=wanted_after(self.delay, self.period),
-            deadline_s=self.deadline_s,
+            key, "mean", All(), tensors, 1.0, self.codec, back, apply_after=after, deadline_s=self.deadline_s
         )

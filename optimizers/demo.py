@@ -12,6 +12,7 @@ lengths without a fitting divisor are filled with zeros (optimizers/dct.py).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from farflock.optimizers.dct import Grid
 from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.method import All, Exchange, Key, Tensors
 from farflock.optimizers.state import Shapes
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "dct"
 
@@ -30,6 +32,12 @@ class DeMo(Decoupled):
 
     chunk: int = 64
     codec: str = "topk:32/4096"
+
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"period": 1, "chunk": 4, "codec": "topk:2/16", "check_rounds": 3},
+        quick={"chunk": 2},
+        disasters=(Disaster({"period": 3, "chunk": 4, "codec": "topk:2/16", "check_rounds": 4}, 10),),
+    )
 
     def __post_init__(self) -> None:
         Decoupled.__post_init__(self)
@@ -51,9 +59,8 @@ class DeMo(Decoupled):
         return {name: self._grid(shape).inverse(part[name]) for name, shape in shapes.items()}
 
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
-        return Exchange(
-            Key(STREAM, self._round), "gather", All(), tensors, codec=self.codec, deadline_s=self.deadline_s
-        )
+        key = Key(STREAM, self._book.number)
+        return Exchange(key, "gather", All(), tensors, codec=self.codec, deadline_s=self.deadline_s)
 
     def _grid(self, shape: tuple[int, ...]) -> Grid:
         return Grid(tuple(shape), self.chunk)

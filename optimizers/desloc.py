@@ -23,7 +23,8 @@ from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_unbiased
 from farflock.optimizers.outer import Outer, OuterSGD
-from farflock.optimizers.state import WrongState, counter, kept, named
+from farflock.optimizers.state import WrongState, counter, kept, named, numbers, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 PARAM, FIRST, SECOND = "param", "exp_avg", "exp_avg_sq"
 
@@ -44,6 +45,18 @@ class DesLoc:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={
+            "period": 2,
+            "exp_avg_period": 4,
+            "exp_avg_sq_period": 6,
+            "moment_codec": "fp32",
+            "return_codec": "bf16",
+        },
+        quick={"exp_avg_period": 2, "exp_avg_sq_period": 2},
+        rest=12,
+        disasters=(Disaster({"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}, 5),),
+    )
     _x: DiLoCo = field(init=False)
     _strides: dict[str, int] = field(init=False)  # by moment, in rounds of x
     _rounds: dict[str, int] = field(init=False)
@@ -63,9 +76,8 @@ class DesLoc:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """x, and the moments that are ever averaged."""
-        zeros = {name: torch.zeros(shape) for name, shape in replica.shapes.items()}
         (x,) = self._x.streams(replica)
-        moments = [self._exchange(what, stride - 1, zeros) for what, stride in self._strides.items()]
+        moments = [self._exchange(what, stride - 1, zeros(replica.shapes)) for what, stride in self._strides.items()]
         return [replace(x, key=Key(PARAM, 0)), *moments]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
@@ -128,9 +140,9 @@ class DesLoc:
 
     def snapshot(self, replica: Replica) -> State:
         """x, the outer momentum, the last means of the moments and the step count that fits them."""
-        state = self._x.snapshot(replica) | {"steps": torch.tensor(self._steps)}
+        state = self._x.snapshot(replica) | numbers({"steps": self._steps})
         for what, number in self._rounds.items():
-            state |= named(what, self._means.get(what, {})) | {f"round.{what}": torch.tensor(number)}
+            state |= named(what, self._means.get(what, {})) | numbers({f"round.{what}": number})
         return state
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
@@ -146,8 +158,7 @@ class DesLoc:
 
     def personal(self, replica: Replica) -> State:
         """DiLoCo's, and which moments are on their way."""
-        flags = {f"pending.{what}": torch.tensor(int(what in self._pending)) for what in self._strides}
-        return self._x.personal(replica) | flags
+        return self._x.personal(replica) | numbers({f"pending.{what}": what in self._pending for what in self._strides})
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
@@ -173,16 +184,8 @@ class DesLoc:
         return self._x.eval_params(replica)
 
     def _exchange(self, what: str, number: int, tensors: Tensors) -> Exchange:
-        return Exchange(
-            Key(what, number),
-            "mean",
-            All(),
-            tensors,
-            codec=self.moment_codec,
-            return_codec=self.moment_codec,
-            stride=self._strides[what],
-            deadline_s=self.deadline_s,
-        )
+        key, both, stride = Key(what, number), self.moment_codec, self._strides[what]
+        return Exchange(key, "mean", All(), tensors, 1.0, both, both, stride=stride, deadline_s=self.deadline_s)
 
 
 def _stride(what: str, own: int | None, period: int, usual: int) -> int:

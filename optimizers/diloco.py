@@ -1,22 +1,24 @@
 """DiLoCo: H local steps, then one outer step on the mean pseudo-gradient (Douillard et al., arXiv:2311.08105, algorithm 1).
 
-Deviations: the mean is over whoever took part, never over whom we expected; a replica whose work was not taken keeps it
-and sends it next time (their paper's behaviour under drops); optional error feedback for biased codecs; optional rounds of
-seconds instead of steps, and weights by steps, for unequal machines.
+Deviations: the mean is over the peers that took part, never over those that were expected; a replica whose work was not
+taken keeps it and sends it next time (the paper's behaviour under drops); optional error feedback for biased codecs;
+optional rounds of seconds instead of steps, and weights by steps, for unequal machines.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from farflock.optimizers.feedback import choose, message, settle
-from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.feedback import SenderFeedback, choose
+from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_feedback, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov
+from farflock.optimizers.outer_state import OuterState
 from farflock.optimizers.rhythm import Rhythm, require_round
-from farflock.optimizers.state import counter, kept, named, unnamed
+from farflock.optimizers.round_book import RoundBook
+from farflock.optimizers.state import counters, numbers, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "delta"
 
@@ -39,16 +41,19 @@ class DiLoCo:
     weights: Literal["uniform", "steps"] = "uniform"
 
     equality: ClassVar[Literal["exact"]] = "exact"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _momentum: dict[str, Tensor] = field(default_factory=dict)
-    _residual: dict[str, Tensor] = field(default_factory=dict)
-    _message: dict[str, Tensor] = field(default_factory=dict)  # what the pending exchange was encoded from (feedback)
-    _snapshot: dict[str, Tensor] = field(default_factory=dict)  # and where the replica stood then (feedback)
-    _round: int = 0
-    _since: int = 0
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        rest=6,
+        disasters=(
+            Disaster({"period": 3, "codec": "fp32", "return_codec": "fp32"}, 0),
+            Disaster({"period": 3, "codec": "topk:2/8", "feedback": 0.9}, 7),
+            Disaster({"period": 3, "codec": "int8"}, 15),
+        ),
+    )
+    _state: OuterState = field(default_factory=OuterState)
+    _book: RoundBook = field(default_factory=RoundBook)
+    _memory: SenderFeedback = field(default_factory=SenderFeedback)  # empty without `feedback`
     _steps: int = 0  # local steps in the work that nobody took yet
     _slot: int = 0  # of the last message (optimizers/rhythm.py)
-    _pending: bool = False
 
     def __post_init__(self) -> None:
         require_period(self.period)
@@ -57,106 +62,82 @@ class DiLoCo:
         if self.weights not in (known := ("uniform", "steps")):
             raise ValueError(f"weights={self.weights!r} is not known; choose from {', '.join(known)}")
         require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
-        if self.feedback is None:
-            require_unbiased("codec", self.codec, "give it feedback, e.g. feedback=0.9, or choose fp16, bf16 or int8")
-        elif not 0 <= self.feedback <= 1:
-            raise ValueError(f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.9, or None")
+        require_feedback(self.codec, self.feedback, "fp16, bf16 or int8")
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the pseudo-gradients."""
-        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+        return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
-        self._begin(replica)
+        self._state.begin(replica)
         self._slot = self._slot or self._rhythm.slot(progress)
         replica.inner_step()
-        self._since += 1
+        self._book.since += 1
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The pseudo-gradient, when a round is over."""
-        if self._pending or not self._rhythm.over(self._since, self._slot, progress):
+        if self._book.pending or not self._rhythm.over(self._book.since, self._slot, progress):
             return []
+        self._book.leave()
+        self._slot = self._rhythm.slot(progress)
         theta = replica.read(replica.names, "param")
-        tensors = {name: self._phi[name] - theta[name] for name in replica.names}
+        work = self._state.pseudo_gradient(theta)
         if self.feedback is not None:
-            beta = self.feedback
-            tensors = {name: message(x, self._residual.get(name), beta) for name, x in tensors.items()}
-            self._message, self._snapshot = tensors, theta
-        self._pending, self._since, self._slot = True, 0, self._rhythm.slot(progress)
-        return [self._exchange(tensors, float(self._steps) if self.weights == "steps" else 1.0)]
+            work = self._memory.compose(work, theta, self.feedback)
+        return [self._exchange(work, float(self._steps) if self.weights == "steps" else 1.0)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """The outer step. Where my work was taken it starts anew from phi, with the steps made since; elsewhere it stays."""
-        if result.sent is not None or exchange.tensors:
-            self._pending = False
-        self._round = result.next_round
+        self._book.close(exchange, result)
         if result.status == "failed":
             return []
-        self._begin(replica)
+        self._state.begin(replica)
         assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
-        theta = replica.read(replica.names, "param") if result.taken else {}
-        moved = {}
+        theta, moved = replica.read(replica.names, "param") if result.taken else {}, {}
         for name in replica.names:
-            before = self._phi[name]
-            after, self._momentum[name] = self.outer.step(before, result.mean[name], self._momentum[name])
-            self._phi[name] = after
-            taken = result.taken.get(name, ())
-            if taken:
-                moved[name] = self._follow(name, theta[name], before, after, taken, result)
+            before = self._state.phi[name]
+            after = self._state.step(name, self.outer, result.mean[name])
+            if result.taken.get(name):
+                moved[name] = self._follow(name, theta[name], before, after, result)
         if moved:
             self._steps = result.steps_since
             replica.write(moved, "param")
         return []
 
-    def _follow(self, name: str, theta: Tensor, before: Tensor, after: Tensor, taken: Ranges, result: Result) -> Tensor:
+    def _follow(self, name: str, theta: Tensor, before: Tensor, after: Tensor, result: Result) -> Tensor:
         """theta <- phi_new + what has been done since the snapshot, where the snapshot's work was taken."""
+        if self.feedback is None:
+            return follow(theta, before, after, name, result)
         assert result.sent is not None
-        if self.feedback is not None:
-            self._residual[name] = settle(self._message[name], result.sent[name], taken, self._residual.get(name))
-        if result.steps_since == 0:
-            return choose(taken, after, theta)
-        snapshot = before - result.sent[name] if self.feedback is None else self._snapshot[name]
-        return choose(taken, after + (theta - snapshot), theta)
+        taken = result.taken[name]
+        self._memory.settle(name, result.sent[name], taken)
+        return choose(taken, after + (theta - self._memory.start[name]) if result.steps_since else after, theta)
 
     def snapshot(self, replica: Replica) -> State:
         """phi, the outer momentum, and the round."""
-        self._begin(replica)
-        counters = {"round": torch.tensor(self._round)}
-        return {**named("phi", self._phi), **named("momentum", self._momentum), **counters}
+        return self._state.snapshot(replica) | self._book.snapshot()
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over phi and momentum; `carry` puts this replica's unsent work on top of the new phi, and keeps its residual."""
-        new, momentum = unnamed("phi", state, replica.shapes), unnamed("momentum", state, replica.shapes)
-        self._round = counter("round", state)
-        if mode == "carry" and self._phi:
-            theta = replica.read(replica.names, "param")
-            replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
-        else:
-            replica.write(new, "param")
-            self._residual = {}
-            self._steps = 0
-        self._phi, self._momentum = new, momentum
-        self._since, self._slot, self._pending = 0, 0, False
-        self._message, self._snapshot = {}, {}
+        new, number = self._state.read(state, replica.shapes), self._book.read(state)
+        if not self._state.restore(replica, new, mode):
+            self._memory.residual, self._steps = {}, 0
+        self._memory.forget_message()
+        self._book.restart(number)
+        self._slot = 0
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is, its residual, and what its pending message was made from."""
-        numbers = {"since": self._since, "untaken": self._steps, "slot": self._slot, "pending": int(self._pending)}
-        counters = {key: torch.tensor(number) for key, number in numbers.items()}
-        lists = {"residual": self._residual, "message": self._message, "start": self._snapshot}
-        return counters | {key: value for what, held in lists.items() for key, value in named(what, held).items()}
+        return self._book.personal() | numbers({"untaken": self._steps, "slot": self._slot}) | self._memory.personal()
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        self._phi, self._momentum = (unnamed(what, state, replica.shapes) for what in ("phi", "momentum"))
-        self._round = counter("round", state)
-        self._since, self._steps, self._slot = (counter(what, state) for what in ("since", "untaken", "slot"))
-        self._pending = bool(counter("pending", state))
-        self._residual, self._message, self._snapshot = (
-            kept(what, state, replica.shapes) for what in ("residual", "message", "start")
-        )
+        self._state.adopt(self._state.read(state, replica.shapes))
+        self._book.resume(state)
+        self._steps, self._slot = counters(state, "untaken", "slot")
+        self._memory.resume(state, replica.shapes)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """The whole state."""
@@ -164,26 +145,23 @@ class DiLoCo:
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
-        self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
-
-    def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
+        return self._state.parameters(replica)
 
     @property
     def _rhythm(self) -> Rhythm:
         return Rhythm(self.period, self.round_s)
 
-    def _exchange(self, tensors: dict[str, Tensor], weight: float = 1.0) -> Exchange:
-        return Exchange(
-            Key(STREAM, self._round),
-            "mean",
-            All(),
-            tensors,
-            weight,
-            codec=self.codec,
-            return_codec=self.return_codec,
-            deadline_s=self.deadline_s,
-        )
+    def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
+        key, back = Key(STREAM, self._book.number), self.return_codec
+        return Exchange(key, "mean", All(), tensors, weight, self.codec, back, deadline_s=self.deadline_s)
+
+
+def follow(theta: Tensor, before: Tensor, after: Tensor, name: str, result: Result) -> Tensor:
+    """One tensor of a replica after the outer step from `before` to `after`: phi_new + what has been done since the message,
+    where the message's work was taken; elsewhere theta stays."""
+    taken = result.taken.get(name, ())
+    if not taken:
+        return theta
+    assert result.sent is not None
+    late = result.steps_since > 0
+    return choose(taken, after + (theta - (before - result.sent[name])) if late else after, theta)

@@ -29,8 +29,10 @@ from farflock.optimizers.layers import layers_of
 from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov, scaled
+from farflock.optimizers.outer_state import OuterState
 from farflock.optimizers.rhythm import Rhythm, require_round
-from farflock.optimizers.state import WrongState, counter, kept, named, unnamed
+from farflock.optimizers.state import WrongState, counter, counters, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 NORMS, DELTA = "norms", "delta"
 FAINTEST = (
@@ -63,8 +65,15 @@ class EDiT:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _momentum: dict[str, Tensor] = field(default_factory=dict)
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"warmup": 2},
+        rest=6,
+        disasters=(
+            Disaster({"period": 4, "warmup": 2, "codec": "fp32", "return_codec": "fp32"}, 6),
+            Disaster({"round_s": 2.0, "warmup": 2, "codec": "fp32", "return_codec": "fp32"}, 19),
+        ),
+    )
+    _state: OuterState = field(default_factory=OuterState)
     _stats: Tensor = field(default_factory=lambda: torch.zeros(0, 4))  # a row for each layer
     _seen: int = 0  # rounds whose norms are in them
     _round: int = 0  # the next one of norms
@@ -95,8 +104,7 @@ class EDiT:
     def streams(self, replica: Replica) -> list[Exchange]:
         """The norms, gathered, and the scaled pseudo-gradients."""
         norms = [0.0] * len(layers_of(replica.names))
-        zeros = {name: torch.zeros(shape) for name, shape in replica.shapes.items()}
-        return [self._norms_exchange(norms, 0), self._delta_exchange(zeros, 1.0)]
+        return [self._norms_exchange(norms, 0), self._delta_exchange(zeros(replica.shapes), 1.0)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
@@ -114,7 +122,7 @@ class EDiT:
             return []
         self._slot = rhythm.slot(progress)
         self._start, self._since = dict(replica.read(replica.names, "param")), 0
-        work = {name: self._phi[name] - x for name, x in self._start.items()}
+        work = self._state.pseudo_gradient(self._start)
         norms = [norm_of([work[name] for name in names]) for names in layers_of(replica.names).values()]
         return [self._norms_exchange(norms, self._steps)]
 
@@ -173,8 +181,7 @@ class EDiT:
     def _message(self, replica: Replica, norms: Result) -> Exchange:
         """The pseudo-gradient times weight / mean weight in each layer, so that a mean over all is the weighted one."""
         if not self._start:
-            zeros = {name: torch.zeros(shape) for name, shape in replica.shapes.items()}
-            return self._delta_exchange(zeros, ONLOOKER)
+            return self._delta_exchange(zeros(replica.shapes), ONLOOKER)
         weights = self._weights[self._delta_round]
         mine = weights[_whose(norms)] if weights else []
         tensors = {}
@@ -182,7 +189,7 @@ class EDiT:
             total = sum(of_peer[layer] for of_peer in weights.values())
             factor = len(weights) * mine[layer] / total if total else 0.0 if weights else 1.0
             for name in names:
-                work = self._phi[name] - self._start[name]
+                work = self._state.phi[name] - self._start[name]
                 tensors[name] = scaled(work, factor) if factor else torch.zeros_like(work)  # 0 times infinity is no 0
         return self._delta_exchange({name: tensors[name] for name in replica.names}, 1.0)
 
@@ -199,12 +206,9 @@ class EDiT:
         for layer, names in enumerate(layers_of(replica.names).values()):
             factor = self._factor(weights, workers, layer, [mean[name] for name in names])
             for name in names if factor is not None else ():
-                after = self._phi[name]
+                after = self._state.phi[name]
                 if factor:
-                    after, self._momentum[name] = self.outer.step(
-                        after, scaled(mean[name], factor), self._momentum[name]
-                    )
-                self._phi[name] = after
+                    after = self._state.step(name, self.outer, scaled(mean[name], factor))
                 if theta and result and name in result.taken:
                     since = after + (theta[name] - self._start[name]) if self._since else after
                     moved[name] = choose(result.taken[name], since, theta[name])
@@ -239,12 +243,9 @@ class EDiT:
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over the outer state; `carry` puts this replica's unsent work on top of the new phi."""
-        carried = dict(replica.read(replica.names, "param")) if mode == "carry" and self._phi else {}
-        old = self._phi
+        old = OuterState(phi=self._state.phi)
         self._adopt(replica, state)
-        replica.write(
-            {name: x + (carried[name] - old[name]) if carried else x for name, x in self._phi.items()}, "param"
-        )
+        carried = old.restore(replica, self._state, mode)
         self._since, self._start = 0, {}
         if not carried:
             self._steps = self._slot = 0
@@ -252,11 +253,11 @@ class EDiT:
     def _adopt(self, replica: Replica, state: State) -> None:
         """Read all of it before anything is taken over."""
         shapes, layers = replica.shapes, len(layers_of(replica.names))
-        phi, momentum = unnamed("phi", state, shapes), unnamed("momentum", state, shapes)
+        new = self._state.read(state, shapes)
         stats = unnamed("layers", state, {"stats": (layers, 4)})["stats"]
         if float(stats[:, 1::2].min()) < 0:
             raise WrongState("layers.stats must be variances of 0 or more; ask another member")
-        seen, after, before = counter("seen", state), counter("round", state), counter("delta_round", state)
+        seen, after, before = counters(state, "seen", "round", "delta_round")
         weights = {number: _weights_in(state, number, layers) for number in range(before, after)}
         rounds = {name.split(".")[1] for name in state if name.startswith("early.")}
         early = {}
@@ -271,28 +272,27 @@ class EDiT:
             bool(workers) != bool(mean) for workers, mean in early.values()
         ):
             raise WrongState(f"early must be a count, got another than {len(early)} means; ask another member")
-        self._phi, self._momentum, self._stats, self._seen = phi, momentum, stats, seen
+        self._state, self._stats, self._seen = new, stats, seen
         self._round, self._delta_round, self._weights, self._early = after, before, weights, early
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is, and where it stood when its norms were taken."""
-        counters = {"since": self._since, "steps": self._steps, "slot": self._slot}
-        return {name: torch.tensor(count) for name, count in counters.items()} | named("start", self._start)
+        counts = {"since": self._since, "steps": self._steps, "slot": self._slot}
+        return numbers(counts) | named("start", self._start)
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
         self._adopt(replica, state)
-        self._since, self._steps, self._slot = (counter(name, state) for name in ("since", "steps", "slot"))
+        self._since, self._steps, self._slot = counters(state, "since", "steps", "slot")
         self._start = kept("start", state, replica.shapes)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Of the norms: the statistics. Of the means: phi, momentum, and the next round's weights."""
         self._begin(replica)
         if stream == NORMS:
-            counters = {"seen": torch.tensor(self._seen), "round": torch.tensor(self._round)}
-            return {"layers.stats": self._stats.clone(), **counters}
-        outer = {**named("phi", self._phi), **named("momentum", self._momentum)}
-        return {**outer, "delta_round": torch.tensor(self._delta_round), **self._packed_weights(self._delta_round)}
+            return {"layers.stats": self._stats.clone()} | numbers({"seen": self._seen, "round": self._round})
+        outer = self._state.snapshot(replica) | numbers({"delta_round": self._delta_round})
+        return outer | self._packed_weights(self._delta_round)
 
     def _packed_weights(self, number: int) -> State:
         rows = {who: torch.tensor(row) for who, row in self._weights.get(number, {}).items()}
@@ -301,12 +301,10 @@ class EDiT:
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
         self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        return self._state.parameters(replica)
 
     def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
+        if self._state.begin(replica):
             self._stats = torch.zeros(len(layers_of(replica.names)), 4)
 
     def _norms_exchange(self, norms: list[float], steps: int) -> Exchange:

@@ -14,7 +14,7 @@ DeMo's own replicator is optimizers/demo.py; several at once, which overwrite ea
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from farflock.optimizers.method import All, Exchange, Key, Tensors
 from farflock.optimizers.options import require_codec, require_unbiased
 from farflock.optimizers.philox import permutation
 from farflock.optimizers.state import Shapes
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "part"
 BLOCK = 64
@@ -40,6 +41,12 @@ class FlexDeMo(Decoupled):
     seed: int = 42
     codec: str = "bf16"
     return_codec: str = "bf16"
+
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"period": 1, "rate": 0.5, "codec": "int8", "return_codec": "bf16", "check_rounds": 3},
+        quick={"replicator": "full"},
+        disasters=(Disaster({"period": 3, "rate": 0.5, "check_rounds": 4}, 13),),
+    )
 
     def __post_init__(self) -> None:
         Decoupled.__post_init__(self)
@@ -73,7 +80,7 @@ class FlexDeMo(Decoupled):
         row = torch.cat([x.reshape(-1) for x in delta.values()])
         blocks = self._blocks(row.numel())
         row = torch.nn.functional.pad(row, (0, blocks * BLOCK - row.numel()))
-        return {"blocks": row.view(blocks, BLOCK)[self.chosen(blocks, self._round)].reshape(-1)}
+        return {"blocks": row.view(blocks, BLOCK)[self.chosen(blocks, self._book.number)].reshape(-1)}
 
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
         """The tensors that have these blocks in their places."""
@@ -85,15 +92,8 @@ class FlexDeMo(Decoupled):
         return {name: x.reshape(shape) for (name, shape), x in zip(shapes.items(), cut, strict=True)}
 
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
-        return Exchange(
-            Key(STREAM, self._round),
-            "mean",
-            All(),
-            tensors,
-            codec=self.codec,
-            return_codec=self.return_codec,
-            deadline_s=self.deadline_s,
-        )
+        key, back = Key(STREAM, self._book.number), self.return_codec
+        return Exchange(key, "mean", All(), tensors, 1.0, self.codec, back, deadline_s=self.deadline_s)
 
     def _blocks(self, values: int) -> int:
         """The blocks of so many values, filled to a multiple of `turns`."""

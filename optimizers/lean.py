@@ -33,7 +33,10 @@ from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_codec, require_deadline, require_period
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import counter, kept, named, unnamed
+from farflock.optimizers.outer_state import OuterState
+from farflock.optimizers.round_book import RoundBook
+from farflock.optimizers.state import kept, named, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "lean"
 SLOWEST = 2.0**-100  # a step of this size says nothing about its rate, and dividing by it would overflow
@@ -54,11 +57,13 @@ class Lean:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"correction": 1.0, "codec": "ecsq:98", "return_codec": "ecsq:98"},
+        disasters=(Disaster({"period": 3, "return_codec": "fp32"}, 17),),
+    )
+    _state: OuterState = field(default_factory=lambda: OuterState(None))
+    _book: RoundBook = field(default_factory=RoundBook)
     _rates: dict[str, Tensor] = field(default_factory=dict)  # scalars: see `rate_of`
-    _round: int = 0
-    _since: int = 0
-    _pending: bool = False
 
     def __post_init__(self) -> None:
         require_period(self.period)
@@ -79,41 +84,38 @@ class Lean:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the differences to phi."""
-        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+        return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the run began, the last one before an exchange is measured."""
-        self._begin(replica)
-        measured = bool(self.correction) and self._since + 1 >= self.period and not self._pending
+        self._state.begin(replica)
+        measured = bool(self.correction) and self._book.since + 1 >= self.period and not self._book.pending
         before = replica.read(replica.names, "param") if measured else {}
         replica.inner_step()
-        self._since += 1
+        self._book.since += 1
         if measured:
             after, first, second = (replica.read(replica.names, what) for what in ("param", "exp_avg", "exp_avg_sq"))
             self._rates = {n: rate_of(before[n] - after[n], first[n], second[n]) for n in before}
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """theta - phi, after `period` local steps since the last one."""
-        if self._since < self.period or self._pending:
+        if not self._book.is_due(self.period):
             return []
+        self._book.leave()
         theta = replica.read(replica.names, "param")
-        self._pending, self._since = True, 0
-        return [self._exchange({name: theta[name] - self._phi[name] for name in replica.names})]
+        return [self._exchange({name: x - self._state.phi[name] for name, x in theta.items()})]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """phi moves by the mean, and the replica with it; where my work was taken, only what was not sent stays on top."""
-        if exchange.tensors:
-            self._pending = False
-        self._round = result.next_round
+        self._book.close(exchange, result)
         if result.status == "failed":
             return []
-        self._begin(replica)
+        self._state.begin(replica)
         assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
         theta, moved = replica.read(replica.names, "param"), {}
         for name, now in theta.items():
-            before = self._phi[name]
-            after = before + result.mean[name]
-            self._phi[name] = after
+            before = self._state.phi[name]
+            after = self._state.phi[name] = before + result.mean[name]
             moved[name] = after + (now - before)
             if taken := result.taken.get(name, ()):
                 assert result.sent is not None
@@ -141,29 +143,23 @@ class Lean:
 
     def snapshot(self, replica: Replica) -> State:
         """phi and the round."""
-        self._begin(replica)
-        return {**named("phi", self._phi), "round": torch.tensor(self._round)}
+        return self._state.snapshot(replica) | self._book.snapshot()
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over phi; `carry` puts this replica's own work, sent or not, on top of it. Moments are the replica's."""
-        new, self._round = unnamed("phi", state, replica.shapes), counter("round", state)
-        theta = new
-        if mode == "carry" and self._phi:
-            own = replica.read(replica.names, "param")
-            theta = {name: new[name] + (own[name] - self._phi[name]) for name in new}
-        replica.write(theta, "param")
-        self._phi, self._rates = new, {}
-        self._since, self._pending = 0, False
+        new, number = self._state.read(state, replica.shapes), self._book.read(state)
+        self._state.restore(replica, new, mode)
+        self._book.restart(number)
+        self._rates = {}
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is, and the rates of its last measured step; the residual is in the replica."""
-        counters = {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
-        return {**counters, **named("rate", self._rates)}
+        return self._book.personal() | named("rate", self._rates)
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        self._phi, self._round = unnamed("phi", state, replica.shapes), counter("round", state)
-        self._since, self._pending = counter("since", state), bool(counter("pending", state))
+        self._state.adopt(self._state.read(state, replica.shapes))
+        self._book.resume(state)
         self._rates = kept("rate", state, dict.fromkeys(replica.names, ()))
 
     def agreed(self, replica: Replica, stream: str) -> State:
@@ -172,24 +168,12 @@ class Lean:
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
-        self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        return self._state.parameters(replica)
 
-    def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-
-    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
+    def _exchange(self, tensors: Tensors) -> Exchange:
+        key, back, wait = Key(STREAM, self._book.number), self.return_codec, self.deadline_s
         return Exchange(
-            Key(STREAM, self._round),
-            "mean",
-            All(),
-            tensors,
-            codec=self.codec,
-            return_codec=self.return_codec,
-            compensate=True,
-            apply_after=self.delay,
-            deadline_s=self.deadline_s,
+            key, "mean", All(), tensors, 1.0, self.codec, back, compensate=True, apply_after=self.delay, deadline_s=wait
         )
 
 

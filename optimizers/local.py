@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from farflock.optimizers.method import Exchange, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.state import named, unnamed
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 
 @dataclass(slots=True)
@@ -12,6 +13,7 @@ class Local:
     """Each replica trains on its own."""
 
     equality: ClassVar[Literal["per-peer"]] = "per-peer"
+    trial: ClassVar[TrialOptions] = TrialOptions(rest=6, disasters=(Disaster({}, 16),))
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """None."""

@@ -151,7 +151,7 @@ class Method(Protocol):
     """How peers keep one model although they train apart. A state machine without I/O, clock, rank, world size or
     global random numbers.
 
-    Law, for every method in `catalog.METHODS` (tests/optimizers/swarm/test_law.py):
+    Law, for every method in `catalog.METHODS` (optimizers/check.py; `check_method` holds any other to it):
 
     1. With one participant it runs and gives its section's documented degenerate result.
     2. `failed` leaves outer state untouched and keeps local work.
@@ -160,6 +160,8 @@ class Method(Protocol):
     5. `exact` methods: equal state and equal results (but for `sent`, `taken`) give equal `snapshot()` bits.
     6. `restore(snapshot(), "adopt")` gives the same future as never having stopped, if the replica does too.
     7. So does `resume(snapshot() | personal())`, at any moment between two calls, also while an exchange is pending.
+    8. Work in ranges that were not taken is kept: `taken` names flat ranges, tensor by tensor, and what lies outside of them
+       stays in the replica, or in this peer's next message, however much of the rest was taken.
     """
 
     @property

@@ -14,14 +14,16 @@ import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import Exchange, Key, Progress, RandomGroups, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import counter, named, unnamed
+from farflock.optimizers.outer_state import OuterState
+from farflock.optimizers.round_book import RoundBook
+from farflock.optimizers.state import tables, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "pairs"
 
@@ -43,11 +45,9 @@ class NoLoCo:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["per-peer"]] = "per-peer"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _delta: dict[str, Tensor] = field(default_factory=dict)
-    _round: int = 0
-    _since: int = 0
-    _pending: bool = False
+    trial: ClassVar[TrialOptions] = TrialOptions(rest=6, disasters=(Disaster({"period": 3, "codec": "fp32"}, 3),))
+    _state: OuterState = field(default_factory=lambda: OuterState("delta"))
+    _book: RoundBook = field(default_factory=RoundBook)
 
     def __post_init__(self) -> None:
         require_period(self.period)
@@ -68,42 +68,39 @@ class NoLoCo:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: theta, or pseudo-gradient and phi where gamma differs from beta."""
-        zeros = {name: torch.zeros(shape) for name, shape in replica.shapes.items()}
-        return [self._exchange(zeros if self._one_vector else {**named("delta", zeros), **named("phi", zeros)})]
+        none = zeros(replica.shapes)
+        return [self._exchange(none if self._one_vector else tables({"delta": none, "phi": none}))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
-        self._begin(replica)
+        self._state.begin(replica)
         replica.inner_step()
-        self._since += 1
+        self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """After `period` local steps since the last exchange."""
-        if self._since < self.period or self._pending:
+        if not self._book.is_due(self.period):
             return []
-        self._pending, self._since = True, 0
-        theta = dict(replica.read(replica.names, "param"))
+        self._book.leave()
+        theta = replica.read(replica.names, "param")
         if self._one_vector:
             return [self._exchange(theta)]
-        delta = {name: self._phi[name] - theta[name] for name in theta}
-        return [self._exchange({**named("delta", delta), **named("phi", self._phi)})]
+        return [self._exchange(tables({"delta": self._state.pseudo_gradient(theta), "phi": self._state.phi}))]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The outer step with whoever took part; alone it is heavy ball on the own pseudo-gradient. A round replayed from a log
-        was between others and changes nothing here."""
-        self._round = result.next_round
-        if exchange.tensors:
-            self._pending = False
+        """The outer step with whichever peers took part; alone it is heavy ball on the own pseudo-gradient. A round replayed
+        from a log was between others and changes nothing here."""
+        self._book.close(exchange, result)
         if result.status == "failed" or result.sent is None:
             return []
         assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
         theta = replica.read(replica.names, "param")
+        phi, delta = self._state.phi, self._state.momentum
         moved = {}
         for name in replica.names:
-            before = self._phi[name]
-            self._delta[name] = self._outer_step(name, before, result)
-            self._phi[name] = before + self._delta[name]
-            after = self._phi[name]
+            before = phi[name]
+            delta[name] = self._outer_step(name, before, result)
+            after = phi[name] = before + delta[name]
             if result.steps_since:
                 after = after + (theta[name] - self._theta_then(name, before, result))
             taken = result.taken.get(name if self._one_vector else f"delta.{name}", ())
@@ -113,7 +110,7 @@ class NoLoCo:
 
     def _outer_step(self, name: str, phi: Tensor, result: Result) -> Tensor:
         assert result.mean is not None
-        kept = scaled(self._delta[name], self.alpha)
+        kept = scaled(self._state.momentum[name], self.alpha)
         if self._one_vector:
             return kept + scaled(result.mean[name] - phi, self.beta)
         moved = kept - scaled(result.mean[f"delta.{name}"], self.beta)
@@ -131,30 +128,22 @@ class NoLoCo:
 
     def snapshot(self, replica: Replica) -> State:
         """phi, the momentum, and the round."""
-        self._begin(replica)
-        return {**named("phi", self._phi), **named("delta", self._delta), "round": torch.tensor(self._round)}
+        return self._state.snapshot(replica) | self._book.snapshot()
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over one peer's phi and momentum; `carry` puts this replica's unsent work on top of it."""
-        new, delta = unnamed("phi", state, replica.shapes), unnamed("delta", state, replica.shapes)
-        self._round = counter("round", state)
-        if mode == "carry" and self._phi:
-            theta = replica.read(replica.names, "param")
-            replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
-        else:
-            replica.write(new, "param")
-        self._phi, self._delta = new, delta
-        self._since, self._pending = 0, False
+        new, number = self._state.read(state, replica.shapes), self._book.read(state)
+        self._state.restore(replica, new, mode)
+        self._book.restart(number)
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is."""
-        return {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
+        return self._book.personal()
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        self._phi, self._delta = (unnamed(what, state, replica.shapes) for what in ("phi", "delta"))
-        self._round, self._since = counter("round", state), counter("since", state)
-        self._pending = bool(counter("pending", state))
+        self._state.adopt(self._state.read(state, replica.shapes))
+        self._book.resume(state)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Nothing: each peer has its own."""
@@ -162,14 +151,8 @@ class NoLoCo:
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
-        self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        return self._state.parameters(replica)
 
-    def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-            self._delta = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
-
-    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
-        key = Key(STREAM, self._round)
+    def _exchange(self, tensors: Tensors) -> Exchange:
+        key = Key(STREAM, self._book.number)
         return Exchange(key, "mean", RandomGroups(2), tensors, codec=self.codec, deadline_s=self.deadline_s)

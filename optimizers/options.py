@@ -26,3 +26,11 @@ def require_unbiased(role: str, name: str, instead: str) -> None:
     """`ValueError` if a codec loses mass systematically (sparse, sign): a mean of its payloads alone is wrong."""
     if codec(name).biased:
         raise ValueError(f"{role} {name} is biased: what it leaves out would never arrive; {instead}")
+
+
+def require_feedback(name: str, decay: float | None, instead: str) -> None:
+    """`ValueError` if the decay of an error feedback is none, or if there is no feedback (None) and the codec needs one."""
+    if decay is None:
+        require_unbiased("codec", name, f"give it feedback, e.g. feedback=0.9, or choose {instead}")
+    elif not 0 <= decay <= 1:
+        raise ValueError(f"feedback of {decay} is no decay; choose one in [0, 1], usually 0.9, or None")

@@ -13,16 +13,18 @@ misses more rounds than the log holds (8) adopts a snapshot and loses both, earl
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from farflock.compression.catalog import codec
-from farflock.optimizers.feedback import choose, message, settle
+from farflock.optimizers.feedback import SenderFeedback, choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period
 from farflock.optimizers.outer import OuterSGD
+from farflock.optimizers.outer_state import OuterState
+from farflock.optimizers.round_book import RoundBook
 from farflock.optimizers.senders import mean_of_senders
-from farflock.optimizers.state import counter, kept, named, unnamed
+from farflock.optimizers.state import zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "sparse"
 DENOMINATORS = ("participants", "selectors")
@@ -44,13 +46,12 @@ class SparseLoCo:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _residual: dict[str, Tensor] = field(default_factory=dict)
-    _message: dict[str, Tensor] = field(default_factory=dict)  # what the pending exchange was encoded from
-    _start: dict[str, Tensor] = field(default_factory=dict)  # and where the replica stood then
-    _round: int = 0
-    _since: int = 0
-    _pending: bool = False
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"codec": "topk:2/8"}, disasters=(Disaster({"period": 3, "codec": "topk:2/8"}, 1),)
+    )
+    _state: OuterState = field(default_factory=lambda: OuterState(None))
+    _book: RoundBook = field(default_factory=RoundBook)
+    _memory: SenderFeedback = field(default_factory=SenderFeedback)
 
     def __post_init__(self) -> None:
         require_period(self.period)
@@ -63,36 +64,32 @@ class SparseLoCo:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the messages."""
-        return [self._exchange({name: torch.zeros(shape) for name, shape in replica.shapes.items()})]
+        return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
-        self._begin(replica)
+        self._state.begin(replica)
         replica.inner_step()
-        self._since += 1
+        self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """Pseudo-gradient and decayed residual, after `period` local steps since the last message."""
-        if self._since < self.period or self._pending:
+        if not self._book.is_due(self.period):
             return []
-        self._start = dict(replica.read(replica.names, "param"))
-        self._message = {
-            name: message(self._phi[name] - theta, self._residual.get(name), self.feedback)
-            for name, theta in self._start.items()
-        }
-        self._pending, self._since = True, 0
-        return [self._exchange(self._message)]
+        self._book.leave()
+        theta = replica.read(replica.names, "param")
+        return [self._exchange(self._memory.compose(self._state.pseudo_gradient(theta), theta, self.feedback))]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """The outer step. The replica moves to the new phi with the work on top that was not taken or was done since."""
-        self._begin(replica)
+        self._state.begin(replica)
         if result.status != "failed":
             mean = self._mean(result)
             theta = replica.read(replica.names, "param")
             replica.write({name: self._follow(name, theta[name], mean[name], result) for name in theta}, "param")
         if exchange.tensors:
-            self._pending, self._message, self._start = False, {}, {}
-        self._round = result.next_round
+            self._memory.forget_message()
+        self._book.close(exchange, result)
         return []
 
     def _mean(self, result: Result) -> Tensors:
@@ -104,48 +101,39 @@ class SparseLoCo:
 
     def _follow(self, name: str, theta: Tensor, mean: Tensor, result: Result) -> Tensor:
         """One tensor's outer step, its residual, and where the replica's goes."""
-        before = self._phi[name]
+        before = self._state.phi[name]
         after, _ = OuterSGD(self.outer_lr).step(before, mean, before)
-        self._phi[name] = after
+        self._state.phi[name] = after
         taken = result.taken.get(name, ())
         left = after + (theta - before)
         if not taken:
             return left
         assert result.sent is not None
-        self._residual[name] = settle(self._message[name], result.sent[name], taken, self._residual.get(name))
-        done = after if result.steps_since == 0 else after + (theta - self._start[name])
+        self._memory.settle(name, result.sent[name], taken)
+        done = after if result.steps_since == 0 else after + (theta - self._memory.start[name])
         return choose(taken, done, left)
 
     def snapshot(self, replica: Replica) -> State:
         """phi and the round."""
-        self._begin(replica)
-        return {**named("phi", self._phi), "round": torch.tensor(self._round)}
+        return self._state.snapshot(replica) | self._book.snapshot()
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over phi; `carry` puts this replica's unsent work on top of it and keeps the residual."""
-        new, self._round = unnamed("phi", state, replica.shapes), counter("round", state)
-        if mode == "carry" and self._phi:
-            theta = replica.read(replica.names, "param")
-            replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
-        else:
-            replica.write(new, "param")
-            self._residual = {}
-        self._phi, self._message, self._start = new, {}, {}
-        self._since, self._pending = 0, False
+        new, number = self._state.read(state, replica.shapes), self._book.read(state)
+        if not self._state.restore(replica, new, mode):
+            self._memory.residual = {}
+        self._memory.forget_message()
+        self._book.restart(number)
 
     def personal(self, replica: Replica) -> State:
         """Where in the round this peer is, its residual, and what its pending message was made from."""
-        counters = {"since": torch.tensor(self._since), "pending": torch.tensor(int(self._pending))}
-        lists = {"residual": self._residual, "message": self._message, "start": self._start}
-        return counters | {key: value for what, held in lists.items() for key, value in named(what, held).items()}
+        return self._book.personal() | self._memory.personal()
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        self._phi, self._round = unnamed("phi", state, replica.shapes), counter("round", state)
-        self._since, self._pending = counter("since", state), bool(counter("pending", state))
-        self._residual, self._message, self._start = (
-            kept(what, state, replica.shapes) for what in ("residual", "message", "start")
-        )
+        self._state.adopt(self._state.read(state, replica.shapes))
+        self._book.resume(state)
+        self._memory.resume(state, replica.shapes)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """phi and the round."""
@@ -153,14 +141,8 @@ class SparseLoCo:
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
-        self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        return self._state.parameters(replica)
 
-    def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-
-    def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
-        return Exchange(
-            Key(STREAM, self._round), "gather", All(), tensors, codec=self.codec, deadline_s=self.deadline_s
-        )
+    def _exchange(self, tensors: Tensors) -> Exchange:
+        key = Key(STREAM, self._book.number)
+        return Exchange(key, "gather", All(), tensors, codec=self.codec, deadline_s=self.deadline_s)

@@ -22,12 +22,14 @@ from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.philox import below
-from farflock.optimizers.state import counter, named, unnamed
+from farflock.optimizers.state import counter, counters, named, numbers, unnamed
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "mask"
 VALUES = "values"  # the name of the one tensor that travels
 Selector = Literal["random", "partition"]
 
+_PERSONAL = tuple(f"{STREAM}.{what}" for what in ("since", "pending", "void"))
 _PLACES = 1  # the stream of random numbers that masks are drawn from
 
 
@@ -123,28 +125,20 @@ class Mixing:
 
     def personal(self) -> State:
         """Where in the round this peer is."""
-        counters = {"since": self.since, "pending": self.pending, "void": self.void}
-        return {f"{STREAM}.{name}": torch.tensor(int(value)) for name, value in counters.items()}
+        return numbers(dict(zip(_PERSONAL, (self.since, self.pending, self.void), strict=True)))
 
     def resume(self, round_number: int, state: State) -> None:
         """Go on from `personal`."""
-        since, pending, void = (counter(f"{STREAM}.{name}", state) for name in ("since", "pending", "void"))
+        since, pending, void = counters(state, *_PERSONAL)
         self.round, self.since, self.pending, self.void = round_number, since, bool(pending), bool(void)
 
     def _places(self, replica: Replica, number: int) -> Tensor:
         return masked(self.selector, self.one_in, self.seed, number, _size(replica))
 
     def _exchange(self, number: int, values: Tensor) -> Exchange:
-        return Exchange(
-            Key(STREAM, number),
-            "mean",
-            All(),
-            {VALUES: values},
-            codec=self.codec,
-            return_codec=self.return_codec,
-            apply_after=self.delay,
-            deadline_s=self.deadline_s,
-        )
+        key, back, wait = Key(STREAM, number), self.return_codec, self.deadline_s
+        tensors, after = {VALUES: values}, self.delay
+        return Exchange(key, "mean", All(), tensors, 1.0, self.codec, back, apply_after=after, deadline_s=wait)
 
 
 @dataclass(slots=True)
@@ -161,19 +155,17 @@ class Sparta:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["per-peer"]] = "per-peer"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"period": 1, "one_in": 3},
+        quick={"period": 1, "one_in": 2},
+        rest=6,
+        disasters=(Disaster({"period": 3, "one_in": 3}, 9),),
+    )
     _mixing: Mixing = field(init=False)
 
     def __post_init__(self) -> None:
-        self._mixing = Mixing(
-            self.selector,
-            self.one_in,
-            self.period,
-            self.delay,
-            self.seed,
-            self.codec,
-            self.return_codec,
-            self.deadline_s,
-        )
+        codecs, wait = (self.codec, self.return_codec), self.deadline_s
+        self._mixing = Mixing(self.selector, self.one_in, self.period, self.delay, self.seed, *codecs, wait)
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the masked values."""
@@ -195,8 +187,7 @@ class Sparta:
 
     def snapshot(self, replica: Replica) -> State:
         """The parameters, any peer's will do, and the round."""
-        theta = replica.read(replica.names, "param")
-        return {**named("param", theta), "round": torch.tensor(self._mixing.round)}
+        return named("param", replica.read(replica.names, "param")) | numbers({"round": self._mixing.round})
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over another's parameters; `carry` keeps its own, which no outer state needs to fit."""

@@ -9,15 +9,14 @@ for all values, so the sparse mean is dropped. The combination is the SPARTA pap
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-import torch
-
 from farflock.optimizers.diloco import STREAM as DELTA
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import Exchange, Key, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.outer import Outer, OuterNesterov
 from farflock.optimizers.sparta import STREAM as MASK
 from farflock.optimizers.sparta import Mixing, Selector
-from farflock.optimizers.state import counter
+from farflock.optimizers.state import counter, numbers
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 
 @dataclass(slots=True)
@@ -37,22 +36,21 @@ class SpartaDiLoCo:
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"period": 4, "one_in": 3, "mask_codec": "fp32"},
+        quick={"one_in": 2, "mask_codec": "fp32"},
+        disasters=(
+            Disaster({"period": 6, "mask_period": 3, "one_in": 3, "codec": "fp32", "return_codec": "fp32"}, 14),
+        ),
+    )
     _diloco: DiLoCo = field(init=False)
     _mixing: Mixing = field(init=False)
     _outer_pending: bool = False
 
     def __post_init__(self) -> None:
         self._diloco = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
-        self._mixing = Mixing(
-            self.selector,
-            self.one_in,
-            self.mask_period,
-            self.delay,
-            self.seed,
-            self.mask_codec,
-            self.mask_codec,
-            self.deadline_s,
-        )
+        both, wait = (self.mask_codec, self.mask_codec), self.deadline_s
+        self._mixing = Mixing(self.selector, self.one_in, self.mask_period, self.delay, self.seed, *both, wait)
         if self.period % self.mask_period:
             nearest = max(round(self.period / self.mask_period), 1) * self.mask_period
             raise ValueError(
@@ -97,7 +95,7 @@ class SpartaDiLoCo:
 
     def snapshot(self, replica: Replica) -> State:
         """DiLoCo's, and the next sparse mean's round. A joiner begins at phi; sparse means draw it to the others."""
-        return self._diloco.snapshot(replica) | {f"round.{MASK}": torch.tensor(self._mixing.round)}
+        return self._diloco.snapshot(replica) | numbers({f"round.{MASK}": self._mixing.round})
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """As DiLoCo."""

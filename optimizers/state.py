@@ -51,6 +51,26 @@ def counter(name: str, state: State) -> int:
     return int(found)
 
 
+def counters(state: State, *names: str) -> tuple[int, ...]:
+    """Several counters, as `counter` reads each."""
+    return tuple(counter(name, state) for name in names)
+
+
+def numbers(values: Mapping[str, int]) -> State:
+    """Counters and flags as a state holds them: int64 scalars."""
+    return {name: torch.tensor(int(value)) for name, value in values.items()}
+
+
+def tables(held: Mapping[str, Tensors]) -> State:
+    """Several sets of tensors, each as `named` copies it under its prefix."""
+    return {name: tensor for prefix, tensors in held.items() for name, tensor in named(prefix, tensors).items()}
+
+
+def zeros(shapes: Shapes) -> dict[str, Tensor]:
+    """Float32 zeros of these shapes: the tensors of a stream's specimen."""
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
 def _fitting(name: str, state: State, shape: tuple[int, ...]) -> Tensor:
     found = state.get(name)
     if found is None or found.dtype != torch.float32 or tuple(found.shape) != shape:

@@ -18,12 +18,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.feedback import choose, message, settle
+from farflock.optimizers.feedback import SenderFeedback, choose
 from farflock.optimizers.layers import is_numbered, layers_of
-from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.options import require_deadline, require_feedback, require_period, require_unbiased
 from farflock.optimizers.outer import Outer, OuterNesterov, scaled
-from farflock.optimizers.state import Shapes, WrongState, counter, named, unnamed
+from farflock.optimizers.outer_state import OuterState
+from farflock.optimizers.round_book import RoundBook
+from farflock.optimizers.state import Shapes, WrongState, counter, numbers, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "fragment."
 
@@ -77,15 +80,18 @@ class Streaming:
     feedback: float | None = None
 
     equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"fragments": 2, "overlap": 1},
+        quick={"fragments": 2, "overlap": 1},
+        disasters=(
+            Disaster({"period": 4, "fragments": 2, "overlap": 1}, 2),
+            Disaster({"period": 4, "fragments": 2, "overlap": 0, "feedback": 0.5, "codec": "int4"}, 18),
+        ),
+    )
+    _state: OuterState = field(default_factory=OuterState)
+    _memory: SenderFeedback = field(default_factory=SenderFeedback)  # empty without `feedback`
     _parts: Parts = ()
-    _phi: dict[str, Tensor] = field(default_factory=dict)
-    _momentum: dict[str, Tensor] = field(default_factory=dict)
-    _residual: dict[str, Tensor] = field(default_factory=dict)
-    _message: dict[str, Tensor] = field(default_factory=dict)  # what pending exchanges were encoded from (feedback)
-    _snapshot: dict[str, Tensor] = field(default_factory=dict)  # and where the replica stood then (feedback)
-    _rounds: list[int] = field(default_factory=list)  # by fragment, the next round
-    _since: list[int] = field(default_factory=list)  # by fragment, local steps since it was sent
-    _pending: list[bool] = field(default_factory=list)
+    _books: list[RoundBook] = field(default_factory=list)  # by fragment
     _quiet: int = 0  # local steps since any was sent
 
     def __post_init__(self) -> None:
@@ -107,103 +113,86 @@ class Streaming:
         if not 0 <= self.mix <= 1:
             raise ValueError(f"a mix of {self.mix} is no share of the local values; choose one in [0, 1], usually 0.5")
         require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
-        if self.feedback is None:
-            require_unbiased("codec", self.codec, "give it feedback, e.g. feedback=0.9, or choose fp4, int8 or fp16")
-        elif not 0 <= self.feedback <= 1:
-            raise ValueError(f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.9, or None")
+        require_feedback(self.codec, self.feedback, "fp4, int8 or fp16")
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One a fragment: its pseudo-gradients."""
         parts = split(replica.shapes, self.fragments, self.pattern)
-        zeros = [{name: torch.zeros(replica.shapes[name]) for name in names} for names in parts]
-        return [self._exchange(p, p, tensors) for p, tensors in enumerate(zeros)]
+        return [self._exchange(p, p, zeros(_of(replica.shapes, names))) for p, names in enumerate(parts)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the run began."""
         self._begin(replica)
         replica.inner_step()
-        self._since = [steps + 1 for steps in self._since]
+        for book in self._books:
+            book.since += 1
         self._quiet += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The fragment whose turn it is: of those that are not on their way the one with the first round, when its gap to
         the one before it is over and it was not sent for `period` steps. All peers send in this order, so that none waits
         for a fragment that the other sends only after another one."""
-        idle = [p for p, pending in enumerate(self._pending) if not pending]
+        idle = [p for p, book in enumerate(self._books) if not book.pending]
         if not idle:
             return []
-        p = min(idle, key=lambda q: self._rounds[q])
-        if self._since[p] < self.period or self._quiet < self._gap(self._rounds[p]):
+        p = min(idle, key=lambda q: self._books[q].number)
+        number = self._books[p].number
+        if self._books[p].since < self.period or self._quiet < self._slot(number) - self._slot(number - 1):
             return []
+        self._books[p].leave()
+        self._quiet = 0
         theta = replica.read(self._parts[p], "param")
-        tensors = {name: self._phi[name] - x for name, x in theta.items()}
+        work = self._state.pseudo_gradient(theta)
         if self.feedback is not None:
-            beta = self.feedback
-            tensors = {name: message(x, self._residual.get(name), beta) for name, x in tensors.items()}
-            self._message.update(tensors)
-            self._snapshot.update(theta)
-        self._pending[p], self._since[p], self._quiet = True, 0, 0
-        return [self._exchange(p, self._rounds[p], tensors)]
+            work = self._memory.compose(work, theta, self.feedback)
+        return [self._exchange(p, number, work)]
 
     def _slot(self, number: int) -> int:
         """The local step, counted from the run's begin, at which a round's fragment is sent if nothing goes wrong."""
         return (number + 1) * self.period // self.fragments
 
-    def _gap(self, number: int) -> int:
-        return self._slot(number) - self._slot(number - 1)
-
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """The fragment's outer step. Where my work was taken the replica is merged with it; elsewhere it stays."""
         self._begin(replica)
         p = int(exchange.key.stream.removeprefix(STREAM))
-        if result.sent is not None or exchange.tensors:
-            self._pending[p] = False
-        self._rounds[p] = result.next_round
+        self._books[p].close(exchange, result)
         if result.status == "failed":
             return []
         assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
-        theta = replica.read(self._parts[p], "param") if result.taken else {}
-        moved = {}
+        theta, moved = replica.read(self._parts[p], "param") if result.taken else {}, {}
         for name in self._parts[p]:
-            before = self._phi[name]
-            after, self._momentum[name] = self.outer.step(before, result.mean[name], self._momentum[name])
-            self._phi[name] = after
-            taken = result.taken.get(name, ())
-            if taken:
-                moved[name] = self._merge(name, theta[name], before, after, taken, result)
+            before = self._state.phi[name]
+            after = self._state.step(name, self.outer, result.mean[name])
+            if result.taken.get(name):
+                moved[name] = self._merge(name, theta[name], before, after, result)
         if moved:
             replica.write(moved, "param")
         return []
 
-    def _merge(self, name: str, theta: Tensor, before: Tensor, after: Tensor, taken: Ranges, result: Result) -> Tensor:
+    def _merge(self, name: str, theta: Tensor, before: Tensor, after: Tensor, result: Result) -> Tensor:
         """theta <- mix·theta + (1-mix)·phi_new, with the steps since the snapshot on top of phi if it comes late."""
         assert result.sent is not None
+        taken = result.taken[name]
         if self.feedback is not None:
-            self._residual[name] = settle(self._message[name], result.sent[name], taken, self._residual.get(name))
+            self._memory.settle(name, result.sent[name], taken)
         if result.steps_since > self.overlap:
-            snapshot = before - result.sent[name] if self.feedback is None else self._snapshot[name]
-            after = after + (theta - snapshot)
+            start = before - result.sent[name] if self.feedback is None else self._memory.start[name]
+            after = after + (theta - start)
         merged = scaled(theta, self.mix) + scaled(after, 1 - self.mix) if self.mix else after
         return choose(taken, merged, theta)
 
     def snapshot(self, replica: Replica) -> State:
         """phi, the outer momentum, and each fragment's round. A joiner replays those that are on their way."""
         self._begin(replica)
-        counters = {f"round.{p}": torch.tensor(number) for p, number in enumerate(self._rounds)}
-        return {**named("phi", self._phi), **named("momentum", self._momentum), **counters}
+        rounds = numbers({f"round.{p}": book.number for p, book in enumerate(self._books)})
+        return self._state.snapshot(replica) | rounds
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
         """Take over phi and momentum; `carry` puts this replica's unsent work on top of the new phi, and keeps its residual."""
-        new, momentum = unnamed("phi", state, replica.shapes), unnamed("momentum", state, replica.shapes)
-        rounds = self._rounds_of(state)
-        if mode == "carry" and self._phi:
-            theta = replica.read(replica.names, "param")
-            replica.write({name: new[name] + (theta[name] - self._phi[name]) for name in new}, "param")
-        else:
-            replica.write(new, "param")
-            self._residual = {}
-        self._phi, self._momentum = new, momentum
-        self._message, self._snapshot = {}, {}
+        new, rounds = self._state.read(state, replica.shapes), self._rounds_of(state)
+        if not self._state.restore(replica, new, mode):
+            self._memory.residual = {}
+        self._memory.forget_message()
         self._take_turns(replica, rounds)
 
     def _rounds_of(self, state: State) -> list[int]:
@@ -217,62 +206,48 @@ class Streaming:
         """Begin as if the round before the first one were sent just now: the others follow at their distances."""
         first = self._slot(min(rounds) - 1)
         self._parts = split(replica.shapes, self.fragments, self.pattern)
-        self._since = [max(self.period - (self._slot(number) - first), 0) for number in rounds]
-        self._rounds, self._pending, self._quiet = rounds, [False] * self.fragments, 0
+        ages = [max(self.period - (self._slot(number) - first), 0) for number in rounds]
+        self._books = [RoundBook(number, ages[p], suffix=f".{p}") for p, number in enumerate(rounds)]
+        self._quiet = 0
 
     def personal(self, replica: Replica) -> State:
         """Where in their rounds this peer's fragments are, its residuals, and what pending messages were made from."""
         self._begin(replica)
-        counters = {"quiet": self._quiet}
-        for p in range(self.fragments):
-            counters |= {f"since.{p}": self._since[p], f"pending.{p}": int(self._pending[p])}
-        lists = {"residual": self._residual, "message": self._message, "start": self._snapshot}
-        mine = {key: value for what, held in lists.items() for key, value in named(what, held).items()}
-        return {**mine, **{name: torch.tensor(value) for name, value in counters.items()}}
+        mine = self._memory.personal() | numbers({"quiet": self._quiet})
+        return mine | {key: value for book in self._books for key, value in book.personal().items()}
 
     def resume(self, replica: Replica, state: State) -> None:
         """Go on where this peer stopped."""
-        shapes = replica.shapes
-        self._phi, self._momentum = (unnamed(what, state, shapes) for what in ("phi", "momentum"))
+        self._state.adopt(self._state.read(state, replica.shapes))
         self._take_turns(replica, self._rounds_of(state))
         self._quiet = counter("quiet", state)
-        self._since = [counter(f"since.{p}", state) for p in range(self.fragments)]
-        self._pending = [bool(counter(f"pending.{p}", state)) for p in range(self.fragments)]
-        held = [{name: shapes[name] for name in shapes if f"{what}.{name}" in state} for what in _HELD]
-        self._residual, self._message, self._snapshot = (
-            unnamed(what, state, found) for what, found in zip(_HELD, held, strict=True)
-        )
+        for book in self._books:
+            book.resume(state)
+        self._memory.resume(state, *(_of(replica.shapes, names) for names in self._parts))
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """The fragment's phi and momentum: other fragments may be a round ahead or behind at other peers."""
         self._begin(replica)
-        names = [name for p, part in enumerate(self._parts) if stream == f"{STREAM}{p}" for name in part]
-        phi, momentum = ({name: held[name] for name in names} for held in (self._phi, self._momentum))
-        return {**named("phi", phi), **named("momentum", momentum)}
+        return self._state.part(
+            [name for p, part in enumerate(self._parts) if stream == f"{STREAM}{p}" for name in part]
+        )
 
     def eval_params(self, replica: Replica) -> Tensors:
         """phi."""
         self._begin(replica)
-        return {name: tensor.clone() for name, tensor in self._phi.items()}
+        return self._state.parameters(replica)
 
     def _begin(self, replica: Replica) -> None:
-        if not self._phi:
-            self._phi = dict(replica.read(replica.names, "param"))
-            self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._phi.items()}
+        if self._state.begin(replica):
             self._take_turns(replica, list(range(self.fragments)))
 
-    def _exchange(self, p: int, number: int, tensors: dict[str, Tensor]) -> Exchange:
+    def _exchange(self, p: int, number: int, tensors: Tensors) -> Exchange:
+        key, back, wait = Key(f"{STREAM}{p}", number), self.return_codec, self.deadline_s
+        stride, after = self.fragments, self.overlap
         return Exchange(
-            Key(f"{STREAM}{p}", number),
-            "mean",
-            All(),
-            tensors,
-            codec=self.codec,
-            return_codec=self.return_codec,
-            stride=self.fragments,
-            apply_after=self.overlap,
-            deadline_s=self.deadline_s,
+            key, "mean", All(), tensors, 1.0, self.codec, back, stride=stride, apply_after=after, deadline_s=wait
         )
 
 
-_HELD = ("residual", "message", "start")  # what is held of some fragments and not of others
+def _of(shapes: Shapes, names: tuple[str, ...]) -> Shapes:
+    return {name: shapes[name] for name in names}

@@ -3,6 +3,7 @@
 Cheap to train and easy to judge: a gradient tells whose step it was, and a handful of steps holds rounds of every stream.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from farflock.node.errors import Usage
 from farflock.node.simulate.watch import DEADLINE_S, TOKENS_PER_STEP
-from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Tensors, What
+from farflock.optimizers.trial_options import disasters_of
 
 SIZES: Mapping[str, int] = {"a": 12, "b": 5}  # values of each tensor
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -53,7 +55,7 @@ class Arm:
 
     def make(self) -> Method:
         """A new method; whoever waits for an exchange waits for `DEADLINE_S`."""
-        deadline = {"deadline_s": DEADLINE_S} if self.method != "local" else {}
+        deadline = {"deadline_s": DEADLINE_S} if "deadline_s" in options_of(self.method) else {}
         return method(self.method, **{**deadline, **self.options})
 
     def streams(self) -> list[Exchange]:
@@ -69,28 +71,14 @@ class Arm:
         return tuple(sorted({phase for phase in PHASES.values() if streams and (reduced or phase != "reduced")}))
 
 
-ARMS = (
-    Arm("diloco", {"period": 3, **FP32}),
-    Arm("sparseloco", {"period": 3, "codec": "topk:2/8"}),
-    Arm("streaming", {"period": 4, "fragments": 2, "overlap": 1}),
-    Arm("noloco", {"period": 3, "codec": "fp32"}),
-    Arm("ddp", FP32, 3 * STEP_S),
-    Arm("desloc", {"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}),
-    Arm("edit", {"period": 4, "warmup": 2, **FP32}),
-    Arm("diloco", {"period": 3, "codec": "topk:2/8", "feedback": 0.9}),
-    Arm("async", {"period": 6, "enough": 2, "codec": "int8"}),
-    Arm("sparta", {"period": 3, "one_in": 3}),
-    Arm("demo", {"period": 3, "chunk": 4, "codec": "topk:2/16", "check_rounds": 4}),
-    Arm("co2", {"period": 3, **FP32}),
-    Arm("delayed", {"period": 3, **FP32}),
-    Arm("flexdemo", {"period": 3, "rate": 0.5, "check_rounds": 4}),
-    Arm("sparta-diloco", {"period": 6, "mask_period": 3, "one_in": 3, **FP32}),
-    Arm("diloco", {"period": 3, "codec": "int8"}),
-    Arm("local"),
-    Arm("lean", {"period": 3, "return_codec": "fp32"}),
-    Arm("streaming", {"period": 4, "fragments": 2, "overlap": 0, "feedback": 0.5, "codec": "int4"}),
-    Arm("edit", {"round_s": 2.0, "warmup": 2, **FP32}),
-)
+def _declared(methods: Mapping[str, type[Any]]) -> tuple[Arm, ...]:
+    """Every method's disasters (optimizers/trial_options.py), in their turn; those that name none come last."""
+    named = [(name, one) for name, made in methods.items() for one in disasters_of(made)]
+    named.sort(key=lambda entry: math.inf if entry[1].turn is None else entry[1].turn)
+    return tuple(Arm(name, one.options, one.step_length * STEP_S) for name, one in named)
+
+
+ARMS = _declared(METHODS)
 
 
 def arms_of(name: str | None = None) -> tuple[Arm, ...]:

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from farflock.optimizers.catalog import method
+from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.trial_options import quick_options
 
 
 class Vectors:
@@ -44,26 +45,6 @@ class Vectors:
         self.write({name: now[name] + torch.as_tensor(value) for name, value in values.items()}, "grad")
 
 
-QUICK = {
-    "local": {},
-    "ddp": {"codec": "fp32", "return_codec": "fp32"},
-    "diloco": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
-    "noloco": {"period": 2, "codec": "fp32"},
-    "sparseloco": {"period": 2, "codec": "fp32"},
-    "demo": {"period": 2, "chunk": 2, "codec": "fp32"},
-    "flexdemo": {"period": 2, "replicator": "full", "codec": "fp32", "return_codec": "fp32"},
-    "streaming": {"period": 2, "fragments": 2, "overlap": 1, "codec": "fp32", "return_codec": "fp32"},
-    "delayed": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
-    "co2": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
-    "desloc": {"period": 2, "exp_avg_period": 2, "exp_avg_sq_period": 2, "codec": "fp32", "return_codec": "fp32"},
-    "sparta": {"one_in": 2, "codec": "fp32", "return_codec": "fp32"},
-    "sparta-diloco": {"period": 2, "one_in": 2, "codec": "fp32", "return_codec": "fp32", "mask_codec": "fp32"},
-    "edit": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
-    "async": {"period": 2, "codec": "fp32"},
-    "lean": {"period": 2, "codec": "fp32", "return_codec": "fp32"},
-}
-
-
 @pytest.fixture(scope="session")
 def vectors():
     """The class `Vectors`."""
@@ -73,7 +54,7 @@ def vectors():
 @pytest.fixture(scope="session")
 def quick():
     """(name, options) -> a lossless method with rounds of two steps."""
-    return lambda name, **options: method(name, **{**QUICK[name], **options})
+    return lambda name, **options: method(name, **{**quick_options(METHODS[name]), **options})
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def payload(g, staleness=0.0, speed=1.0):
 
 def arrive(made, replica, **payloads):
     """A round that others closed: each peer's payload."""
-    number = made._round
+    number = made._book.number
     found = dict(sorted(payloads.items()))
     result = Result("ok", number + 1, tuple(found), (1.0,) * len(found), {}, found)
     assert made.apply(replica, Exchange(Key(STREAM, number), "gather", All(), {}), result) == []
@@ -257,7 +257,7 @@ def test_equal_speeds_give_everybody_the_whole_period():
 @given(speed=st.floats(2**-10, 1024, width=32), period=st.integers(1, 700))
 def test_the_fastest_always_gets_the_whole_period(speed, period):
     made, replica = Async(period=period), Still()
-    made._since, made._speed = period, speed
+    made._book.since, made._speed = period, speed
     made._begin(replica)
     made._message = {"x": torch.zeros(SIZE)}
     answer(made, replica, made._ask(), you=payload(torch.ones(SIZE), speed=speed / 2))

@@ -58,7 +58,7 @@ def travelled(made, replica, rounds):
     """The flat places of what each round carries, found by giving every value its place as its number."""
     found = []
     for number in range(rounds):
-        made._round = number
+        made._book.number = number
         places = torch.arange(1.0, VALUES + 1)
         parts = torch.split(places, [torch.Size(shape).numel() for shape in SIZES.values()])
         marked = {name: x.reshape(shape) for (name, shape), x in zip(SIZES.items(), parts, strict=True)}

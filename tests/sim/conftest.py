@@ -61,13 +61,13 @@ def feedback_settled_at_encode(patch):
         for exchange in exchanges if self.feedback is not None else ():
             for name, message in exchange.tensors.items():
                 kept = message.abs() < message.abs().max()
-                self._residual[name] = message * kept
+                self._memory.residual[name] = message * kept
         return exchanges
 
     def unsettled(self, name, *args, **kwargs):
-        residual = dict(self._residual)
+        residual = dict(self._memory.residual)
         moved = follow(self, name, *args, **kwargs)
-        self._residual = residual
+        self._memory.residual = residual
         return moved
 
     patch.setattr(DiLoCo, "due", settled)

@@ -67,7 +67,7 @@ def apart(nodes):
     """The largest difference between the parameters of any two nodes that have applied as many rounds."""
     by_round = {}
     for node in nodes.values():
-        by_round.setdefault(node.loop.driver.method._round, []).append(params(node))
+        by_round.setdefault(node.loop.driver.method._book.number, []).append(params(node))
     return max(
         float((one[name] - each[0][name]).abs().max()) for each in by_round.values() for one in each for name in one
     )

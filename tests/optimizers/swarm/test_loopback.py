@@ -1,7 +1,7 @@
 """The loopback swarm itself: rounds of several streams, gathers, second phases, closing early, replays, and the alarm when
 members that must be equal are not."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -165,6 +165,15 @@ def test_a_gather_takes_a_contribution_wholly_or_not_at_all(loopback):
     (gathered,), (mean,) = (results(swarm.peers["b"], stream) for stream in "gm")
     assert (gathered.participants, gathered.taken) == (("a",), {})
     assert (mean.participants, mean.taken) == (("a", "b"), {"x": [(1, 3)]})
+
+
+def test_a_uniform_mean_takes_a_contribution_wholly_or_not_at_all(loopback):
+    swarm = loopback(lambda: Probe([replace(one("m", "mean"), uniform=True)]), "ab")
+    swarm.taken = lambda peer, number: lambda what, n: [(0, n - 1)] if peer == "b" else [(0, n)]
+    swarm.steps(1)
+    (result,) = swarm.peers["b"].results
+    assert result.participants == ("a",)
+    assert not result.taken
 
 
 def test_misfortune_can_strike_one_stream_alone(loopback):

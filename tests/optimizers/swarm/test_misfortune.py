@@ -80,7 +80,7 @@ def test_sent_and_residual_and_unsent_work_are_all_local_work(loopback, codec, l
     swarm.taken = lambda peer, number: (lambda what, n: [(1, 5)]) if number == 2 else (lambda what, n: [(0, n)])
     swarm.steps(17)
     peer = swarm.peers["a"]
-    residual, phi, theta = peer.method._residual, phi_of(peer), peer.theta()
+    residual, phi, theta = peer.method._memory.residual, phi_of(peer), peer.theta()
     for name, total in work(swarm, "a", 17).items():
         arrived = start_of(swarm)[name] - phi[name]  # the sum of all that was sent and taken
         unsent = phi[name] - theta[name]
@@ -94,15 +94,15 @@ def test_feedback_is_settled_when_the_result_is_known_and_not_before(loopback, s
     swarm.late = lambda peer, number: 2 if number == 1 else 0
     swarm.steps(2)
     peer = swarm.peers["a"]
-    settled = {name: x.clone() for name, x in peer.method._residual.items()}
+    settled = {name: x.clone() for name, x in peer.method._memory.residual.items()}
     swarm.steps(2)
     assert peer.driver.pending == (Key("delta", 1),)
-    assert same(peer.method._residual, settled)
+    assert same(peer.method._memory.residual, settled)
     message = dict(peer.offered[-1][1].tensors)
     swarm.steps(2)
     assert peer.driver.pending == (Key("delta", 2),) or not peer.driver.pending
     sent = peer.results[1].sent
-    assert same(peer.method._residual, {name: message[name] - sent[name] for name in message})
+    assert same(peer.method._memory.residual, {name: message[name] - sent[name] for name in message})
 
 
 def test_a_failed_round_leaves_the_residual_as_it_was(loopback, same):
@@ -110,17 +110,17 @@ def test_a_failed_round_leaves_the_residual_as_it_was(loopback, same):
     swarm.fails = lambda number: number == 1
     swarm.steps(2)
     peer = swarm.peers["a"]
-    settled = {name: x.clone() for name, x in peer.method._residual.items()}
+    settled = {name: x.clone() for name, x in peer.method._memory.residual.items()}
     swarm.steps(2)
     assert [result.status for result in peer.results] == ["alone", "failed"]
-    assert same(peer.method._residual, settled)
+    assert same(peer.method._memory.residual, settled)
 
 
 def test_the_next_message_is_new_work_and_the_decayed_residual(loopback):
     swarm = loopback(local_sgd(2, codec="topk:2/8", feedback=0.5), "a")
     swarm.steps(2)
     peer = swarm.peers["a"]
-    residual = {name: x.clone() for name, x in peer.method._residual.items()}
+    residual = {name: x.clone() for name, x in peer.method._memory.residual.items()}
     swarm.steps(2)
     for name, x in peer.offered[1][1].tensors.items():
         assert torch.equal(x, residual[name] / 2 + work(swarm, "a", 4, since=2)[name])
@@ -132,7 +132,7 @@ def test_adopting_a_snapshot_drops_the_residual_and_carrying_keeps_it(loopback, 
     swarm = loopback(local_sgd(2, codec="topk:2/8", feedback=0.5), "a")
     swarm.steps(2)
     peer = swarm.peers["a"]
-    residual = {name: x.clone() for name, x in peer.method._residual.items()}
+    residual = {name: x.clone() for name, x in peer.method._memory.residual.items()}
     peer.method.restore(peer.replica, peer.outer(), mode)
     swarm.steps(2)
     for name, x in peer.offered[1][1].tensors.items():

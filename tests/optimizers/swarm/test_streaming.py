@@ -231,8 +231,8 @@ def test_feedback_settles_each_fragment_by_itself(loopback):
         unsent = phi_of(peer)[name] - peer.theta()[name]
         arrived = alone.build("new").theta()[name] - phi_of(peer)[name]
         total = alone.build("new").theta()[name] - x
-        torch.testing.assert_close(arrived + peer.method._residual[name] + unsent, total, rtol=0, atol=1e-5)
-    assert all(float(x.abs().max()) > 1e-4 for x in peer.method._residual.values())
+        torch.testing.assert_close(arrived + peer.method._memory.residual[name] + unsent, total, rtol=0, atol=1e-5)
+    assert all(float(x.abs().max()) > 1e-4 for x in peer.method._memory.residual.values())
 
 
 def test_the_bits_of_a_run_are_those_that_were_written_down(loopback, golden):

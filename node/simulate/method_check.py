@@ -1,0 +1,66 @@
+"""`check_method`: hold a method to the laws of optimizers/check.py on a node's own driver, replica and codecs."""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from farflock.compression.catalog import codec
+from farflock.node.model.replica import PlainReplica
+from farflock.node.train.driver import Apply, Driver
+from farflock.node.train.shards import Cut, decode_all
+from farflock.optimizers import check
+from farflock.optimizers.method import Exchange, Method, Progress, Replica, Result, Tensors
+
+
+class CheckedDriver(Driver):
+    """A node's driver, for a swarm in which nobody waits."""
+
+    def apply_next(self, progress: Progress) -> tuple[Exchange, Result, list[Exchange]] | None:
+        """Apply the next result that is due, as if every deadline were over; with it come exchanges of a second phase."""
+        action = self.next(replace(progress, run_time_s=math.inf))
+        if not isinstance(action, Apply):
+            return None
+        return action.exchange, action.result, self.apply(action, progress)
+
+    def renewed(self, method: Method, replica: Replica) -> "CheckedDriver":
+        """Another method's driver that goes on with what is pending here."""
+        driver = CheckedDriver(method, replica)
+        driver.take_up(self.table)
+        return driver
+
+
+class NodeRig:
+    """What a node puts around its method (`Rig`)."""
+
+    def driver(self, method: Method, replica: Replica) -> CheckedDriver:
+        """A driver with nothing pending."""
+        return CheckedDriver(method, replica)
+
+    def replica(self, module: nn.Module, inner: torch.optim.Optimizer) -> Replica:
+        """A plain replica without clipping."""
+        return PlainReplica(module, inner, clip_norm=None)
+
+    def decoded(self, codec_name: str, tensors: Tensors, round_number: int, seed: int) -> dict[str, Tensor]:
+        """The tensors as they come out of a codec, cut into shards as a node cuts them."""
+        shapes = {key: tuple(x.shape) for key, x in tensors.items()}
+        cut = Cut.of(shapes, codec(codec_name), seed)
+        payloads = [cut.encode(index, round_number, tensors) for index in range(len(cut.shards))]
+        return dict(decode_all(cut, round_number, payloads, shapes))
+
+    def chance(self) -> bytes:
+        """A fingerprint of the global generators of random, numpy and torch."""
+        _, keys, place, *_ = np.random.get_state(legacy=True)
+        states = (random.getstate(), np.asarray(keys).tobytes(), place, torch.get_rng_state().numpy().tobytes())
+        return hashlib.sha256(repr(states).encode()).digest()
+
+
+def check_method(make: Callable[[], Method], *, long: bool = False) -> None:
+    """Raise `LawBroken` unless the methods that `make` returns keep every law of `Method`. A class may be given itself: it is
+    then made with its trial options. `long` also plays the misfortunes that are not of every day."""
+    check.check_method(make, NodeRig(), long=long)
