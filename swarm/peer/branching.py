@@ -22,7 +22,7 @@ from farflock.swarm.protocol.decide import is_quorum
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 1.0
-PATIENCE_S = 10.0  # a member that has not signed by then is left out, and may join the branch later
+SIGNATURE_TIMEOUT_S = 10.0  # a member that has not signed by then is left out, and may join the branch later
 STEP_IN_S = 20.0  # the next senior one asks for signatures if the one before it founds nothing
 PROBE_EVERY_S = 5.0
 PROBED = 16  # peers asked at once
@@ -146,7 +146,7 @@ class Branching:
             petition.proofs[me] = self._sign(views.encode(view))
         if not petition.missing:
             self._complete(petition)
-        elif now_s - petition.begun_s >= PATIENCE_S:
+        elif now_s - petition.begun_s >= SIGNATURE_TIMEOUT_S:
             self._silent.update(petition.missing)
         elif now_s - petition.asked_s >= RESEND_S:
             petition.asked_s = now_s
@@ -172,7 +172,7 @@ class Branching:
             self._port.drop("not from a member")
             return
         now_s, (signed, whom, signed_s) = self._port.now(), self._signed
-        elsewhere = signed != view.hash and whom != sender and now_s - signed_s < PATIENCE_S
+        elsewhere = signed != view.hash and whom != sender and now_s - signed_s < SIGNATURE_TIMEOUT_S
         if not self._is_due() or self.adrift or elsewhere:
             return
         if view.first_round < self._floor():

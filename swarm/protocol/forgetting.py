@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Forgotten
 
-PATIENCE_S = 3.0  # in which whoever has a round can tell it
+ANSWER_TIMEOUT_S = 3.0  # in which whoever has a round can tell it
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Forgetting:
 
     def unopposed(self, number: int, living: Sequence[PeerId], now_s: float) -> list[Forgotten]:
         """What is said of the round if most say something, or the others had time to tell it and did not."""
-        patient = now_s - self.since_s >= PATIENCE_S
+        patient = now_s - self.since_s >= ANSWER_TIMEOUT_S
         return [word for peer in living if (word := self.by(number, peer))] if patient else self.agreed(number, living)
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from farflock.swarm.messages import Forgotten, Key
-from farflock.swarm.protocol.forgetting import PATIENCE_S, Forgetting, newest_of, oldest_of
+from farflock.swarm.protocol.forgetting import ANSWER_TIMEOUT_S, Forgetting, newest_of, oldest_of
 
 ABCDE = ("a", "b", "c", "d", "e")
 
@@ -62,11 +62,11 @@ def test_the_same_word_again_is_no_news_and_the_last_one_holds():
 def test_some_are_believed_once_the_others_had_time_to_speak():
     forgetting = told("a")
     living = list(ABCDE)
-    assert forgetting.unopposed(7, living, 1.0 + PATIENCE_S - 0.01) == []
-    assert forgetting.unopposed(7, living, 1.0 + PATIENCE_S) == [word()]
-    assert forgetting.unopposed(8, living, 1.0 + PATIENCE_S) == []
+    assert forgetting.unopposed(7, living, 1.0 + ANSWER_TIMEOUT_S - 0.01) == []
+    assert forgetting.unopposed(7, living, 1.0 + ANSWER_TIMEOUT_S) == [word()]
+    assert forgetting.unopposed(8, living, 1.0 + ANSWER_TIMEOUT_S) == []
     forgetting.note("a", word(), ABCDE, 3.0)
-    assert forgetting.unopposed(7, living, 1.0 + PATIENCE_S) == [word()], "a repeated word puts nothing off"
+    assert forgetting.unopposed(7, living, 1.0 + ANSWER_TIMEOUT_S) == [word()], "a repeated word puts nothing off"
     assert forgetting.unopposed(7, ["a"], 1.0) == [word()]
 
 
