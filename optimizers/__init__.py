@@ -1,5 +1,5 @@
 """Methods: tensors in, tensors out. Knows no peer, no byte count and no clock.
 
-May import compression alone.
+The core's methods are the modules here; rooms: parts, contrib, testing. May import compression alone.
 Start reading at method.py, then diloco.py.
 """

@@ -1,45 +1,67 @@
-"""The methods by name, and presets of them: the only registry, two literal dicts."""
+"""The methods by name, and presets of them: the only registry.
+
+The core's methods are imported here, those of contrib when one is asked for.
+"""
 
 import dataclasses
 import difflib
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
-from farflock.optimizers.asynchronous import Async
-from farflock.optimizers.co2 import CO2
 from farflock.optimizers.ddp import DDP
-from farflock.optimizers.delayed import Delayed
 from farflock.optimizers.demo import DeMo
-from farflock.optimizers.desloc import DesLoc
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.edit import EDiT
-from farflock.optimizers.flexdemo import FlexDeMo
 from farflock.optimizers.lean import Lean
 from farflock.optimizers.local import Local
 from farflock.optimizers.method import Method
 from farflock.optimizers.noloco import NoLoCo
 from farflock.optimizers.sparseloco import SparseLoCo
 from farflock.optimizers.sparta import Sparta
-from farflock.optimizers.sparta_diloco import SpartaDiLoCo
 from farflock.optimizers.streaming import Streaming
 
-METHODS: dict[str, type[Any]] = {
-    "local": Local,
-    "ddp": DDP,
-    "diloco": DiLoCo,
-    "noloco": NoLoCo,
-    "sparseloco": SparseLoCo,
-    "demo": DeMo,
-    "flexdemo": FlexDeMo,
-    "streaming": Streaming,
-    "delayed": Delayed,
-    "co2": CO2,
-    "desloc": DesLoc,
-    "sparta": Sparta,
-    "sparta-diloco": SpartaDiLoCo,
-    "edit": EDiT,
-    "async": Async,
-    "lean": Lean,
-}
+
+class Methods(Mapping[str, type[Any]]):
+    """Classes by name; one that is named by its module and class (`module:Class`) is imported when it is looked up."""
+
+    def __init__(self, classes: Mapping[str, type[Any] | str]) -> None:
+        self._classes = dict(classes)
+
+    def __getitem__(self, name: str) -> type[Any]:
+        found = self._classes[name]
+        if isinstance(found, str):
+            module, _, attribute = found.partition(":")
+            found = self._classes[name] = getattr(import_module(module), attribute)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+
+_CONTRIB = "farflock.optimizers.contrib"
+METHODS = Methods(
+    {
+        "local": Local,
+        "ddp": DDP,
+        "diloco": DiLoCo,
+        "noloco": NoLoCo,
+        "sparseloco": SparseLoCo,
+        "demo": DeMo,
+        "flexdemo": f"{_CONTRIB}.flexdemo:FlexDeMo",
+        "streaming": Streaming,
+        "delayed": f"{_CONTRIB}.delayed:Delayed",
+        "co2": f"{_CONTRIB}.co2:CO2",
+        "desloc": f"{_CONTRIB}.desloc:DesLoc",
+        "sparta": Sparta,
+        "sparta-diloco": f"{_CONTRIB}.sparta_diloco:SpartaDiLoCo",
+        "edit": f"{_CONTRIB}.edit:EDiT",
+        "async": f"{_CONTRIB}.asynchronous:Async",
+        "lean": Lean,
+    }
+)
 
 # A preset is a method with options of it, chosen for the bytes that a peer sends: a hundredth and a five hundredth of DDP's in
 # a fp32 ring, with four peers.

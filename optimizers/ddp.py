@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_unbiased
-from farflock.optimizers.outer import scaled
-from farflock.optimizers.state import counter, counters, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.corrections import TREND
+from farflock.optimizers.parts.options import require_deadline, require_unbiased
+from farflock.optimizers.parts.outer import scaled
+from farflock.optimizers.parts.state import counter, counters, kept, named, numbers, unnamed, zeros
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "grad"

@@ -23,14 +23,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.drift import SUMS, parted, sketch
-from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Drifted, Exchange, Key, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_period
-from farflock.optimizers.outer import scaled
-from farflock.optimizers.round_book import RoundBook
-from farflock.optimizers.senders import mean_of_senders
-from farflock.optimizers.state import Shapes, counter, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.drift import SUMS, parted, sketch
+from farflock.optimizers.parts.feedback import choose
+from farflock.optimizers.parts.options import require_deadline, require_period
+from farflock.optimizers.parts.outer import scaled
+from farflock.optimizers.parts.round_book import RoundBook
+from farflock.optimizers.parts.senders import mean_of_senders
+from farflock.optimizers.parts.state import Shapes, counter, kept, named, numbers, unnamed, zeros
 
 CHECK = "check"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")

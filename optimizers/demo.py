@@ -8,7 +8,7 @@ What is exchanged are all coefficients, chunk after chunk; the codec keeps the k
 coefficient. Deviations beside those in optimizers/decoupled.py: where chunks are smaller than `chunk`² (vectors, narrow
 matrices) the k largest are those of several neighbours, or of parts of them, together; so every tensor has one density,
 while the released code sends vectors half or whole. Tensors of more than two dimensions are looked at as matrices, and
-lengths without a fitting divisor are filled with zeros (optimizers/dct.py).
+lengths without a fitting divisor are filled with zeros (optimizers/parts/dct.py).
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from farflock.compression.catalog import codec
-from farflock.optimizers.dct import Grid
 from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.method import All, Exchange, Key, Tensors
-from farflock.optimizers.state import Shapes
+from farflock.optimizers.parts.dct import Grid
+from farflock.optimizers.parts.state import Shapes
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "dct"

@@ -10,14 +10,14 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from farflock.optimizers.feedback import SenderFeedback, choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_feedback, require_period, require_unbiased
-from farflock.optimizers.outer import Outer, OuterNesterov
-from farflock.optimizers.outer_state import OuterState
-from farflock.optimizers.rhythm import Rhythm, require_round
-from farflock.optimizers.round_book import RoundBook
-from farflock.optimizers.state import counters, numbers, zeros
+from farflock.optimizers.parts.feedback import SenderFeedback, choose
+from farflock.optimizers.parts.options import require_deadline, require_feedback, require_period, require_unbiased
+from farflock.optimizers.parts.outer import Outer, OuterNesterov
+from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.rhythm import Rhythm, require_round
+from farflock.optimizers.parts.round_book import RoundBook
+from farflock.optimizers.parts.state import counters, numbers, zeros
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "delta"
@@ -53,7 +53,7 @@ class DiLoCo:
     _book: RoundBook = field(default_factory=RoundBook)
     _memory: SenderFeedback = field(default_factory=SenderFeedback)  # empty without `feedback`
     _steps: int = 0  # local steps in the work that nobody took yet
-    _slot: int = 0  # of the last message (optimizers/rhythm.py)
+    _slot: int = 0  # of the last message (optimizers/parts/rhythm.py)
 
     def __post_init__(self) -> None:
         require_period(self.period)

@@ -29,13 +29,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_codec, require_deadline, require_period
-from farflock.optimizers.outer import scaled
-from farflock.optimizers.outer_state import OuterState
-from farflock.optimizers.round_book import RoundBook
-from farflock.optimizers.state import kept, named, zeros
+from farflock.optimizers.parts.feedback import choose
+from farflock.optimizers.parts.options import require_codec, require_deadline, require_period
+from farflock.optimizers.parts.outer import scaled
+from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.round_book import RoundBook
+from farflock.optimizers.parts.state import kept, named, zeros
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "lean"

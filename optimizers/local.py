@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from farflock.optimizers.method import Exchange, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.state import named, unnamed
+from farflock.optimizers.parts.state import named, unnamed
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 

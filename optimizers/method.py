@@ -151,7 +151,7 @@ class Method(Protocol):
     """How peers keep one model although they train apart. A state machine without I/O, clock, rank, world size or
     global random numbers.
 
-    Law, for every method in `catalog.METHODS` (optimizers/check.py; `check_method` holds any other to it):
+    Law, for every method in `catalog.METHODS` (optimizers/testing/check.py; `check_method` holds any other to it):
 
     1. With one participant it runs and gives its section's documented degenerate result.
     2. `failed` leaves outer state untouched and keeps local work.

@@ -16,13 +16,13 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import Exchange, Key, Progress, RandomGroups, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_period, require_unbiased
-from farflock.optimizers.outer import scaled
-from farflock.optimizers.outer_state import OuterState
-from farflock.optimizers.round_book import RoundBook
-from farflock.optimizers.state import tables, zeros
+from farflock.optimizers.parts.feedback import choose
+from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.outer import scaled
+from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.round_book import RoundBook
+from farflock.optimizers.parts.state import tables, zeros
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "pairs"

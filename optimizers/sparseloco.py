@@ -16,14 +16,14 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from farflock.compression.catalog import codec
-from farflock.optimizers.feedback import SenderFeedback, choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_period
-from farflock.optimizers.outer import OuterSGD
-from farflock.optimizers.outer_state import OuterState
-from farflock.optimizers.round_book import RoundBook
-from farflock.optimizers.senders import mean_of_senders
-from farflock.optimizers.state import zeros
+from farflock.optimizers.parts.feedback import SenderFeedback, choose
+from farflock.optimizers.parts.options import require_deadline, require_period
+from farflock.optimizers.parts.outer import OuterSGD
+from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.round_book import RoundBook
+from farflock.optimizers.parts.senders import mean_of_senders
+from farflock.optimizers.parts.state import zeros
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "sparse"

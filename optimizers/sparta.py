@@ -18,11 +18,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.feedback import choose
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_period, require_unbiased
-from farflock.optimizers.philox import below
-from farflock.optimizers.state import counter, counters, named, numbers, unnamed
+from farflock.optimizers.parts.feedback import choose
+from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.philox import below
+from farflock.optimizers.parts.state import counter, counters, named, numbers, unnamed
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "mask"

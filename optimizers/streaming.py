@@ -18,14 +18,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.feedback import SenderFeedback, choose
-from farflock.optimizers.layers import is_numbered, layers_of
 from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.options import require_deadline, require_feedback, require_period, require_unbiased
-from farflock.optimizers.outer import Outer, OuterNesterov, scaled
-from farflock.optimizers.outer_state import OuterState
-from farflock.optimizers.round_book import RoundBook
-from farflock.optimizers.state import Shapes, WrongState, counter, numbers, zeros
+from farflock.optimizers.parts.feedback import SenderFeedback, choose
+from farflock.optimizers.parts.layers import is_numbered, layers_of
+from farflock.optimizers.parts.options import require_deadline, require_feedback, require_period, require_unbiased
+from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
+from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.round_book import RoundBook
+from farflock.optimizers.parts.state import Shapes, WrongState, counter, numbers, zeros
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "fragment."

@@ -7,8 +7,8 @@ from farflock.node.model.data import Batches
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.model.tokenizer import Tokens
 from farflock.node.run.terms import Plan
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 
 RATE = 3e-3
 SEED = 20_261_121

@@ -22,9 +22,9 @@ from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.worker import Worker
 from farflock.node.run.terms import Plan
 from farflock.optimizers.diloco import STREAM
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
+from farflock.optimizers.parts.state import state_hash
 
 PERIOD = 5
 BATCH, SEQ = 2, 32

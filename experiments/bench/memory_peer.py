@@ -22,7 +22,7 @@ from farflock.experiments.bench.member import Place, meet, member
 from farflock.node.assembly.node import Participant, participant
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.worker import Worker
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.parts.inner import InnerConfig
 
 TEXT = "no step is taken, so any text will do. " * 8
 DELTA = 1e-3

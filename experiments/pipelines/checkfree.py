@@ -26,9 +26,9 @@ from farflock.node.pipeline.passes.stage import Accumulator, Stage, Staged
 from farflock.node.pipeline.recovery.policy import Situation, source
 from farflock.node.pipeline.recovery.rebuild import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
 from farflock.node.run.split import split
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Tensors
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.checkfree import Swapped
 from farflock.swarm.paths.policy import Microbatch, PathPolicy, fixed
 

@@ -2,7 +2,7 @@
 small Llama that reads Shakespeare.
 
 Every step takes the gradient at weights that are some steps old, from node/pipeline/contrib/stash.py, with the corrections of
-optimizers/corrections.py: what a stage of a pipeline that does not wait does, without the pipeline.
+optimizers/parts/corrections.py: what a stage of a pipeline that does not wait does, without the pipeline.
 """
 
 import math
@@ -25,7 +25,7 @@ from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import PRESETS, ModelConfig, build, next_token_loss
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.contrib.stash import Stash, swapped
-from farflock.optimizers.corrections import (
+from farflock.optimizers.parts.corrections import (
     AdaptiveBraking,
     Age,
     SpikeCompensation,
@@ -37,8 +37,8 @@ from farflock.optimizers.corrections import (
     rescheduled,
     trend_decay,
 )
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 
 CLIP_NORM = 1.0
 LATE = 4  # steps, for what corrects long delays

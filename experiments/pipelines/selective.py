@@ -28,10 +28,10 @@ from farflock.node.model.llama import Llama, ModelConfig, build, next_token_loss
 from farflock.node.model.replica import PlainReplica
 from farflock.node.model.tokenizer import ByteTokenizer, Tokens
 from farflock.node.train.shards import Cut, decode_all
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Exchange, Result, Tensors
 from farflock.optimizers.method import Progress as Step
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.sparseloco import SparseLoCo
 
 MODEL = ModelConfig(dim=64, layers=4, heads=4, kv_heads=4, ffn_dim=176, context=64, tied=False)

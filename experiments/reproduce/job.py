@@ -11,8 +11,8 @@ import msgspec
 from farflock.experiments.reproduce.version import code_version
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.terms import Plan
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 
 RUN = "run"  # the stream that the sequences of every step are drawn from, whoever trains on them
 EXACT_BYTES = 4  # a gradient's value in the DDP line's ring: it is exact, so it is sent in fp32

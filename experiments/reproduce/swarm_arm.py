@@ -22,7 +22,7 @@ from farflock.node.simulate.segments import Story
 from farflock.node.simulate.simulation import Simulation, World
 from farflock.node.train.task import LanguageModel
 from farflock.optimizers.method import State, Tensors
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual

@@ -18,9 +18,9 @@ from farflock.node.assembly.node import Participant
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.train.driver import Pending
 from farflock.node.train.state_sync import Place
-from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import Exchange, Key, RandomGroups, Replica, Result, State
-from farflock.optimizers.state import WrongState, unnamed
+from farflock.optimizers.parts.corrections import TREND
+from farflock.optimizers.parts.state import WrongState, unnamed
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "mu_product", TREND)
 

@@ -23,9 +23,9 @@ from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.train.driver import Pending
 from farflock.node.train.state_sync import Place
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.layers import is_numbered, layers_of
 from farflock.optimizers.method import Key, Method, RandomGroups, Result
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.layers import is_numbered, layers_of
 
 Inner = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from farflock.optimizers.corrections import TREND
 from farflock.optimizers.method import Tensors, What
-from farflock.optimizers.muon import Muon
+from farflock.optimizers.parts.corrections import TREND
+from farflock.optimizers.parts.muon import Muon
 
 SCALARS = ("step", "mu_product")  # moments of one number a parameter
 

@@ -17,7 +17,7 @@ from farflock.compression.activation_catalog import subspace_terms
 from farflock.compression.exact_product import product
 from farflock.compression.subspace import Basis
 from farflock.node.run.terms import PipelinePlan, Plan
-from farflock.optimizers.philox import words
+from farflock.optimizers.parts.philox import words
 
 MAX_RANK = 1024
 NEARLY = 1e-13  # of the columns' products, before they are rounded to float32

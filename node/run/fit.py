@@ -2,24 +2,41 @@
 anything starts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from farflock.node.errors import Usage
 from farflock.optimizers import ddp, decoupled
-from farflock.optimizers.asynchronous import Async
 from farflock.optimizers.decoupled import Decoupled
-from farflock.optimizers.desloc import FIRST, SECOND, DesLoc
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.lean import Lean
 from farflock.optimizers.method import Method
-from farflock.optimizers.muon import Muon
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.muon import Muon
 from farflock.optimizers.streaming import Streaming
 
 Inner = torch.optim.Optimizer | InnerConfig
 
+
+@runtime_checkable
+class AveragesMoments(Protocol):
+    """A method that averages inner moments."""
+
+    def averaged_moments(self) -> Mapping[str, str]:
+        """Return the moments, each with the option that it is not averaged with when that is 0."""
+        ...
+
+
+@runtime_checkable
+class ClosesOnArrivals(Protocol):
+    """A method whose rounds close once `enough` contributions are there; 0 for everybody's."""
+
+    enough: int
+
+
 NONE: frozenset[str] = frozenset()
+SECOND_MOMENT = "exp_avg_sq"
 ADAM, MOMENTUM = frozenset(("step", "exp_avg", "exp_avg_sq")), frozenset(("momentum_buffer",))
 NADAM = ADAM | {"mu_product"}
 SHARED_MOMENTS = {  # methods whose replicas all take the same inner steps, and the moments that they send to joiners
@@ -46,13 +63,15 @@ def require_inner(name: str, made: Method, inner: Inner, clip_norm: float | None
         why, remedy = f"it cannot send the moments of {called} as it is set", "or sgd without momentum"
         remedy = remedy if name == "ddp" else "sgd or muon"
         raise Usage(f"method {name}", why, f"take adamw or adam without amsgrad, {remedy}")
-    if isinstance(made, DesLoc):
-        wanted = [what for what in (FIRST, SECOND) if getattr(made, f"{what}_period") != 0]
-        if missing := [what for what in wanted if any(what not in (moments or ()) for moments in kept)]:
-            zero = " and ".join(f"{what}_period" for what in missing)
-            why = f"it averages {' and '.join(missing)}, and {called} does not keep {'these' if missing[1:] else 'it'}"
-            raise Usage(f"method {name}", why, f"take adamw, or set {zero} to 0")
-    if isinstance(made, Lean) and made.correction and all(m is not None and SECOND not in m for m in kept):
+    if isinstance(made, AveragesMoments):
+        missing = {
+            what: off for what, off in made.averaged_moments().items() if any(what not in (m or ()) for m in kept)
+        }
+        if missing:
+            these = "these" if len(missing) > 1 else "it"
+            why = f"it averages {' and '.join(missing)}, and {called} does not keep {these}"
+            raise Usage(f"method {name}", why, f"take adamw, or set {' and '.join(missing.values())} to 0")
+    if isinstance(made, Lean) and made.correction and all(m is not None and SECOND_MOMENT not in m for m in kept):
         why = f"it corrects exp_avg by means of exp_avg_sq, and {called} keeps neither"
         raise Usage(f"method {name}", why, "take adamw, or set correction to 0")
 
@@ -72,7 +91,7 @@ def nearest_divisor(number: int, wished: int) -> int:
 
 def require_members(made: Method, members: int, place: str) -> None:
     """`Usage` unless the contributions that close a round can be there: no more than `members`, which `place` sets."""
-    if isinstance(made, Async) and made.enough > members:
+    if isinstance(made, ClosesOnArrivals) and made.enough > members:
         why = f"{made.enough} arrivals never are there: {place} is {members}"
         raise Usage("method.options.enough", why, f"choose {members} or fewer, or 0 for everybody's")
 

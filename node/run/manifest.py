@@ -31,9 +31,9 @@ from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of, unfolded
 from farflock.optimizers.catalog import method as build_method
 from farflock.optimizers.decoupled import Decoupled
-from farflock.optimizers.inner import InnerConfig, InnerName
-from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig, InnerName
+from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.frame import VERSION as FRAME_VERSION
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
 
@@ -88,7 +88,8 @@ class Train(_Section, frozen=True, kw_only=True):
     """[train]: the inner steps. A step takes `accumulate` batches of `batch` sequences of `seq` tokens. The rate rises to
     `lr` over `warmup_tokens` and falls to `min_lr_ratio` of it; a joiner's rate also grows over `joiner_steps` of its
     own. With `samples` each trainer draws so many sequences once, which come again in epochs; without each is a new one.
-    `momentum` and `nesterov` are for sgd and muon (optimizers/inner.py). `clip` is the greatest gradient norm, 0 for none."""
+    `momentum` and `nesterov` are for sgd and muon (optimizers/parts/inner.py). `clip` is the greatest gradient norm, 0
+    for none."""
 
     batch: Count = 8
     seq: Count = 64

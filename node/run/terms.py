@@ -13,8 +13,8 @@ import torch
 from farflock.compression.subspace import OVERLAP_EPOCHS
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.policies import shares_of
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 from farflock.swarm.paths.skippipe import Plan as Paths
 from farflock.swarm.protocol.rebalance import Rule

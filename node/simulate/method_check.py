@@ -1,4 +1,4 @@
-"""`check_method`: hold a method to the laws of optimizers/check.py on a node's own driver, replica and codecs."""
+"""`check_method`: hold a method to the laws of optimizers/testing/check.py on a node's own driver, replica and codecs."""
 
 import hashlib
 import math
@@ -14,8 +14,8 @@ from farflock.compression.catalog import codec
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.driver import Apply, Driver
 from farflock.node.train.shards import Cut, decode_all
-from farflock.optimizers import check
 from farflock.optimizers.method import Exchange, Method, Progress, Replica, Result, Tensors
+from farflock.optimizers.testing import check
 
 
 class CheckedDriver(Driver):

@@ -28,7 +28,7 @@ from farflock.node.simulate.segments import LegShelf, Story
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import State
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms

@@ -23,7 +23,7 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import Courier
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Exchange, Result, State, Tensors
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer
 
 DEADLINE_S = 6.0  # of an exchange

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farflock.compression.codec import Codec, CorruptPayload
 from farflock.node.train.shards import MAX_MEAN, MIN_WEIGHT, Cut, weighted_mean
-from farflock.optimizers.state import WrongState
+from farflock.optimizers.parts.state import WrongState
 from farflock.swarm.peer.streams import Reduction
 
 Inputs = Sequence[tuple[str, float, bytes]]  # peer, weight, payload

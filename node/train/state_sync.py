@@ -16,7 +16,7 @@ import torch
 from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import Courier
 from farflock.optimizers.method import Exchange, Key, Progress, RandomGroups, Result, State
-from farflock.optimizers.state import WrongState, counter, state_hash
+from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Progress as Downloaded
 from farflock.swarm.peer.snapshots import Snapshot

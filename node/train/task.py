@@ -10,7 +10,7 @@ from farflock.node.model.data import Batches
 from farflock.node.model.llama import next_token_loss
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.method import Progress
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.schedule import Schedule
 
 
 @dataclass(slots=True)

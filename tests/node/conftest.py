@@ -10,8 +10,8 @@ from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import Plan
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal

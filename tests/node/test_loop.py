@@ -7,7 +7,7 @@ import pytest
 from farflock.node.loop import STOPPING_WAIT_S, Loop
 from farflock.node.train.driver import Wait
 from farflock.optimizers.method import All, Exchange, Key, Progress
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.virtual_time import run_virtual
 
 

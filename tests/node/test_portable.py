@@ -11,8 +11,8 @@ import hashlib, json, torch
 from farflock.compression.catalog import codec
 from farflock.node.train.reducer import Reducer
 from farflock.node.train.shards import Cut, weighted_mean
-from farflock.optimizers.feedback import message
-from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
+from farflock.optimizers.parts.feedback import message
+from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 
 def mixed(count, seed):
     h = (torch.arange(count) + seed * 1_000_003) * 2_654_435_761 & 0xFFFFFFFF

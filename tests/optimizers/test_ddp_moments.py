@@ -6,10 +6,10 @@ from torch import nn
 
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.catalog import method
-from farflock.optimizers.corrections import TREND, Trend
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Exchange, Result
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.corrections import TREND, Trend
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.state import state_hash
 
 INNERS = [
     InnerConfig("adamw", 0.01),

@@ -7,9 +7,9 @@ import torch
 
 from farflock.compression.catalog import codec
 from farflock.node.train.shards import Cut, decode_all
-from farflock.optimizers.dct import Grid
 from farflock.optimizers.demo import DeMo
 from farflock.optimizers.method import Exchange, Key, Progress, Result
+from farflock.optimizers.parts.dct import Grid
 
 SHAPES = {"w": (16, 24), "v": (40,)}
 

@@ -8,9 +8,9 @@ from torch import nn
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
 from farflock.node.model.replica import PlainReplica
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.lean import Lean, rate_of
 from farflock.optimizers.method import Progress, Result
+from farflock.optimizers.parts.inner import InnerConfig
 
 COUNT = 100
 FLAT = {"codec": "fp32", "return_codec": "fp32"}

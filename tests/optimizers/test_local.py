@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from farflock.node.model.replica import PlainReplica
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Progress, Result
+from farflock.optimizers.parts.inner import InnerConfig
 
 
 def train(made, steps, inner):

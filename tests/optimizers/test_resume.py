@@ -7,7 +7,7 @@ import torch
 
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress, Result
-from farflock.optimizers.state import WrongState, state_hash
+from farflock.optimizers.parts.state import WrongState, state_hash
 
 each_method = pytest.mark.parametrize("name", METHODS)
 OPTIONS = {

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
+from farflock.optimizers.contrib.sparta_diloco import SpartaDiLoCo
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import Progress, Result
-from farflock.optimizers.outer import OuterSGD
+from farflock.optimizers.parts.outer import OuterSGD
 from farflock.optimizers.sparta import Sparta, masked
-from farflock.optimizers.sparta_diloco import SpartaDiLoCo
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 INNER = {**EXACT, "mask_codec": "fp32"}

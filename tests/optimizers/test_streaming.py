@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.optimizers.method import Key, Progress, Result
-from farflock.optimizers.outer import OuterSGD
-from farflock.optimizers.state import WrongState
+from farflock.optimizers.parts.outer import OuterSGD
+from farflock.optimizers.parts.state import WrongState
 from farflock.optimizers.streaming import Streaming, split
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}

@@ -14,9 +14,9 @@ from torch.func import functional_call
 
 from farflock.node.run.terms import Asynchronous, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
-from farflock.optimizers.corrections import TREND
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.corrections import TREND
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.network import LinkModel
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))

@@ -19,7 +19,7 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import CUT_OFF_S, END_S, LOOK_EVERY_S
 from farflock.node.train.exchange_client import Courier
 from farflock.node.train.state_sync import Seat
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.context import inline
 from farflock.swarm.peer.peer import Peer, RunTerms

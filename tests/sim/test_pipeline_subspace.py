@@ -21,7 +21,7 @@ from farflock.node.pipeline.server.edge_ends import PlainEnds
 from farflock.node.run.basis import basis_of
 from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.parts.inner import InnerConfig
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))

@@ -21,7 +21,7 @@ from farflock.node.pipeline.passes.requests import Forward, Refused, decode_answ
 from farflock.node.run.basis import basis_of
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.parts.inner import InnerConfig
 
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, Whole, plan, pipeline = (_AUDIT[name] for name in ("Audit", "Whole", "plan", "pipeline"))

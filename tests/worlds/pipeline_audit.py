@@ -31,8 +31,8 @@ from farflock.node.run.split import even
 from farflock.node.run.terms import PipelinePlan, Plan, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineSimulation, identity_of
 from farflock.node.train import microbatch_ids as notes
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.policy import Microbatch
 from farflock.swarm.sim.virtual_time import run_virtual
 

@@ -88,7 +88,7 @@ def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out:
     from farflock.node.model.data import evaluation
     from farflock.node.model.evaluation import losses, summarise
     from farflock.node.model.llama import build
-    from farflock.optimizers.state import state_hash
+    from farflock.optimizers.parts.state import state_hash
 
     plan = described.plan()
     furthest: dict[int, Serving] = {}

@@ -3,7 +3,7 @@
 
 Old weights are in a stash (node/pipeline/contrib/stash.py). The group agrees with each round on how late its
 gradients are (node/train/microbatch_ids.py), and the step that takes the gradients is corrected by it
-(optimizers/corrections.py)."""
+(optimizers/parts/corrections.py)."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from farflock.node.pipeline.passes.requests import Version
 from farflock.node.pipeline.server.weight_versions import ORIGIN, Lack, Lacking
 from farflock.node.run.terms import Asynchronous, Correction
 from farflock.node.train.driver import Driver
-from farflock.optimizers.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
+from farflock.optimizers.parts.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
 
 FINENESS = 16  # parts of a step in which an agreed delay is counted, so that it is a whole number in states
 DELAY = "delay"  # a mark of a state (node/train/state_sync.py)

@@ -1,7 +1,7 @@
 """Versions of a stage's weights by epoch, so that a backward pass differentiates at the weights that its forward pass used.
 
 A stage that does not wait has moved on when a microbatch comes back. Its gradient is that of no function at all if the two
-passes saw different weights; with the old version at hand it is right, and merely late (optimizers/corrections.py).
+passes saw different weights; with the old version at hand it is right, and merely late (optimizers/parts/corrections.py).
 """
 
 from collections import OrderedDict

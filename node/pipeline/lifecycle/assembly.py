@@ -30,7 +30,7 @@ from farflock.node.train.exchange_client import Courier
 from farflock.node.train.state_sync import Seat
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.roles import role_of
 

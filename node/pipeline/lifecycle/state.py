@@ -28,7 +28,7 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.state_sync import MARK, NEXT, STATE, CorruptSnapshot, decode_state, most_state_bytes
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Tensors
-from farflock.optimizers.state import WrongState
+from farflock.optimizers.parts.state import WrongState
 from farflock.swarm.peer.chunks import digest_of
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from farflock.node.model.llama import Llama, ModelConfig
 from farflock.optimizers.method import Tensors
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 
 EMA_BETA = 0.9
 LR_BUMP = 1.1

@@ -18,7 +18,7 @@ from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import GradientScale
 from farflock.node.pipeline.server.accounts import StageAccounts
 from farflock.optimizers.method import Progress
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.tallies import Tallies
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from farflock.node.pipeline.passes.requests import Version
 from farflock.optimizers.method import State
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 
 Lack = Literal["ahead", "gone", "late"]
 

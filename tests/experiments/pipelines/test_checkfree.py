@@ -9,7 +9,7 @@ import torch
 from farflock.experiments.pipelines import checkfree
 from farflock.experiments.pipelines.checkfree import Failure, Pipeline, Recovery, Text, Trial, run, trace
 from farflock.node.model.llama import PRESETS
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 
 TINY = Trial(
     config=msgspec.structs.replace(PRESETS["tiny"], layers=6, tied=False, context=16),

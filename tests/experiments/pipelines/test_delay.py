@@ -22,7 +22,7 @@ from farflock.experiments.pipelines.delay import (
     settle,
 )
 from farflock.node.errors import Failure
-from farflock.optimizers.corrections import stability_limit
+from farflock.optimizers.parts.corrections import stability_limit
 
 SHORT = Reading(batch=1, seq=16, steps=16, seeds=(1,), sgd_rates=(1.0,), other_rates=(1e-2,), held_out=2)
 

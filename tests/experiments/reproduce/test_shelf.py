@@ -61,7 +61,7 @@ def test_an_arm_runs_through_the_loop_the_links_and_its_own_method_only():
     wanted = {
         "farflock.node.loop",
         "farflock.swarm.sim.network",
-        "farflock.optimizers.outer",
+        "farflock.optimizers.parts.outer",
         "farflock.node.simulate.simulation",
     }
     assert wanted <= set(found)

@@ -15,8 +15,8 @@ from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.run.fit import SHARED_MOMENTS, moments_of, nearest_divisor, require_inner
 from farflock.node.run.manifest import parse, resolve, simulated_default
 from farflock.optimizers.catalog import METHODS, method, options_of
-from farflock.optimizers.corrections import TREND, Trend
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.parts.corrections import TREND, Trend
+from farflock.optimizers.parts.inner import InnerConfig
 
 UNBIASED_ONLY = sorted(set(METHODS) - {"local", "sparseloco", "demo", "flexdemo", "lean"})
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from farflock.node.model.replica import PlainReplica
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.parts.inner import InnerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 CLIP = 0.5

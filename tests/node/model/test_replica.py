@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farflock.node.model.replica import PlainReplica, blend
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.parts.inner import InnerConfig
 
 
 def load_law():

@@ -29,8 +29,8 @@ from farflock.node.run.split import even
 from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import Part, PipelineWorld, identity_of, parts
 from farflock.node.state import checkpoint
-from farflock.optimizers.schedule import Schedule
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.schedule import Schedule
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.paths.policy import Microbatch, Serving
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.round_log import LOG_ROUNDS

@@ -93,7 +93,7 @@ SCRIPT = """
 import hashlib, json, torch
 from farflock.compression.subspace import project
 from farflock.node.run.basis import run_basis
-from farflock.optimizers.philox import words
+from farflock.optimizers.parts.philox import words
 basis = run_basis(3, 200, 30, 64)
 drawn = {name: (words(9, at, 0, 200 * 77) - 2**31).float().view(200, 77) * 2.0**-33 for at, name in enumerate("ab")}
 drawn["b"] = drawn["b"].T.contiguous()

@@ -21,8 +21,8 @@ from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import split
 from farflock.node.run.terms import Asynchronous, PipelinePlan, Plan, ServerTerms, TrainerTerms
 from farflock.optimizers.catalog import METHODS, method, options_of
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.skippipe import Following, Stop
 from farflock.swarm.paths.skippipe import Plan as SkipPlan
 

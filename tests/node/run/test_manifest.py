@@ -28,7 +28,7 @@ from farflock.node.run.manifest import (
 )
 from farflock.optimizers.catalog import METHODS, method, unfolded
 from farflock.optimizers.catalog import PRESETS as METHOD_PRESETS
-from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov
+from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov
 from farflock.swarm.identity import Identity
 
 IDENTITY = Identity.from_seed(bytes(32))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.virtual_time import run_virtual
 

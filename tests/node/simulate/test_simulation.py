@@ -10,9 +10,9 @@ from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.terms import Plan
 from farflock.node.simulate.simulation import Outcome, World, held_out, simulate
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.network import LinkModel
 
 TOKENS = 12_000

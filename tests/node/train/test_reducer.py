@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from farflock.compression.catalog import codec
 from farflock.node.train.reducer import Reducer
 from farflock.node.train.shards import MAX_ABS, Cut, weighted_mean
-from farflock.optimizers.state import WrongState
+from farflock.optimizers.parts.state import WrongState
 
 reducer = partial(Reducer, compensate=False)
 EXACT = Cut.of({"x": (4,)}, codec("fp32"))

@@ -11,7 +11,7 @@ from farflock.node.train import microbatch_ids as notes
 from farflock.node.train.exchange_client import Courier
 from farflock.node.train.state_sync import CorruptSnapshot, Place, Seat, decode_state, most_state_bytes
 from farflock.optimizers.method import Key, Result
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Member, View
 from farflock.swarm.roles import NOTHING

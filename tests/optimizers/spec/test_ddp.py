@@ -7,8 +7,8 @@ from farflock.optimizers.ddp import DDP
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.local import Local
 from farflock.optimizers.method import Progress, Result
-from farflock.optimizers.outer import OuterSGD
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.outer import OuterSGD
+from farflock.optimizers.parts.state import state_hash
 
 
 def ones(value: float) -> torch.Tensor:

@@ -5,8 +5,8 @@ import torch
 
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import Result
-from farflock.optimizers.outer import OuterNesterov, OuterSGD
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.outer import OuterNesterov, OuterSGD
+from farflock.optimizers.parts.state import state_hash
 
 
 def averaging(period=1, codec="fp32", **options):

@@ -7,7 +7,7 @@ import torch
 
 from farflock.optimizers.method import Exchange, Key, RandomGroups, Result
 from farflock.optimizers.noloco import NoLoCo, stability_bound
-from farflock.optimizers.outer import OuterHeavyBall
+from farflock.optimizers.parts.outer import OuterHeavyBall
 
 
 def ones(value: float) -> torch.Tensor:

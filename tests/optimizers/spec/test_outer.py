@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
+from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 
 
 def gradients(steps: int):

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.optimizers.catalog import METHODS, method
-from farflock.optimizers.feedback import choose, message
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.schedule import Schedule
-from farflock.optimizers.state import named, state_hash, unnamed
+from farflock.optimizers.parts.feedback import choose, message
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
+from farflock.optimizers.parts.state import named, state_hash, unnamed
 
 SCHEDULE = Schedule(peak=2.0, total_tokens=1000, warmup_tokens=100, floor=0.1, joiner_steps=4)
 

@@ -1,9 +1,9 @@
-"""The loopback swarm (optimizers/loopback.py) on the product's driver, replica and codecs, as fixtures."""
+"""The loopback swarm (optimizers/testing/loopback.py) on the product's driver, replica and codecs, as fixtures."""
 
 import pytest
 
 from farflock.node.simulate.method_check import NodeRig
-from farflock.optimizers import loopback as swarms
+from farflock.optimizers.testing import loopback as swarms
 
 
 class Loopback(swarms.Loopback):

@@ -4,9 +4,9 @@ the same bits, and machines of unequal speed arrive together."""
 import pytest
 import torch
 
-from farflock.optimizers.asynchronous import Async
+from farflock.optimizers.contrib.asynchronous import Async
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.outer import OuterNesterov
+from farflock.optimizers.parts.outer import OuterNesterov
 
 NAMES = ("weight", "bias")
 

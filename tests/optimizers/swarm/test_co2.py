@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.optimizers.co2 import CO2, FARTHEST, UNITS, distance
+from farflock.optimizers.contrib.co2 import CO2, FARTHEST, UNITS, distance
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.outer import OuterHeavyBall
+from farflock.optimizers.parts.outer import OuterHeavyBall
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 SHAPES = {"weight": (3, 5), "bias": (7,)}

@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farflock.optimizers.delayed import Delayed
+from farflock.optimizers.contrib.delayed import Delayed
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.local import Local
-from farflock.optimizers.outer import OuterNesterov, OuterSGD
+from farflock.optimizers.parts.outer import OuterNesterov, OuterSGD
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 MODES = ("naive", "keep_pending", "eager")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from farflock.optimizers.contrib.edit import DELTA, NORMS, ONLOOKER, EDiT
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.edit import DELTA, NORMS, ONLOOKER, EDiT
-from farflock.optimizers.outer import OuterNesterov, OuterSGD
+from farflock.optimizers.parts.outer import OuterNesterov, OuterSGD
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 OFF = {"temperature": None, "threshold": None, "clip": None}

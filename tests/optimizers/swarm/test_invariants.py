@@ -8,7 +8,7 @@ import torch
 from farflock.optimizers.ddp import DDP
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.noloco import NoLoCo
-from farflock.optimizers.outer import OuterHeavyBall, OuterNesterov, OuterSGD
+from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

@@ -1,5 +1,5 @@
 """The law of `Method` (optimizers/method.py), point by point, for every method of the catalogue: with one peer and several,
-under every misfortune that a swarm can bring. The laws themselves are functions (optimizers/check.py).
+under every misfortune that a swarm can bring. The laws themselves are functions (optimizers/testing/check.py).
 
 A method takes part by its trial options; here are only its further variants.
 """
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from farflock.node.simulate.method_check import NodeRig, check_method
-from farflock.optimizers import check
 from farflock.optimizers.catalog import METHODS, method
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.feedback import choose
+from farflock.optimizers.parts.feedback import choose
+from farflock.optimizers.testing import check
 from farflock.optimizers.trial_options import TrialIncomplete, TrialOptions, law_options, trial_of
 
 VARIANTS = [

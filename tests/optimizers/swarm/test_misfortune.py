@@ -13,7 +13,7 @@ from farflock.optimizers.ddp import DDP
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import Key, Result
 from farflock.optimizers.noloco import NoLoCo
-from farflock.optimizers.outer import OuterSGD
+from farflock.optimizers.parts.outer import OuterSGD
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 

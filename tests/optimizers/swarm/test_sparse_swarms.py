@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from farflock.optimizers.contrib.flexdemo import FlexDeMo
 from farflock.optimizers.demo import DeMo
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.flexdemo import FlexDeMo
 from farflock.optimizers.local import Local
-from farflock.optimizers.outer import OuterSGD
+from farflock.optimizers.parts.outer import OuterSGD
 from farflock.optimizers.sparseloco import SparseLoCo
 
 

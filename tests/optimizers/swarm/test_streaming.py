@@ -9,7 +9,7 @@ import torch
 
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.local import Local
-from farflock.optimizers.outer import OuterNesterov, OuterSGD
+from farflock.optimizers.parts.outer import OuterNesterov, OuterSGD
 from farflock.optimizers.streaming import Streaming
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}

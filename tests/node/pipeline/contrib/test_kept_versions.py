@@ -12,7 +12,7 @@ from farflock.node.pipeline.contrib.kept_versions import DELAY, FINENESS, Versio
 from farflock.node.pipeline.passes.requests import Version
 from farflock.node.pipeline.server.weight_versions import ORIGIN, Lacking, origin_of
 from farflock.node.run.terms import Asynchronous
-from farflock.optimizers.corrections import TREND, Age
+from farflock.optimizers.parts.corrections import TREND, Age
 
 BOUND = 3
 

@@ -21,10 +21,10 @@ from farflock.node.run.terms import Plan
 from farflock.node.train.driver import Driver
 from farflock.node.train.state_sync import CHUNK_BYTES, MARK, NEXT, STATE, most_state_bytes
 from farflock.optimizers.catalog import method
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Progress
-from farflock.optimizers.schedule import Schedule
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING

@@ -20,7 +20,7 @@ from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
 from farflock.optimizers.catalog import method
-from farflock.optimizers.inner import InnerConfig
+from farflock.optimizers.parts.inner import InnerConfig
 
 MODEL = ModelConfig(vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False)
 STAGES = even(MODEL, 3)

@@ -27,8 +27,8 @@ from farflock.node.pipeline.recovery.rebuild import (
 )
 from farflock.node.run.split import split
 from farflock.node.state import checkpoint
-from farflock.optimizers.inner import InnerConfig
-from farflock.optimizers.state import state_hash
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.paths.checkfree import Swapped
 from farflock.swarm.paths.policy import Microbatch, fixed
 

@@ -12,9 +12,9 @@ from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.passes.stage import Stage, Staged
 from farflock.node.pipeline.server.accounts import Taken
 from farflock.node.pipeline.server.task import LOOK_EVERY_S, Batch, StageTrainee, gated
-from farflock.optimizers.inner import InnerConfig
 from farflock.optimizers.method import Progress
-from farflock.optimizers.schedule import Schedule
+from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.sim.virtual_time import run_virtual
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=1, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)

@@ -1,0 +1,292 @@
+"""Asynchronous local SGD with delayed Nesterov momentum, dynamic local steps and staleness weights (Liu et al.,
+arXiv:2401.09135, section 5). There is no server: a log of rounds gathers what has arrived, and everybody plays it.
+
+For each arrival g = weight(staleness)·(theta_pulled - theta_end), N being the buffer's size:
+
+    buf <- buf + g;  n <- n + 1
+    n mod N = 0:  m <- beta·m + buf/N;  theta <- theta - lr·((1 - cN + c)·beta·m + g/N);  buf <- 0
+    else:         theta <- theta - lr·(c·beta·m + g/N)
+
+Every member applies a closed round's arrivals in sorted order of peers. Who was in pulls, and begins a local round of
+max(1, floor(v / v_fastest · period)) steps (DyLU); who was not in keeps its message and asks again at the next round.
+
+Deviations: staleness counts the rounds that moved theta since the pull, so all arrivals of one round are equally stale; a
+message tells it as such, for a small number survives every codec. A closed round cannot wait for stragglers, but `enough`
+arrivals batch as the paper's grace period does. An arrival of weight 0 is no arrival.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.outer import scaled
+from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.round_book import RoundBook
+from farflock.optimizers.parts.state import WrongState, counter, counters, kept, named, numbers, tables, unnamed, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
+
+STREAM = "arrivals"
+HEARD_ROUNDS = 64  # who has not arrived in so many rounds is gone: it neither is the fastest nor counts as a worker
+FASTEST = 1e6  # steps per second; whatever claims more says nothing
+STALEST = 2**20
+TICK = 1_000_000  # run time is kept in whole microseconds
+
+Rule = Literal["none", "polynomial", "hinge", "drop"]
+RULES: tuple[Rule, ...] = ("none", "polynomial", "hinge", "drop")
+
+
+@dataclass(slots=True)
+class Async:
+    """`period` local steps of the fastest peer; `buffer` None follows the number of workers, `dylu` False gives everybody
+    `period` steps, `enough` arrivals close a round.
+
+    `staleness`: none, polynomial (1 + s)^-1/2, hinge 1 / (hinge_slope·(s - hinge_free) + 1) above `hinge_free`, drop 0 above
+    `drop_above`.
+    """
+
+    period: int = 50
+    lr: float = 0.7
+    momentum: float = 0.9
+    buffer: int | None = None
+    c: float = 0.0
+    staleness: Rule = "none"
+    hinge_slope: float = 10.0
+    hinge_free: int = 4
+    drop_above: int = 10
+    dylu: bool = True
+    enough: int = 1
+    codec: str = "fp16"
+    deadline_s: float = 30.0
+
+    equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"enough": 0}, rest=6, disasters=(Disaster({"period": 6, "enough": 2, "codec": "int8"}, 8),)
+    )
+    _state: OuterState = field(default_factory=OuterState)
+    _buffer: dict[str, Tensor] = field(default_factory=dict)
+    _speeds: dict[PeerId, tuple[int, float]] = field(
+        default_factory=dict
+    )  # the version at its last arrival; steps a second
+    _book: RoundBook = field(default_factory=RoundBook)  # `since` the last pull
+    _version: int = 0  # rounds that moved phi
+    _arrived: int = 0  # since the buffer was emptied
+    _size: int = 1  # of the buffer that is being filled
+    _base: dict[str, Tensor] = field(default_factory=dict)  # phi as pulled
+    _message: dict[str, Tensor] = field(default_factory=dict)  # the pseudo-gradient that nobody took yet
+    _pulled: int = 0  # its version
+    _speed: float = 0.0  # as last measured
+    _quota: int = 0  # steps of this local round; 0: `period`
+    _began: int = 0  # the run's time at the first of them, in microseconds
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        require_unbiased("codec", self.codec, "arrivals have no feedback; choose fp16, bf16 or int8")
+        if not 0 < self.lr <= 10 or not 0 <= self.momentum < 1:
+            raise ValueError(f"lr={self.lr} lies in (0, 10] (0.7), momentum={self.momentum} in [0, 1) (0.9)")
+        if self.buffer is not None and self.buffer < 1:
+            raise ValueError(
+                f"a buffer of {self.buffer} never fills; choose 1 or more, or None for the number of workers"
+            )
+        if not 0 <= self.c <= 1 / (self.buffer or 1):
+            raise ValueError(f"c={self.c} lies in [0, 1/buffer] (0): above it momentum would turn round")
+        if self.c and self.buffer is None:
+            raise ValueError(f"c={self.c} needs a buffer of known size; choose one, e.g. the number of workers, or c=0")
+        if self.staleness not in RULES:
+            raise ValueError(f"staleness {self.staleness!r} is not known; choose from {', '.join(RULES)}")
+        if not 0 <= self.hinge_slope < math.inf or self.hinge_free < 0 or self.drop_above < 0:
+            raise ValueError(
+                f"hinge_slope={self.hinge_slope}, hinge_free={self.hinge_free}, drop_above={self.drop_above}: "
+                "all are 0 or more (10, 4, 10)"
+            )
+        if self.enough < 0:
+            raise ValueError(f"enough={self.enough} arrivals are none; choose 1 or more, or 0 for everybody's")
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """One: the arrivals."""
+        return [self._exchange(zeros(replica.shapes))]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update; the first one since a pull starts the clock."""
+        self._begin(replica)
+        if self._book.since == 0:
+            self._began = max(int(progress.run_time_s * TICK), 0)
+        replica.inner_step()
+        self._book.since += 1
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """The pseudo-gradient when the local round is over; the old one again after a failed round."""
+        if self._book.pending:
+            return []
+        if not self._message:
+            if self._book.since < (self._quota or self.period):
+                return []
+            theta = replica.read(replica.names, "param")
+            self._message = {name: self._base[name] - theta[name] for name in replica.names}
+            lasted = int(progress.run_time_s * TICK) - self._began
+            self._speed = _float32(self._book.since * TICK / lasted) if lasted > 0 else self._speed
+            self._book.since = 0
+        return [self._ask()]
+
+    def _ask(self) -> Exchange:
+        self._book.pending = True
+        return self._exchange(self._message)
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """All arrivals of a round; where mine is among them I pull, else it is sent again."""
+        self._begin(replica)
+        self._book.close(exchange, result)
+        if result.status == "failed":
+            return []
+        assert result.gathered is not None, f"{exchange.key}: {result.status} without what was gathered"
+        self._hear(result.gathered)
+        arrivals = [self._arrive(result.gathered[peer]) for peer in sorted(result.gathered)]
+        self._version += any(arrivals)
+        if not exchange.tensors:
+            return []
+        if not result.taken:
+            return [self._ask()]
+        self._pull(replica, result)
+        return []
+
+    def _hear(self, gathered: Mapping[PeerId, Tensors]) -> None:
+        """Who is there, and how fast."""
+        for peer, payload in gathered.items():
+            speed = float(payload["speed"])
+            self._speeds[peer] = (self._version, speed if 0 < speed <= FASTEST else 0.0)
+        self._speeds = {who: said for who, said in self._speeds.items() if self._version - said[0] < HEARD_ROUNDS}
+
+    def _arrive(self, payload: Tensors) -> bool:
+        """One step of delayed Nesterov; whether it was one."""
+        weight = self._weight(min(max(round(float(payload["staleness"])), 0), STALEST))
+        if weight == 0:
+            return False
+        if self._arrived == 0:
+            self._size = self.buffer or len(self._speeds)
+        self._arrived += 1
+        size, beta = self._size, self.momentum
+        full = self._arrived >= size
+        share = (1 - self.c * size + self.c if full else self.c) * beta
+        for name, phi in self._state.phi.items():
+            g = scaled(payload[f"delta.{name}"], weight)
+            buffered = self._buffer[name] + g
+            if full:
+                self._state.momentum[name] = scaled(self._state.momentum[name], beta) + divided(buffered, size)
+                buffered = torch.zeros_like(phi)
+            self._buffer[name] = buffered
+            moved = divided(g, size)
+            if share:
+                moved = scaled(self._state.momentum[name], share) + moved
+            self._state.phi[name] = phi - scaled(moved, self.lr)
+        self._arrived = 0 if full else self._arrived
+        return True
+
+    def _weight(self, staleness: int) -> float:
+        if self.staleness == "polynomial":
+            return 1 / math.sqrt(1 + staleness)
+        if self.staleness == "hinge":
+            return 1 / (self.hinge_slope * max(staleness - self.hinge_free, 0) + 1)
+        return 0.0 if self.staleness == "drop" and staleness > self.drop_above else 1.0
+
+    def _pull(self, replica: Replica, result: Result) -> None:
+        """theta <- phi with the steps made since; a new local round begins."""
+        assert result.sent is not None
+        new = dict(self._state.phi)
+        if self._book.since:
+            theta = replica.read(replica.names, "param")
+            new = {n: x + (theta[n] - (self._base[n] - result.sent[f"delta.{n}"])) for n, x in new.items()}
+        replica.write(new, "param")
+        self._base, self._message, self._pulled = dict(self._state.phi), {}, self._version
+        fastest = max(speed for _, speed in self._speeds.values())
+        mine = float(result.sent["speed"])
+        if self.dylu and 0 < mine <= fastest:
+            self._quota = max(1, math.floor(mine / fastest * self.period))
+
+    def snapshot(self, replica: Replica) -> State:
+        """phi, momentum, buffer, the counters, and everybody's speed."""
+        self._begin(replica)
+        state = self._counters() | numbers({"speeds": len(self._speeds)})
+        state |= self._state.snapshot(replica) | named("buffer", self._buffer)
+        for who, (heard, speed) in self._speeds.items():
+            state |= {f"heard.{who}": torch.tensor(heard), f"speed.{who}": torch.tensor(speed, dtype=torch.float32)}
+        return state
+
+    def _counters(self) -> State:
+        counts = {"version": self._version, "arrived": self._arrived, "size": self._size}
+        return self._book.snapshot() | numbers(counts)
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over the outer state; `carry` puts this replica's unsent work on top of the new phi."""
+        base = self._base
+        carried = dict(replica.read(replica.names, "param")) if mode == "carry" and base else {}
+        self._adopt(replica, state)
+        replica.write({n: x + (carried[n] - base[n]) if carried else x for n, x in self._state.phi.items()}, "param")
+        self._base, self._message, self._pulled = dict(self._state.phi), {}, self._version
+        self._book.restart(self._book.number)
+        self._began = 0
+        if not carried:
+            self._quota, self._speed = 0, 0.0
+
+    def _adopt(self, replica: Replica, state: State) -> None:
+        """Read all of it before anything is taken over."""
+        new, buffer = self._state.read(state, replica.shapes), unnamed("buffer", state, replica.shapes)
+        number, version, arrived, size = counters(state, "round", "version", "arrived", "size")
+        peers = [name.removeprefix("speed.") for name in state if name.startswith("speed.")]
+        speeds = {who: float(unnamed("speed", state, {who: ()})[who]) for who in peers}
+        if counter("speeds", state) != len(peers) or any(not 0 <= speed <= FASTEST for speed in speeds.values()):
+            raise WrongState(f"speeds must be {len(peers)} numbers from 0 to {FASTEST:g}; ask another member")
+        if arrived >= size:
+            raise WrongState(f"size must be above {arrived}, the number of arrivals, got {size}; ask another member")
+        self._speeds = {who: (counter(f"heard.{who}", state), speed) for who, speed in speeds.items()}
+        self._state, self._buffer, self._book.number = new, buffer, number
+        self._version, self._arrived, self._size = version, arrived, size
+
+    def personal(self, replica: Replica) -> State:
+        """What this peer pulled, its message, and where in its local round it is."""
+        counts = {"pulled": self._pulled, "quota": self._quota, "began": self._began}
+        speed = torch.tensor(self._speed, dtype=torch.float32)
+        mine = tables({"base": self._base, "message": self._message})
+        return self._book.personal() | numbers(counts) | {"own.speed": speed} | mine
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._adopt(replica, state)
+        self._book.resume(state)
+        self._pulled, self._quota, self._began = counters(state, "pulled", "quota", "began")
+        self._speed = float(unnamed("own", state, {"speed": ()})["speed"])
+        self._base, self._message = (kept(what, state, replica.shapes) for what in ("base", "message"))
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """phi and the counters, which the rest would soon show in: hashed at each asking, so no more than that."""
+        self._begin(replica)
+        return named("phi", self._state.phi) | self._counters()
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """phi."""
+        return self._state.parameters(replica)
+
+    def _begin(self, replica: Replica) -> None:
+        if self._state.begin(replica):
+            self._base, self._buffer = dict(self._state.phi), dict(self._state.momentum)
+
+    def _exchange(self, message: Tensors) -> Exchange:
+        says = {"staleness": float(self._version - self._pulled), "speed": self._speed}
+        tensors = {what: torch.tensor([value], dtype=torch.float32) for what, value in says.items()}
+        tensors |= {f"delta.{name}": x for name, x in message.items()}
+        key, codec, wait = Key(STREAM, self._book.number), self.codec, self.deadline_s
+        return Exchange(key, "gather", All(), tensors, 1.0, codec, codec, enough=self.enough, deadline_s=wait)
+
+
+def divided(x: Tensor, by: int) -> Tensor:
+    """x / by, correctly rounded."""
+    return x / torch.tensor(float(by), dtype=torch.float32)
+
+
+def _float32(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float32))

@@ -1,0 +1,205 @@
+"""DES-LOC: parameters and inner moments are averaged at periods of their own (Iacob et al., arXiv:2505.22549, algorithm 1).
+
+    every Kx steps   x <- Outer(x, mean_j x_j)          slow moments need fewer syncs than parameters: the half-life of
+    every Ku steps   u <- mean_j u_j                    an average with decay b is ln(1/2) / ln(b) steps
+    every Kv steps   v <- mean_j v_j                    u = exp_avg, v = exp_avg_sq of the inner AdamW
+
+Syncs follow the local step t = K, 2K, ... where the paper's precede step t + 1: the same. Deviations: x is exchanged as
+DiLoCo's pseudo-gradient, which costs a copy of it but leaves small updates in small numbers under a lossy codec; under such a
+codec v travels as its root, so that no value loses its sign or its range, and its mean is (mean sqrt v)^2, at most mean v; a
+mean of moments that comes late replaces them all the same; the last means are kept for joiners, with the step count that
+they are from: a joiner's bias correction must fit its v, and a v of zeros is a beginner's.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.diloco import DiLoCo
+from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.parts.feedback import choose
+from farflock.optimizers.parts.options import require_unbiased
+from farflock.optimizers.parts.outer import Outer, OuterSGD
+from farflock.optimizers.parts.state import WrongState, counter, kept, named, numbers, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
+
+PARAM, FIRST, SECOND = "param", "exp_avg", "exp_avg_sq"
+
+
+@dataclass(slots=True)
+class DesLoc:
+    """`period` is Kx in local steps; the moments' periods are multiples of it: None for the paper's 3 and 6, 0 for never.
+    `clip` bounds each gradient value (the paper's rho, on which its drift bound rests); `outer` steps x."""
+
+    period: int = 32
+    exp_avg_period: int | None = None
+    exp_avg_sq_period: int | None = None
+    outer: Outer = field(default_factory=OuterSGD)
+    clip: float | None = None
+    codec: str = "fp16"
+    return_codec: str = "bf16"
+    moment_codec: str = "bf16"  # both ways
+    deadline_s: float = 30.0
+
+    equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={
+            "period": 2,
+            "exp_avg_period": 4,
+            "exp_avg_sq_period": 6,
+            "moment_codec": "fp32",
+            "return_codec": "bf16",
+        },
+        quick={"exp_avg_period": 2, "exp_avg_sq_period": 2},
+        rest=12,
+        disasters=(Disaster({"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}, 5),),
+    )
+    _x: DiLoCo = field(init=False)
+    _strides: dict[str, int] = field(init=False)  # by moment, in rounds of x
+    _rounds: dict[str, int] = field(init=False)
+    _pending: set[str] = field(default_factory=set)
+    _means: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    _steps: int = 0  # local steps that the mean of exp_avg_sq is from; 0 before the first
+
+    def __post_init__(self) -> None:
+        self._x = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
+        require_unbiased("moment codec", self.moment_codec, "moments have no feedback; choose bf16 or fp32")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip={self.clip} leaves no gradient; choose a finite bound above 0, or None")
+        periods = {FIRST: (self.exp_avg_period, 3), SECOND: (self.exp_avg_sq_period, 6)}
+        strides = {what: _stride(what, own, self.period, usual) for what, (own, usual) in periods.items()}
+        self._strides = {what: stride for what, stride in strides.items() if stride}
+        self._rounds = {what: stride - 1 for what, stride in self._strides.items()}
+
+    def averaged_moments(self) -> Mapping[str, str]:
+        """The inner moments that it averages, each with the option that turns that off."""
+        return {what: f"{what}_period" for what in (FIRST, SECOND) if getattr(self, f"{what}_period") != 0}
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """x, and the moments that are ever averaged."""
+        (x,) = self._x.streams(replica)
+        moments = [self._exchange(what, stride - 1, zeros(replica.shapes)) for what, stride in self._strides.items()]
+        return [replace(x, key=Key(PARAM, 0)), *moments]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update, on gradients clipped value by value if that is wanted."""
+        if self.clip is not None:
+            gradients = replica.read(replica.names, "grad")
+            replica.write({name: x.clamp(-self.clip, self.clip) for name, x in gradients.items()}, "grad")
+        self._x.local_step(replica, progress)
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """x after `period` local steps, and with it the moments whose round it is or was: they never run ahead of x."""
+        asked = [replace(x, key=replace(x.key, stream=PARAM)) for x in self._x.due(replica, progress)]
+        for what in self._strides if asked else ():
+            if what not in self._pending and self._rounds[what] <= asked[0].key.round:
+                tensors = replica.read(replica.names, what)
+                if self._as_root(what):
+                    tensors = {name: v.sqrt() for name, v in tensors.items()}
+                asked.append(self._exchange(what, self._rounds[what], tensors))
+                self._pending.add(what)
+        return asked
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """x as in DiLoCo. A moment becomes the mean where mine is in it; a missed sync is repaired by the next one."""
+        what = exchange.key.stream
+        if what == PARAM:
+            return self._x.apply(replica, exchange, result)
+        if exchange.tensors:
+            self._pending.discard(what)
+        self._rounds[what] = result.next_round
+        if result.status == "failed":
+            return []
+        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
+        mean = {name: self._received(what, result.mean[name]) for name in replica.names}
+        self._means[what] = mean
+        if what == SECOND:
+            self._steps = (exchange.key.round + 1) * self.period
+        if result.taken:
+            own = replica.read(replica.names, what)
+            taken = result.taken
+            replica.write({name: choose(taken.get(name, ()), mean[name], own[name]) for name in mean}, what)
+            if what == SECOND:
+                self._set_steps(replica, self._steps + result.steps_since)
+        return []
+
+    def _as_root(self, what: str) -> bool:
+        return what == SECOND and self.moment_codec.partition("+")[0] != "fp32"
+
+    def _received(self, what: str, mean: Tensor) -> Tensor:
+        """The moment that a decoded mean stands for. exp_avg_sq is never negative, whatever was sent."""
+        if what == FIRST:
+            return mean
+        return mean * mean if self._as_root(what) else mean.clamp(min=0)
+
+    def _set_steps(self, replica: Replica, steps: int) -> None:
+        """Give all peers one count for the bias correction; where exp_avg_sq is zero there is nothing to correct, and with the
+        group's count its first value would seem tiny, hence the next update huge."""
+        trained = [name for name, v in self._means[SECOND].items() if bool(v.any())]
+        counts = replica.read(trained, "step")
+        replica.write({name: torch.full_like(count, float(steps)) for name, count in counts.items()}, "step")
+
+    def snapshot(self, replica: Replica) -> State:
+        """x, the outer momentum, the last means of the moments and the step count that fits them."""
+        state = self._x.snapshot(replica) | numbers({"steps": self._steps})
+        for what, number in self._rounds.items():
+            state |= named(what, self._means.get(what, {})) | numbers({f"round.{what}": number})
+        return state
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over the outer state. `adopt` takes the moments too, once there is a mean of exp_avg_sq: others would not fit
+        the zeros that a joiner has in its place. `carry` keeps the replica's own."""
+        means, rounds, steps = self._shared(replica, state)
+        self._x.restore(replica, state, mode)
+        self._means, self._rounds, self._steps, self._pending = means, rounds, steps, set()
+        if mode == "adopt" and SECOND in means:
+            for what, mean in means.items():
+                replica.write(mean, what)
+            self._set_steps(replica, steps)
+
+    def personal(self, replica: Replica) -> State:
+        """DiLoCo's, and which moments are on their way."""
+        return self._x.personal(replica) | numbers({f"pending.{what}": what in self._pending for what in self._strides})
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._means, self._rounds, self._steps = self._shared(replica, state)
+        self._pending = {what for what in self._strides if counter(f"pending.{what}", state)}
+        self._x.resume(replica, state)
+
+    def _shared(self, replica: Replica, state: State) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], int]:
+        held = {what: kept(what, state, replica.shapes) for what in self._strides}
+        if any(bool((v < 0).any()) for v in held.get(SECOND, {}).values()):
+            raise WrongState(f"{SECOND} holds negative values, which no mean of squares is; ask another member")
+        rounds = {what: counter(f"round.{what}", state) for what in self._strides}
+        return {what: mean for what, mean in held.items() if mean}, rounds, counter("steps", state)
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """Of x the outer state, of a moment its last mean: what replicas hold themselves drifts apart between syncs."""
+        if stream == PARAM:
+            return self._x.agreed(replica, stream)
+        return named(stream, self._means.get(stream, {}))
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """x after its last sync."""
+        return self._x.eval_params(replica)
+
+    def _exchange(self, what: str, number: int, tensors: Tensors) -> Exchange:
+        key, both, stride = Key(what, number), self.moment_codec, self._strides[what]
+        return Exchange(key, "mean", All(), tensors, 1.0, both, both, stride=stride, deadline_s=self.deadline_s)
+
+
+def _stride(what: str, own: int | None, period: int, usual: int) -> int:
+    """A moment's period in rounds of x; `ValueError` unless it is a whole number of them."""
+    if own is None:
+        return usual
+    if own < 0 or own % period:
+        nearest = max(round(own / period), 1) * period
+        raise ValueError(
+            f"{what}_period={own} is no multiple of the period {period}; choose {nearest}, or 0 to never average it"
+        )
+    return own // period

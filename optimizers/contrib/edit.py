@@ -1,0 +1,346 @@
+"""EDiT and A-EDiT: local SGD whose pseudo-gradients are judged layer by layer before they count (Cheng et al.,
+arXiv:2412.07210, section 3; equations as in its released code, atorch's local_sgd).
+
+    G_m = |D_m|;  z_m = (G_m - mu) / sigma;  w_m = softmax_m(-G_m / T), 0 where z_m > 3·max(1, std of recent z)
+    D' = sum w_m·D_m;  D' <- D'·min(1, clip / (|D'| + 1e-6));  phi, u <- outer step;  nobody left: the layer stays
+
+for each layer of the model. A round has two phases: all norms are gathered, then comes the mean of the pseudo-gradients,
+scaled by what everybody knows from the norms. Everybody uses the norms as sent, so that nobody's rounding matters. Who was
+not in the first phase takes part in the second with zeros of no weight, lest it be waited for.
+
+Deviations: mu and sigma are replicated and follow all peers' norms at once; mu begins at the first ones; z is taken before a
+norm enters; a rejected norm enters as the largest that would have passed, so that one outlier cannot open the door to the
+next, and a lasting change gets in after a while; "recent" is the same moving average; weights are whole numbers of 2**-30.
+A-EDiT (`round_s`) looks at the run's time, and at `min_steps` of this peer instead of all peers' steps. No synchronous
+warm-up. Where norms failed the mean is a plain one; where a shard of a mean lacks a participant, the rest stands in for it
+by the weights of the whole.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.contrib.judge import HUGE, UNIT, Judge, norm_of
+from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.parts.feedback import choose
+from farflock.optimizers.parts.layers import layers_of
+from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
+from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.rhythm import Rhythm, require_round
+from farflock.optimizers.parts.state import WrongState, counter, counters, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.trial_options import Disaster, TrialOptions
+
+NORMS, DELTA = "norms", "delta"
+FAINTEST = (
+    64  # a layer of which less than this part of the weight arrived is left as it is: it would be mostly rounding
+)
+ONLOOKER = 2.0**-60  # the weight of who has nothing to give: it vanishes beside a 1
+
+
+@dataclass(slots=True)
+class EDiT:
+    """`period` local steps a round, or with `round_s` whenever the run's time crosses a multiple of it.
+
+    `temperature` None weighs all alike, `relative` divides norms by their mean before the softmax, `threshold` None rejects
+    nobody, `clip` None clips nothing, `step_ratio` is the part of a weight that goes by the number of steps.
+    """
+
+    period: int = 128
+    outer: Outer = field(default_factory=lambda: OuterNesterov(0.7, 0.8))
+    temperature: float | None = 1.0
+    relative: bool = False
+    threshold: float | None = 3.0
+    warmup: int = 120
+    alpha: float = 0.02
+    clip: float | None = 10.0
+    round_s: float | None = None
+    min_steps: int = 1
+    step_ratio: float = 0.0
+    codec: str = "fp16"
+    return_codec: str = "bf16"
+    deadline_s: float = 30.0
+
+    equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"warmup": 2},
+        rest=6,
+        disasters=(
+            Disaster({"period": 4, "warmup": 2, "codec": "fp32", "return_codec": "fp32"}, 6),
+            Disaster({"round_s": 2.0, "warmup": 2, "codec": "fp32", "return_codec": "fp32"}, 19),
+        ),
+    )
+    _state: OuterState = field(default_factory=OuterState)
+    _stats: Tensor = field(default_factory=lambda: torch.zeros(0, 4))  # a row for each layer
+    _seen: int = 0  # rounds whose norms are in them
+    _round: int = 0  # the next one of norms
+    _delta_round: int = 0  # the next one of means
+    _weights: dict[int, dict[PeerId, list[int]]] = field(default_factory=dict)  # while the mean is open; {}: no norms
+    _early: dict[int, tuple[tuple[PeerId, ...], dict[str, Tensor]]] = field(default_factory=dict)  # means without norms
+    _start: dict[str, Tensor] = field(default_factory=dict)  # where the replica stood when its norms were taken
+    _since: int = 0  # steps since then
+    _steps: int = 0  # steps in the work that nobody took yet
+    _slot: int = 0  # the interval of `round_s` of the last message, counted from 1; 0: not known yet
+
+    def __post_init__(self) -> None:
+        require_period(self.period)
+        require_deadline(self.deadline_s)
+        require_unbiased("codec", self.codec, "EDiT has no feedback; choose fp16, bf16 or int8")
+        require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
+        limits = {"temperature": 1.0, "threshold": 3.0, "clip": 10.0}
+        for option, usual in limits.items():
+            value = getattr(self, option)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{option}={value} must be finite and above 0, usually {usual:g}, or left out")
+        require_round(self.round_s)
+        if self.warmup < 0 or self.min_steps < 1:
+            raise ValueError(f"warmup={self.warmup} must be 0 or more (120), min_steps={self.min_steps} 1 or more (1)")
+        if not 0 < self.alpha < 1 or not 0 <= self.step_ratio <= 1:
+            raise ValueError(f"alpha={self.alpha} lies in (0, 1) (0.02), step_ratio={self.step_ratio} in [0, 1] (0.5)")
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """The norms, gathered, and the scaled pseudo-gradients."""
+        norms = [0.0] * len(layers_of(replica.names))
+        return [self._norms_exchange(norms, 0), self._delta_exchange(zeros(replica.shapes), 1.0)]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update; the first one remembers where the round began."""
+        self._begin(replica)
+        self._slot = self._slot or self._rhythm.slot(progress)
+        replica.inner_step()
+        self._since += 1
+        self._steps += 1
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """The norms, when a round is over and nothing of the last one is open."""
+        rhythm = self._rhythm
+        open_round = self._start or self._round != self._delta_round
+        if open_round or not rhythm.over(self._since, self._slot, progress):
+            return []
+        self._slot = rhythm.slot(progress)
+        self._start, self._since = dict(replica.read(replica.names, "param")), 0
+        work = self._state.pseudo_gradient(self._start)
+        norms = [norm_of([work[name] for name in names]) for names in layers_of(replica.names).values()]
+        return [self._norms_exchange(norms, self._steps)]
+
+    @property
+    def _rhythm(self) -> Rhythm:
+        return Rhythm(self.period, self.round_s, self.min_steps)
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """Norms: judge, and ask for the mean. The mean: the outer step. Streams may run ahead of each other where rounds are
+        replayed: a mean waits for its norms."""
+        self._begin(replica)
+        number = exchange.key.round
+        if exchange.key.stream == NORMS:
+            return self._take_norms(replica, exchange, result)
+        workers = tuple(
+            who for who, weight in zip(result.participants, result.weights, strict=True) if weight > ONLOOKER
+        )
+        mean = dict(result.mean or {}) if workers else {}
+        if number >= self._round:
+            self._early[number] = (workers, mean)
+        else:
+            self._move(replica, workers, mean, result)
+            self._start = {} if exchange.tensors else self._start
+        return []
+
+    def _take_norms(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        number, failed = exchange.key.round, result.status == "failed"
+        self._round, self._weights[number] = result.next_round, {} if failed else self._weigh(replica, result)
+        if exchange.tensors and not failed and not result.taken:
+            self._start = {}
+        if number in self._early:  # decided without me: my work stays mine
+            self._start = {} if exchange.tensors else self._start
+            while self._delta_round < self._round and self._delta_round in self._early:
+                self._move(replica, *self._early.pop(self._delta_round), None)
+            return []
+        if number != self._delta_round:
+            return []  # an older mean is missing yet, this one will be replayed
+        return [self._message(replica, result)]
+
+    def _weigh(self, replica: Replica, result: Result) -> dict[PeerId, list[int]]:
+        """Everybody's weights in each layer; the statistics follow."""
+        assert result.gathered is not None
+        judge = Judge(self.temperature, self.relative, self.threshold, self.warmup, self.alpha, self.step_ratio)
+        peers = sorted(result.gathered)
+        norms = [[x if 0 <= x < HUGE else HUGE for x in result.gathered[peer]["norms"].tolist()] for peer in peers]
+        steps = [min(max(float(result.gathered[peer]["steps"]), 0.0), HUGE) for peer in peers]
+        weights: dict[PeerId, list[int]] = {peer: [] for peer in peers}
+        stats = self._stats.tolist()
+        for layer, mine in enumerate(zip(*norms, strict=True)):
+            rejected, stats[layer] = judge.anomalies(list(mine), stats[layer], self._seen)
+            for peer, weight in zip(peers, judge.weights(list(mine), steps, rejected), strict=True):
+                weights[peer].append(weight)
+        self._stats, self._seen = torch.tensor(stats, dtype=torch.float32), self._seen + 1
+        return weights
+
+    def _message(self, replica: Replica, norms: Result) -> Exchange:
+        """The pseudo-gradient times weight / mean weight in each layer, so that a mean over all is the weighted one."""
+        if not self._start:
+            return self._delta_exchange(zeros(replica.shapes), ONLOOKER)
+        weights = self._weights[self._delta_round]
+        mine = weights[_whose(norms)] if weights else []
+        tensors = {}
+        for layer, names in enumerate(layers_of(replica.names).values()):
+            total = sum(of_peer[layer] for of_peer in weights.values())
+            factor = len(weights) * mine[layer] / total if total else 0.0 if weights else 1.0
+            for name in names:
+                work = self._state.phi[name] - self._start[name]
+                tensors[name] = scaled(work, factor) if factor else torch.zeros_like(work)  # 0 times infinity is no 0
+        return self._delta_exchange({name: tensors[name] for name in replica.names}, 1.0)
+
+    def _move(
+        self, replica: Replica, workers: tuple[PeerId, ...], mean: dict[str, Tensor], result: Result | None
+    ) -> None:
+        """The outer step of the next round of means, layer by layer; `result` if it is of my own exchange."""
+        weights = self._weights.pop(self._delta_round)
+        self._delta_round += 1
+        if not mean:
+            return
+        theta = replica.read(replica.names, "param") if self._start and result and result.taken else {}
+        moved = {}
+        for layer, names in enumerate(layers_of(replica.names).values()):
+            factor = self._factor(weights, workers, layer, [mean[name] for name in names])
+            for name in names if factor is not None else ():
+                after = self._state.phi[name]
+                if factor:
+                    after = self._state.step(name, self.outer, scaled(mean[name], factor))
+                if theta and result and name in result.taken:
+                    since = after + (theta[name] - self._start[name]) if self._since else after
+                    moved[name] = choose(result.taken[name], since, theta[name])
+        if moved:
+            self._steps = self._since
+            replica.write(moved, "param")
+
+    def _factor(
+        self, weights: dict[PeerId, list[int]], workers: tuple[PeerId, ...], layer: int, mean: list[Tensor]
+    ) -> float | None:
+        """What makes the layer's mean the weighted one of who took part, clipped; 0 if all of its work was rejected, None if
+        too little of the weight arrived."""
+        total = sum(of_peer[layer] for of_peer in weights.values())
+        arrived = sum(weights[peer][layer] for peer in workers if peer in weights)
+        if weights and not total:
+            return 0.0
+        if weights and arrived * FAINTEST < total:
+            return None
+        factor = len(workers) * total / (len(weights) * arrived) if weights else 1.0
+        return factor if self.clip is None else factor * min(1.0, self.clip / (factor * norm_of(mean) + 1e-6))
+
+    def snapshot(self, replica: Replica) -> State:
+        """phi, momentum, statistics, both rounds, and what is known of rounds whose mean is not in phi yet."""
+        norms, delta = self.agreed(replica, NORMS), self.agreed(replica, DELTA)
+        state: State = {**norms, **delta, "early": torch.tensor(len(self._early))}
+        for number in self._weights:
+            state |= self._packed_weights(number)
+        for number, (workers, mean) in self._early.items():
+            state |= _packed(f"early.{number}", {who: torch.tensor(1) for who in workers})
+            state |= named(f"mean.{number}", mean)
+        return state
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """Take over the outer state; `carry` puts this replica's unsent work on top of the new phi."""
+        old = OuterState(phi=self._state.phi)
+        self._adopt(replica, state)
+        carried = old.restore(replica, self._state, mode)
+        self._since, self._start = 0, {}
+        if not carried:
+            self._steps = self._slot = 0
+
+    def _adopt(self, replica: Replica, state: State) -> None:
+        """Read all of it before anything is taken over."""
+        shapes, layers = replica.shapes, len(layers_of(replica.names))
+        new = self._state.read(state, shapes)
+        stats = unnamed("layers", state, {"stats": (layers, 4)})["stats"]
+        if float(stats[:, 1::2].min()) < 0:
+            raise WrongState("layers.stats must be variances of 0 or more; ask another member")
+        seen, after, before = counters(state, "seen", "round", "delta_round")
+        weights = {number: _weights_in(state, number, layers) for number in range(before, after)}
+        rounds = {name.split(".")[1] for name in state if name.startswith("early.")}
+        early = {}
+        for number in sorted(int(name) for name in rounds if name.isdecimal()):
+            workers = tuple(
+                who for who in _unpacked(f"early.{number}", state) if counter(f"early.{number}.{who}", state)
+            )
+            early[number] = (workers, kept(f"mean.{number}", state, shapes))
+        if before > after:
+            raise WrongState(f"delta_round must be at most round, {after}, got {before}; ask another member")
+        if len(early) != counter("early", state) or any(
+            bool(workers) != bool(mean) for workers, mean in early.values()
+        ):
+            raise WrongState(f"early must be a count, got another than {len(early)} means; ask another member")
+        self._state, self._stats, self._seen = new, stats, seen
+        self._round, self._delta_round, self._weights, self._early = after, before, weights, early
+
+    def personal(self, replica: Replica) -> State:
+        """Where in the round this peer is, and where it stood when its norms were taken."""
+        counts = {"since": self._since, "steps": self._steps, "slot": self._slot}
+        return numbers(counts) | named("start", self._start)
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._adopt(replica, state)
+        self._since, self._steps, self._slot = counters(state, "since", "steps", "slot")
+        self._start = kept("start", state, replica.shapes)
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """Of the norms: the statistics. Of the means: phi, momentum, and the next round's weights."""
+        self._begin(replica)
+        if stream == NORMS:
+            return {"layers.stats": self._stats.clone()} | numbers({"seen": self._seen, "round": self._round})
+        outer = self._state.snapshot(replica) | numbers({"delta_round": self._delta_round})
+        return outer | self._packed_weights(self._delta_round)
+
+    def _packed_weights(self, number: int) -> State:
+        rows = {who: torch.tensor(row) for who, row in self._weights.get(number, {}).items()}
+        return _packed(f"weights.{number}", rows) if number in self._weights else {}
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """phi."""
+        self._begin(replica)
+        return self._state.parameters(replica)
+
+    def _begin(self, replica: Replica) -> None:
+        if self._state.begin(replica):
+            self._stats = torch.zeros(len(layers_of(replica.names)), 4)
+
+    def _norms_exchange(self, norms: list[float], steps: int) -> Exchange:
+        usable = [norm if norm < HUGE else HUGE for norm in norms]  # of NaN neither is true
+        tensors = {"norms": torch.tensor(usable, dtype=torch.float32), "steps": torch.tensor([float(steps)])}
+        key = Key(NORMS, self._round)
+        return Exchange(key, "gather", All(), tensors, codec="fp32", return_codec="fp32", deadline_s=self.deadline_s)
+
+    def _delta_exchange(self, tensors: dict[str, Tensor], weight: float) -> Exchange:
+        key, deadline_s = Key(DELTA, self._delta_round), self.deadline_s
+        return Exchange(key, "mean", All(), tensors, weight, self.codec, self.return_codec, deadline_s=deadline_s)
+
+
+def _whose(norms: Result) -> PeerId:
+    """Who sent what I sent: me, or somebody with equal norms, whose weights are equal."""
+    assert norms.gathered is not None
+    assert norms.sent is not None
+    sent = norms.sent
+    return next(who for who, x in norms.gathered.items() if all(torch.equal(x[name], sent[name]) for name in sent))
+
+
+def _packed(prefix: str, entries: dict[PeerId, Tensor]) -> State:
+    """By peer under a prefix, and how many there are, so that a missing one is noticed."""
+    return {prefix: torch.tensor(len(entries)), **named(prefix, entries)}
+
+
+def _unpacked(prefix: str, state: State) -> dict[PeerId, Tensor]:
+    found = {name[len(prefix) + 1 :]: x.clone() for name, x in state.items() if name.startswith(f"{prefix}.")}
+    if len(found) != counter(prefix, state):
+        raise WrongState(f"{prefix} must be the number of its entries, {len(found)}; ask another member")
+    return found
+
+
+def _weights_in(state: State, number: int, layers: int) -> dict[PeerId, list[int]]:
+    rows = _unpacked(f"weights.{number}", state)
+    for who, row in rows.items():
+        if row.dtype != torch.int64 or row.shape != (layers,) or not bool(((row >= 0) & (row <= UNIT)).all()):
+            raise WrongState(f"weights.{number}.{who} must be {layers} whole numbers up to {UNIT}; ask another member")
+    return {who: row.tolist() for who, row in rows.items()}

@@ -1,0 +1,123 @@
+"""SPARTA inside DiLoCo: a sparse mean every few local steps holds replicas together, so that outer steps may be rare.
+
+Two streams on one axis that counts sparse means: `mask` has each of its rounds, `delta` the last of every outer period.
+A sparse mean and an outer step that overlap are not added up: both move a replica to the others, and the outer step does it
+for all values, so the sparse mean is dropped. The combination is the SPARTA paper's (Beton et al., MCDC workshop at ICLR
+2025); it says nothing of overlaps, the rule is ours.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from farflock.optimizers.diloco import STREAM as DELTA
+from farflock.optimizers.diloco import DiLoCo
+from farflock.optimizers.method import Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.parts.outer import Outer, OuterNesterov
+from farflock.optimizers.parts.state import counter, numbers
+from farflock.optimizers.sparta import STREAM as MASK
+from farflock.optimizers.sparta import Mixing, Selector
+from farflock.optimizers.trial_options import Disaster, TrialOptions
+
+
+@dataclass(slots=True)
+class SpartaDiLoCo:
+    """An outer step every `period` local steps, and every `mask_period` a mean of one value in `one_in`."""
+
+    period: int = 500
+    outer: Outer = field(default_factory=OuterNesterov)
+    selector: Selector = "random"
+    one_in: int = 200
+    mask_period: int = 1
+    delay: int = 0
+    seed: int = 1337
+    mask_codec: str = "fp16"  # both ways
+    codec: str = "fp16"
+    return_codec: str = "bf16"
+    deadline_s: float = 30.0
+
+    equality: ClassVar[Literal["exact"]] = "exact"
+    trial: ClassVar[TrialOptions] = TrialOptions(
+        law={"period": 4, "one_in": 3, "mask_codec": "fp32"},
+        quick={"one_in": 2, "mask_codec": "fp32"},
+        disasters=(
+            Disaster({"period": 6, "mask_period": 3, "one_in": 3, "codec": "fp32", "return_codec": "fp32"}, 14),
+        ),
+    )
+    _diloco: DiLoCo = field(init=False)
+    _mixing: Mixing = field(init=False)
+    _outer_pending: bool = False
+
+    def __post_init__(self) -> None:
+        self._diloco = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
+        both, wait = (self.mask_codec, self.mask_codec), self.deadline_s
+        self._mixing = Mixing(self.selector, self.one_in, self.mask_period, self.delay, self.seed, *both, wait)
+        if self.period % self.mask_period:
+            nearest = max(round(self.period / self.mask_period), 1) * self.mask_period
+            raise ValueError(
+                f"a period of {self.period} steps is no multiple of mask_period={self.mask_period}; choose {nearest}"
+            )
+
+    def streams(self, replica: Replica) -> list[Exchange]:
+        """The masked values, and the pseudo-gradients."""
+        (outer,) = self._diloco.streams(replica)
+        return [self._mixing.specimen(replica), self._on_axis(outer, 0)]
+
+    def local_step(self, replica: Replica, progress: Progress) -> None:
+        """The inner update."""
+        self._diloco.local_step(replica, progress)
+        self._mixing.since += 1
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """Masked values every `mask_period` steps, the pseudo-gradient every `period`."""
+        outer = [self._on_axis(one, one.key.round) for one in self._diloco.due(replica, progress)]
+        asked = self._mixing.due(replica) + outer
+        self._outer_pending = self._outer_pending or bool(outer)
+        if self._outer_pending:
+            self._mixing.disregard()
+        return asked
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """A sparse mean or an outer step."""
+        if exchange.key.stream == MASK:
+            self._mixing.apply(replica, exchange, result)
+            return []
+        if exchange.tensors:
+            self._outer_pending = False
+        return self._diloco.apply(replica, exchange, replace(result, next_round=result.next_round // self._stride))
+
+    @property
+    def _stride(self) -> int:
+        return self.period // self.mask_period
+
+    def _on_axis(self, exchange: Exchange, number: int) -> Exchange:
+        """DiLoCo's round r is the last of the axis's rounds r·stride ... (r+1)·stride - 1."""
+        return replace(exchange, key=Key(DELTA, (number + 1) * self._stride - 1), stride=self._stride)
+
+    def snapshot(self, replica: Replica) -> State:
+        """DiLoCo's, and the next sparse mean's round. A joiner begins at phi; sparse means draw it to the others."""
+        return self._diloco.snapshot(replica) | numbers({f"round.{MASK}": self._mixing.round})
+
+    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+        """As DiLoCo."""
+        number = counter(f"round.{MASK}", state)
+        self._diloco.restore(replica, state, mode)
+        self._mixing.start_at(number)
+        self._outer_pending = False
+
+    def personal(self, replica: Replica) -> State:
+        """DiLoCo's, and where between two sparse means this peer is."""
+        return self._diloco.personal(replica) | self._mixing.personal()
+
+    def resume(self, replica: Replica, state: State) -> None:
+        """Go on where this peer stopped."""
+        self._diloco.resume(replica, state)
+        self._mixing.resume(counter(f"round.{MASK}", state), state)
+        self._outer_pending = bool(counter("pending", state))
+
+    def agreed(self, replica: Replica, stream: str) -> State:
+        """DiLoCo's state in its stream; what the mask moves is each peer's own."""
+        return self._diloco.agreed(replica, stream) if stream == DELTA else {}
+
+    def eval_params(self, replica: Replica) -> Tensors:
+        """phi."""
+        return self._diloco.eval_params(replica)

@@ -1,0 +1,578 @@
+"""The laws of `Method` (optimizers/method.py) as functions that a test, or the author of a method, can call.
+
+Each function plays swarms of one method under some misfortune and raises `LawBroken` with the law and a counterexample.
+Nothing here knows a method's periods or streams; a method takes part by its trial options (optimizers/trial_options.py).
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.method import Exchange, Method, Progress, Ranges, Replica, Result, State, Tensors
+from farflock.optimizers.testing.loopback import Loopback, LoopbackPeer, Rig, noise, same
+from farflock.optimizers.trial_options import TrialIncomplete, law_options, trial_of
+
+LAWS = {
+    0: "a method asks for its streams' rounds one after the other, and no clock or global chance is in it",
+    1: "with one participant it runs and gives its documented degenerate result, and it goes on after any misfortune",
+    2: "`failed` leaves outer state untouched and keeps local work",
+    3: "once `due` returned, later local steps do not change the exchange's tensors",
+    4: "a result is applied at most once; denominators come from `participants` alone",
+    5: "`exact` methods: equal state and equal results give equal `snapshot()` bits",
+    6: '`restore(snapshot(), "adopt")` gives the same future as never having stopped',
+    7: "so does `resume(snapshot() | personal())`, at any moment between two calls",
+    8: "work in ranges that were not taken is kept",
+}
+TICKS, QUIET_TICKS = 20, 6  # steps of misfortune, and without any after it
+SPECIMEN_TERMS = ("kind", "group", "codec", "return_codec", "stride", "enough", "apply_after", "deadline_s")
+NUDGE = 0.25  # a gradient that must not be forgotten
+
+
+class LawBroken(AssertionError):
+    """A method does not keep a law: its number, its text, and what was seen."""
+
+    def __init__(self, law: int, counterexample: str) -> None:
+        super().__init__(f"law {law} is broken: {LAWS[law]}. {counterexample}")
+        self.law, self.counterexample = law, counterexample
+
+
+def require(kept: bool, law: int, counterexample: str) -> None:
+    """`LawBroken` unless it is kept."""
+    if not kept:
+        raise LawBroken(law, counterexample)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A method on trial: how to make one, on which rig it runs, and after how many steps it holds nothing but its snapshot."""
+
+    make: Callable[[], Method]
+    rig: Rig
+    rest: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the members promise equal bits."""
+        return self.make().equality == "exact"
+
+    def swarm(self, peers: str, **terms: Any) -> Loopback:  # noqa: ANN401 - the loopback's own keywords
+        """A swarm of it."""
+        return Loopback(self.make, self.rig, peers, **terms)
+
+    def talks(self) -> bool:
+        """Whether it has streams."""
+        return bool(self.swarm("a").peers["a"].specimens)
+
+
+# Misfortunes: each sets up a swarm whose last peer is its victim, and may do something at each tick.
+
+
+def all_of(what: str, n: int) -> Ranges:
+    """Everything was taken."""
+    return [(0, n)]
+
+
+def none_of(what: str, n: int) -> Ranges:
+    """Nothing was taken."""
+    return []
+
+
+def tail_of(what: str, n: int) -> Ranges:
+    """All but the first two values were taken."""
+    return [(min(2, n - 1), n)]
+
+
+def second_half_of(what: str, n: int) -> Ranges:
+    """The second half of most tensors, and nothing of a bias, was taken."""
+    return [] if what.endswith("bias") else [(max(n // 2, 1), n)]
+
+
+def _nothing_happens(swarm: Loopback, victim: str) -> None:
+    pass
+
+
+def _no_event(swarm: Loopback, victim: str, tick: int) -> None:
+    pass
+
+
+@dataclass
+class Fate:
+    """`begin(swarm, victim)` before the first step, `at(swarm, victim, tick)` before each."""
+
+    begin: Callable[[Loopback, str], None] = _nothing_happens
+    at: Callable[[Loopback, str, int], None] = _no_event
+
+
+def _dropped(swarm: Loopback, victim: str) -> None:
+    swarm.taken = lambda peer, number: none_of if peer == victim and number % 3 == 1 else all_of
+
+
+def _partly(swarm: Loopback, victim: str) -> None:
+    swarm.taken = lambda peer, number: tail_of if peer == victim and number % 3 != 2 else all_of
+
+
+def _delayed(swarm: Loopback, victim: str) -> None:
+    swarm.late = lambda peer, number: 1 if number % 2 else 0
+
+
+def late(swarm: Loopback, victim: str) -> None:
+    """The victim's results take 0, 2, 4 or 6 steps."""
+    swarm.late = lambda peer, number: (number % 4) * 2 if peer == victim else 0
+
+
+def _failing(swarm: Loopback, victim: str) -> None:
+    swarm.fails = lambda number: number % 3 == 1
+
+
+def _slow(swarm: Loopback, victim: str) -> None:
+    swarm.rests = lambda peer, tick: peer == victim and tick % 3 != 0
+
+
+def _everything(swarm: Loopback, victim: str) -> None:
+    _dropped(swarm, victim)
+    late(swarm, "a")
+    swarm.fails = lambda number: number % 5 == 3
+
+
+def _joins(swarm: Loopback, victim: str, tick: int) -> None:
+    if tick == 8:
+        swarm.join("z", "a")
+
+
+def _leaves(swarm: Loopback, victim: str, tick: int) -> None:
+    if tick == 8 and len(swarm.peers) > 1:
+        swarm.leave(victim)
+
+
+def _sleeps(swarm: Loopback, victim: str, tick: int) -> None:
+    if len(swarm.peers) > 1:
+        swarm.peers[victim].asleep = 5 <= tick < 14
+
+
+FATES = {
+    "calm": Fate(),
+    "drop": Fate(_dropped),
+    "partial": Fate(_partly),
+    "delay": Fate(_delayed),
+    "late": Fate(late),
+    "fail": Fate(_failing),
+    "slow": Fate(_slow),
+    "join": Fate(at=_joins),
+    "leave": Fate(at=_leaves),
+    "sleep": Fate(at=_sleeps),
+    "everything": Fate(_everything, at=_joins),
+}
+DAILY_FATES = ("late", "sleep", "everything")
+
+
+def play(swarm: Loopback, fate: str, ticks: int = TICKS) -> Loopback:
+    """The swarm after so many ticks of its fate; the last of its peers is the victim."""
+    victim = list(swarm.peers)[-1]
+    FATES[fate].begin(swarm, victim)
+    for tick in range(ticks):
+        FATES[fate].at(swarm, victim, tick)
+        swarm.steps(1)
+    return swarm
+
+
+def played(subject: Subject, size: int, fate: str, ticks: int = TICKS) -> Loopback:
+    """As `play`, a new swarm of so many peers under AdamW."""
+    return play(subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01), fate, ticks)
+
+
+def holding(peer: LoopbackPeer) -> State:
+    """All that a peer has: both states of its method, parameters, gradients and moments."""
+    replica = peer.replica
+    inner = {
+        f"{what}.{name}": x
+        for what in ("grad", "exp_avg", "exp_avg_sq", "step")
+        for name, x in replica.read(replica.names, what).items()
+    }
+    return {**peer.outer(), **peer.method.personal(replica), **peer.theta(), **inner}
+
+
+@dataclass
+class Spy:
+    """A method under watch: what was asked for as it was then, and what each failed result did."""
+
+    inner: Method
+    copies: list[tuple[Exchange, State]] = field(default_factory=list)  # an exchange, a copy of its tensors then
+    failures: list[tuple[State, State]] = field(default_factory=list)  # floating state and parameters before, and after
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the method has
+        return getattr(self.inner, name)
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """The method's own, noted."""
+        return self._noted(self.inner.due(replica, progress))
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """The method's own, noted."""
+        before = self._floating(replica) if result.status == "failed" else {}
+        second = self.inner.apply(replica, exchange, result)
+        if result.status == "failed":
+            self.failures.append((before, self._floating(replica)))
+        return self._noted(second)
+
+    def _noted(self, exchanges: list[Exchange]) -> list[Exchange]:
+        self.copies += [(one, {name: x.clone() for name, x in one.tensors.items()}) for one in exchanges]
+        return exchanges
+
+    def _floating(self, replica: Replica) -> State:
+        state = self.inner.snapshot(replica)
+        theta = {f"theta.{name}": x for name, x in replica.read(replica.names, "param").items()}
+        return {name: x.clone() for name, x in state.items() if x.is_floating_point()} | theta
+
+
+# 0
+
+
+def check_streams(subject: Subject) -> None:
+    """What it asks for looks like its specimens, and each stream's rounds follow each other."""
+    peer = played(subject, 2, "fail").peers["a"]
+    require(len(peer.specimens) == len(peer.method.streams(peer.replica)), 0, "Two streams have one name.")
+    asked: dict[str, list[int]] = {stream: [] for stream in peer.specimens}
+    for _, exchange in peer.offered:
+        asked[exchange.key.stream].append(exchange.key.round)
+        _require_likeness(peer.specimens[exchange.key.stream], exchange)
+    for stream, rounds in asked.items():
+        one = peer.specimens[stream]
+        if len(rounds) < 2:
+            raise TrialIncomplete(
+                f"stream {stream!r} has fewer than two rounds in {TICKS} steps; give the method shorter ones, in its module: "
+                "trial: ClassVar[TrialOptions] = TrialOptions(law={...})"
+            )
+        known = sorted(rounds + [key.round for key in peer.replayed if key.stream == stream])
+        wanted = [one.key.round + number * one.stride for number in range(len(known))]
+        require(known == wanted and rounds == sorted(rounds), 0, f"Stream {stream!r} had rounds {known}, not {wanted}.")
+
+
+def _require_likeness(specimen: Exchange, exchange: Exchange) -> None:
+    shapes = [[(key, tuple(x.shape)) for key, x in one.tensors.items()] for one in (specimen, exchange)]
+    require(shapes[0] == shapes[1], 0, f"{exchange.key} has tensors {shapes[1]}, its specimen {shapes[0]}.")
+    for what in SPECIMEN_TERMS:
+        seen, wanted = getattr(exchange, what), getattr(specimen, what)
+        require(seen == wanted, 0, f"{exchange.key} has {what}={seen!r}, its specimen {wanted!r}.")
+    plain = all(key and x.dtype == torch.float32 and x.device.type == "cpu" for key, x in exchange.tensors.items())
+    require(plain, 0, f"{exchange.key} has tensors that are not float32 on the CPU, or one without a name.")
+
+
+def check_nothing_is_due_before_the_first_step(subject: Subject) -> None:
+    """A method has nothing to say before it has trained."""
+    peer = subject.swarm("a").peers["a"]
+    require(peer.method.due(peer.replica, Progress(0)) == [], 0, "`due` asked for an exchange before any local step.")
+
+
+def check_no_global_chance(subject: Subject) -> None:
+    """A play draws nothing from the process's generators."""
+    before = subject.rig.chance()
+    played(subject, 2, "late")
+    require(subject.rig.chance() == before, 0, "A global random generator was used; draw from the round and a seed.")
+
+
+# 1 to 5
+
+
+def check_whatever_happens(subject: Subject, size: int, fate: str) -> None:
+    """One play for five laws; the loopback itself compares `agreed` at the begin of each round of an exact method."""
+    rounds: list[tuple[str, dict[str, int]]] = []
+    spied = Subject(lambda: Spy(subject.make()), subject.rig)
+    swarm = spied.swarm("abcdefg"[:size], inner="adamw", lr=0.01)
+    swarm.between = lambda peer: rounds.append((peer.name, dict(peer.applied)))
+    start = swarm.build("new").theta()
+    play(swarm, fate)
+    make_quiet(swarm, QUIET_TICKS)
+    talks = subject.talks()
+    for peer in swarm.peers.values():
+        _require_it_goes_on(peer, start, talks)
+        _require_each_round_once(peer)
+        spy = peer.method
+        assert isinstance(spy, Spy)
+        require(
+            all(same(*pair) for pair in spy.failures), 2, f"After {fate!r} with {size} peers {peer.name} has moved."
+        )
+        changed = [one.key for one, then in spy.copies if not same(one.tensors, then)]
+        require(not changed, 3, f"The tensors of {changed[:1]} were changed in place.")
+        require(len(spy.copies) == len(peer.offered), 3, f"{peer.name} returned exchanges that were not started.")
+        require(bool(spy.failures) or fate != "fail" or not talks, 2, "No round failed, so nothing was tried.")
+    _require_rounds_in_order(rounds, swarm.peers["a"].specimens)
+    if subject.exact:
+        _require_equal_snapshots(swarm)
+
+
+def make_quiet(swarm: Loopback, ticks: int) -> None:
+    """Some steps without misfortune, until all know of the same rounds."""
+    swarm.late, swarm.fails = (lambda peer, number: 0), (lambda number: False)
+    swarm.taken, swarm.rests = (lambda peer, number: all_of), (lambda peer, tick: False)
+    swarm.steps(ticks)
+    for _ in range(ticks):
+        for peer in swarm.peers.values():
+            swarm.catch_up(peer)
+        if all(peer.applied == swarm.peers["a"].applied for peer in swarm.peers.values()):
+            return
+        swarm.steps(1)
+
+
+def _require_it_goes_on(peer: LoopbackPeer, start: Tensors, talks: bool) -> None:
+    state = [*holding(peer).values(), *peer.method.eval_params(peer.replica).values()]
+    require(all(bool(torch.isfinite(x).all()) for x in state), 1, f"{peer.name} holds NaN or infinity.")
+    moved = any(not torch.equal(x, start[what]) for what, x in peer.theta().items())
+    require(moved, 1, f"The parameters of {peer.name} have never moved.")
+    ends = any(result.status != "failed" for result in peer.results[-2:])
+    require(ends == talks, 1, f"Without any more misfortune the last rounds of {peer.name} came to nothing.")
+
+
+def _require_each_round_once(peer: LoopbackPeer) -> None:
+    keys = [exchange.key for _, exchange in peer.offered]
+    require(len(set(keys)) == len(keys), 4, f"{peer.name} asked twice for one of {keys}.")
+    require(len(peer.results) + len(peer.driver.pending) == len(keys), 4, f"{peer.name} has another number of results.")
+    require(not set(peer.replayed) & set(keys), 4, f"{peer.name} asked for a round that was replayed.")
+
+
+def _require_rounds_in_order(rounds: Sequence[tuple[str, dict[str, int]]], specimens: dict[str, Exchange]) -> None:
+    for name in {name for name, _ in rounds}:
+        for stream, one in specimens.items():
+            numbers = [applied[stream] for whose, applied in rounds if whose == name and stream in applied]
+            steps = {later - earlier for earlier, later in itertools.pairwise(numbers)}
+            require(steps <= {0, one.stride}, 4, f"{name} applied rounds {numbers} of {stream!r}.")
+
+
+def _require_equal_snapshots(swarm: Loopback) -> None:
+    first, *others = swarm.peers.values()
+    for other in others:
+        require(other.applied == first.applied, 5, f"{other.name} knows of other rounds than {first.name}.")
+        require(same(other.outer(), first.outer()), 5, f"The snapshots of {first.name} and {other.name} differ.")
+
+
+def check_alone(subject: Subject) -> None:
+    """With one peer every round is its own."""
+    statuses = {result.status for result in played(subject, 1, "calm").peers["a"].results}
+    require(statuses == ({"alone"} if subject.talks() else set()), 1, f"A single peer's rounds were {statuses}.")
+
+
+def check_denominators(subject: Subject) -> None:
+    """Rounds in which c's work came too late equal those of a swarm without c."""
+    with_c, without_c = (subject.swarm(peers, inner="adamw", lr=0.01) for peers in ("abc", "ab"))
+    with_c.taken = lambda peer, number: none_of if peer == "c" else all_of
+    for swarm in (with_c, without_c):
+        swarm.steps(TICKS)
+    in_it = {result.participants for result in with_c.peers["a"].results}
+    require(in_it <= {("a", "b")}, 4, f"Rounds had the participants {in_it}.")
+    equal = same(with_c.peers["a"].outer(), without_c.peers["a"].outer())
+    require(equal, 4, "A peer whose work was in no mean has changed the outer state of the others.")
+
+
+# 6
+
+
+def check_adopting_ones_own_snapshot(subject: Subject) -> None:
+    """After a round that left nothing over, taking over one's own snapshot changes nothing that follows."""
+    if subject.rest is None:
+        return
+    through, stopped = (subject.swarm("ab") for _ in range(2))
+    for swarm in (through, stopped):
+        swarm.steps(subject.rest)
+    for peer in stopped.peers.values():
+        old = peer.outer()
+        peer.driver.method = subject.make()
+        peer.driver.method.restore(peer.replica, old, "adopt")
+        require(same(peer.outer(), old), 6, "A snapshot that was adopted is another one.")
+    for swarm in (through, stopped):
+        swarm.steps(subject.rest)
+    for name, peer in through.peers.items():
+        _require_same_peer(peer, stopped.peers[name], 6, f"after adopting its own snapshot at step {subject.rest}")
+
+
+def _require_same_peer(one: LoopbackPeer, other: LoopbackPeer, law: int, when: str) -> None:
+    require(same(one.outer(), other.outer()), law, f"The snapshot of {one.name} is another {when}.")
+    require(same(one.theta(), other.theta()), law, f"The parameters of {one.name} are others {when}.")
+
+
+def check_adopting_leaves_nothing(subject: Subject, tick: int) -> None:
+    """Wherever a method was, also with exchanges pending: after adopting it goes on as a new one that adopts."""
+    teacher = played(subject, 2, "calm", ticks=9).peers["a"].outer()
+    futures = []
+    for renewed in (False, True):
+        future = subject.swarm("", inner="adamw", lr=0.01)
+        for peer in played(subject, 2, "late", ticks=tick).peers.values():
+            moved = future.build(peer.name)
+            method = moved.method if renewed else peer.method
+            moved.replica, moved.step, moved.now_s = peer.replica, peer.step, peer.now_s
+            moved.driver = subject.rig.driver(method, peer.replica)
+            method.restore(peer.replica, teacher, "adopt")
+            require(same(moved.outer(), teacher), 6, f"At step {tick} a snapshot that was adopted is another one.")
+            evaluated = moved.method.eval_params(moved.replica)
+            require(same(evaluated, moved.theta()), 6, "After adopting, what is evaluated is not what is trained.")
+            future.peers[peer.name] = moved
+        future.steps(12)
+        futures.append(future.peers)
+    for name, peer in futures[0].items():
+        _require_same_peer(peer, futures[1][name], 6, f"than that of a new method, after both adopted at step {tick}")
+
+
+def check_joiner(subject: Subject, tick: int) -> None:
+    """A joiner that adopts has the snapshot, evaluates alike, and takes part."""
+    swarm = played(subject, 2, "late", ticks=tick)
+    veteran, joiner = swarm.peers["a"], swarm.join("c", "a")
+    require(same(joiner.outer(), veteran.outer()), 6, "A joiner's snapshot is not its teacher's.")
+    ours, theirs = (peer.method.eval_params(peer.replica) for peer in (veteran, joiner))
+    require(same(ours, theirs), 6, "A joiner evaluates other parameters than its teacher.")
+    swarm.steps(TICKS)
+    together = any("c" in result.participants for result in joiner.results)
+    require(together == subject.talks(), 6, f"A joiner was in no round of {TICKS} steps.")
+
+
+def check_snapshot_is_a_copy(subject: Subject) -> None:
+    """Later steps do not change a state, and changing a state does not change the method."""
+    swarm = subject.swarm("ab")
+    swarm.steps(5)
+    peer = swarm.peers["a"]
+    state, own = peer.outer(), peer.method.personal(peer.replica)
+    copies = [{key: x.clone() for key, x in part.items()} for part in (state, own)]
+    swarm.steps(5)
+    require(same(state, copies[0]), 6, "Later steps have changed a snapshot.")
+    require(same(own, copies[1]), 7, "Later steps have changed a personal state.")
+    before = holding(peer)
+    for x in (*peer.outer().values(), *peer.method.personal(peer.replica).values()):
+        x.zero_()
+    for x in (*peer.method.eval_params(peer.replica).values(), *peer.method.agreed(peer.replica, "").values()):
+        x.zero_()
+    require(same(holding(peer), before), 6, "Overwriting what a method handed out has changed the method.")
+
+
+# 7
+
+
+def check_stopping_at_every_moment(subject: Subject, size: int, fate: str) -> None:
+    """A swarm whose peers are restarted between any two calls ends in the same bits."""
+    ran = played(subject, size, fate)
+    stopped = subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01)
+    stopped.between = stopped.restart
+    play(stopped, fate)
+    for name, peer in ran.peers.items():
+        require(
+            same(holding(stopped.peers[name]), holding(peer)), 7, f"{name} stopped at every moment and ended elsewhere."
+        )
+
+
+def check_stopping_once(subject: Subject, moment: int) -> None:
+    """At one moment only: where every restart loses the same thing, none of them shows."""
+    ended = []
+    for stops in (False, True):
+        swarm = subject.swarm("ab", inner="adamw", lr=0.01)
+        late(swarm, "b")
+        swarm.between = _restarting(swarm, moment) if stops else swarm.between
+        swarm.steps(TICKS)
+        ended.append(swarm.peers)
+    for name, peer in ended[0].items():
+        require(
+            same(holding(ended[1][name]), holding(peer)), 7, f"{name} stopped at moment {moment} and ended elsewhere."
+        )
+
+
+def _restarting(swarm: Loopback, moment: int) -> Callable[[LoopbackPeer], None]:
+    moments = itertools.count()
+
+    def between(peer: LoopbackPeer) -> None:
+        if next(moments) in (moment, moment + 1):
+            swarm.restart(peer)
+
+    return between
+
+
+# 8
+
+
+def check_untaken_work_is_kept(subject: Subject) -> None:
+    """Of a peer's contributions to the first round of each stream some ranges are taken and others are not. Two runs differ in
+    the sign of one gradient of that peer, which lies in a range that was not taken; they must not end alike there.
+
+    A gradient and its opposite have one norm, so that nothing else tells the runs apart.
+    """
+    if not subject.talks():
+        return
+    runs = [_partial_run(subject, sign) for sign in (1.0, -1.0)]
+    require(
+        "partial" in {result.status for result in runs[0].results}, 8, "No round was partial, so nothing was tried."
+    )
+    first, second = (dict(_traces(peer)) for peer in runs)
+    for name in runs[0].replica.names:
+        seen = [what for what in first if what[1] in (name, "") and not torch.equal(first[what], second[what])]
+        require(
+            bool(seen),
+            8,
+            f"The gradient of the first step at {name}[0] was in no range that a result's `taken` named, and it is neither in "
+            "the parameters nor in any state or later exchange of its peer: choose by range what of a tensor was taken "
+            "(optimizers/parts/feedback.py, choose)",
+        )
+
+
+def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
+    """The peer whose work is only partly taken at first."""
+
+    def gradient(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
+        x = noise(peer, step, name, theta)
+        if peer == "b":
+            x.view(-1)[0] = 0.0 if step else sign * NUDGE
+        return x
+
+    swarm = subject.swarm("ab", gradient=gradient)
+    last = max(one.key.round for one in swarm.peers["b"].specimens.values())
+    swarm.taken = lambda peer, number: second_half_of if peer == "b" and number <= last else all_of
+    swarm.steps(TICKS)
+    return swarm.peers["b"]
+
+
+def _traces(peer: LoopbackPeer) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """By where it is and by parameter, what a peer has at a parameter's first place; without a parameter, what it asked for
+    in another form after the first rounds."""
+    last = max(one.key.round for one in peer.specimens.values())
+    held = holding(peer) | {f"theta.{name}": x for name, x in peer.theta().items()}
+    for _, exchange in peer.offered:
+        if exchange.key.round > last:
+            held |= {f"{exchange.key}.{what}": x for what, x in exchange.tensors.items()}
+            for what, x in exchange.tensors.items():
+                if tuple(x.shape) not in peer.replica.shapes.values():
+                    yield (f"{exchange.key}.{what}", ""), x
+    for name, shape in peer.replica.shapes.items():
+        for what, x in held.items():
+            if what.endswith(f".{name}") and tuple(x.shape) == shape:
+                yield (what, name), x.reshape(-1)[0]
+
+
+def check_method(make: Callable[[], Method], rig: Rig, *, long: bool = False) -> None:
+    """Raise `LawBroken` unless the methods that `make` returns keep every law, and `TrialIncomplete` if they cannot be tried.
+
+    A class may be given itself: it is then made with its trial options. `long` also plays the misfortunes that are not of
+    every day.
+    """
+    subject = subject_of(make, rig)
+    check_streams(subject)
+    check_nothing_is_due_before_the_first_step(subject)
+    check_no_global_chance(subject)
+    check_alone(subject)
+    for fate in FATES if long else DAILY_FATES:
+        check_whatever_happens(subject, 4, fate)
+    if subject.exact:
+        check_denominators(subject)
+    check_adopting_ones_own_snapshot(subject)
+    check_snapshot_is_a_copy(subject)
+    for tick in (4, 7, 11) if long else (11,):
+        check_adopting_leaves_nothing(subject, tick)
+        check_joiner(subject, tick + 2)
+    check_stopping_at_every_moment(subject, 3, "everything")
+    for moment in (3, 12, 25) if long else (25,):
+        check_stopping_once(subject, moment)
+    check_untaken_work_is_kept(subject)
+
+
+def subject_of(make: Callable[[], Method], rig: Rig) -> Subject:
+    """A method on trial; of a class, with its trial options."""
+    if not isinstance(make, type):
+        return Subject(make, rig)
+    options = law_options(make)
+    return Subject(lambda: make(**options), rig, trial_of(make).rest)
