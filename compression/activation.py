@@ -133,7 +133,7 @@ class ActivationCodec(Protocol):
         """Of what both ends share: equal, or nothing may be decoded. Empty if nothing is shared."""
         ...
 
-    def offers(self, epoch: int) -> "tuple[Offer, ...]":
+    def offers(self, epoch: int) -> "tuple[CodecOffer, ...]":
         """What is understood in messages of this epoch; the first is what is spoken."""
         ...
 
@@ -159,7 +159,7 @@ class ActivationCodec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class CodecOffer:
     """A codec that a peer can speak, as its record says and as every message repeats."""
 
     name: str
@@ -174,12 +174,12 @@ class Offer:
             )
 
     @classmethod
-    def of(cls, codec: ActivationCodec) -> "Offer":
+    def of(cls, codec: ActivationCodec) -> "CodecOffer":
         """The newest that this codec speaks."""
         return cls(codec.name, codec.version, codec.digest)
 
 
-def agree(mine: Sequence[Offer], theirs: Sequence[Offer]) -> Offer:
+def agree(mine: Sequence[CodecOffer], theirs: Sequence[CodecOffer]) -> CodecOffer:
     """The first of `mine`, what the sender can speak in order of preference, that is among what the receiver understands.
 
     Name, version and digest must be equal (spec 4.9). `mine` is `codec.offers(epoch)[:1]` of one or several codecs,
@@ -197,7 +197,7 @@ def agree(mine: Sequence[Offer], theirs: Sequence[Offer]) -> Offer:
     )
 
 
-def _difference(offer: Offer, heard: Sequence[Offer]) -> str:
+def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
     """Why this offer is not among them, with what would help."""
     versions = sorted({other.version for other in heard if other.name == offer.name})
     if not versions:
@@ -233,9 +233,9 @@ class Flat:
         """`FORWARD,GRADIENT`."""
         return f"{self.forward.name},{self.gradient.name}"
 
-    def offers(self, epoch: int) -> tuple[Offer, ...]:
+    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """Itself."""
-        return (Offer.of(self),)
+        return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Exactly this."""
@@ -282,9 +282,9 @@ class Masked:
         """`FORWARD,mask`."""
         return f"{self.forward.name},mask"
 
-    def offers(self, epoch: int) -> tuple[Offer, ...]:
+    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """Itself."""
-        return (Offer.of(self),)
+        return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Forward exactly this; backward if nothing is masked, otherwise fewer."""
@@ -329,9 +329,9 @@ class Exact:
     version: ClassVar[int] = 1
     digest: ClassVar[bytes] = b""
 
-    def offers(self, epoch: int) -> tuple[Offer, ...]:
+    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """Itself."""
-        return (Offer.of(self),)
+        return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Exactly this."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from farflock.compression.activation import (
     ActivationContext,
-    Offer,
+    CodecOffer,
     Scope,
     decoded,
     flattened,
@@ -63,7 +63,7 @@ class ResyncNeeded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """What both ends last used for a sample: float16 (L, D), its tag, and when."""
 
     values: Tensor
@@ -79,12 +79,12 @@ class Cache:
     max_bytes: int
     held_bytes: int = 0
     clock: int = 0  # samples that have passed
-    _held: dict[int, Entry] = field(default_factory=dict)
+    _held: dict[int, CacheEntry] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, sample: int) -> Entry | None:
+    def get(self, sample: int) -> CacheEntry | None:
         """What is held of this sample."""
         return self._held.get(sample)
 
@@ -95,7 +95,7 @@ class Cache:
             return
         while not self._fits(values.nbytes):
             self.drop(next(iter(self._held)))
-        self._held[sample] = Entry(values, tag, self.clock)
+        self._held[sample] = CacheEntry(values, tag, self.clock)
         self.held_bytes += values.nbytes
 
     def drop(self, sample: int) -> None:
@@ -121,7 +121,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SampleDelta:
     """One sample in a message: m before and after, and what is sent, which is nothing of a sample that is held as it is."""
 
     kind: int
@@ -172,9 +172,9 @@ class AqSgd:
         """Bytes of values that are remembered."""
         return self._cache.held_bytes
 
-    def offers(self, epoch: int) -> tuple[Offer, ...]:
+    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """Itself, with its bounds."""
-        return (Offer.of(self),)
+        return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Forward: all samples whole, or all as differences, whatever is more. Backward exactly this."""
@@ -235,7 +235,7 @@ class AqSgd:
         if len(ctx.samples) != ctx.shape[0]:
             raise ValueError(f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}")
 
-    def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> Part:
+    def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> SampleDelta:
         """What travels of one sample (L, D), after which both ends hold the same of it."""
         self._cache.clock += 1
         entry, payload = self._cache.get(sample), bytearray()
@@ -245,7 +245,7 @@ class AqSgd:
             self.difference.decode(payload, ctx.flat(), change)
             values = _advanced(entry.values, change)
             self._cache.put(sample, values, _tag(values))
-            return Part(DIFFERENCE, entry.tag, _tag(values), payload)
+            return SampleDelta(DIFFERENCE, entry.tag, _tag(values), payload)
         self._cache.drop(sample)
         values = row.to(torch.float16)
         keep = self._cache.admits(values.nbytes)
@@ -253,14 +253,14 @@ class AqSgd:
             self._cache.put(sample, values, _tag(values))
         return whole(values, _tag(values), keep)
 
-    def value(self, part: Part, before: Entry | None, ctx: ActivationContext) -> Tensor | None:
+    def value(self, part: SampleDelta, before: CacheEntry | None, ctx: ActivationContext) -> Tensor | None:
         """m after this part, float16 (L, D), for who held `before`; None if it says nothing to them. `CorruptPayload` for
         what no sender writes."""
         row = torch.empty(ctx.shape[1:])
         self._read(part, ctx, row)
         return _after(part, before, row)
 
-    def parts(self, payload: Buffer, ctx: ActivationContext) -> list[Part]:
+    def parts(self, payload: Buffer, ctx: ActivationContext) -> list[SampleDelta]:
         """The message cut into its samples; all lengths are right. Nothing is copied."""
         payload = memoryview(payload)
         count, each = ctx.shape[0], ctx.shape[1] * ctx.shape[2]
@@ -274,11 +274,11 @@ class AqSgd:
         parts, tags, at = [], count, count * _HEAD_BYTES
         for kind, length in zip(kinds, lengths, strict=True):
             before, after = struct.unpack_from("8s8s", payload, tags)
-            parts.append(Part(kind, before, after, payload[at : at + length]))
+            parts.append(SampleDelta(kind, before, after, payload[at : at + length]))
             tags, at = tags + 2 * TAG_BYTES, at + length
         return parts
 
-    def _read(self, part: Part, ctx: ActivationContext, row: Tensor) -> None:
+    def _read(self, part: SampleDelta, ctx: ActivationContext, row: Tensor) -> None:
         """Fill `row` (L, D) with the whole sample or its difference, if either is sent; refuse what no sender writes."""
         if part.kind == HELD:
             if part.before != part.after:
@@ -291,7 +291,7 @@ class AqSgd:
         if part.before != NO_TAG or part.after != _tag(row.to(torch.float16)):
             raise CorruptPayload(f"a whole sample of {self.name} does not have the value that its tag names")
 
-    def _take_over(self, sample: int, part: Part, row: Tensor) -> bool:
+    def _take_over(self, sample: int, part: SampleDelta, row: Tensor) -> bool:
         """Hold what the sender holds and put it into `row`; False, with nothing changed, if that is not possible."""
         self._cache.clock += 1
         if part.kind == FULL:
@@ -305,21 +305,21 @@ class AqSgd:
         return True
 
 
-def written(parts: Sequence[Part]) -> bytes:
+def written(parts: Sequence[SampleDelta]) -> bytes:
     """A message of these samples: all kinds, all tags, then what is sent of each."""
     kinds = bytes(part.kind for part in parts)
     tags = b"".join(part.before + part.after for part in parts)
     return kinds + tags + b"".join(part.payload for part in parts)
 
 
-def whole(values: Tensor, tag: bytes, kept: bool) -> Part:
+def whole(values: Tensor, tag: bytes, kept: bool) -> SampleDelta:
     """A sample of this value, float16 (L, D), for who has nothing of it; `kept` asks them to hold it."""
     payload = bytearray()
     append(payload, values.reshape(-1))
-    return Part(KEPT if kept else FULL, NO_TAG, tag, payload)
+    return SampleDelta(KEPT if kept else FULL, NO_TAG, tag, payload)
 
 
-def _after(part: Part, before: Entry | None, row: Tensor) -> Tensor | None:
+def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor | None:
     """m after a part whose content was read into `row` (L, D); None if it does not follow from what was held before."""
     if part.kind in (FULL, KEPT):
         return row.to(torch.float16)

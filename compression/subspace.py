@@ -28,9 +28,9 @@ from torch import Tensor
 from farflock.compression.activation import (
     MAX_VALUES,
     ActivationContext,
+    CodecOffer,
     Direction,
     Incompatible,
-    Offer,
     Scope,
     flattened,
     require_direction,
@@ -305,10 +305,10 @@ class Subspace:
         """Of the newest basis and its tables."""
         return self.basis.digest
 
-    def offers(self, epoch: int) -> tuple[Offer, ...]:
+    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """One for each basis that is taken in this epoch, the spoken one first."""
         held = (self._spoken(epoch), *self._held(epoch))
-        return tuple(dict.fromkeys(Offer(self.name, basis.version, basis.digest) for basis in held))
+        return tuple(dict.fromkeys(CodecOffer(self.name, basis.version, basis.digest) for basis in held))
 
     def followed_by(self, basis: Basis, since: int) -> "Subspace":
         """The same with the next basis, which takes effect at epoch `since`."""

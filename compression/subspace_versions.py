@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from farflock.compression.activation import ActivationContext, Incompatible, Offer, Scope
+from farflock.compression.activation import ActivationContext, CodecOffer, Incompatible, Scope
 from farflock.compression.codec import Buffer, CorruptPayload
 from farflock.compression.subspace import STAMP, Basis, Subspace, stamp_of
 
@@ -85,10 +85,10 @@ class SubspaceVersions:
         """Of the one that is spoken."""
         return self._held[self.spoken].digest
 
-    def offers(self, epoch: int) -> tuple[Offer, ...]:
+    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
         """All that are held, the spoken one first."""
         ordered = sorted(self._held, key=lambda version: (version != self.spoken, version))
-        return tuple(Offer(self.name, version, self._held[version].digest) for version in ordered)
+        return tuple(CodecOffer(self.name, version, self._held[version].digest) for version in ordered)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Exactly this, in any version."""

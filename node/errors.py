@@ -39,25 +39,25 @@ class Usage(FarflockError):
     exit_code = 2
 
 
-class Refused(FarflockError):
+class RefusedByRun(FarflockError):
     """The run does not take this machine, this file or this version."""
 
     exit_code = 3
 
 
 EXPLAINED: dict[str, type[FarflockError]] = {
-    "farflock.compression.activation.Incompatible": Refused,  # this machine makes another basis than the run's
+    "farflock.compression.activation.Incompatible": RefusedByRun,  # this machine makes another basis than the run's
     "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged
     "farflock.node.state.checkpoint.CheckpointCorrupt": Failure,
     "farflock.node.state.checkpoint.CheckpointError": Failure,
-    "farflock.node.model.corpus.BadCorpus": Refused,  # a founder's own bad corpus is found when the manifest is read
+    "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder's own bad corpus is found when the manifest is read
     "farflock.node.model.data.BadData": Failure,
     "farflock.node.model.export.ExportRefused": Failure,
     "farflock.node.state.history.HistoryUnusable": Failure,
     "farflock.node.train.state_sync.CorruptSnapshot": Failure,
     "farflock.swarm.dht.files.IdentityInUse": Failure,
     "farflock.swarm.dht.files.PortTaken": Failure,
-    "farflock.swarm.dht.greeting.ClockSkew": Refused,
+    "farflock.swarm.dht.greeting.ClockSkew": RefusedByRun,
     "farflock.swarm.dht.greeting.DirectoryUnreachable": Failure,
     "farflock.swarm.identity.BadIdentity": Failure,
     "farflock.swarm.peer.snapshots.SnapshotUnavailable": Failure,

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from farflock.node.train.driver import Apply, Driver, Wait
-from farflock.node.train.end_barrier import Together
+from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import OutOfStep
-from farflock.node.train.state_sync import Seat
-from farflock.optimizers.method import Drifted, Exchange, Key, Progress, Result
+from farflock.node.train.state_sync import StateSync
+from farflock.optimizers.method import Drifted, Exchange, ExchangeKey, Progress, Result
 
 ADOPT_TIMEOUT_S = 300.0
 STOPPING_WAIT_S = 2.0  # for an answer on its way: who trains alone stops at the same state whenever it is asked to
@@ -24,7 +24,7 @@ LEAST_WAIT_S = 0.001  # a wait shorter than the clock can tell would never end i
 LOOK_EVERY_S = 0.05  # for a content that is on its way
 
 
-class Trainee(Protocol):
+class TrainingTask(Protocol):
     """What is trained (node/train/task.py): batches, a model, gradients."""
 
     @property
@@ -52,8 +52,8 @@ class Loop:
     wait until it is due. It returns None if there is to be no step any more."""
 
     driver: Driver
-    seat: Seat
-    trainee: Trainee
+    state_sync: StateSync
+    training_task: TrainingTask
     compute: Callable[[Callable[[], Any]], Awaitable[Any]]
     train: Callable[[Callable[[], float]], Awaitable[float | None]]
     report: Callable[[str, dict[str, object]], None] = lambda kind, fields: None
@@ -64,7 +64,7 @@ class Loop:
         None  # what to do where the group is out of reach; None: its snapshot
     )
     last_loss: float | None = None
-    _carrying: dict[Key, asyncio.Task[Result]] = field(default_factory=dict)
+    _carrying: dict[ExchangeKey, asyncio.Task[Result]] = field(default_factory=dict)
     _drain_s: float = 0.0
     _halt: asyncio.Future[None] | None = None  # done once `stop` was called
 
@@ -76,7 +76,7 @@ class Loop:
         if self._halt is not None and not self._halt.done():
             self._halt.set_result(None)
 
-    async def run(self, total_tokens: int, drain_s: float = 0.0, together: Together | None = None) -> None:
+    async def run(self, total_tokens: int, drain_s: float = 0.0, together: EndBarrier | None = None) -> None:
         """Train until the run has its tokens, or until `stop` is called; then wait for open exchanges up to `drain_s`. With
         `together` all who train end after the same round."""
         self._halt, self._drain_s = asyncio.get_running_loop().create_future(), max(self._drain_s, drain_s)
@@ -95,47 +95,47 @@ class Loop:
         finally:
             await self.drop()
 
-    def _is_over(self, total_tokens: int, together: Together | None) -> bool:
+    def _is_over(self, total_tokens: int, together: EndBarrier | None) -> bool:
         if together is None:
-            return self.seat.progress(self.step).tokens >= total_tokens
+            return self.state_sync.progress(self.step).tokens >= total_tokens
         return together.is_due(total_tokens)
 
     async def _take_in_last(self) -> None:
         """Apply whatever is known of the last rounds, without waiting for more, or for steps that there will not be."""
         await self._collect()
-        while isinstance(action := self.driver.next(self.seat.progress(self.step), last=True), Apply):
+        while isinstance(action := self.driver.next(self.state_sync.progress(self.step), last=True), Apply):
             await self._apply(action)
         await self._replay_missed()
 
     async def begin_step(self) -> Progress:
         """What comes before a step: the rounds that were decided without this peer."""
         await self._replay_missed()
-        return self.seat.progress(self.step)
+        return self.state_sync.progress(self.step)
 
     async def end_step(self, loss: float) -> None:
         """What comes after a step: start the exchanges that are due, apply results, wait where the driver says so."""
         self.step, self.last_loss = self.step + 1, loss
-        self.seat.trained(self.trainee.tokens_per_step)
-        self._start(self.driver.after_step(self.seat.progress(self.step)))
+        self.state_sync.trained(self.training_task.tokens_per_step)
+        self._start(self.driver.after_step(self.state_sync.progress(self.step)))
         self.report("step", {"step": self.step, "loss": loss})
         await self._settle()
 
     def train_one(self, progress: Progress) -> float:
         """One local step; runs in the worker, so it reads no clock and no swarm."""
-        loss = self.trainee.forward_backward(self.step, progress)
-        self.driver.method.local_step(self.driver.replica, replace(progress, weight=self.trainee.weight))
+        loss = self.training_task.forward_backward(self.step, progress)
+        self.driver.method.local_step(self.driver.replica, replace(progress, weight=self.training_task.weight))
         return loss
 
     def _start(self, exchanges: list[Exchange]) -> None:
         for exchange in exchanges:
-            self._carrying[exchange.key] = asyncio.create_task(self.seat.carry(exchange))
+            self._carrying[exchange.key] = asyncio.create_task(self.state_sync.run_exchange(exchange))
 
     async def _settle(self) -> None:
         """Apply what is due, and wait for what must be waited for, before the next step."""
         await self._collect()
-        while (action := self.driver.next(self.seat.progress(self.step))) is not None:
+        while (action := self.driver.next(self.state_sync.progress(self.step))) is not None:
             if isinstance(action, Wait):
-                left_s = max(action.until_s - self.seat.progress(self.step).run_time_s, LEAST_WAIT_S)
+                left_s = max(action.until_s - self.state_sync.progress(self.step).run_time_s, LEAST_WAIT_S)
                 await self._wait(self._carrying[action.key], left_s)
                 await self._collect()
                 if self.stopping and action.key in self._carrying:
@@ -153,7 +153,7 @@ class Loop:
             await asyncio.wait([answer], timeout=left_s)
 
     async def _apply(self, action: Apply) -> None:
-        key, progress = action.exchange.key, self.seat.progress(self.step)
+        key, progress = action.exchange.key, self.state_sync.progress(self.step)
         apply = partial(self.driver.apply, action, progress)
         try:
             self._start(await self.compute(partial(self._take_in, key, action.result, apply)))
@@ -162,20 +162,20 @@ class Loop:
             return
         self._report_round(key, action.result)
 
-    def _take_in(self, key: Key, result: Result, apply: Callable[[], list[Exchange]]) -> list[Exchange]:
+    def _take_in(self, key: ExchangeKey, result: Result, apply: Callable[[], list[Exchange]]) -> list[Exchange]:
         """A method may step the inner optimizer in `apply` (DDP): at the rate of the round, however late this peer is."""
         if result.tokens:
-            self.trainee.set_rate(result.tokens)
-        self.seat.applying(key, result)
+            self.training_task.set_rate(result.tokens)
+        self.state_sync.applying(key, result)
         second_phase = apply()
-        self.seat.applied(key, result)
+        self.state_sync.applied(key, result)
         return second_phase
 
     async def _replay_missed(self) -> None:
         """Rounds that were decided without this peer move its outer state before its next sync; local work stays."""
-        while (missed := self.seat.missed()) is not None:
+        while (missed := self.state_sync.missed()) is not None:
             key, result = missed
-            progress = self.seat.progress(self.step)
+            progress = self.state_sync.progress(self.step)
             replay = partial(self.driver.replay, key, result, progress)
             self._start(await self.compute(partial(self._take_in, key, result, replay)))
             self._report_round(key, result)
@@ -194,7 +194,7 @@ class Loop:
         """Give up what is on its way and this replica's state, for the run's."""
         await self.drop()
         self.report("adopt", {"reason": reason})
-        await (self.adopt(reason) if self.adopt is not None else self.seat.adopt(ADOPT_TIMEOUT_S))
+        await (self.adopt(reason) if self.adopt is not None else self.state_sync.adopt(ADOPT_TIMEOUT_S))
 
     async def drain(self, timeout_s: float) -> None:
         """Take in what is still on its way, so that nothing is in doubt afterwards."""
@@ -204,7 +204,7 @@ class Loop:
                 await asyncio.wait(self._carrying.values(), timeout=timeout_s)
             await self._settle()
             await self._replay_missed()
-            while self.seat.is_behind and asyncio.get_running_loop().time() < until_s:
+            while self.state_sync.is_behind and asyncio.get_running_loop().time() < until_s:
                 await asyncio.sleep(LOOK_EVERY_S)  # for the content of a last round that was decided without this peer
                 await self._replay_missed()
 
@@ -215,7 +215,7 @@ class Loop:
         await asyncio.gather(*self._carrying.values(), return_exceptions=True)
         self._carrying.clear()
 
-    def _report_round(self, key: Key, result: Result) -> None:
+    def _report_round(self, key: ExchangeKey, result: Result) -> None:
         who = list(result.participants)
         fields = {"stream": key.stream, "round": key.round, "status": result.status, "peers": len(who)}
         self.report("round", {**fields, "participants": who, "tokens": result.tokens})

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from farflock.optimizers.ddp import DDP
-from farflock.optimizers.demo import DeMo
+from farflock.optimizers.demo_optimizer import DeMo
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.lean import Lean
 from farflock.optimizers.local import Local

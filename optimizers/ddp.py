@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.options import require_deadline, require_unbiased
 from farflock.optimizers.parts.outer import scaled
@@ -136,7 +136,7 @@ class DDP:
         return replica.read(replica.names, "param")
 
     def _exchange(self, tensors: Tensors, weight: float) -> Exchange:
-        key, back, wait = Key(STREAM, self._round), self.return_codec, self.deadline_s
+        key, back, wait = ExchangeKey(STREAM, self._round), self.return_codec, self.deadline_s
         return Exchange(key, "mean", All(), tensors, weight, self.codec, back, uniform=True, deadline_s=wait)
 
 

@@ -23,13 +23,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Drifted, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Drifted, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.drift import SUMS, parted, sketch
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_deadline, require_period
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.round_book import RoundBook
-from farflock.optimizers.parts.senders import mean_of_senders
+from farflock.optimizers.parts.sparse_mean import mean_of_senders
 from farflock.optimizers.parts.state import Shapes, counter, kept, named, numbers, unnamed, zeros
 
 CHECK = "check"
@@ -184,7 +184,7 @@ class Decoupled(ABC):
         return {}
 
     def _check(self, number: int, sums: Tensor) -> Exchange:
-        key, stride = Key(CHECK, number), self.check_rounds
+        key, stride = ExchangeKey(CHECK, number), self.check_rounds
         return Exchange(key, "gather", All(), {"sums": sums}, codec="fp32", stride=stride, deadline_s=self.deadline_s)
 
     def eval_params(self, replica: Replica) -> Tensors:

@@ -10,14 +10,14 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import SenderFeedback, choose
 from farflock.optimizers.parts.options import require_deadline, require_feedback, require_period, require_unbiased
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.rhythm import Rhythm, require_round
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import counters, numbers, zeros
+from farflock.optimizers.parts.sync_schedule import SyncSchedule, require_round
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "delta"
@@ -53,7 +53,7 @@ class DiLoCo:
     _book: RoundBook = field(default_factory=RoundBook)
     _memory: SenderFeedback = field(default_factory=SenderFeedback)  # empty without `feedback`
     _steps: int = 0  # local steps in the work that nobody took yet
-    _slot: int = 0  # of the last message (optimizers/parts/rhythm.py)
+    _slot: int = 0  # of the last message (optimizers/parts/sync_schedule.py)
 
     def __post_init__(self) -> None:
         require_period(self.period)
@@ -71,17 +71,17 @@ class DiLoCo:
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
         self._state.begin(replica)
-        self._slot = self._slot or self._rhythm.slot(progress)
+        self._slot = self._slot or self._sync_schedule.slot(progress)
         replica.inner_step()
         self._book.since += 1
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The pseudo-gradient, when a round is over."""
-        if self._book.pending or not self._rhythm.over(self._book.since, self._slot, progress):
+        if self._book.pending or not self._sync_schedule.over(self._book.since, self._slot, progress):
             return []
         self._book.leave()
-        self._slot = self._rhythm.slot(progress)
+        self._slot = self._sync_schedule.slot(progress)
         theta = replica.read(replica.names, "param")
         work = self._state.pseudo_gradient(theta)
         if self.feedback is not None:
@@ -148,11 +148,11 @@ class DiLoCo:
         return self._state.parameters(replica)
 
     @property
-    def _rhythm(self) -> Rhythm:
-        return Rhythm(self.period, self.round_s)
+    def _sync_schedule(self) -> SyncSchedule:
+        return SyncSchedule(self.period, self.round_s)
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
-        key, back = Key(STREAM, self._book.number), self.return_codec
+        key, back = ExchangeKey(STREAM, self._book.number), self.return_codec
         return Exchange(key, "mean", All(), tensors, weight, self.codec, back, deadline_s=self.deadline_s)
 
 

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_codec, require_deadline, require_period
 from farflock.optimizers.parts.outer import scaled
@@ -171,7 +171,7 @@ class Lean:
         return self._state.parameters(replica)
 
     def _exchange(self, tensors: Tensors) -> Exchange:
-        key, back, wait = Key(STREAM, self._book.number), self.return_codec, self.deadline_s
+        key, back, wait = ExchangeKey(STREAM, self._book.number), self.return_codec, self.deadline_s
         return Exchange(
             key, "mean", All(), tensors, 1.0, self.codec, back, compensate=True, apply_after=self.delay, deadline_s=wait
         )

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
-PeerId = str
+MemberId = str
 What = str  # "param", "grad", or a moment of the inner optimizer such as "exp_avg"
 Ranges = Sequence[tuple[int, int]]  # half-open ranges of flat indices
 
@@ -33,14 +33,14 @@ class RandomGroups:
 class Members:
     """Exactly these peers."""
 
-    ids: tuple[PeerId, ...]
+    ids: tuple[MemberId, ...]
 
 
 GroupRule = All | RandomGroups | Members
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ExchangeKey:
     """Names one exchange for the life of the run; a key is used once (specs: idempotent application)."""
 
     stream: str
@@ -67,7 +67,7 @@ class Exchange:
     the others' reducers a second reduction.
     """
 
-    key: Key
+    key: ExchangeKey
     kind: Literal["mean", "gather"]
     group: GroupRule
     tensors: Tensors
@@ -98,10 +98,10 @@ class Result:
 
     status: Literal["ok", "partial", "alone", "failed"]
     next_round: int
-    participants: tuple[PeerId, ...] = ()
+    participants: tuple[MemberId, ...] = ()
     weights: tuple[float, ...] = ()
     mean: Tensors | None = None
-    gathered: Mapping[PeerId, Tensors] | None = None
+    gathered: Mapping[MemberId, Tensors] | None = None
     sent: Tensors | None = None
     taken: Mapping[str, Ranges] = field(default_factory=dict)
     tokens: int = 0  # the run's agreed tokens after it, 0 if unknown

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from farflock.optimizers.method import Exchange, Key, Progress, RandomGroups, Replica, Result, State, Tensors
+from farflock.optimizers.method import Exchange, ExchangeKey, Progress, RandomGroups, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.parts.outer import scaled
@@ -154,5 +154,5 @@ class NoLoCo:
         return self._state.parameters(replica)
 
     def _exchange(self, tensors: Tensors) -> Exchange:
-        key = Key(STREAM, self._book.number)
+        key = ExchangeKey(STREAM, self._book.number)
         return Exchange(key, "mean", RandomGroups(2), tensors, codec=self.codec, deadline_s=self.deadline_s)

@@ -16,13 +16,13 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from farflock.compression.catalog import codec
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import SenderFeedback, choose
 from farflock.optimizers.parts.options import require_deadline, require_period
 from farflock.optimizers.parts.outer import OuterSGD
 from farflock.optimizers.parts.outer_state import OuterState
 from farflock.optimizers.parts.round_book import RoundBook
-from farflock.optimizers.parts.senders import mean_of_senders
+from farflock.optimizers.parts.sparse_mean import mean_of_senders
 from farflock.optimizers.parts.state import zeros
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
@@ -144,5 +144,5 @@ class SparseLoCo:
         return self._state.parameters(replica)
 
     def _exchange(self, tensors: Tensors) -> Exchange:
-        key = Key(STREAM, self._book.number)
+        key = ExchangeKey(STREAM, self._book.number)
         return Exchange(key, "gather", All(), tensors, codec=self.codec, deadline_s=self.deadline_s)

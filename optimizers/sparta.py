@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.parts.philox import below
@@ -81,7 +81,7 @@ class Mixing:
                 f"choose 0 to {self.period - 1}, or a longer period"
             )
 
-    def specimen(self, replica: Replica) -> Exchange:
+    def template(self, replica: Replica) -> Exchange:
         """The stream's first exchange, with zeros."""
         return self._exchange(0, torch.zeros(-(-_size(replica) // self.one_in)))
 
@@ -136,7 +136,7 @@ class Mixing:
         return masked(self.selector, self.one_in, self.seed, number, _size(replica))
 
     def _exchange(self, number: int, values: Tensor) -> Exchange:
-        key, back, wait = Key(STREAM, number), self.return_codec, self.deadline_s
+        key, back, wait = ExchangeKey(STREAM, number), self.return_codec, self.deadline_s
         tensors, after = {VALUES: values}, self.delay
         return Exchange(key, "mean", All(), tensors, 1.0, self.codec, back, apply_after=after, deadline_s=wait)
 
@@ -169,7 +169,7 @@ class Sparta:
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One: the masked values."""
-        return [self._mixing.specimen(replica)]
+        return [self._mixing.template(replica)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update."""

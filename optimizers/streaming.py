@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import SenderFeedback, choose
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 from farflock.optimizers.parts.options import require_deadline, require_feedback, require_period, require_unbiased
@@ -31,10 +31,10 @@ from farflock.optimizers.trial_options import Disaster, TrialOptions
 STREAM = "fragment."
 
 Pattern = Literal["strided", "sequential"]
-Parts = tuple[tuple[str, ...], ...]
+Fragments = tuple[tuple[str, ...], ...]
 
 
-def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided") -> Parts:
+def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided") -> Fragments:
     """The parameters' names by fragment, whole layers together, in the model's order.
 
     Layer l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` if there are too few layers.
@@ -90,7 +90,7 @@ class Streaming:
     )
     _state: OuterState = field(default_factory=OuterState)
     _memory: SenderFeedback = field(default_factory=SenderFeedback)  # empty without `feedback`
-    _parts: Parts = ()
+    _parts: Fragments = ()
     _books: list[RoundBook] = field(default_factory=list)  # by fragment
     _quiet: int = 0  # local steps since any was sent
 
@@ -242,7 +242,7 @@ class Streaming:
             self._take_turns(replica, list(range(self.fragments)))
 
     def _exchange(self, p: int, number: int, tensors: Tensors) -> Exchange:
-        key, back, wait = Key(f"{STREAM}{p}", number), self.return_codec, self.deadline_s
+        key, back, wait = ExchangeKey(f"{STREAM}{p}", number), self.return_codec, self.deadline_s
         stride, after = self.fragments, self.overlap
         return Exchange(
             key, "mean", All(), tensors, 1.0, self.codec, back, stride=stride, apply_after=after, deadline_s=wait

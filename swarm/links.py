@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 PeerId = str  # base58 libp2p id of an Ed25519 key, `12D3Koo…`
 
-Life = Literal["alive", "suspect", "dead", "unknown"]
-Road = Literal["direct", "forwarded", "libp2p", "none"]
+Liveness = Literal["alive", "suspect", "dead", "unknown"]
+Transport = Literal["direct", "forwarded", "libp2p", "none"]
 
 MAX_FRAME_BYTES = 256 * 1024 + 4096  # one chunk piece and its header: nothing larger is ever sent or accepted
 
@@ -39,9 +39,9 @@ class Links(Protocol):
         """The next frame of anybody, with its authenticated sender."""
         ...
 
-    def life(self, peer: PeerId) -> Life: ...
+    def life(self, peer: PeerId) -> Liveness: ...
 
-    def road(self, peer: PeerId) -> Road: ...
+    def road(self, peer: PeerId) -> Transport: ...
 
     def rtt_s(self, peer: PeerId) -> float | None:
         """Measured round trip, None before the first measurement."""

@@ -31,7 +31,7 @@ Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 Ballot = tuple[Count, Index]
-Rounds = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 + MAX_STAGES)]
+RoundsByAxis = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 + MAX_STAGES)]
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -116,7 +116,7 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 class Load(_Message, frozen=True, tag="load"):
     """In this period I have so many microbatches waiting, do so many a second, have memory for a stage of so many bytes, and
-    have served mine for so long (swarm/peer/loads.py)."""
+    have served mine for so long (swarm/peer/load_reports.py)."""
 
     number: Count
     queue: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -160,7 +160,7 @@ class Promise(_Message, frozen=True, tag="promise"):
     ballot: Ballot
     accepted: Ballot | None = None
     value: Value | None = None
-    floor: Rounds = ()
+    floor: RoundsByAxis = ()
 
 
 class Propose(_Message, frozen=True, tag="propose"):
@@ -188,7 +188,7 @@ class Rejected(_Message, frozen=True, tag="rejected"):
     view: Digest
     ballot: Ballot
     promised: Ballot
-    floor: Rounds = ()
+    floor: RoundsByAxis = ()
 
 
 class Decided(_Message, frozen=True, tag="decided"):
@@ -319,10 +319,10 @@ class Pong(_Message, frozen=True, tag="pong"):
 # Calls (swarm/peer/calls.py). A payload is a run of chunks; an empty one has none.
 
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
-Part = tuple[Digest, Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]]
-Payload = Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PAYLOAD_CHUNKS)]
+PayloadChunk = tuple[Digest, Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]]
+Payload = Annotated[tuple[PayloadChunk, ...], msgspec.Meta(max_length=MAX_PAYLOAD_CHUNKS)]
 Payloads = Annotated[tuple[Payload, ...], msgspec.Meta(max_length=MAX_PAYLOADS)]
-Verdict = Literal["ok", "full", "failed", "late"]
+CallVerdict = Literal["ok", "full", "failed", "late"]
 
 
 class Call(_Message, frozen=True, tag="call"):
@@ -339,7 +339,7 @@ class Answer(_Message, frozen=True, tag="answer"):
 
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     id: Count
-    verdict: Verdict
+    verdict: CallVerdict
     body: Body = b""
     payloads: Payloads = ()
 

@@ -17,7 +17,7 @@ _DOMAIN = b"record"
 
 MAX_DOORS = 2
 
-Text = Annotated[str, msgspec.Meta(max_length=128)]
+RecordText = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class BadRecord(ValueError):
@@ -31,14 +31,14 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: a restarted peer has forgotten its promises and must not be taken for the old one."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
-    peer: Text
+    peer: RecordText
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     sequence: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     curve: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    endpoints: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
-    relays: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4)] = ()
-    doors: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_DOORS)] = ()
-    role: Text = "replica"
+    endpoints: Annotated[tuple[RecordText, ...], msgspec.Meta(max_length=8)] = ()
+    relays: Annotated[tuple[RecordText, ...], msgspec.Meta(max_length=4)] = ()
+    doors: Annotated[tuple[RecordText, ...], msgspec.Meta(max_length=MAX_DOORS)] = ()
+    role: RecordText = "replica"
     speed: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0  # tokens per second, as measured by itself
     lifetime_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_RECORD_AGE_S)] = 60.0
 

@@ -5,8 +5,8 @@ from torch.nn import functional
 
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import PRESETS, build
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.run.terms import Plan
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 
@@ -14,16 +14,16 @@ RATE = 3e-3
 SEED = 20_261_121
 
 
-def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -> Plan:
+def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -> RunPlan:
     """What both loops train: a preset model at a constant rate after a short warm-up."""
     schedule = Schedule(RATE, total_tokens=1 << 40, warmup_tokens=1 << 14, floor=1.0)
-    return Plan(SEED, PRESETS[preset], InnerConfig(lr=RATE), schedule, method, dict(options), batch=batch, seq=seq)
+    return RunPlan(SEED, PRESETS[preset], InnerConfig(lr=RATE), schedule, method, dict(options), batch=batch, seq=seq)
 
 
 class Bare:
     """One replica: model, AdamW, gradients clipped, a schedule, and the batches of the named peer."""
 
-    def __init__(self, plan: Plan, tokens: Tokens, peer: str) -> None:
+    def __init__(self, plan: RunPlan, tokens: TokenIds, peer: str) -> None:
         self._plan = plan
         self._model = build(plan.model, plan.run_seed)
         self._inner = plan.inner.build(self._model)

@@ -19,7 +19,7 @@ from farflock.compression.codec import Codec, Context
 from farflock.experiments.measure.metric import Metric, Options, load, medians, turns
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.errors import Usage
-from farflock.node.train.shards import SHARD_VALUES, Cut, decode_all
+from farflock.node.train.shards import SHARD_VALUES, ShardLayout, decode_all
 
 VALUES = 16 * SHARD_VALUES  # 16 MiB
 QUICK_VALUES = SHARD_VALUES
@@ -60,7 +60,7 @@ class Shards:
     """The two ways through a codec: alone, and as an exchange's tensors take it."""
 
     codec: Codec
-    cut: Cut
+    cut: ShardLayout
     values: Tensor
     out: Tensor
 
@@ -82,7 +82,7 @@ class Shards:
 
 def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
     out = torch.empty_like(values)
-    shards = Shards(codec, Cut.of({"x": tuple(values.shape)}, codec), values, out)
+    shards = Shards(codec, ShardLayout.of({"x": tuple(values.shape)}, codec), values, out)
     target = torch.empty_like(values)
     works: tuple[Callable[[], object], ...] = (shards.alone, lambda: target.copy_(values), shards.whole)
     rounds = turns(repeats * TURNS, *works, clock=time.process_time)

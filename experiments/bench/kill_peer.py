@@ -15,12 +15,12 @@ import torch
 
 from farflock.experiments.bench.fleet import Owner
 from farflock.experiments.bench.member import SEED, Place, meet, member
-from farflock.node.assembly.node import Participant, participant
+from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.worker import Worker
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.optimizers.diloco import STREAM
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
@@ -39,12 +39,12 @@ class Settings(Place, frozen=True):
     layers: int
 
 
-def plan(settings: Settings) -> Plan:
+def plan(settings: Settings) -> RunPlan:
     """What all workers do alike."""
     dim = settings.dim
     model = ModelConfig(dim=dim, layers=settings.layers, heads=4, kv_heads=4, ffn_dim=3 * dim, context=SEQ)
     options = {"period": PERIOD}
-    return Plan(SEED, model, InnerConfig(lr=1e-3), Schedule(1e-3, ENDLESS), "diloco", options, batch=BATCH, seq=SEQ)
+    return RunPlan(SEED, model, InnerConfig(lr=1e-3), Schedule(1e-3, ENDLESS), "diloco", options, batch=BATCH, seq=SEQ)
 
 
 class Reductions:
@@ -75,7 +75,7 @@ class Reductions:
 class Books:
     """Which of this worker's steps are in the run's state, which are on their way, which are lost."""
 
-    participant: Participant | None = None
+    participant: ReplicaNode | None = None
     counted: int = 0  # steps that a decided round has taken in
     lost: int = 0  # steps that were given up for a snapshot
     _settled: int = 0  # the step up to which each is one of the two
@@ -95,7 +95,7 @@ class Books:
         else:
             self._round(self.participant, int(str(fields["round"])))
 
-    def _round(self, part: Participant, number: int) -> None:
+    def _round(self, part: ReplicaNode, number: int) -> None:
         offered, outcome = self._offered.pop(number, None), part.peer.decided(STREAM, number)
         assert outcome is not None, f"round {number} was applied and is not in the log"
         if offered is not None and any(outcome.taken):
@@ -109,7 +109,7 @@ class Books:
             members=len(outcome.participants),
             status=outcome.status,
             state=state.hex(),
-            agreed=outcome.tokens // part.trainee.tokens_per_step,
+            agreed=outcome.tokens // part.training_task.tokens_per_step,
             counted=self.counted,
             lost=self.lost,
         )
@@ -128,12 +128,12 @@ async def obey(owner: Owner, reductions: Reductions) -> None:
 async def main(settings: Settings) -> None:
     """Train until the owner hangs up, kills us or something breaks."""
     torch.set_num_threads(1)
-    owner, codecs, steps, books = await Owner.open(), Worker("codec"), Worker("train"), Books()
+    owner, codecs, steps, contributions = await Owner.open(), Worker("codec"), Worker("train"), Books()
     text = ByteTokenizer().encode(load_corpus("shakespeare").train[:TEXT])
     reductions = Reductions(codecs)
     async with member(owner, settings, reductions) as peer:
-        part = participant(plan(settings), peer, text, compute=codecs, train=steps, report=books.report)
-        books.participant = part
+        part = replica_node(plan(settings), peer, text, compute=codecs, train=steps, report=contributions.report)
+        contributions.participant = part
         await meet(owner, peer, settings, part.found, part.join)
         owner.say("ready")
         async with asyncio.TaskGroup() as tasks:

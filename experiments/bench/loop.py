@@ -17,11 +17,11 @@ from pathlib import Path
 from farflock.experiments.bench.bare import SEED, Bare, plan_of
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians, seconds
 from farflock.experiments.measure.threads import one_thread
-from farflock.node.assembly.node import Participant, participant
+from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import SHIPPED, load_corpus
-from farflock.node.model.tokenizer import ByteTokenizer, Tokens
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.process.worker import Worker
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.node.state.history import History
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -82,7 +82,7 @@ async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tup
 
 
 @contextlib.asynccontextmanager
-async def alone(plan: Plan, tokens: Tokens) -> AsyncIterator[Participant]:
+async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
     """A node that has founded a run and is its only member; nothing of it is left after the block."""
     identity = Identity.from_seed(bytes(32))
     codecs, steps = Worker("codec"), Worker("train")
@@ -100,7 +100,7 @@ async def alone(plan: Plan, tokens: Tokens) -> AsyncIterator[Participant]:
             terms = RunTerms(RUN, SEED)
             peer = Peer(terms, identity, links, None, incarnation=1, record=links.record, compute=codecs)
             async with peer.running():
-                node = participant(plan, peer, tokens, compute=codecs, train=steps, report=report)
+                node = replica_node(plan, peer, tokens, compute=codecs, train=steps, report=report)
                 node.found()
                 yield node
         finally:

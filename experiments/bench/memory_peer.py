@@ -19,7 +19,7 @@ import torch
 from farflock.experiments.bench.bare import plan_of
 from farflock.experiments.bench.fleet import Owner
 from farflock.experiments.bench.member import Place, meet, member
-from farflock.node.assembly.node import Participant, participant
+from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.worker import Worker
 from farflock.optimizers.parts.inner import InnerConfig
@@ -68,7 +68,7 @@ class Peak:
 class Rounds:
     """Exchanges of a node that takes no steps: its parameters are moved by hand before each."""
 
-    def __init__(self, owner: Owner, settings: Settings, node: Participant, results: list[dict[str, object]]) -> None:
+    def __init__(self, owner: Owner, settings: Settings, node: ReplicaNode, results: list[dict[str, object]]) -> None:
         self._owner, self._node, self._results = owner, node, results
         self._chance = torch.Generator().manual_seed(settings.number)
         self._peak = Peak()
@@ -79,7 +79,7 @@ class Rounds:
         driver = self._node.loop.driver
         state = {name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()}
         driver.method.restore(driver.replica, {**state, "round": torch.tensor(first_round)}, "adopt")
-        self._node.seat.open({"delta": first_round - 1})
+        self._node.state_sync.open({"delta": first_round - 1})
 
     @torch.no_grad()
     def move(self) -> None:
@@ -118,7 +118,7 @@ async def main(settings: Settings) -> None:
 
     async with member(owner, settings, codecs) as peer:
         tokens = ByteTokenizer().encode(TEXT)
-        node = participant(plan, peer, tokens, compute=codecs, train=codecs, report=report)
+        node = replica_node(plan, peer, tokens, compute=codecs, train=codecs, report=report)
         view = await meet(owner, peer, settings, peer.found, peer.join)
         rounds = Rounds(owner, settings, node, results)
         rounds.begin(view.first_round)

@@ -17,7 +17,7 @@ import torch
 from farflock.experiments.bench.bare import plan_of
 from farflock.experiments.bench.fleet import Owner
 from farflock.experiments.bench.member import Place, meet, member
-from farflock.node.assembly.node import Participant, participant
+from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.tokenizer import ByteTokenizer
@@ -46,20 +46,20 @@ class Settings(Place, frozen=True):
 class Pieces:
     """A node that trains so many steps at a time. `results` are those of the exchanges of the last piece."""
 
-    def __init__(self, owner: Owner, node: Participant, results: list[dict[str, object]]) -> None:
+    def __init__(self, owner: Owner, node: ReplicaNode, results: list[dict[str, object]]) -> None:
         self._owner, self._node, self._results = owner, node, results
 
     def begin(self, first_round: int) -> None:
         """Hold the method's state as from `first_round` on: all workers were built alike, so nobody has to send it."""
         driver, rounds = self._node.loop.driver, {}
         state = dict(driver.method.snapshot(driver.replica))
-        for specimen in driver.method.streams(driver.replica):
-            name, number = specimen.key.stream, specimen.key.round
-            number += -(-max(first_round - number, 0) // specimen.stride) * specimen.stride
+        for template in driver.method.streams(driver.replica):
+            name, number = template.key.stream, template.key.round
+            number += -(-max(first_round - number, 0) // template.stride) * template.stride
             state[f"round.{name.rpartition('.')[2]}"] = torch.tensor(number)
-            rounds[name] = number - specimen.stride
+            rounds[name] = number - template.stride
         driver.method.restore(driver.replica, state, "adopt")
-        self._node.seat.open(rounds)
+        self._node.state_sync.open(rounds)
 
     async def train(self, steps: int) -> None:
         """So many steps of the node's own loop, from the barrier on."""
@@ -93,7 +93,7 @@ async def node_of(
             results.append(fields)
 
     peer = await left.enter_async_context(member(owner, settings, codecs))
-    node = participant(plan, peer, tokens, compute=codecs, train=steps, report=report)
+    node = replica_node(plan, peer, tokens, compute=codecs, train=steps, report=report)
     view = await meet(owner, peer, settings, peer.found, peer.join)
     pieces = Pieces(owner, node, results)
     pieces.begin(view.first_round)

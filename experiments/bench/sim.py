@@ -12,8 +12,8 @@ from farflock.experiments.bench.bare import Bare, plan_of
 from farflock.experiments.measure.metric import Metric, Options, load, medians, seconds
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.model.corpus import SHIPPED, load_corpus
-from farflock.node.model.tokenizer import ByteTokenizer, Tokens
-from farflock.node.simulate.simulation import Outcome, World, simulate
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.simulate.simulation import SimulationResult, World, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def run(options: Options) -> Iterator[Metric]:
             yield _peer(size, tokens, options.repeats)
 
 
-def _steps(size: Size, tokens: Tokens, repeats: int) -> Metric:
+def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     """The first turn warms up."""
     pairs = [_turn(size, tokens) for _ in range(1 + repeats)][1:]
     value, yardstick, ratio = medians(pairs)
@@ -60,7 +60,7 @@ def _steps(size: Size, tokens: Tokens, repeats: int) -> Metric:
     return Metric("sim", value, yardstick, ratio, len(pairs), load(), "steps a processor second", note)
 
 
-def _turn(size: Size, tokens: Tokens) -> tuple[float, float]:
+def _turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
     """Steps a second of the swarm, then of the plain loop for as many steps in all."""
     begin_s = time.process_time()
     steps = _simulated(size, tokens, size.peers, size.swarm_tokens).steps
@@ -75,7 +75,7 @@ def _turn(size: Size, tokens: Tokens) -> tuple[float, float]:
     return steps / swarm_s, steps / seconds(plain, time.process_time)
 
 
-def _peer(size: Size, tokens: Tokens, repeats: int) -> Metric:
+def _peer(size: Size, tokens: TokenIds, repeats: int) -> Metric:
     """Runs that end at once: founding, joining with the state's download, being admitted, a step of one token, and 30
     virtual seconds of life."""
     size = replace(size, batch=1, seq=1)
@@ -94,6 +94,6 @@ def _peer(size: Size, tokens: Tokens, repeats: int) -> Metric:
     return Metric("sim.peer_s", value, None, None, repeats, load(), "processor seconds", note)
 
 
-def _simulated(size: Size, tokens: Tokens, peers: int, total_tokens: int) -> Outcome:
+def _simulated(size: Size, tokens: TokenIds, peers: int, total_tokens: int) -> SimulationResult:
     plan = plan_of(size.preset, size.batch, size.seq, "diloco", period=size.period)
     return simulate(plan, World(peers, total_tokens), tokens)

@@ -18,8 +18,8 @@ from torch import Tensor
 from farflock.experiments.bench.fleet import Fields, Owner
 from farflock.experiments.bench.member import SEED, Place, meet, member
 from farflock.node.process.worker import Worker
-from farflock.node.train.exchange_client import Courier
-from farflock.optimizers.method import All, Exchange, Key, Result
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
 from farflock.swarm.peer.peer import Peer
 
 STREAM = "sync"
@@ -47,7 +47,7 @@ def model(settings: Settings) -> dict[str, Tensor]:
 def exchange_of(settings: Settings, number: int, tensors: dict[str, Tensor]) -> Exchange:
     """The request of a round; no two rounds hold equal bytes, which nobody would have to fetch again."""
     fresh = {name: tensor * (1 + number / 128) for name, tensor in tensors.items()}
-    key = Key(STREAM, number)
+    key = ExchangeKey(STREAM, number)
     return Exchange(
         key, "mean", All(), fresh, codec=settings.codec, return_codec=settings.return_codec, deadline_s=DEADLINE_S
     )
@@ -75,7 +75,7 @@ class Sync:
 
     owner: Owner
     settings: Settings
-    courier: Courier
+    exchange_client: ExchangeClient
     tensors: dict[str, Tensor]
     number: int
 
@@ -85,7 +85,7 @@ class Sync:
         self.owner.say("prepared")
         await until(float((await self.owner.command("go"))["start_s"]))
         begun_s = time.process_time()
-        result = await self.courier.carry(exchange, 1, b"")
+        result = await self.exchange_client.run_exchange(exchange, 1, b"")
         done_s = asyncio.get_running_loop().time()
         self.owner.say(
             "done",
@@ -152,10 +152,10 @@ class Plain:
 async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) -> None:
     """Join, then do one round after another."""
     view = await meet(owner, peer, settings, peer.found, peer.join)
-    courier = Courier(peer, SEED, codecs)
+    exchange_client = ExchangeClient(peer, SEED, codecs)
     tensors = model(settings)
-    courier.open(exchange_of(settings, view.first_round, tensors), view.first_round - 1)
-    sync, plain = Sync(owner, settings, courier, tensors, view.first_round), Plain(settings.host)
+    exchange_client.open(exchange_of(settings, view.first_round, tensors), view.first_round - 1)
+    sync, plain = Sync(owner, settings, exchange_client, tensors, view.first_round), Plain(settings.host)
     owner.say("ready", plain=plain.address)
     peers: Fields = await owner.command("plain")
     others = [address for number, address in enumerate(peers["addresses"]) if number != settings.number]

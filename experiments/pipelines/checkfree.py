@@ -1,11 +1,10 @@
 """What does a lost stage cost? The product's stages in one process, trained on the shipped plays, lose stages by a seeded
 trace and get them back in several ways, at equal numbers of steps.
 
-Recovery itself is the product's: `recovery_policy.source` chooses and `recovery` makes the tensors; swapped microbatches go
-where `Swapped` sends them. As in the paper's experiments failures come between steps, never to the first and last stage (which
-embed and predict), and never to two neighbours at once; a replacement is there at once, whichever way. Restoring a
-checkpoint sends all stages and the data back, so those steps are spent again.
-"""
+Recovery itself is the product's: `recovery_policy.source` chooses and `recovery` makes the tensors; swapped
+microbatches go where `SwappedPaths` sends them. As in the paper's experiments failures come between steps, never to the
+first and last stage (which embed and predict), and never to two neighbours at once; a replacement is there at once,
+whichever way. Restoring a checkpoint sends all stages and the data back, so those steps are spent again."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -21,15 +20,15 @@ from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import ByteTokenizer, Tokens
-from farflock.node.pipeline.passes.stage import Accumulator, Stage, Staged
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient, Stage
 from farflock.node.pipeline.recovery.policy import Situation, source
 from farflock.node.pipeline.recovery.rebuild import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
 from farflock.node.run.split import split
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
-from farflock.swarm.paths.checkfree import Swapped
+from farflock.swarm.paths.checkfree import SwappedPaths
 from farflock.swarm.paths.policy import Microbatch, PathPolicy, fixed
 
 ARMS = ("no failure", "swap, no failure", "checkfree", "checkfree+", "re-initialised", "checkpoint")
@@ -137,7 +136,7 @@ class Text:
     held_out: tuple[Tensor, Tensor]
 
     @staticmethod
-    def of(trial: Trial, train: Tokens, held_out: Tokens) -> "Text":
+    def of(trial: Trial, train: TokenIds, held_out: TokenIds) -> "Text":
         """With the trial's sizes."""
         batches = Batches(train, trial.seed, "checkfree", trial.batch, trial.seq)
         return Text(batches, evaluation(held_out, trial.seq, trial.held_out_sequences))
@@ -218,7 +217,7 @@ class Served:
         self.scale = GradientScale()
         self.since: int | None = None
 
-    def update(self, asked: Staged, rate: float) -> None:
+    def update(self, asked: MicrobatchGradient, rate: float) -> None:
         """A step with the mean gradient of the microbatches."""
         gradients = {name: total / asked.tokens for name, total in asked.gradients.items()}
         self.scale = self.scale.after(gradients)
@@ -239,7 +238,7 @@ class Pipeline:
         self.spans = split(trial.config, trial.sizes)
         self.stages = [Served(trial, span) for span in self.spans]
         usual = fixed(len(trial.sizes))
-        self.policy: PathPolicy = Swapped(usual, trial.sizes) if swapping else usual
+        self.policy: PathPolicy = SwappedPaths(usual, trial.sizes) if swapping else usual
         self.step = 0
         total = trial.steps * trial.tokens_a_step
         self._schedule = Schedule(trial.rate, total, trial.warmup_steps * trial.tokens_a_step)
@@ -248,7 +247,7 @@ class Pipeline:
 
     def train(self) -> None:
         """One step of every stage, with all its microbatches."""
-        sums = [Accumulator() for _ in self.stages]
+        sums = [GradientAccumulator() for _ in self.stages]
         for index in range(self.trial.microbatches):
             order = self.policy.stage_order(Microbatch(self.step, index, 0))
             inputs, targets = self.text.batches.batch(self.step * self.trial.microbatches + index)
@@ -258,7 +257,7 @@ class Pipeline:
             served.update(accumulator.take(), rate)
         self.step += 1
 
-    def _walk(self, order: Sequence[int], x: Tensor, targets: Tensor, sums: Sequence[Accumulator]) -> None:
+    def _walk(self, order: Sequence[int], x: Tensor, targets: Tensor, sums: Sequence[GradientAccumulator]) -> None:
         inputs = []
         for stage in order:
             inputs.append(x)

@@ -16,10 +16,10 @@ import msgspec
 from farflock.experiments.pipelines import planned, released
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
 from farflock.experiments.placement import regions
-from farflock.experiments.placement.layout import Links
+from farflock.experiments.placement.layout import LinkCosts
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths import planner as skip_planner
-from farflock.swarm.paths.skippipe import Plan
+from farflock.swarm.paths.skippipe import PathPlan
 from farflock.swarm.paths.timetable import timetable
 
 MICROBATCHES = 30
@@ -33,7 +33,7 @@ class Wires:
     def __init__(
         self,
         names: Sequence[PeerId],
-        links: Links,
+        links: LinkCosts,
         size_bytes: float,
         overhead_s: float = 0.0,
         shared_lines: bool = True,
@@ -64,17 +64,17 @@ class Setting:
     mistaken: bool = False
     shared_lines: bool = True
 
-    def makespan_s(self, plan: Plan) -> float:
+    def makespan_s(self, plan: PathPlan) -> float:
         """Seconds until the last microbatch of a plan is back."""
         gcp = regions.load()["gcp"]
         return self._run(plan, gcp.links(gcp.turns(released.NODES), released=self.mistaken))
 
-    def _run(self, plan: Plan, links: Links) -> float:
+    def _run(self, plan: PathPlan, links: LinkCosts) -> float:
         wires = Wires(planned.NAMES, links, released.MICROBATCH_BYTES, released.OVERHEAD_S, self.shared_lines)
         forward_s = dict.fromkeys(planned.NAMES, self.forward_s)
         return timetable(plan, forward_s, released.MEMORY, wires.send).makespan_s
 
-    def planned(self, seed: int, work: int) -> Plan:
+    def planned(self, seed: int, work: int) -> PathPlan:
         """Our planner's plan for this network: its estimates know no queues, its judge is this simulation."""
         gcp = regions.load()["gcp"]
         links = gcp.links(gcp.turns(released.NODES), released=self.mistaken)
@@ -140,7 +140,7 @@ def _chains(paths: released.Paths) -> list[released.Path]:
     return sorted({path[1:] for each in paths.values() for path in each})
 
 
-def _in_turn(chains: Sequence[released.Path], origins: int) -> Plan:
+def _in_turn(chains: Sequence[released.Path], origins: int) -> PathPlan:
     """Each origin takes all chains in turn, each beginning with another."""
     lanes = []
     for lane, origin in enumerate(released.PARTITION[0][:origins]):

@@ -5,7 +5,7 @@ compute nothing here, so that all that is measured is waiting for wires."""
 
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact
-from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime, gpipe_s
+from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime, gpipe_s
 
 
 class Size(Parameters, frozen=True, kw_only=True):
@@ -22,7 +22,7 @@ def compute(size: Size, progress: Progress) -> Table:
     """Seconds of a step: by formula where there is one, by our simulation for all."""
     hop = HopTime(size.message_bytes * 8 / size.bit_per_s, size.latency_s)
     idle = StageTime(0.0, 0.0)
-    pipeline = Pipeline((idle,) * size.stages, (hop,) * (size.stages - 1))
+    pipeline = PipelineTimes((idle,) * size.stages, (hop,) * (size.stages - 1))
     wanted = [pipeline.wanted_depth(stage) if stage < size.stages - 1 else 1 for stage in range(size.stages)]
 
     def simulated(depths: list[int], shared: bool = False, greedy: bool = False) -> float:

@@ -16,7 +16,7 @@ from farflock.compression.activation import ActivationCodec, ActivationContext
 from farflock.compression.activation_catalog import activation_codec
 from farflock.experiments.pipelines.steps import step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
-from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime
+from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
@@ -76,7 +76,7 @@ def rate(size: Size, forward_bytes: float, back_bytes: float, mbit: float) -> fl
     """Tokens a second."""
     forward, back = (HopTime(each * 8 / (mbit * 1e6), size.latency_s) for each in (forward_bytes, back_bytes))
     stage = StageTime(size.stage_s / 3, size.stage_s * 2 / 3)
-    pipeline = Pipeline((stage,) * size.stages, (forward,) * (size.stages - 1))
+    pipeline = PipelineTimes((stage,) * size.stages, (forward,) * (size.stages - 1))
     all_at_once, hops_back = [size.microbatches] * size.stages, (back,) * (size.stages - 1)
     taken_s = step_s(pipeline, size.microbatches, all_at_once, back=hops_back)
     return size.microbatches * size.length / taken_s

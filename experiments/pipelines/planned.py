@@ -13,14 +13,14 @@ from farflock.experiments.pipelines.released import Start
 from farflock.experiments.pipelines.skippipe import simulate
 from farflock.swarm.paths import planner as skip_planner
 from farflock.swarm.paths.draft import Instance
-from farflock.swarm.paths.skippipe import Kind, Plan, Stop, Terms
-from farflock.swarm.paths.timetable import Transfer
+from farflock.swarm.paths.skippipe import PathPlan, PlanTerms, StageKind, Stop
+from farflock.swarm.paths.timetable import TransferTimes
 
 VISITED = 4  # of six stages: a third is skipped
 TURNS = 6  # microbatches of each data node
 NAMES = tuple(f"node {number:02d}" for number in range(released.NODES))
 # the data nodes have the head as well, so that all stages take and give the same
-TERMS = Terms((Kind("hidden", "hidden"),) * len(released.PARTITION), VISITED)
+TERMS = PlanTerms((StageKind("hidden", "hidden"),) * len(released.PARTITION), VISITED)
 
 Delays = Sequence[Sequence[float]]
 
@@ -38,27 +38,27 @@ def instance(delays_s: Delays, forward_s: float = released.FORWARD_S) -> Instanc
     )
 
 
-def transfer_s(delays_s: Delays) -> Transfer:
+def transfer_s(delays_s: Delays) -> TransferTimes:
     """A matrix with names."""
     return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(NAMES, delays_s, strict=True)}
 
 
-def as_plan(lanes: Iterable[Sequence[released.Path]], turns: int = TURNS) -> Plan:
+def as_plan(lanes: Iterable[Sequence[released.Path]], turns: int = TURNS) -> PathPlan:
     """Each lane's paths in turn, so many times."""
-    return Plan(tuple(tuple(_stops(paths[turn % len(paths)]) for turn in range(turns)) for paths in lanes), turns)
+    return PathPlan(tuple(tuple(_stops(paths[turn % len(paths)]) for turn in range(turns)) for paths in lanes), turns)
 
 
 def _stops(path: released.Path) -> tuple[Stop, ...]:
     return tuple(Stop(released.STAGE_OF[node], NAMES[node]) for node in path)
 
 
-def starts(plan: Plan) -> list[Start]:
+def starts(plan: PathPlan) -> list[Start]:
     """A plan as microbatches of the released simulation, which start when those of its collision-aware plan do."""
     lanes = [tuple(tuple(NAMES.index(stop.peer) for stop in path) for path in paths) for paths in plan.lanes]
     return list(released.planned_starts({paths[0][0]: paths for paths in lanes}))
 
 
-def simulated_s(plan: Plan, delays_s: Delays, forward_s: float = released.FORWARD_S) -> float:
+def simulated_s(plan: PathPlan, delays_s: Delays, forward_s: float = released.FORWARD_S) -> float:
     """A plan's makespan in the released simulation; infinite if that forgets a microbatch."""
     outcome = simulate(starts(plan), delays_s, forward_s)
     return math.inf if outcome.forgotten else outcome.makespan_s
@@ -84,7 +84,7 @@ def beside(
     delays_s = released.delays_s(mistaken)
     wanted = instance(delays_s, forward_s)
 
-    def judge(plan: Plan) -> float:
+    def judge(plan: PathPlan) -> float:
         return simulated_s(plan, delays_s, forward_s)
 
     theirs = as_plan(released.COLLISION_AWARE.values())

@@ -21,7 +21,14 @@ import numpy as np
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, sampled
 from farflock.swarm.links import PeerId
-from farflock.swarm.protocol.rebalance import MIN_RESIDENCE_S, Rule, Server, Snapshot, next_move, snapshot_number
+from farflock.swarm.protocol.rebalance import (
+    MIN_RESIDENCE_S,
+    LoadSnapshot,
+    RebalanceRule,
+    ServerLoad,
+    next_move,
+    snapshot_number,
+)
 
 HOUR_S = 3600.0
 
@@ -43,10 +50,13 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 def compute(size: Size, progress: Progress) -> Table:
     """Percent of the best throughput: overall, of the first and of the last hour, by policy."""
-    policies: dict[str, tuple[float, Rule] | None] = {"none": None}
+    policies: dict[str, tuple[float, RebalanceRule] | None] = {"none": None}
     for period_s in size.periods_s:
-        policies[f"{period_s:g} s"] = period_s, Rule()
-        policies[f"{period_s:g} s, as published"] = period_s, Rule("queue", hysteresis=0.0, min_residence_s=0.0)
+        policies[f"{period_s:g} s"] = period_s, RebalanceRule()
+        policies[f"{period_s:g} s, as published"] = (
+            period_s,
+            RebalanceRule("queue", hysteresis=0.0, min_residence_s=0.0),
+        )
     spans = {"overall": (0.0, size.hours), "first hour": (0.0, 1.0), "last hour": (size.hours - 1, size.hours)}
     found: dict[str, list[float]] = {f"{name}, {span}": [] for name in policies for span in spans}
     for number, seed in enumerate(size.seeds):
@@ -108,26 +118,28 @@ class _Swarm:
     def speed(self, now_s: float) -> Speed:
         return Speed(now_s, min(map(len, self.stages)), len(self.where) // len(self.stages))
 
-    def rebalance(self, number: int, rule: Rule, in_flight: int, now_s: float) -> None:
+    def rebalance(self, number: int, rule: RebalanceRule, in_flight: int, now_s: float) -> None:
         """What every server computes from the same snapshot."""
         counts = [len(stage) for stage in self.stages]
         if max(counts) - min(counts) < 2:
             return  # even: no move can raise the lesser of two speeds, and looking at queues is slow
         waiting = queues(counts, in_flight)
         stages = tuple(
-            tuple(Server(peer, waiting[at] / len(stage), 1.0, 1, now_s - since_s) for peer, since_s in stage.items())
+            tuple(
+                ServerLoad(peer, waiting[at] / len(stage), 1.0, 1, now_s - since_s) for peer, since_s in stage.items()
+            )
             for at, stage in enumerate(self.stages)
         )
-        move = next_move(Snapshot(number, stages, (1,) * len(stages)), rule)
+        move = next_move(LoadSnapshot(number, stages, (1,) * len(stages)), rule)
         if move is not None:
             self.leave(move.peer)
             self.join(move.peer, move.target, now_s)
 
 
-def played(size: Size, events: Sequence[Event], policy: tuple[float, Rule] | None) -> list[Speed]:
+def played(size: Size, events: Sequence[Event], policy: tuple[float, RebalanceRule] | None) -> list[Speed]:
     """The speeds of a swarm that lives through the trace under a policy; all at the start is there long enough to move."""
     swarm, speeds = _Swarm(size.stages), []
-    period_s, rule = policy or (math.inf, Rule())
+    period_s, rule = policy or (math.inf, RebalanceRule())
     next_s = period_s
     for when_s, what, peer, stage in [*events, (size.hours * HOUR_S, "leave", PeerId(""), 0)]:
         while next_s <= when_s:

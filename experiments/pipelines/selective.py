@@ -26,8 +26,8 @@ from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import Llama, ModelConfig, build, next_token_loss
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import ByteTokenizer, Tokens
-from farflock.node.train.shards import Cut, decode_all
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.train.shards import ShardLayout, decode_all
 from farflock.optimizers.method import Exchange, Result, Tensors
 from farflock.optimizers.method import Progress as Step
 from farflock.optimizers.parts.inner import InnerConfig
@@ -125,7 +125,7 @@ def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
     """What each of a group is told of a round in which all are, with the bytes that would have been sent."""
     first = exchanges[0]
     shapes = {name: tuple(x.shape) for name, x in first.tensors.items()}
-    cut, number = Cut.of(shapes, codec(first.codec), seed), first.key.round
+    cut, number = ShardLayout.of(shapes, codec(first.codec), seed), first.key.round
     gathered: dict[str, Tensors] = {}
     for place, exchange in enumerate(exchanges):
         payloads = [cut.encode(index, number, exchange.tensors) for index in range(len(cut.shards))]
@@ -139,7 +139,7 @@ def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
     ]
 
 
-def group_of(size: Size, arm: Arm, rate: float, seed: int, text: Tokens) -> list[Replica]:
+def group_of(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> list[Replica]:
     """All replicas with equal weights, each with text of its own."""
     basis, made = Basis.drawn(MODEL.dim, arm.rank, seed) if arm.weak else None, []
     for place in range(size.replicas):
@@ -152,7 +152,7 @@ def group_of(size: Size, arm: Arm, rate: float, seed: int, text: Tokens) -> list
     return made
 
 
-def train(size: Size, arm: Arm, rate: float, seed: int, text: Tokens) -> Mapping[str, Tensor] | None:
+def train(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> Mapping[str, Tensor] | None:
     """The group's weights after its last round; None if a loss was no number."""
     group = group_of(size, arm, rate, seed, text)
     schedule = Schedule(PEAK, size.steps, size.steps // WARMUP, FLOOR)

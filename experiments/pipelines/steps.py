@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from farflock.swarm.protocol.depth import HopTime, Pipeline
+from farflock.swarm.protocol.depth import HopTime, PipelineTimes
 
 Order = Literal["fixed", "backward_first"]
 Kind = Literal["forward", "backward"]
@@ -29,7 +29,7 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Step:
-    pipeline: Pipeline
+    pipeline: PipelineTimes
     microbatches: int
     depths: Sequence[int]
     order: Order
@@ -115,7 +115,7 @@ class _Step:
 
 
 def step_s(
-    pipeline: Pipeline,
+    pipeline: PipelineTimes,
     microbatches: int,
     depths: Sequence[int],
     order: Order = "fixed",

@@ -14,7 +14,7 @@ from farflock.compression.activation_catalog import activation_codec
 from farflock.compression.subspace import Basis
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
-from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime
+from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime
 
 ID_BYTES = 2  # of a token's id, which goes beside the payload: the vocabulary has fewer than 65,536
 WAYS = {"1F1B": (1, False), "1F1B twice as deep": (2, False), "1F1B, one line in and out": (1, True)}
@@ -79,5 +79,5 @@ def step(size: Size, message_bytes: int, computes_s: float, times: int, shared: 
     """A step with messages of so many bytes each way, a third of the computing forward, so many times as deep as 1F1B."""
     hop = HopTime(message_bytes * 8 / size.bit_per_s, size.latency_s)
     stage = StageTime(computes_s / 3, computes_s * 2 / 3)
-    pipeline = Pipeline((stage,) * size.stages, (hop,) * (size.stages - 1))
+    pipeline = PipelineTimes((stage,) * size.stages, (hop,) * (size.stages - 1))
     return step_s(pipeline, size.microbatches, one_f_one_b(size.stages, times), shared_access=shared)

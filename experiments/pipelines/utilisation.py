@@ -11,7 +11,7 @@ import msgspec
 
 from farflock.experiments.pipelines.steps import step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
-from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime
+from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
@@ -48,14 +48,14 @@ def compute(size: Size, progress: Progress) -> Table:
     return Table(rows, f"{size.microbatches} microbatches a simulated stage")
 
 
-def stage(layers: Layers, round_trip_ms: float) -> Pipeline:
+def stage(layers: Layers, round_trip_ms: float) -> PipelineTimes:
     """A trainer that computes nothing, and a stage; what the stage does not compute is transfer, half of it each way."""
     wire_s = (layers.all_ms - layers.computes_ms) / 2e3
     times = StageTime(0.0, 0.0), StageTime(layers.computes_ms / 1e3, 0.0)
-    return Pipeline(times, (HopTime(wire_s, round_trip_ms / 2e3),))
+    return PipelineTimes(times, (HopTime(wire_s, round_trip_ms / 2e3),))
 
 
-def busy(pipeline: Pipeline, microbatches: int, in_flight: int) -> float:
+def busy(pipeline: PipelineTimes, microbatches: int, in_flight: int) -> float:
     """The share of a step that the stage computes."""
     taken_s = step_s(pipeline, microbatches, [in_flight, in_flight], "backward_first")
     return microbatches * pipeline.stages[1].total_s / taken_s

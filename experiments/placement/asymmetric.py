@@ -23,7 +23,7 @@ _NOTHING = 1e-9  # relative gains below are rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineProfile:
     """What was measured of one: samples through one layer, forward and backward, a second, and bytes a second of its link."""
 
     rate: float
@@ -46,7 +46,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelCosts:
     """What its parts need. Bytes of layer, embedding and head are those of parameters, gradients and optimizer together."""
 
     layers: int
@@ -73,10 +73,10 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StageShare:
     """One stage's share of the model."""
 
-    model: Model
+    model: ModelCosts
     begin: int  # its first layer
     end: int  # the first that is no longer its
     stage: int
@@ -101,7 +101,7 @@ class Part:
         """Boundaries to other stages: over each a sample's activations go once either way, as values and as gradients."""
         return (self.stage > 0) + (self.stage < self.stages - 1)
 
-    def samples_per_s(self, machines: Sequence[Machine]) -> float:
+    def samples_per_s(self, machines: Sequence[MachineProfile]) -> float:
         """What these machines bring through it."""
         computed = sum(machine.rate for machine in machines) / self.work
         crossing = self.crossed * self.model.edge_bytes
@@ -124,7 +124,9 @@ class Split:
     spare: tuple[int, ...]
 
 
-def split(model: Model, machines: Sequence[Machine], stages: int | None = None, replicas: int = REPLICAS) -> Split:
+def split(
+    model: ModelCosts, machines: Sequence[MachineProfile], stages: int | None = None, replicas: int = REPLICAS
+) -> Split:
     """The fastest split that is found into this many stages. If that is None, of all numbers the fastest and fewest; none are
     looked for beyond what comes close to all rates together. Every stage has at least `replicas` machines that can hold it.
 
@@ -159,15 +161,16 @@ def split(model: Model, machines: Sequence[Machine], stages: int | None = None, 
     return best
 
 
-def parts(model: Model, layers: Sequence[int]) -> tuple[Part, ...]:
+def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
     """The stages of a model that is cut into so many layers each."""
     ends = tuple(itertools.accumulate(layers))
     return tuple(
-        Part(model, begin, end, stage, len(ends)) for stage, (begin, end) in enumerate(itertools.pairwise((0, *ends)))
+        StageShare(model, begin, end, stage, len(ends))
+        for stage, (begin, end) in enumerate(itertools.pairwise((0, *ends)))
     )
 
 
-def assigned(stages: Sequence[Part], machines: Sequence[Machine], replicas: int = REPLICAS) -> Split:
+def assigned(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int = REPLICAS) -> Split:
     """Machines for these stages, the better of two tries: those that compute fastest come first, or those with the fastest
     links. `ValueError` if a stage fits too few."""
     _require_servable(stages, machines, replicas)
@@ -188,7 +191,7 @@ def assigned(stages: Sequence[Part], machines: Sequence[Machine], replicas: int 
     )
 
 
-def _require_servable(stages: Sequence[Part], machines: Sequence[Machine], replicas: int) -> None:
+def _require_servable(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
     """Whoever can hold a stage can hold every smaller one, so it is enough to count from the largest on."""
     for taken, part in enumerate(sorted(stages, key=lambda part: -part.memory_bytes)):
         fitting = sum(machine.memory_bytes >= part.memory_bytes for machine in machines)
@@ -204,7 +207,7 @@ def _require_servable(stages: Sequence[Part], machines: Sequence[Machine], repli
 class _Cast:
     """Who serves which stage, while it is being decided, with the stages' and machines' numbers at hand."""
 
-    def __init__(self, stages: Sequence[Part], machines: Sequence[Machine], replicas: int) -> None:
+    def __init__(self, stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
         self.replicas = replicas
         self.teams: list[list[int]] = [[] for _ in stages]
         self.speeds = [0.0] * len(stages)
@@ -286,7 +289,7 @@ def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], li
             yield [comes, *(number for number in mine if number != goes)], [*rest, goes]
 
 
-def _refined(model: Model, machines: Sequence[Machine], count: int, replicas: int) -> Split:
+def _refined(model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int) -> Split:
     """All boundaries if there are few; else, from each start on, a layer goes from the slowest stage to another while that
     makes the slowest faster."""
     even = _even(model, [model.layers] * count)
@@ -308,7 +311,7 @@ def _cut(layers: int, count: int) -> Iterator[list[int]]:
         yield [end - begin for begin, end in itertools.pairwise((0, *cuts, layers))]
 
 
-def _climbed(model: Model, machines: Sequence[Machine], best: Split, replicas: int) -> Split:
+def _climbed(model: ModelCosts, machines: Sequence[MachineProfile], best: Split, replicas: int) -> Split:
     while True:
         stages = parts(model, best.layers)
         teams = [[machines[number] for number in members] for members in best.machines]
@@ -326,14 +329,16 @@ def _climbed(model: Model, machines: Sequence[Machine], best: Split, replicas: i
             return best
 
 
-def _if_servable(model: Model, layers: Sequence[int], machines: Sequence[Machine], replicas: int) -> Split | None:
+def _if_servable(
+    model: ModelCosts, layers: Sequence[int], machines: Sequence[MachineProfile], replicas: int
+) -> Split | None:
     try:
         return assigned(parts(model, layers), machines, replicas)
     except ValueError:
         return None
 
 
-def _even(model: Model, most: Sequence[int]) -> list[int]:
+def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
     """Layers of each stage, at most so many: one each, and every further one where there is least work so far."""
     layers = [1] * len(most)
     for _ in range(model.layers - len(most)):
@@ -342,7 +347,9 @@ def _even(model: Model, most: Sequence[int]) -> list[int]:
     return layers
 
 
-def _even_within_memory(model: Model, machines: Sequence[Machine], count: int, replicas: int) -> Iterator[list[int]]:
+def _even_within_memory(
+    model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int
+) -> Iterator[list[int]]:
     """The same within what machines hold; nothing if together they cannot hold the model.
 
     The largest machines serve one stage, the next largest another, and so on; all that matters is which of these groups
@@ -361,9 +368,9 @@ def _even_within_memory(model: Model, machines: Sequence[Machine], count: int, r
         yield _even(model, most)
 
 
-def _holds(model: Model, stage: int, stages: int, memory_bytes: float) -> int:
+def _holds(model: ModelCosts, stage: int, stages: int, memory_bytes: float) -> int:
     """How many layers this stage may have in so much memory."""
-    none, one = (Part(model, 0, layers, stage, stages).memory_bytes for layers in (0, 1))
+    none, one = (StageShare(model, 0, layers, stage, stages).memory_bytes for layers in (0, 1))
     if one <= none:
         return model.layers if none <= memory_bytes else 0
     return max(0, min(model.layers, math.floor((memory_bytes - none) / (one - none))))

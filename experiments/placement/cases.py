@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from farflock.experiments.placement import regions
-from farflock.experiments.placement.layout import Costs, Layout, Links, Traffic
+from farflock.experiments.placement.layout import Costs, Layout, LinkCosts, StepTraffic
 from farflock.experiments.placement.planner import WORK, balanced, plan
 
 # DT-FM's workload: three of 24 layers of 1.3e9 parameters, four bytes each; and of a million tokens in sequences of 2048, what
 # one of eight pipelines takes at once, two bytes for each of 2048 channels (its code has 2024 tokens, which must be a slip)
-GPT3_XL = Traffic(gradient_bytes=1.3e9 * 4 * 3 / 24, activation_bytes=125_000 / 2048 * 2048 * 2048 * 2)
+GPT3_XL = StepTraffic(gradient_bytes=1.3e9 * 4 * 3 / 24, activation_bytes=125_000 / 2048 * 2048 * 2048 * 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Case:
     """Links with a name, and what is sent over them."""
 
     name: str
-    links: Links
-    traffic: Traffic
+    links: LinkCosts
+    traffic: StepTraffic
 
     def plan(self, size: Scale, seed: int) -> Layout:
         """Ours, from the links on."""
@@ -51,5 +51,5 @@ def cases(nodes: int) -> list[Case]:
 def drawn(nodes: int, seed: int) -> Case:
     """Latencies of 1 to 200 ms, 1 to 100 MB a second, gradients ten times as large as activations."""
     chance = np.random.Generator(np.random.PCG64(seed))
-    links = Links.of(chance.uniform(0.001, 0.2, (nodes, nodes)), chance.uniform(1e6, 1e8, (nodes, nodes)))
-    return Case("by chance", links, Traffic(5e7, 5e6))
+    links = LinkCosts.of(chance.uniform(0.001, 0.2, (nodes, nodes)), chance.uniform(1e6, 1e8, (nodes, nodes)))
+    return Case("by chance", links, StepTraffic(5e7, 5e6))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from farflock.experiments.placement.layout import Costs, Layout, Rows
+from farflock.experiments.placement.layout import Costs, Layout, MatrixRows
 
 POINTS = 5  # of crossover
 MAX_PASSES = 10  # over all pairs of stages; the last ones find little
@@ -107,8 +107,8 @@ class Refine:
     def __init__(self, costs: Costs, sizes: Sequence[int], gain: Gain) -> None:
         circular = gain == "circular"
         self._costs = costs
-        self._weights: Rows = costs.handing_s if circular else costs.sharing_s(max(sizes))
-        self._best: Callable[[Stages, Rows], Move] = circular_move if circular else kernighan_lin_move
+        self._weights: MatrixRows = costs.handing_s if circular else costs.sharing_s(max(sizes))
+        self._best: Callable[[Stages, MatrixRows], Move] = circular_move if circular else kernighan_lin_move
         self._fewest = 2 if circular else 1  # nodes that have not moved yet: a link has two
 
     def __call__(self, genome: Genome) -> Genome:
@@ -147,7 +147,7 @@ class Refine:
         return max(map(self._costs.data_parallel, (one, other))) + self._costs.match(one, other)
 
 
-def circular_move(stages: Stages, weights: Rows) -> Move:
+def circular_move(stages: Stages, weights: MatrixRows) -> Move:
     """DT-FM's: an end of each stage's fastest inner link, which then becomes a link between stages. For d1 of the link
     (d1, d2) the gain is the mean of its costs to the other stage, its former links there, less the cost of that link."""
     return max(
@@ -157,18 +157,18 @@ def circular_move(stages: Stages, weights: Rows) -> Move:
     )
 
 
-def _freed(node: int, mate: int, others: Sequence[int], weights: Rows) -> float:
+def _freed(node: int, mate: int, others: Sequence[int], weights: MatrixRows) -> float:
     row = weights[node]
     return sum([row[other] for other in others]) / len(others) - row[mate]
 
 
-def _fastest(stage: Sequence[int], weights: Rows) -> tuple[tuple[int, int], tuple[int, int]]:
+def _fastest(stage: Sequence[int], weights: MatrixRows) -> tuple[tuple[int, int], tuple[int, int]]:
     """The ends of a stage's cheapest link, each with the other."""
     a, b = min(itertools.combinations(stage, 2), key=lambda pair: weights[pair[0]][pair[1]])
     return (a, b), (b, a)
 
 
-def kernighan_lin_move(stages: Stages, weights: Rows) -> Move:
+def kernighan_lin_move(stages: Stages, weights: MatrixRows) -> Move:
     """Of all exchanges the one that lowers the costs inside the two stages most (Kernighan and Lin, 1970)."""
     out = {a: _pull(a, stages.other, stages.one, weights) for a in stages.left}
     back = {b: _pull(b, stages.one, stages.other, weights) for b in stages.right}
@@ -176,7 +176,7 @@ def kernighan_lin_move(stages: Stages, weights: Rows) -> Move:
     return max((2 * weights[a][b] - out[a] - back[b], a, b) for a in stages.left for b in stages.right)
 
 
-def _pull(node: int, there: Sequence[int], here: Sequence[int], weights: Rows) -> float:
+def _pull(node: int, there: Sequence[int], here: Sequence[int], weights: MatrixRows) -> float:
     """By how much a node's costs to the other stage are larger than those to its own."""
     row = weights[node]
     return sum([row[other] for other in there]) - sum([row[other] for other in here])

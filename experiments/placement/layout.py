@@ -18,22 +18,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Matrix = NDArray[np.float64]
-Stage = tuple[int, ...]  # numbers of nodes, ascending
-Rows = Sequence[Sequence[float]]
+StageMembers = tuple[int, ...]  # numbers of nodes, ascending
+MatrixRows = Sequence[Sequence[float]]
 
 MAX_NODES = 1024
 MAX_STAGES = 16  # Held and Karp's table has stages · 2^stages entries: here 8 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Links:
+class LinkCosts:
     """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal says nothing."""
 
     latency_s: Matrix
     bandwidth: Matrix  # bytes a second
 
     @classmethod
-    def of(cls, latency_s: ArrayLike, bandwidth: ArrayLike) -> "Links":
+    def of(cls, latency_s: ArrayLike, bandwidth: ArrayLike) -> "LinkCosts":
         """Links from two matrices of measurements, where both directions count as their mean. `ValueError` unless they are
         square, of the same size, with finite latencies of at least 0 and finite bandwidths above 0."""
         latency, rate = np.asarray(latency_s, dtype=np.float64), np.asarray(bandwidth, dtype=np.float64)
@@ -64,7 +64,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StepTraffic:
     """Bytes that a step sends: a stage's gradient (`c_dp`), and what one node hands on to the next stage (`c_pp`)."""
 
     gradient_bytes: float
@@ -80,7 +80,7 @@ class Traffic:
 class Layout:
     """Stages in the order of the pipeline, and what they cost."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageMembers, ...]
     data_parallel_s: float
     pipeline_s: float
 
@@ -93,7 +93,7 @@ class Layout:
 class Costs:
     """Equations 1 to 3 on given links: plain lists of what each pair of nodes costs, looked up by the hundred thousand."""
 
-    def __init__(self, links: Links, traffic: Traffic) -> None:
+    def __init__(self, links: LinkCosts, traffic: StepTraffic) -> None:
         self.nodes = len(links)
         self._links, self._traffic = links, traffic
         self.handing_s: list[list[float]] = _pair(links, traffic.activation_bytes).tolist()
@@ -150,14 +150,14 @@ def _places(larger: Sequence[int], smaller: Sequence[int]) -> Sequence[int]:
     return smaller if len(larger) == len(smaller) else tuple(smaller) * math.ceil(len(larger) / len(smaller))
 
 
-def _pair(links: Links, size_bytes: float) -> Matrix:
+def _pair(links: LinkCosts, size_bytes: float) -> Matrix:
     """There and back: 2 · (latency + bytes / bandwidth), and nothing from a node to itself."""
     seconds: Matrix = 2 * (links.latency_s + size_bytes / links.bandwidth)
     np.fill_diagonal(seconds, 0.0)
     return seconds
 
 
-def bottleneck(rows: Rows) -> tuple[float, list[int]]:
+def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
     """Of all assignments of a column of its own to each row, the smallest possible largest entry, and each row's column.
 
     `rows` has at least as many columns as rows. The limit starts at what any assignment must reach and is raised only as
@@ -179,7 +179,7 @@ def bottleneck(rows: Rows) -> tuple[float, list[int]]:
     return limit, columns
 
 
-def _place(row: int, rows: Rows, limit: float, holders: dict[int, int], seen: set[int], tried: list[int]) -> bool:
+def _place(row: int, rows: MatrixRows, limit: float, holders: dict[int, int], seen: set[int], tried: list[int]) -> bool:
     """Give a row a column within the limit, moving others if that helps. Notes the columns it has seen and the rows that it
     tried to move."""
     for column, entry in enumerate(rows[row]):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from farflock.experiments.placement.layout import MAX_STAGES, Costs, Layout, Matrix, Stage
+from farflock.experiments.placement.layout import MAX_STAGES, Costs, Layout, Matrix, StageMembers
 
 Order = NDArray[np.int64]  # the node at each place
 
@@ -82,12 +82,12 @@ def partition_count(sizes: Sequence[int]) -> int:
     return count
 
 
-def partitions(sizes: Sequence[int]) -> Iterator[tuple[Stage, ...]]:
+def partitions(sizes: Sequence[int]) -> Iterator[tuple[StageMembers, ...]]:
     """Each partition of nodes 0, 1, 2 … into stages of these sizes, once."""
     yield from _partitions(tuple(range(sum(sizes))), tuple(sorted(sizes)))
 
 
-def _partitions(free: Stage, sizes: tuple[int, ...]) -> Iterator[tuple[Stage, ...]]:
+def _partitions(free: StageMembers, sizes: tuple[int, ...]) -> Iterator[tuple[StageMembers, ...]]:
     """The first free node is in a stage of one size or another, with some of the others."""
     if not sizes:
         yield ()
@@ -124,7 +124,7 @@ class _Places:
     def of(cls, sizes: tuple[int, ...]) -> "_Places":
         return cls(sizes, np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(size) for size in sizes]))
 
-    def stages(self, order: Order) -> list[Stage]:
+    def stages(self, order: Order) -> list[StageMembers]:
         """The stages when these nodes are at the places."""
         return [tuple(order[self.stage == stage].tolist()) for stage in range(len(self.sizes))]
 
@@ -185,7 +185,7 @@ class _Search:
             if self._look(places.stages(order)):
                 at_best = order
 
-    def _look(self, stages: Sequence[Stage]) -> bool:
+    def _look(self, stages: Sequence[StageMembers]) -> bool:
         """Price these stages, keep them if none are better; whether they were kept."""
         layout = self.costs.layout(stages)
         self.left -= _price(len(stages))
@@ -229,11 +229,11 @@ class _Search:
             self._cool(walk, begin, _HOT if number % 2 == 0 else _HOTTER, self.left // (walks - number))
             begin = self.best.stages if number % 2 else self._anywhere()
 
-    def _anywhere(self) -> tuple[Stage, ...]:
+    def _anywhere(self) -> tuple[StageMembers, ...]:
         nodes = iter(self.chance.sample(range(self.costs.nodes), self.costs.nodes))
         return tuple(tuple(sorted(itertools.islice(nodes, size))) for size in self.sizes)
 
-    def _cool(self, walk: "_Walk", begin: Sequence[Stage], hot: float, work: int) -> None:
+    def _cool(self, walk: "_Walk", begin: Sequence[StageMembers], hot: float, work: int) -> None:
         """One walk of this many steps; keeps the best on its way."""
         walk.start(begin)
         best_s, best, hot_s = walk.seconds, list(walk.stages), hot * walk.seconds
@@ -252,11 +252,11 @@ class _Walk:
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, 0.0
-        self.stages: list[Stage] = []
-        self._alone: dict[Stage, float] = {}
-        self._pairs: dict[tuple[Stage, Stage], float] = {}
+        self.stages: list[StageMembers] = []
+        self._alone: dict[StageMembers, float] = {}
+        self._pairs: dict[tuple[StageMembers, StageMembers], float] = {}
 
-    def start(self, stages: Sequence[Stage]) -> None:
+    def start(self, stages: Sequence[StageMembers]) -> None:
         """Go on from here."""
         self.stages = list(stages)
         self.seconds = self._priced(self.stages, math.inf)
@@ -274,7 +274,7 @@ class _Walk:
         if seconds <= limit_s:
             self.stages, self.seconds = stages, seconds
 
-    def _priced(self, stages: list[Stage], limit_s: float) -> float:
+    def _priced(self, stages: list[StageMembers], limit_s: float) -> float:
         """What these stages cost in this order, or any number above the limit once it is clear that they cost more."""
         seconds = max([self._sharing(stage) for stage in stages])
         pairs = [pair if pair[0] <= pair[1] else pair[::-1] for pair in itertools.pairwise(stages)]
@@ -287,11 +287,11 @@ class _Walk:
                 seconds += self._pairs[pair]
         return seconds
 
-    def _sharing(self, stage: Stage) -> float:
+    def _sharing(self, stage: StageMembers) -> float:
         if stage not in self._alone:
             self._alone[stage] = self.costs.data_parallel(stage)
         return self._alone[stage]
 
 
-def _with(stage: Stage, old: int, new: int) -> Stage:
+def _with(stage: StageMembers, old: int, new: int) -> StageMembers:
     return tuple(sorted([*(node for node in stage if node != old), new]))

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from farflock.experiments.placement.layout import Links
+from farflock.experiments.placement.layout import LinkCosts
 from farflock.node.errors import Usage, nearest
 
 ORIGIN = "regions.toml"
@@ -39,7 +39,7 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth: Table
     released: list[Released] = []
 
-    def links(self, where: Sequence[str], released: bool = False) -> Links:
+    def links(self, where: Sequence[str], released: bool = False) -> LinkCosts:
         """Links of machines in these regions, as many in each as it is named; `released` with the source's mistakes."""
         for name in where:
             if name not in self.names:
@@ -49,7 +49,7 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             a, b = map(self.names.index, mistake.pair)
             rate[a, b] = rate[b, a] = mistake.bandwidth * self.unit_bytes
         at = np.ix_(*[[self.names.index(name) for name in where]] * 2)
-        return Links.of(latency[at], rate[at])
+        return LinkCosts.of(latency[at], rate[at])
 
     def turns(self, machines: int) -> tuple[str, ...]:
         """Regions of so many machines, one after the other and again from the first."""

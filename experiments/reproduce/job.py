@@ -10,7 +10,7 @@ import msgspec
 
 from farflock.experiments.reproduce.version import code_version
 from farflock.node.model.llama import ModelConfig
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 
@@ -43,9 +43,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
         """Of all peers."""
         return self.steps * self.batch * self.seq
 
-    def plan(self, method: str, options: dict[str, Any], sequences: int) -> Plan:
+    def plan(self, method: str, options: dict[str, Any], sequences: int) -> RunPlan:
         """What a node does in this run with its `sequences` of each step."""
-        return Plan(
+        return RunPlan(
             run_seed=self.seed,
             model=self.model,
             inner=InnerConfig(self.optimizer, self.lr, self.betas, self.weight_decay),

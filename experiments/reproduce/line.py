@@ -12,7 +12,7 @@ from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import measure, texts
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.train.task import LanguageModel
+from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.method import Progress
 
 
@@ -22,17 +22,17 @@ def run(job: Line, progress: Callable[[float], None]) -> Outcome:
     model = build(plan.model, plan.run_seed).to(job.device)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     batches = Share(texts()[0], job.seed, RUN, job.batch, job.seq, device=job.device)
-    trainee = LanguageModel(model, replica, batches, plan.schedule)
+    training_task = LanguageModelTask(model, replica, batches, plan.schedule)
     loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
     curve: list[Point] = []
     for step in range(job.steps):
-        tokens = step * trainee.tokens_per_step
-        if not math.isfinite(trainee.forward_backward(step, Progress(step, tokens))):
+        tokens = step * training_task.tokens_per_step
+        if not math.isfinite(training_task.forward_backward(step, Progress(step, tokens))):
             raise Diverged(f"at step {step}")
         replica.inner_step()
         if (step + 1) * job.points // job.steps > step * job.points // job.steps:
             loss = loss_of(replica.read(replica.names, "param"))
-            tokens += trainee.tokens_per_step
+            tokens += training_task.tokens_per_step
             curve.append(Point(tokens=tokens, sent_bytes=0, compute_s=0, loss=loss, lr=replica.lr or 0.0))
         progress((step + 1) / job.steps)
     last = curve[-1]

@@ -16,7 +16,14 @@ from farflock.experiments.reproduce.computation import Computation
 from farflock.experiments.reproduce.computation import read as read_computation
 from farflock.node.errors import Usage, nearest
 from farflock.node.model.llama import PRESETS, ModelConfig
-from farflock.node.run.manifest import Exchange, Method, constructor_options, override, require_method, tables
+from farflock.node.run.manifest import (
+    ExchangeSection,
+    MethodSection,
+    constructor_options,
+    override,
+    require_method,
+    tables,
+)
 from farflock.optimizers.catalog import METHODS, method, unfolded
 
 LINES = ("ddp", "none")  # are in every recipe that trains, and not written into it
@@ -166,10 +173,10 @@ def missing(recipe: Recipe | Computation) -> list[str]:
 
 def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
     """What the arm's method is constructed with; `Usage` if the method refuses it."""
-    described = Method(arm.method, dict(options))
+    described = MethodSection(arm.method, dict(options))
     require_method(described)
     try:
-        arguments = constructor_options(described, Exchange())
+        arguments = constructor_options(described, ExchangeSection())
         method(arm.method, **arguments)
     except ValueError as error:
         raise Usage(place, str(error), "") from None

@@ -16,11 +16,11 @@ import torch
 from farflock.experiments.reproduce.job import RUN, Diverged, Outcome, Point, Swarm
 from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import measure, texts
-from farflock.node.assembly.node import Participant
-from farflock.node.run.manifest import Exchange, Method, constructor_options
-from farflock.node.simulate.segments import Story
+from farflock.node.assembly.node import ReplicaNode
+from farflock.node.run.manifest import ExchangeSection, MethodSection, constructor_options
+from farflock.node.simulate.segments import SegmentState
 from farflock.node.simulate.simulation import Simulation, World
-from farflock.node.train.task import LanguageModel
+from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.method import State, Tensors
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer
@@ -37,23 +37,23 @@ class Measured(Simulation):
     """A simulation whose nodes begin together, share the run's batches, are late where told, and are measured."""
 
     def __init__(self, job: Swarm, progress: Callable[[float], None]) -> None:
-        options = constructor_options(Method(job.method, dict(job.options)), Exchange())
+        options = constructor_options(MethodSection(job.method, dict(job.options)), ExchangeSection())
         plan = job.plan(job.method, options, job.batch // job.peers)
         world = World(job.peers, job.total_tokens, FAST, job.step_s, spread=0.0)
         self.job, self.rounds, self.curve = job, _Rounds(), list[Point]()
         until = job.total_tokens if job.speeds else FAR * job.total_tokens
-        super().__init__(plan, world, texts()[0], progress, Story(), {}, until)
+        super().__init__(plan, world, texts()[0], progress, SegmentState(), {}, until)
         self._loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
         self._began: tuple[float, float] | None = None  # virtual seconds and bytes when everybody was in
         self._looks = 0
-        self.nodes: dict[int, Participant] = {}
+        self.nodes: dict[int, ReplicaNode] = {}
 
-    def _assemble(self, index: int, peer: Peer) -> Participant:
+    def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
         node, job = super()._assemble(index, peer), self.job
         node.model.to(job.device)
         part = job.batch // job.peers
-        assert isinstance(node.trainee, LanguageModel), "arms train whole models"
-        node.trainee.batches = Share(texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device)
+        assert isinstance(node.training_task, LanguageModelTask), "arms train whole models"
+        node.training_task.batches = Share(texts()[0], job.seed, RUN, part, job.seq, index, job.peers, job.device)
         node.loop.train = self._gate(index, node, node.loop.train)
         node.loop.report = self.rounds.watching(node.loop.report)
         node.loop.pause = self._look
@@ -61,7 +61,7 @@ class Measured(Simulation):
         return node
 
     def _gate(
-        self, index: int, node: Participant, train: Callable[[Callable[[], float]], Awaitable[float | None]]
+        self, index: int, node: ReplicaNode, train: Callable[[Callable[[], float]], Awaitable[float | None]]
     ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
         """A training step that waits for the start, takes as long as this peer needs, and comes too late where told."""
         job, chance = self.job, random.Random(f"{self.job.seed}/late/{index}")
@@ -168,7 +168,7 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
     measured = run_virtual(whole())
     last, curve = measured.final_loss(), measured.curve
     node = measured.nodes[0]
-    specimens = node.loop.driver.method.streams(node.loop.driver.replica)
+    templates = node.loop.driver.method.streams(node.loop.driver.replica)
     metrics = {
         "loss": last,
         "perplexity": math.exp(last),
@@ -181,7 +181,7 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
     if (together := correlation([point.spread for point in curve], [point.lr for point in curve])) is not None:
         metrics["spread_lr"] = together
     parameters = sum(parameter.numel() for parameter in node.model.parameters())
-    overlaps = bool(specimens) and all(entry.apply_after for entry in specimens)
+    overlaps = bool(templates) and all(entry.apply_after for entry in templates)
     return Outcome(metrics=metrics, curve=curve, parameters=parameters, overlaps=overlaps)
 
 
@@ -203,11 +203,11 @@ def correlation(ours: list[float], others: list[float]) -> float | None:
     return float(torch.corrcoef(both)[0, 1])
 
 
-def _rate(node: Participant) -> float:
-    assert isinstance(node.trainee, LanguageModel), "an arm trains whole models"
-    return node.trainee.replica.lr or 0.0
+def _rate(node: ReplicaNode) -> float:
+    assert isinstance(node.training_task, LanguageModelTask), "an arm trains whole models"
+    return node.training_task.replica.lr or 0.0
 
 
-def _model(node: Participant) -> State:
+def _model(node: ReplicaNode) -> State:
     driver = node.loop.driver
     return dict(driver.method.eval_params(driver.replica))

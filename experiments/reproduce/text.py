@@ -10,13 +10,13 @@ from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.model.tokenizer import ByteTokenizer, Tokens
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 
 Measure = Callable[[Mapping[str, Tensor]], float]
 
 
 @functools.cache
-def texts() -> tuple[Tokens, Tokens, str]:
+def texts() -> tuple[TokenIds, TokenIds, str]:
     """Tokens to train on, held-out tokens, and the corpus's hash."""
     corpus, tokenizer = load_corpus(SHIPPED), ByteTokenizer()
     return tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out), corpus.sha256

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.assembly.node import Participant
-from farflock.node.assembly.resume import memory_of
+from farflock.node.assembly.node import ReplicaNode
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.state.paths import RunFolder
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Keeper:
+class CheckpointManager:
     """Writes a checkpoint between two steps every `every_s` seconds, and one at the end; the last `KEPT` are kept."""
 
-    node: Participant
+    node: ReplicaNode
     folder: RunFolder
     run: str
     manifest: str  # its canonical text
@@ -44,12 +44,12 @@ class Keeper:
     async def save(self) -> Path:
         """Write one now, unless this step has one already; returns its folder."""
         step = self.node.loop.step
-        parts, cursors = memory_of(self.node)
+        parts, cursors = checkpoint_state(self.node)
         self._written_s = time.monotonic()
         folder = folder_of(self.folder, self.role)
         if newest := [path for at, path in checkpoint.steps(folder) if at == step]:
             return newest[0]
-        tokens = self.node.seat.progress(step).tokens
+        tokens = self.node.state_sync.progress(step).tokens
         meta = {"run": self.run, "step": step, "tokens": tokens, "manifest": self.manifest, "node": cursors}
         config = {"config.json": msgspec.json.encode(self.node.model.config)}
         written = await asyncio.to_thread(checkpoint.save, folder, step, parts, meta, config)
@@ -58,10 +58,10 @@ class Keeper:
 
 
 @dataclass(frozen=True, slots=True)
-class Keepers:
+class CheckpointManagers:
     """Those of a full replica's stages."""
 
-    keepers: tuple[Keeper, ...]
+    keepers: tuple[CheckpointManager, ...]
 
     async def save(self) -> Path:
         """One of each stage; returns the folder that they are in."""

@@ -5,28 +5,27 @@ Processes and simulations assemble their nodes here, alike; what differs (links,
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from farflock.node.loop import Loop, Trainee
+from farflock.node.loop import Loop, TrainingTask
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.run.terms import Plan
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.reporting import Report
+from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
-from farflock.node.train.end_barrier import Together
-from farflock.node.train.exchange_client import Courier
-from farflock.node.train.state_sync import Seat
-from farflock.node.train.task import LanguageModel
+from farflock.node.train.end_barrier import EndBarrier
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.state_sync import StateSync
+from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.catalog import method
-from farflock.swarm.peer.peer import Peer, Wait
-from farflock.swarm.peer.snapshots import Progress as Downloaded
-
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
-Report = Callable[[str, dict[str, object]], None]
+from farflock.swarm.compute import Compute
+from farflock.swarm.peer.peer import OpenWait, Peer
+from farflock.swarm.peer.snapshots import DownloadProgress
 
 
-class TakingPart(Protocol):
+class Node(Protocol):
     """A node's part in a run, whatever it is (a replica here, a stage or a trainer in node/pipeline/node.py), as its
     process, the status and the live view see it."""
 
@@ -62,7 +61,7 @@ class TakingPart(Protocol):
         """What else can be counted, by name."""
         ...
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[OpenWait]:
         """What it waits for."""
         ...
 
@@ -79,7 +78,7 @@ class TakingPart(Protocol):
         """Found the run."""
         ...
 
-    async def join(self, records: list[bytes], timeout_s: float, downloaded: Downloaded) -> None:
+    async def join(self, records: list[bytes], timeout_s: float, downloaded: DownloadProgress) -> None:
         """Join through these members: download the state, and ask to be admitted. `TimeoutError` if that takes too long."""
         ...
 
@@ -88,24 +87,24 @@ class TakingPart(Protocol):
         ...
 
 
-class NewcomersTrainee(Trainee, Protocol):
+class NewcomersTrainee(TrainingTask, Protocol):
     """A trainee that warms up again after it joined: its inner moments are empty then."""
 
     joined_at: int  # the step at which the peer came in; 0 for a founder
 
 
 @dataclass(slots=True)
-class Participant:
+class ReplicaNode:
     """A node that is ready to found a run or to join one."""
 
     peer: Peer
     model: Llama
-    seat: Seat
+    state_sync: StateSync
     loop: Loop
-    trainee: NewcomersTrainee
+    training_task: NewcomersTrainee
     role: str = "replica"
     # How it ends, once it runs, where all are to have one state then.
-    together: Together | None = field(default=None, init=False)
+    together: EndBarrier | None = field(default=None, init=False)
 
     @property
     def step(self) -> int:
@@ -115,12 +114,12 @@ class Participant:
     @property
     def tokens(self) -> int:
         """The agreed ones, and what everybody has presumably trained since."""
-        return self.seat.progress(self.step).tokens
+        return self.state_sync.progress(self.step).tokens
 
     @property
     def trained_tokens(self) -> int:
         """As many in each step."""
-        return self.step * self.trainee.tokens_per_step
+        return self.step * self.training_task.tokens_per_step
 
     @property
     def last_loss(self) -> float | None:
@@ -132,7 +131,7 @@ class Participant:
         """Nothing but steps."""
         return {}
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[OpenWait]:
         """Its open rounds, and at the end those who have not ended yet."""
         return self.peer.waits() + (self.together.waits() if self.together is not None else [])
 
@@ -148,7 +147,7 @@ class Participant:
     async def run(self, total_tokens: int) -> None:
         """Train; where the method promises one state, until all have ended with it."""
         exact = self.loop.driver.method.equality == "exact"
-        self.together = Together(self.peer, self.seat) if exact else None
+        self.together = EndBarrier(self.peer, self.state_sync) if exact else None
         await self.loop.run(total_tokens, together=self.together)
 
     def found(self) -> None:
@@ -156,33 +155,35 @@ class Participant:
         self.peer.found()
         driver = self.loop.driver
         driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
-        self.seat.open()
+        self.state_sync.open()
 
     async def join(
-        self, records: list[bytes], timeout_s: float, downloaded: Downloaded = lambda here, total: None
+        self, records: list[bytes], timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
     ) -> None:
         """Join through these members: get to know the views, download the state, and ask to be admitted."""
         await self.peer.meet(records, timeout_s)
-        await self.seat.adopt(timeout_s, downloaded)
+        await self.state_sync.adopt(timeout_s, downloaded)
         self.peer.ask_in()
-        self.trainee.joined_at = self.loop.step
+        self.training_task.joined_at = self.loop.step
 
 
-def participant(
-    plan: Plan,
+def replica_node(
+    plan: RunPlan,
     peer: Peer,
-    tokens: Tokens,
+    tokens: TokenIds,
     *,
     compute: Compute,
     train: Callable[[Callable[[], float]], Awaitable[float]],
     report: Report = lambda kind, fields: None,
-) -> Participant:
+) -> ReplicaNode:
     """Assemble a node on this peer; `tokens` is the run's training text."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
-    trainee = LanguageModel(model, replica, batches, plan.schedule, plan.accumulate, plan.autocast)
+    training_task = LanguageModelTask(model, replica, batches, plan.schedule, plan.accumulate, plan.autocast)
     driver = Driver(method(plan.method, **plan.options), replica)
-    courier = Courier(peer, plan.run_seed, compute)
-    seat = Seat(peer, driver, courier, compute)
-    return Participant(peer, model, seat, Loop(driver, seat, trainee, compute, train, report), trainee)
+    exchange_client = ExchangeClient(peer, plan.run_seed, compute)
+    state_sync = StateSync(peer, driver, exchange_client, compute)
+    return ReplicaNode(
+        peer, model, state_sync, Loop(driver, state_sync, training_task, compute, train, report), training_task
+    )

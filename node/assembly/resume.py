@@ -4,7 +4,7 @@ A checkpoint holds the replica with its gradients and inner moments, the method'
 and its personal one, every pending exchange with its result if that is known, and the cursors: step, round, tokens. An
 exchange without a result is reported `failed` once on resume: the method keeps the work and sends it again. That is
 right where nobody else goes on meanwhile; in a swarm that does, a node takes up its cursors and moments only
-(`take_up_moments`) and adopts the swarm's state.
+(`load_moments`) and adopts the swarm's state.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from farflock.node.assembly.node import Participant
+from farflock.node.assembly.node import ReplicaNode
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
 from farflock.node.train.driver import Pending
-from farflock.node.train.state_sync import Place
-from farflock.optimizers.method import Exchange, Key, RandomGroups, Replica, Result, State
+from farflock.node.train.state_sync import RunPosition
+from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Replica, Result, State
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.state import WrongState, unnamed
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "mu_product", TREND)
 
-Parts = dict[str, dict[str, Tensor]]
+StateGroups = dict[str, dict[str, Tensor]]
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -56,20 +56,20 @@ class Cursors(msgspec.Struct, frozen=True):
 
     step: int
     joined_at: int
-    place: Place
+    place: RunPosition
     pending: list[_Open]
 
 
-def memory_of(node: Participant) -> tuple[Parts, dict[str, Any]]:
-    """All tensors and numbers that `take_up` needs, copied; call it between two steps."""
+def checkpoint_state(node: ReplicaNode) -> tuple[StateGroups, dict[str, Any]]:
+    """All tensors and numbers that `load_state` needs, copied; call it between two steps."""
     method, replica = node.loop.driver.method, node.loop.driver.replica
-    parts: Parts = {
+    parts: StateGroups = {
         "model": dict(method.eval_params(replica)),
         "method": method.snapshot(replica),
         "personal": method.personal(replica),
         "replica": _read(replica, ("param", "grad")),
         "inner": {name: moment for name, moment in _read(replica, MOMENTS).items() if bool(moment.any())},
-        "reducer": node.seat.owed,
+        "reducer": node.state_sync.feedback,
         "pending": {},
     }
     table = node.loop.driver.table
@@ -77,11 +77,11 @@ def memory_of(node: Participant) -> tuple[Parts, dict[str, Any]]:
     for number, pending in enumerate(table):
         parts["pending"] |= _tensors_of(number, pending)
         opened.append(_open(pending, node.loop.step))
-    cursors = Cursors(node.loop.step, node.trainee.joined_at, node.seat.place, opened)
+    cursors = Cursors(node.loop.step, node.training_task.joined_at, node.state_sync.place, opened)
     return parts, msgspec.to_builtins(cursors)
 
 
-def take_up(node: Participant, saved: Checkpoint) -> None:
+def load_state(node: ReplicaNode, saved: Checkpoint) -> None:
     """Make a fresh node what the checkpoint's was, and open its streams; `CheckpointCorrupt` if it is another model's."""
     cursors = cursors_of(saved)
     driver = node.loop.driver
@@ -90,14 +90,14 @@ def take_up(node: Participant, saved: Checkpoint) -> None:
             driver.replica.write(unnamed(what, saved.parts["replica"], driver.replica.shapes), what)
         _write_moments(driver.replica, saved.parts["inner"])
         driver.method.resume(driver.replica, {**saved.parts["method"], **saved.parts["personal"]})
-        driver.take_up(_pending(node, cursors, saved.parts["pending"]))
-        node.seat.take_up(cursors.place, saved.parts.get("reducer", {}))
+        driver.load_state(_pending(node, cursors, saved.parts["pending"]))
+        node.state_sync.load_state(cursors.place, saved.parts.get("reducer", {}))
     except (KeyError, WrongState, ValueError) as error:
         raise _misfit(saved, error) from error
-    node.loop.step, node.trainee.joined_at = cursors.step, cursors.joined_at
+    node.loop.step, node.training_task.joined_at = cursors.step, cursors.joined_at
 
 
-def take_up_moments(node: Participant, saved: Checkpoint) -> None:
+def load_moments(node: ReplicaNode, saved: Checkpoint) -> None:
     """For a node that goes back into a living swarm: its data cursor and its inner moments; the state comes from the swarm."""
     try:
         _write_moments(node.loop.driver.replica, saved.parts["inner"])
@@ -106,7 +106,7 @@ def take_up_moments(node: Participant, saved: Checkpoint) -> None:
     node.loop.step = cursors_of(saved).step
 
 
-def take_up_state(node: Participant, saved: Checkpoint) -> None:
+def load_stage_state(node: ReplicaNode, saved: Checkpoint) -> None:
     """For a stage that nobody else has: the checkpoint's state and inner moments, as who adopts them from another peer; what
     was on its way then belongs to rounds that are over. `CheckpointCorrupt` if it is another stage's."""
     driver = node.loop.driver
@@ -167,14 +167,14 @@ def _tensors_of(number: int, pending: Pending) -> dict[str, Tensor]:
     }
 
 
-def _pending(node: Participant, cursors: Cursors, tensors: State) -> list[Pending]:
+def _pending(node: ReplicaNode, cursors: Cursors, tensors: State) -> list[Pending]:
     driver = node.loop.driver
-    specimens = {specimen.key.stream: specimen for specimen in driver.method.streams(driver.replica)}
+    templates = {template.key.stream: template for template in driver.method.streams(driver.replica)}
     table = []
     for number, opened in enumerate(cursors.pending):
         exchange = replace(
-            specimens[opened.stream],
-            key=Key(opened.stream, opened.round, opened.attempt),
+            templates[opened.stream],
+            key=ExchangeKey(opened.stream, opened.round, opened.attempt),
             tensors=_group(f"{number}.out.", tensors) or {},
             weight=opened.weight,
             apply_after=opened.apply_after,

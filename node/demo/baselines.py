@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build, next_token_loss
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.run.terms import Plan
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.run.terms import RunPlan
 
 
-def train_arm(
-    plan: Plan, tokens: Tokens, streams: Sequence[str], peers: int, steps: int, progress: Callable[[float], None]
+def train_baseline(
+    plan: RunPlan, tokens: TokenIds, streams: Sequence[str], peers: int, steps: int, progress: Callable[[float], None]
 ) -> Llama:
     """Train one model on the batches of these streams together, as long as a run of `peers` peers and `steps` steps."""
     model = build(plan.model, plan.run_seed)

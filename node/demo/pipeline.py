@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farflock.node.assembly.checkpoints import folder_of
-from farflock.node.demo.baselines import compare, train_arm
+from farflock.node.demo.baselines import compare, train_baseline
 from farflock.node.demo.demo import Child, Demo
 from farflock.node.demo.report import (
     HELD_OUT_SEQUENCES,
@@ -33,7 +33,7 @@ from farflock.node.model.llama import Llama, build
 from farflock.node.model.stage_tensors import joined
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.manifest import Manifest, resolve
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.roles import role_of
@@ -109,8 +109,10 @@ def report(
     assert founder is not None, "the founder ended well"
     lines = replace(plan, accumulate=microbatches)
     whole = assembled(plan, len(pipeline.stages), children)
-    unsplit = train_arm(lines, train, [founder.peer], 1, steps, lambda share: progress("unsplit", share))
-    alone = train_arm(lines, train, [founder.peer], servers, steps // servers, lambda share: progress("alone", share))
+    unsplit = train_baseline(lines, train, [founder.peer], 1, steps, lambda share: progress("unsplit", share))
+    alone = train_baseline(
+        lines, train, [founder.peer], servers, steps // servers, lambda share: progress("alone", share)
+    )
     compared = compare(losses(whole, x, y), losses(unsplit, x, y), losses(alone, x, y))
     return {
         **numbers(compared),
@@ -129,7 +131,7 @@ def report(
     }
 
 
-def assembled(plan: Plan, stages: int, children: Sequence[Child]) -> Llama:
+def assembled(plan: RunPlan, stages: int, children: Sequence[Child]) -> Llama:
     """The whole model from the newest checkpoint of each stage; `Failure` if a stage has none."""
     pieces: list[dict[str, Tensor]] = []
     for stage in range(stages):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflock.node.demo.baselines import Comparison, compare, train_arm
+from farflock.node.demo.baselines import Comparison, compare, train_baseline
 from farflock.node.demo.demo import Child
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
@@ -15,7 +15,7 @@ from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.generate import generate
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
 from farflock.node.state.history import History
 
@@ -24,8 +24,8 @@ SAMPLE_TOKENS = 200
 
 
 def report(
-    plan: Plan,
-    lines: Plan,
+    plan: RunPlan,
+    lines: RunPlan,
     folder: Path,
     children: Sequence[Child],
     peers: int,
@@ -42,8 +42,8 @@ def report(
     steps = plan.schedule.total_tokens // (peers * plan.batch * plan.seq * plan.accumulate)
     swarm = _swarm_model(plan, children)
     untrained = float(losses(build(plan.model, plan.run_seed), x, y).mean())
-    ddp = train_arm(lines, train, streams, peers, steps, lambda share: progress("DDP", share))
-    none = train_arm(lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share))
+    ddp = train_baseline(lines, train, streams, peers, steps, lambda share: progress("DDP", share))
+    none = train_baseline(lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share))
     compared = compare(losses(swarm, x, y), losses(ddp, x, y), losses(none, x, y))
     saved = save(plan, folder, swarm, compared)
     return {
@@ -79,7 +79,7 @@ def numbers(compared: Comparison) -> dict[str, float | None]:
     }
 
 
-def _swarm_model(plan: Plan, children: Sequence[Child]) -> Llama:
+def _swarm_model(plan: RunPlan, children: Sequence[Child]) -> Llama:
     """The uniform average of what the survivors would evaluate (for an exact method they are all the same)."""
     parts = [checkpoint.load(found).parts["model"] for found in _checkpoints(children)]
     mean = {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
@@ -100,7 +100,7 @@ def bytes_per_peer(children: Sequence[Child]) -> int:
     return int(sum(sent) / max(len(sent), 1))
 
 
-def save(plan: Plan, folder: Path, model: Llama, compared: Comparison) -> Path:
+def save(plan: RunPlan, folder: Path, model: Llama, compared: Comparison) -> Path:
     import msgspec
 
     weights: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}

@@ -34,9 +34,9 @@ class Background:
         self._thread.start()
         self._loop = self._started.result()
 
-    def enter(self, context: Enter[T]) -> "Life[T]":
+    def enter(self, context: Enter[T]) -> "BackgroundContext[T]":
         """Enter a context there; returns once it is entered, and raises what entering raises."""
-        life = Life[T](self._loop)
+        life = BackgroundContext[T](self._loop)
         life.begin(context)
         return life
 
@@ -64,7 +64,7 @@ class Background:
         asyncio.run(turn())
 
 
-class Life(Generic[T]):
+class BackgroundContext(Generic[T]):
     """A context that was entered in the background: its value, a way to call what runs there, and its end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -11,18 +11,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farflock.node.errors import Failure, Refused
-from farflock.node.library.background import Background, Life
-from farflock.node.library.presence import JOIN_TIMEOUT_S, Compute, Entrant, Presence, present
-from farflock.node.process.network import Machine, identity_of, keep_published, learn_terms, network
+from farflock.node.errors import Failure, RefusedByRun
+from farflock.node.library.background import Background, BackgroundContext
+from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
+from farflock.node.process.network import MachineOptions, identity_of, keep_published, learn_terms, network
 from farflock.node.process.worker import Worker
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
 from farflock.node.run.manifest import Head, seal_head
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.chunks import digest_of
+from farflock.swarm.compute import Compute
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer.chunks import digest_of
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
 from farflock.swarm.zmq.links import ZmqLinks
@@ -31,7 +32,7 @@ INVITE_LASTS_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkDoor:
+class NetworkEntryPoint:
     """Over the real network, in a thread of its own: founds a run, or joins that of the invite."""
 
     invite: str | None = None
@@ -41,13 +42,13 @@ class NetworkDoor:
     client_mode: bool = False
     folder: Path | None = None  # with the identity's key; None: a passing identity in a temporary folder
 
-    def enter(self, entrant: Entrant) -> tuple[Life[Presence], Callable[[], None]]:
-        """See `Door`."""
+    def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
+        """See `EntryPoint`."""
         invite = None if self.invite is None else parse(self.invite, time.time())
-        terms = founded(entrant.wished) if invite is None else None  # mistakes are named before anything starts
+        terms = founded(join_request.wished) if invite is None else None  # mistakes are named before anything starts
         background = Background("farflock")
         try:
-            life = background.enter(lambda: self._inside(entrant, invite, terms))
+            life = background.enter(lambda: self._inside(join_request, invite, terms))
         except BaseException:
             background.close()
             raise
@@ -60,12 +61,14 @@ class NetworkDoor:
 
     @contextlib.asynccontextmanager
     async def _inside(
-        self, entrant: Entrant, invite: Invite | None, terms: UserTerms | None
-    ) -> AsyncIterator[Presence]:
+        self, join_request: JoinRequest, invite: Invite | None, terms: UserTerms | None
+    ) -> AsyncIterator[OptimizerNode]:
         """Everything from the folder to the goodbye, in the order in which it must end."""
         with contextlib.ExitStack() as kept:
             folder = self.folder or Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-")))
-            machine = Machine(RunFolder(folder), self.host, self.port, self.dht_port, client_mode=self.client_mode)
+            machine = MachineOptions(
+                RunFolder(folder), self.host, self.port, self.dht_port, client_mode=self.client_mode
+            )
             identity = identity_of(machine.folder)
             codecs = Worker("codec")
             kept.callback(codecs.close)
@@ -75,14 +78,14 @@ class NetworkDoor:
                 if invite is not None:
                     head, raw, records = await learn_terms(directory, links, invite, JOIN_TIMEOUT_S)
                     _require_same_run(raw, invite)
-                    terms, founder = joined(raw, entrant.wished), invite.founder
+                    terms, founder = joined(raw, join_request.wished), invite.founder
                 else:
                     head, records, founder = _sealed(identity, run, raw), [], identity.peer
                 assert terms is not None
                 peer = _peer(terms, run, identity, links, directory, codecs)
                 doors = (*directory.addresses, *(invite.addresses if invite else ()))
-                here = Presence.assemble(
-                    entrant, terms, peer, codecs, lambda: _mint(run, founder, doors), founder=invite is None
+                here = OptimizerNode.assemble(
+                    join_request, terms, peer, codecs, lambda: _mint(run, founder, doors), founder=invite is None
                 )
                 async with present(here, records), _published(directory, run, head, raw, peer):
                     yield here
@@ -121,6 +124,6 @@ def _mint(run: str, founder: str, doors: Sequence[str]) -> str:
 
 def _require_same_run(raw: bytes, invite: Invite) -> None:
     if run_id(raw, invite.founder) != invite.run:
-        raise Refused(
+        raise RefusedByRun(
             "these terms are not the run's", "their hash differs from the invite's run", "ask for a new invite"
         )

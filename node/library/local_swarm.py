@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from farflock.node.errors import Usage
-from farflock.node.library.background import Background, Life, in_threads
-from farflock.node.library.presence import JOIN_TIMEOUT_S, Entrant, Presence, present
+from farflock.node.library.background import Background, BackgroundContext, in_threads
+from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 from farflock.node.process.worker import Worker
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
@@ -28,7 +28,7 @@ from farflock.swarm.sim.network import LinkModel, SimNetwork
 
 T = TypeVar("T")
 Optimize = Callable[..., SwarmOptimizer]  # SwarmOptimizer's constructor, but for `invite`
-Work = Callable[[int, Optimize], T]
+RankFunction = Callable[[int, Optimize], T]
 
 MAX_PEERS = 64
 QUICK = LinkModel(up_bytes_per_s=1e9, down_bytes_per_s=1e9, latency_s=0.0005, jitter_s=0.0)
@@ -42,9 +42,9 @@ class _LocalDoor:
     swarm: "LocalSwarm"
     rank: int
 
-    def enter(self, entrant: Entrant) -> tuple[Life[Presence], Callable[[], None]]:
-        """See `user_presence.Door`."""
-        life = self.swarm.background.enter(lambda: self.swarm.inside(self.rank, entrant))
+    def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
+        """See `user_presence.EntryPoint`."""
+        life = self.swarm.background.enter(lambda: self.swarm.inside(self.rank, join_request))
         return life, life.end
 
 
@@ -66,7 +66,7 @@ class LocalSwarm:
         self._raw = b""
         self.background = Background("local swarm")
 
-    def train(self, work: Work[T]) -> list[T]:
+    def train(self, work: RankFunction[T]) -> list[T]:
         """Call `work(rank, optimize)` for each rank in a thread of its own; their results by rank.
 
         `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all ranks have theirs. Steps wait
@@ -107,16 +107,16 @@ class LocalSwarm:
         return made
 
     @contextlib.asynccontextmanager
-    async def inside(self, rank: int, entrant: Entrant) -> AsyncIterator[Presence]:
+    async def inside(self, rank: int, join_request: JoinRequest) -> AsyncIterator[OptimizerNode]:
         """One peer in the background, from its first frame to its goodbye."""
         await self._wait_for_all(self._all_here)
-        terms = await self._terms_for(rank, entrant)
+        terms = await self._terms_for(rank, join_request)
         run, identity = self._run, self._identities[rank]
         record = self._record(rank)
         known = RunTerms(run, terms.run.seed, terms.exchange.view_s, terms.exchange.branch_after_s)
         links = self.network.links(identity.peer)
         peer = Peer(known, identity, links, None, incarnation=1, record=lambda: record, compute=self._codecs)
-        here = Presence.assemble(entrant, terms, peer, self._codecs, _no_invite, founder=rank == 0)
+        here = OptimizerNode.assemble(join_request, terms, peer, self._codecs, _no_invite, founder=rank == 0)
         gate = functools.partial(self._wait_for_all, self._all_ready)
         async with present(here, [] if rank == 0 else [self._record(0)], gate):
             self._founded.set()
@@ -130,14 +130,14 @@ class LocalSwarm:
             why = f"not all of the {self._peers} ranks made theirs within {JOIN_TIMEOUT_S:.0f} s"
             raise Usage("no optimizer for this rank", why, "call `optimize` once in each rank's thread") from None
 
-    async def _terms_for(self, rank: int, entrant: Entrant) -> UserTerms:
+    async def _terms_for(self, rank: int, join_request: JoinRequest) -> UserTerms:
         if rank == 0:
-            terms = founded(entrant.wished)
+            terms = founded(join_request.wished)
             self._raw = terms.canonical()
             return terms
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             await self._founded.wait()
-        return joined(self._raw, entrant.wished)
+        return joined(self._raw, join_request.wished)
 
     @property
     def _run(self) -> str:

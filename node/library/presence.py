@@ -13,27 +13,27 @@ from typing import Any, Protocol
 
 import torch
 
-from farflock.node.errors import Refused
-from farflock.node.library.background import Life
+from farflock.node.errors import RefusedByRun
+from farflock.node.library.background import BackgroundContext
 from farflock.node.loop import Loop
-from farflock.node.run.user_terms import Table, UserTerms
+from farflock.node.reporting import Report
+from farflock.node.run.user_terms import TomlTable, UserTerms
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import Courier
-from farflock.node.train.state_sync import Seat
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Progress, Replica
+from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
 JOIN_TIMEOUT_S = 120.0
 POLL_S = 0.05
 LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
 
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
-Report = Callable[[str, dict[str, object]], None]
-Gate = Callable[[], Awaitable[None]]
+StepGate = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class TheirStep:
+class ExternalStep:
     """A step of somebody else's loop, seen as ours sees a trainee: gradients are there already, or `closure` makes them."""
 
     tokens_per_step: int = 1
@@ -60,17 +60,17 @@ class TheirStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
+class JoinRequest:
     """What an optimizer brings to the door: the terms it named, its model, and where to report rounds to."""
 
-    wished: Table
+    wished: TomlTable
     replica: Replica
-    trainee: TheirStep
+    training_task: ExternalStep
     report: Report
 
 
 @dataclass(slots=True)
-class Presence:
+class OptimizerNode:
     """An optimizer's part in its run. Everything but `invite` and plain reads belongs to the background's event loop."""
 
     terms: UserTerms
@@ -82,32 +82,38 @@ class Presence:
 
     @classmethod
     def assemble(
-        cls, entrant: Entrant, terms: UserTerms, peer: Peer, compute: Compute, invite: Callable[[], str], founder: bool
-    ) -> "Presence":
+        cls,
+        join_request: JoinRequest,
+        terms: UserTerms,
+        peer: Peer,
+        compute: Compute,
+        invite: Callable[[], str],
+        founder: bool,
+    ) -> "OptimizerNode":
         """Put method, driver, courier, seat and loop together on this peer."""
-        driver = Driver(terms.build(), entrant.replica)
-        seat = Seat(peer, driver, Courier(peer, terms.run.seed, compute), compute)
-        loop = Loop(driver, seat, entrant.trainee, compute, compute, entrant.report)
+        driver = Driver(terms.build(), join_request.replica)
+        state_sync = StateSync(peer, driver, ExchangeClient(peer, terms.run.seed, compute), compute)
+        loop = Loop(driver, state_sync, join_request.training_task, compute, compute, join_request.report)
         return cls(terms, peer, loop, invite, founder)
 
-    async def begin(self, records: Sequence[bytes], gate: Gate) -> None:
+    async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
         """Found the run with my weights; or get to know it through these members, take its state over, and be let in, which
         is asked for once `gate` lets through."""
-        seat, driver = self.loop.seat, self.loop.driver
+        state_sync, driver = self.loop.state_sync, self.loop.driver
         if self.founder:
             await self.loop.compute(lambda: driver.method.snapshot(driver.replica))  # where it begins is now fixed
             self.peer.found()
-            seat.open()
+            state_sync.open()
             return
         try:
             await self.peer.meet(records, JOIN_TIMEOUT_S)
-            await seat.adopt(JOIN_TIMEOUT_S)
+            await state_sync.adopt(JOIN_TIMEOUT_S)
             await gate()
             self.peer.ask_in()
             await self.until(lambda: self.peer.membership.is_member, JOIN_TIMEOUT_S)
         except TimeoutError:
             why = f"its members did not let this peer in within {JOIN_TIMEOUT_S:.0f} s"
-            raise Refused(
+            raise RefusedByRun(
                 "the run cannot be joined", why, "check that somebody trains, or ask for a new invite"
             ) from None
 
@@ -126,10 +132,10 @@ class Presence:
         await self.peer.part()
 
 
-class Door(Protocol):
+class EntryPoint(Protocol):
     """A way into a run."""
 
-    def enter(self, entrant: Entrant) -> tuple[Life[Presence], Callable[[], None]]:
+    def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """Come in; returns the life inside, and what ends it with all that it needed (harmless when done twice)."""
         ...
 
@@ -139,7 +145,7 @@ async def open_gate() -> None:
 
 
 @contextlib.asynccontextmanager
-async def present(here: Presence, records: Sequence[bytes], gate: Gate = open_gate) -> AsyncIterator[None]:
+async def present(here: OptimizerNode, records: Sequence[bytes], gate: StepGate = open_gate) -> AsyncIterator[None]:
     """The peer runs and is in the run; it says goodbye at the end."""
     async with here.peer.running():
         await here.begin(records, gate)

@@ -17,23 +17,23 @@ import torch
 from torch import nn
 
 from farflock.node.errors import Usage
-from farflock.node.library.presence import Door, Entrant, Presence, TheirStep
+from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest, OptimizerNode
 from farflock.node.model.replica import PlainReplica
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
 from farflock.node.train.driver import Pending
-from farflock.node.train.state_sync import Place
-from farflock.optimizers.method import Key, Method, RandomGroups, Result
+from farflock.node.train.state_sync import RunPosition
+from farflock.optimizers.method import ExchangeKey, Method, RandomGroups, Result
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
 
-Inner = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+InnerSpec = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MEMBERS_TIMEOUT_S = 600.0
 DRAIN_S = 5.0
 
 
-class Round(NamedTuple):
+class RoundReport(NamedTuple):
     """How a round ended: `ok`, `partial`, `alone` or `failed`, and how many peers took part, this one included."""
 
     stream: str
@@ -46,7 +46,7 @@ class Remembered(msgspec.Struct, frozen=True):
     """What a state dict holds of the swarm, but for tensors. `pending` are exchanges without a result: stream, round."""
 
     step: int
-    place: Place
+    place: RunPosition
     pending: list[tuple[str, int]]
 
 
@@ -76,9 +76,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self,
         model: nn.Module,
         method: str | None = None,
-        invite: str | Door | None = None,
+        invite: str | EntryPoint | None = None,
         *,
-        inner: Inner = "adamw",
+        inner: InnerSpec = "adamw",
         lr: float | None = None,
         run: str | None = None,
         seed: int | None = None,
@@ -99,14 +99,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if not isinstance(invite, str):  # who joins learns the run's terms later
             terms = founded(wished)
             self._require_fit(terms.method.name, terms.build())
-        self._trainee = TheirStep(tokens_per_step)
+        self._training_task = ExternalStep(tokens_per_step)
         self._news = _News()
-        entrant = Entrant(wished, self._replica, self._trainee, self._news.report)
+        join_request = JoinRequest(wished, self._replica, self._training_task, self._news.report)
         if invite is None or isinstance(invite, str):
-            from farflock.node.library.door import NetworkDoor  # late: it loads hivemind
+            from farflock.node.library.door import NetworkEntryPoint  # late: it loads hivemind
 
-            invite = NetworkDoor(invite, host, port, dht_port, client_mode, folder)
-        self._life, end = invite.enter(entrant)
+            invite = NetworkEntryPoint(invite, host, port, dht_port, client_mode, folder)
+        self._life, end = invite.enter(join_request)
         self._end = weakref.finalize(self, end)
         self._held: dict[str, torch.Tensor] = {}
         self._ready = True
@@ -124,14 +124,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
         Returns what the closure returns. After Ctrl-C the step's exchange goes on; the next call waits for it first."""
         life, loop = self._life, self._here.loop
         progress = life.call(loop.begin_step, through=True)
-        self._trainee.closure = closure
+        self._training_task.closure = closure
         try:
             loss = loop.train_one(progress)
         finally:
-            self._trainee.closure = None
+            self._training_task.closure = None
         life.call(partial(loop.end_step, loss), through=True)
         self._held = dict(self._replica.read(self._replica.names, "grad")) if loop.driver.pending else {}
-        return self._trainee.returned
+        return self._training_task.returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this program's `backward`; those that a method still has to send (DDP) stay."""
@@ -190,7 +190,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._here.peer.port.views.newest.peers
 
     @property
-    def last_round(self) -> Round | None:
+    def last_round(self) -> RoundReport | None:
         """The last round that was applied here."""
         return self._news.last_round
 
@@ -202,11 +202,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     @property
     def tokens_per_step(self) -> int:
         """What a step counts for; may be set before each step."""
-        return self._trainee.tokens_per_step
+        return self._training_task.tokens_per_step
 
     @tokens_per_step.setter
     def tokens_per_step(self, tokens: int) -> None:
-        self._trainee.tokens_per_step = tokens
+        self._training_task.tokens_per_step = tokens
 
     def eval_params(self) -> dict[str, torch.Tensor]:
         """What to evaluate and export: the method's outer parameters if it has them, else the model's own; float32 on the
@@ -244,7 +244,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.close(patient=kind is None)
 
     @property
-    def _here(self) -> Presence:
+    def _here(self) -> OptimizerNode:
         return self._life.value
 
     def _share_inner(self) -> None:
@@ -259,7 +259,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     async def _tokens(self) -> int:
         loop = self._here.loop
-        return loop.seat.progress(loop.step).tokens
+        return loop.state_sync.progress(loop.step).tokens
 
     async def _eval_params(self) -> dict[str, torch.Tensor]:
         loop = self._here.loop
@@ -270,8 +270,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         method, replica = loop.driver.method, loop.driver.replica
         tensors = await loop.compute(lambda: {**method.snapshot(replica), **method.personal(replica)})
         pending = [(key.stream, key.round) for key in loop.driver.pending]
-        facts = Remembered(loop.step, loop.seat.place, pending)
-        return {"method": tensors, "owed": loop.seat.owed, **msgspec.to_builtins(facts)}
+        facts = Remembered(loop.step, loop.state_sync.place, pending)
+        return {"method": tensors, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
 
     async def _recall(self, swarm: dict[str, Any]) -> None:
         loop = self._here.loop
@@ -284,30 +284,30 @@ class SwarmOptimizer(torch.optim.Optimizer):
             raise Usage(
                 "the state does not fit this run", str(error), "load the one that this program saved"
             ) from error
-        specimens = {specimen.key.stream: specimen for specimen in driver.method.streams(driver.replica)}
+        templates = {template.key.stream: template for template in driver.method.streams(driver.replica)}
         open_ones = []
         for stream, number in facts.pending:  # nobody can tell any more what came of it: it is reported failed, once
-            exchange = replace(specimens[stream], key=Key(stream, number))
+            exchange = replace(templates[stream], key=ExchangeKey(stream, number))
             last = number if isinstance(exchange.group, RandomGroups) else place.rounds[stream]
             open_ones.append(Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride)))
-        driver.take_up(open_ones)
+        driver.load_state(open_ones)
         loop.step = facts.step
-        loop.seat.take_up(place, swarm.get("owed", {}))
+        loop.state_sync.load_state(place, swarm.get("owed", {}))
 
 
 class _News:
     """What the loop reports, for whoever asks. Apart from the optimizer, so that the loop does not keep that alive."""
 
     def __init__(self) -> None:
-        self.last_round: Round | None = None
+        self.last_round: RoundReport | None = None
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """Take in one event of the loop."""
         if kind == "round":
-            self.last_round = Round(fields["stream"], fields["round"], fields["status"], fields["peers"])
+            self.last_round = RoundReport(fields["stream"], fields["round"], fields["status"], fields["peers"])
 
 
-def inner_optimizer(model: nn.Module, inner: Inner, lr: float | None) -> torch.optim.Optimizer:
+def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> torch.optim.Optimizer:
     """The inner optimizer over a model's trained parameters; `Usage` for what is none."""
     if isinstance(inner, str):
         try:

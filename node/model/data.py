@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.node.model.tokenizer import Tokenizer, Tokens, tokenizer_hash
+from farflock.node.model.tokenizer import TokenIds, Tokenizer, tokenizer_hash
 
 MAX_RECURRING = 1 << 20  # samples of one peer: their order is made anew for each epoch
 _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
@@ -48,7 +48,7 @@ class Batches:
     round + 1); the samples start where the outputs of counter 0 say.
     """
 
-    tokens: Tokens
+    tokens: TokenIds
     run_seed: int
     peer: str
     batch_size: int
@@ -94,7 +94,7 @@ class Batches:
             raise BadData(f"step {step} of round {round} is out of range; both are 0 or more and fit 63 bits")
 
 
-def evaluation(held_out: Tokens, seq: int, sequences: int) -> tuple[Tensor, Tensor]:
+def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Tensor]:
     """Inputs and next tokens, int64 (n, seq): n ≤ `sequences` windows without overlap, evenly spread; equal
     for all.
     """
@@ -106,7 +106,7 @@ def evaluation(held_out: Tokens, seq: int, sequences: int) -> tuple[Tensor, Tens
     return _windows(held_out, starts, seq)
 
 
-def data_hash(train: Tokens, held_out: Tokens, tokenizer: Tokenizer) -> str:
+def data_hash(train: TokenIds, held_out: TokenIds, tokenizer: Tokenizer) -> str:
     """SHA-256 over the tokenizer's hash and both token sequences: peers with another one are refused."""
     digest = hashlib.sha256(f"farflock-data-v1 {tokenizer_hash(tokenizer)}".encode())
     for part in (train, held_out):
@@ -115,7 +115,7 @@ def data_hash(train: Tokens, held_out: Tokens, tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def write_tokens(path: Path, tokens: Tokens, tokenizer: Tokenizer) -> None:
+def write_tokens(path: Path, tokens: TokenIds, tokenizer: Tokenizer) -> None:
     """Write a token file and the header beside it; an existing file is never overwritten."""
     header = Header(tokenizer=tokenizer_hash(tokenizer), count=len(tokens))
     with path.open("xb") as file:
@@ -123,7 +123,7 @@ def write_tokens(path: Path, tokens: Tokens, tokenizer: Tokenizer) -> None:
     _header_path(path).write_bytes(msgspec.json.encode(header))
 
 
-def open_tokens(path: Path, tokenizer: Tokenizer) -> Tokens:
+def open_tokens(path: Path, tokenizer: Tokenizer) -> TokenIds:
     """Map a token file without reading it; raise `BadData` if it is another tokenizer's or was cut short."""
     try:
         header = msgspec.json.decode(_header_path(path).read_bytes(), type=Header)
@@ -168,7 +168,7 @@ def _words(*values: int) -> NDArray[np.uint64]:
     return np.array(values, dtype=np.uint64)
 
 
-def _windows(tokens: Tokens, starts: NDArray[np.int64], seq: int) -> tuple[Tensor, Tensor]:
+def _windows(tokens: TokenIds, starts: NDArray[np.int64], seq: int) -> tuple[Tensor, Tensor]:
     rows = np.stack([tokens[start : start + seq + 1] for start in starts]).astype(np.int64)
     both = torch.from_numpy(rows)
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farflock.node.model.tokenizer import Tokens
+from farflock.node.model.tokenizer import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class LossEstimate:
     """A mean loss over held-out sequences; `standard_error` is that of the mean, infinite for one
     sequence.
     """
@@ -26,7 +26,7 @@ class Estimate:
     sequences: int
 
 
-def unigram_loss(train: Tokens, held_out: Tokens, vocab_size: int) -> float:
+def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
     """Cross-entropy of `held_out` under the token frequencies of `train`, with one added to each count."""
     if not len(held_out):
         raise ValueError("no held-out tokens: the unigram baseline needs some to be measured on")
@@ -35,7 +35,7 @@ def unigram_loss(train: Tokens, held_out: Tokens, vocab_size: int) -> float:
     return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
 
 
-def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Estimate:
+def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> LossEstimate:
     """The model's loss on held-out sequences `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
 
     Sequences are the units of the standard error: tokens of one sequence are not independent.
@@ -55,11 +55,11 @@ def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tens
         model.train(was_training)
 
 
-def summarise(losses: Tensor) -> Estimate:
+def summarise(losses: Tensor) -> LossEstimate:
     """Mean and standard error of one loss a sequence."""
     count = losses.numel()
     error = float(losses.std(correction=1)) / math.sqrt(count) if count > 1 else math.inf
-    return Estimate(float(losses.mean()), error, count)
+    return LossEstimate(float(losses.mean()), error, count)
 
 
 def _losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

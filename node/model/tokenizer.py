@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.uint16]
+TokenIds = NDArray[np.uint16]
 
 
 class Tokenizer(Protocol):
@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-    def encode(self, text: str) -> Tokens: ...
+    def encode(self, text: str) -> TokenIds: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def definition(self) -> dict[str, Any]:
         """Everything that decides the ids, as plain JSON values."""
@@ -33,7 +33,7 @@ class ByteTokenizer:
 
     vocab_size = 256
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str) -> TokenIds:
         """Ids of the text's UTF-8 bytes."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 

@@ -18,26 +18,27 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from farflock.node.model.data import Batches
-from farflock.node.pipeline.passes.stage import Staged, backward_through
+from farflock.node.pipeline.passes.stage import MicrobatchGradient, backward_through
 from farflock.node.pipeline.server.server import BACKWARD_COST, Computing, StageServer
-from farflock.node.pipeline.server.task import Batch
-from farflock.node.pipeline.trainer.commits import DuplicateDetector, Report
+from farflock.node.pipeline.server.task import BatchTrigger
+from farflock.node.pipeline.trainer.commits import DuplicateDetector
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
-from farflock.node.pipeline.trainer.stage_directory import Rolls
+from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.pipeline.trainer.walker import RECENT
+from farflock.node.reporting import Report
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
-from farflock.swarm.peer.peer import Peer, Wait
+from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.protocol.ledger import Ledger
 
 TICK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalStage:
     """One stage of a replica: what counts there, and when a step of it is due."""
 
     server: StageServer
-    batch: Batch
+    batch: BatchTrigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +76,15 @@ class FullTrainer:
     def __init__(
         self,
         peer: Peer,
-        rolls: Rolls,
-        parts: Sequence[Part],
+        stage_directory: StageDirectory,
+        parts: Sequence[LocalStage],
         microbatches: OwnMicrobatches,
         limits: FullLimits,
         computing: Computing,
         report: Report = lambda kind, fields: None,
         first: int = 0,
     ) -> None:
-        self._peer, self._rolls, self._parts = peer, rolls, tuple(parts)
+        self._peer, self._stage_directory, self._parts = peer, stage_directory, tuple(parts)
         self._microbatches, self._limits = microbatches, limits
         self._computing, self._report = computing, report
         self._ledger = Ledger(len(self._parts))
@@ -100,7 +101,7 @@ class FullTrainer:
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough`, or until told to stop."""
-        self._first = self._next = self._first + self._rolls.tokens() // self._microbatches.tokens_each
+        self._first = self._next = self._first + self._stage_directory.tokens() // self._microbatches.tokens_each
         while not (self.stopping or enough()):
             self._look_around()
             if self._may_begin():
@@ -128,7 +129,7 @@ class FullTrainer:
         """Microbatches so far."""
         return self._next - self._first
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[OpenWait]:
         """It asks nobody for anything."""
         return []
 
@@ -154,7 +155,7 @@ class FullTrainer:
         self._losses.append(mean_loss)
         self._report("loss", {"number": number, "loss": mean_loss})
 
-    def _compute(self, number: int) -> tuple[tuple[Staged, ...], float, list[int]]:
+    def _compute(self, number: int) -> tuple[tuple[MicrobatchGradient, ...], float, list[int]]:
         """Take one microbatch there and back, by the weights that all stages have now, which are of
         these rounds. Called by the thread that computes."""
         visited, batch = self._visited(number), self._microbatches.batch(number)
@@ -166,10 +167,10 @@ class FullTrainer:
 
     def _look_around(self) -> None:
         """Hear what rounds have named, and forget what counts everywhere."""
-        for stage, keys in self._rolls.named():
+        for stage, keys in self._stage_directory.named():
             self._ledger.committed(stage, self._heard.of_round(stage, keys))
         self._hear_of_late()
-        while (doubtful := self._rolls.skipped()) is not None:
+        while (doubtful := self._stage_directory.skipped()) is not None:
             self._give_up(doubtful)
         for number in self._ledger.finish():
             took_s = self._now() - self._begun_s.pop(number)
@@ -181,12 +182,12 @@ class FullTrainer:
 
     def _hear_of_late(self) -> None:
         """What rounds named and left out counts at other stages alone."""
-        for stage, (trainer, number) in self._rolls.left_out:
+        for stage, (trainer, number) in self._stage_directory.left_out:
             if trainer == self._peer.me and number in self._begun_s:
                 self._late.add(number)
                 self.dropped += 1
                 self._report("dropped", {"number": number, "stage": stage})
-        self._rolls.left_out.clear()
+        self._stage_directory.left_out.clear()
 
     def _give_up(self, stage: int) -> None:
         """Rounds of a stage have left everybody's log before I heard of them: what waits for them

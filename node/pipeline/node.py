@@ -12,28 +12,28 @@ import torch
 
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.full_replica import FullTrainer, Part
-from farflock.node.pipeline.lifecycle.assembly import Assembly, Means
-from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, Beginning, Serving
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
+from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices
+from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageNode, StageStartup
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
 from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
-from farflock.node.pipeline.trainer.stage_directory import Rolls, StreamName
+from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.pipeline.training import TrainerAssembly
 from farflock.node.run.policies import SWAP
-from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.node.train.exchange_client import Courier
+from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
 from farflock.swarm.messages import Load
-from farflock.swarm.peer.peer import Peer, Wait
-from farflock.swarm.peer.snapshots import Progress as Downloaded
+from farflock.swarm.peer.peer import OpenWait, Peer
+from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
 ENDLESS = 2**62  # tokens
@@ -46,12 +46,12 @@ class PipelineNode:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         pipeline: PipelinePlan,
         peer: Peer,
-        means: Means,
+        means: NodeServices,
         stage: int,
-        tokens: Tokens | None = None,
+        tokens: TokenIds | None = None,
         saved: Mapping[int, Checkpoint] | None = None,
     ) -> None:
         self.peer, self.plan, self.pipeline, self._means = peer, plan, pipeline, means
@@ -64,7 +64,7 @@ class PipelineNode:
         self._embedding = self._frozen_embedding()
         assembly = Assembly(plan, pipeline, peer, means, self._edges, stage == EVERY, self._embedding)
         self.servings = tuple(
-            assembly.serving(index, self._exchanges.specimens(index)[0], self._courier(index))
+            assembly.serving(index, self._exchanges.templates(index)[0], self._exchange_client(index))
             for index in stages
             if stage in (index, EVERY)
         )
@@ -74,9 +74,9 @@ class PipelineNode:
                 peer.codec_offers.reads = lambda: self._edges.reads
         for serving in self.servings:
             if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
-                serving.loop.step = serving.trainee.joined_at = before.step
+                serving.loop.step = serving.training_task.joined_at = before.step
         self._others = [index for index in stages if stage not in (index, EVERY)]
-        self.rolls = Rolls(peer, self._streams, whole=pipeline.constrain == "all")
+        self.stage_directory = StageDirectory(peer, self._streams, whole=pipeline.constrain == "all")
         self.trainer = self._training(tokens) if tokens is not None else None
 
     # beginning
@@ -89,7 +89,7 @@ class PipelineNode:
             self._beginning(serving).found()
 
     async def join(
-        self, records: Sequence[bytes], timeout_s: float, downloaded: Downloaded = lambda here, total: None
+        self, records: Sequence[bytes], timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
     ) -> None:
         """Join through these members: the stage's state is downloaded from whoever has it, or begun anew. A full replica does
         so for all stages at once: one that waited for the others' would be behind by then."""
@@ -104,19 +104,19 @@ class PipelineNode:
             await _ended(tasks)
         self.peer.ask_in()
 
-    def _beginning(self, serving: Serving) -> Beginning:
+    def _beginning(self, serving: StageNode) -> StageStartup:
         index = serving.index
-        specimens, saved = self._exchanges.specimens(index), self._saved.get(index)
+        templates, saved = self._exchanges.templates(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
         pipeline, report = self.pipeline, self._means.report
         copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
         versioned = pipeline.asynchronous is not None
         embedding = self._embedding if index in (0, self._stage) else FixedEmbedding()  # a full replica asks once
-        return Beginning(
+        return StageStartup(
             self.plan,
             pipeline.stages,
             serving,
-            specimens,
+            templates,
             saved,
             look_on,
             report,
@@ -131,14 +131,14 @@ class PipelineNode:
             self._open_as_onlooker(index)
 
     def _open_as_onlooker(self, index: int) -> None:
-        courier = self._courier(index)
-        for number, specimen in enumerate(self._exchanges.specimens(index)):
-            courier.look_on(specimen, noted=not number)
+        exchange_client = self._exchange_client(index)
+        for number, template in enumerate(self._exchanges.templates(index)):
+            exchange_client.look_on(template, noted=not number)
 
     # as its process sees it
 
     @property
-    def serving(self) -> Serving | None:
+    def serving(self) -> StageNode | None:
         """Of who serves one stage, that one; of a full replica the first."""
         return self.servings[0] if self.servings else None
 
@@ -157,7 +157,7 @@ class PipelineNode:
     @property
     def tokens(self) -> int:
         """What the slowest stage has agreed upon."""
-        return self.rolls.tokens()
+        return self.stage_directory.tokens()
 
     @property
     def trained_tokens(self) -> int:
@@ -191,7 +191,7 @@ class PipelineNode:
             counts |= self.trainer.visits
         return counts
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[OpenWait]:
         """Open rounds, and what its trainer has asked for."""
         return self.peer.waits() + (self.trainer.waits() if self.trainer is not None else [])
 
@@ -213,7 +213,7 @@ class PipelineNode:
         if self.servings:
             train.append(self._end(total_tokens))
         if self.trainer is not None:
-            train.append(self.trainer.run(lambda: self.rolls.tokens() >= total_tokens))
+            train.append(self.trainer.run(lambda: self.stage_directory.tokens() >= total_tokens))
         tasks = [asyncio.ensure_future(part) for part in (*serve, *train)]
         rest, running = tasks[len(serve) :], set(tasks)
         try:
@@ -237,7 +237,7 @@ class PipelineNode:
         """Stop the loop once every stage has agreed upon the run's tokens: it goes by estimates of its own stage's itself, and
         would end before the round that the others wait for. The others of a stage are waited for: none is to go with a state
         of its own."""
-        while self.rolls.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
+        while self.stage_directory.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
         ends_s = self._now() + END_S
         while not self.stopping and self._now() < ends_s:
@@ -276,27 +276,27 @@ class PipelineNode:
             return Closed("this peer trains a model that is free: ask one that serves a stage of a pipeline")
         return Dispatch({serving.index: serving.server for serving in self.servings})
 
-    def _training(self, tokens: Tokens) -> Trainer | FullTrainer:
-        known = self.plan, self.pipeline, self.peer, self.rolls, self._edges
+    def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
+        known = self.plan, self.pipeline, self.peer, self.stage_directory, self._edges
         assembly = TrainerAssembly(*known, tokens, self._means.report)
         if self._stage != EVERY:
             return assembly.trainer()
-        parts = [Part(serving.server, serving.batch) for serving in self.servings]
+        parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
         return assembly.full(parts, self._means)
 
-    def _courier(self, index: int) -> Courier:
-        return Courier(self.peer, self.plan.run_seed, self._means.compute, index)
+    def _exchange_client(self, index: int) -> ExchangeClient:
+        return ExchangeClient(self.peer, self.plan.run_seed, self._means.compute, index)
 
 
 class _StageExchanges:
     """What the stages' streams exchange. Only shapes are needed: tensors would be the whole model,
     of which a node is to hold a part."""
 
-    def __init__(self, plan: Plan, pipeline: PipelinePlan) -> None:
+    def __init__(self, plan: RunPlan, pipeline: PipelinePlan) -> None:
         self._plan, self._pipeline = plan, pipeline
         self._specimens: dict[int, list[Exchange]] = {}
 
-    def specimens(self, index: int) -> list[Exchange]:
+    def templates(self, index: int) -> list[Exchange]:
         """One exchange of each stream of a stage."""
         if index not in self._specimens:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
@@ -307,7 +307,7 @@ class _StageExchanges:
 
     def stream(self, index: int) -> StreamName:
         """The first stream of a stage: its notes tell which microbatches count."""
-        first = self.specimens(index)[0]
+        first = self.templates(index)[0]
         name, share = f"{first.key.stream}/{index}", self._pipeline.share(index)
         return StreamName(name, first.key.round, first.stride, share)
 
@@ -315,10 +315,10 @@ class _StageExchanges:
 class _Together:
     """Several downloads as one: chunks that are here, and all, added up."""
 
-    def __init__(self, downloaded: Downloaded) -> None:
+    def __init__(self, downloaded: DownloadProgress) -> None:
         self._downloaded, self._parts = downloaded, list[tuple[int, int]]()
 
-    def part(self) -> Downloaded:
+    def part(self) -> DownloadProgress:
         """Where one of them says how far it is."""
         place = len(self._parts)
         self._parts.append((0, 0))

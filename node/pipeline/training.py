@@ -4,20 +4,20 @@ a full replica's own training. Features that few runs use are chosen here."""
 from dataclasses import dataclass, replace
 
 from farflock.node.model.data import Batches
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, OwnMicrobatches, Part
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, LocalStage, OwnMicrobatches
 from farflock.node.pipeline.lifecycle.features import pass_weights, stage_inputs
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.server.server import Computing
-from farflock.node.pipeline.trainer.commits import Report
 from farflock.node.pipeline.trainer.in_flight import (
     MicrobatchSource,
     first_number,
 )
-from farflock.node.pipeline.trainer.stage_directory import Rolls
+from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.pipeline.trainer.trainer import Trainer
+from farflock.node.reporting import Report
 from farflock.node.run.policies import lane_of, policy_of
-from farflock.node.run.terms import PipelinePlan, Plan, TrainerTerms
+from farflock.node.run.terms import PipelinePlan, RunPlan, TrainerTerms
 from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.peer.peer import Peer
 
@@ -26,12 +26,12 @@ from farflock.swarm.peer.peer import Peer
 class TrainerAssembly:
     """Puts the training of one node together, on `tokens`, the run's text."""
 
-    plan: Plan
+    plan: RunPlan
     pipeline: PipelinePlan
     peer: Peer
-    rolls: Rolls
+    stage_directory: StageDirectory
     edges: Edges
-    tokens: Tokens
+    tokens: TokenIds
     report: Report
 
     def trainer(self) -> Trainer:
@@ -40,14 +40,14 @@ class TrainerAssembly:
         lane, first = lane_of(self.peer.me), first_number(self.peer.port.incarnation)
         source = MicrobatchSource(batches, self.edges, policy, lane, first, pass_weights(self.pipeline.asynchronous))
         inputs = stage_inputs(self.edges, batches)
-        return Trainer(self.peer, self.rolls, policy, source, self._terms(), self.report, inputs)
+        return Trainer(self.peer, self.stage_directory, policy, source, self._terms(), self.report, inputs)
 
-    def full(self, parts: list[Part], computing: Computing) -> FullTrainer:
+    def full(self, parts: list[LocalStage], computing: Computing) -> FullTrainer:
         """Of a full replica, whose microbatches never leave it."""
         first, lane = first_number(self.peer.port.incarnation), lane_of(self.peer.me)
         drawn = OwnMicrobatches(self._batches(), self._policy(), lane, self.edges.tokens)
         limits = FullLimits(self._max_late(), self.pipeline.trainer.kept)
-        return FullTrainer(self.peer, self.rolls, parts, drawn, limits, computing, self.report, first)
+        return FullTrainer(self.peer, self.stage_directory, parts, drawn, limits, computing, self.report, first)
 
     def _batches(self) -> Batches:
         plan, me = self.plan, self.peer.me

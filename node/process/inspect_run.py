@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.process.network import Machine, identity_of, learn_run, network
+from farflock.node.process.network import MachineOptions, identity_of, learn_run, network
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Manifest
 from farflock.node.state.paths import RunFolder
@@ -23,7 +23,7 @@ ANSWER_S = 5.0  # for members to show that they live
 POLL_S = 0.1
 
 
-class Seen(msgspec.Struct, frozen=True):
+class MemberInspection(msgspec.Struct, frozen=True):
     """A member: whether it answered, and its round trip; `addresses` is empty for one that can only dial out, or whose record
     was not found."""
 
@@ -33,16 +33,16 @@ class Seen(msgspec.Struct, frozen=True):
     rtt_ms: float | None
 
 
-class Sight(msgspec.Struct, frozen=True):
+class RunInspection(msgspec.Struct, frozen=True):
     """What can be seen of a run. `branch` names the branch that its newest view is on, None for the main line."""
 
     manifest: Manifest
     view: int
     branch: str | None
-    members: tuple[Seen, ...]
+    members: tuple[MemberInspection, ...]
 
 
-async def look_up(machine: Machine, invite: Invite, timeout_s: float) -> Manifest:
+async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: float) -> Manifest:
     """The manifest of an invite's run, verified."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
         nobody = _nobody(machine, passing)
@@ -51,7 +51,7 @@ async def look_up(machine: Machine, invite: Invite, timeout_s: float) -> Manifes
             return manifest
 
 
-async def look(machine: Machine, invite: Invite, timeout_s: float) -> Sight:
+async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float) -> RunInspection:
     """The manifest, and the members of the newest view; `Refused` or `TimeoutError` if nobody answers in time."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
         nobody = _nobody(machine, passing)
@@ -66,7 +66,7 @@ async def look(machine: Machine, invite: Invite, timeout_s: float) -> Sight:
                 return _sight(peer, links, manifest)
 
 
-def _nobody(machine: Machine, folder: str) -> Machine:
+def _nobody(machine: MachineOptions, folder: str) -> MachineOptions:
     return dataclasses.replace(machine, folder=RunFolder(Path(folder)), client_mode=True)
 
 
@@ -79,13 +79,13 @@ async def _heard(peer: Peer, links: Links) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _sight(peer: Peer, links: Links, manifest: Manifest) -> Sight:
+def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:
     view, records = peer.port.views.newest, peer.membership.records
     members = []
     for member in view.peers:
         rtt_s = links.rtt_s(member)
         addresses = records[member].endpoints if member in records else ()
         answers = links.life(member) == "alive"
-        members.append(Seen(member, addresses, answers, None if rtt_s is None else rtt_s * 1000))
+        members.append(MemberInspection(member, addresses, answers, None if rtt_s is None else rtt_s * 1000))
     branch = peer.membership.branch
-    return Sight(manifest, view.number, branch[0] if branch else None, tuple(members))
+    return RunInspection(manifest, view.number, branch[0] if branch else None, tuple(members))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farflock.node.errors import Refused
+from farflock.node.errors import RefusedByRun
 from farflock.node.run.invite import Invite
 from farflock.node.run.manifest import Head, Manifest, parse, require_same_protocol, unseal_head
 from farflock.node.state.paths import RunFolder, write_whole
@@ -31,7 +31,7 @@ DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's ow
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineOptions:
     """What this machine gives: where it listens, how many threads, and where its files are."""
 
     folder: RunFolder
@@ -61,7 +61,7 @@ def raise_descriptor_limit() -> None:
 
 @contextlib.asynccontextmanager
 async def network(
-    machine: Machine, identity: Identity, run: str, addresses: Sequence[str]
+    machine: MachineOptions, identity: Identity, run: str, addresses: Sequence[str]
 ) -> AsyncIterator[tuple[DhtDirectory, ZmqLinks]]:
     """Directory and links, open for as long as the block runs. Sequence numbers of records are milliseconds of the wall
     clock at the start: they must only rise from one start to the next."""
@@ -111,7 +111,7 @@ async def learn_terms(
             if raw is not None:
                 return newest, raw, records
         await asyncio.sleep(0.5)
-    raise Refused(
+    raise RefusedByRun(
         f"run {invite.run} cannot be joined",
         "none of its members answered in time",
         "check that somebody is training, and ask for a fresh invite",
@@ -128,7 +128,7 @@ async def keep_published(directory: DhtDirectory, run: str, head: bytes) -> None
 def _checked(raw: bytes, invite: Invite) -> Manifest:
     manifest = parse(raw.decode())
     if manifest.run_id(invite.founder) != invite.run:
-        raise Refused(
+        raise RefusedByRun(
             "the manifest is not the run's", "its hash differs from the invite's run id", "ask for a new invite"
         )
     return manifest
@@ -154,7 +154,7 @@ def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
     return owner
 
 
-class Doors:
+class AddressCache:
     """Where the last members known could be reached: a node that starts again finds its run by them, whoever is gone.
 
     `doors.json` in the node's folder: run, founder, and up to `MAX_ADDRESSES` addresses."""

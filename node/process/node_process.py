@@ -1,6 +1,6 @@
 """A node as a process: real links and directory, worker threads, files, signals.
 
-`found` and `join` differ in where the manifest comes from; from then on both are the same `Participant` that simulations
+`found` and `join` differ in where the manifest comes from; from then on both are the same `ReplicaNode` that simulations
 run. Everything lives on one asyncio loop; what computes runs in two worker threads.
 """
 
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 
-from farflock.node.assembly.checkpoints import Keeper, Keepers, last_of
-from farflock.node.assembly.node import Participant, TakingPart, participant
-from farflock.node.assembly.resume import take_up, take_up_moments
-from farflock.node.errors import Failure, FarflockError, Refused
+from farflock.node.assembly.checkpoints import CheckpointManager, CheckpointManagers, last_of
+from farflock.node.assembly.node import Node, ReplicaNode, replica_node
+from farflock.node.assembly.resume import load_moments, load_state
+from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
-    Doors,
-    Machine,
+    AddressCache,
+    MachineOptions,
     identity_of,
     keep_published,
     learn_run,
@@ -35,16 +35,16 @@ from farflock.node.process.status import Status, StatusWriter
 from farflock.node.process.worker import Worker
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
-from farflock.node.run.memory import require_room
+from farflock.node.run.memory import require_memory
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
-from farflock.node.state.run_log import Journal
+from farflock.node.state.run_log import RunRecorder
+from farflock.swarm.chunks import digest_of
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer.chunks import digest_of
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.peer.snapshots import Progress as Downloaded
+from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.zmq.links import ZmqLinks
@@ -60,19 +60,19 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Node:
+class NodeProcess:
     """A running node: what commands and the live view look at."""
 
-    machine: Machine
+    machine: MachineOptions
     manifest: Manifest
     run: str
     founder: str
-    participant: TakingPart
+    participant: Node
     directory: DhtDirectory
     links: ZmqLinks
     history: History
-    journal: Journal
-    keeper: Keeper | Keepers | None  # none where nothing is held that could be kept
+    journal: RunRecorder
+    keeper: CheckpointManager | CheckpointManagers | None  # none where nothing is held that could be kept
     doors: tuple[str, ...] = ()  # by which I came in
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
@@ -99,11 +99,11 @@ class Node:
         while True:
             if others := self._others():
                 with contextlib.suppress(OSError):  # a full disk must not end a node that could train on
-                    Doors(self.machine.folder).write(self._invite(others))
+                    AddressCache(self.machine.folder).write(self._invite(others))
             await asyncio.sleep(REMEMBER_EVERY_S)
 
 
-async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node], None]) -> Path:
+async def found(machine: MachineOptions, manifest: Manifest, on_start: Callable[[NodeProcess], None]) -> Path:
     """Found a run, or take it up again, and train it to its end; returns the final checkpoint's folder.
 
     Taking up means going back into the swarm if its members can still be reached, else going on from the checkpoint."""
@@ -116,11 +116,11 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
     else:
         stage, trains = founders(machine.role, pipeline)
         saved = last_of_part(machine.folder, run, pipeline, stage)
-    known = Doors(machine.folder).read(run)
+    known = AddressCache(machine.folder).read(run)
     if saved is not None and known is not None and not _ended(saved, manifest):
         try:
             return await join(machine, known, on_start, REJOIN_TIMEOUT_S)
-        except (Refused, DirectoryUnreachable) as reason:
+        except (RefusedByRun, DirectoryUnreachable) as reason:
             log.info("nobody of the run can be reached, so it goes on from step %d: %s", saved.step, reason)
     try:
         return await _found(machine, manifest, run, identity, saved, stage, trains, on_start)
@@ -129,14 +129,14 @@ async def found(machine: Machine, manifest: Manifest, on_start: Callable[[Node],
 
 
 async def _found(
-    machine: Machine,
+    machine: MachineOptions,
     manifest: Manifest,
     run: str,
     identity: Identity,
     saved: Checkpoint | None,
     stage: int,
     trains: bool,
-    on_start: Callable[[Node], None],
+    on_start: Callable[[NodeProcess], None],
 ) -> Path:
     async with network(machine, identity, run, ()) as (directory, links):
         peer = _peer(manifest, run, identity, directory, links, stage)
@@ -145,9 +145,9 @@ async def _found(
         head = seal_head(identity, Head(run, identity.peer, digest_of(text), len(text), 0))
         part = node.participant
         async with peer.running():
-            if saved is not None and isinstance(part, Participant):
+            if saved is not None and isinstance(part, ReplicaNode):
                 part.peer.found()
-                take_up(part, saved)
+                load_state(part, saved)
             else:
                 part.found()  # a stage takes its checkpoint up by itself
             if saved is not None:
@@ -156,11 +156,11 @@ async def _found(
 
 
 async def join(
-    machine: Machine,
+    machine: MachineOptions,
     invite: Invite,
-    on_start: Callable[[Node], None],
+    on_start: Callable[[NodeProcess], None],
     learn_timeout_s: float = LEARN_TIMEOUT_S,
-    downloaded: Downloaded = lambda here, total: None,
+    downloaded: DownloadProgress = lambda here, total: None,
 ) -> Path:
     """Join the run of an invite and train it to its end; returns the final checkpoint's folder.
 
@@ -175,28 +175,28 @@ async def join(
                 machine = replace(machine, role=role_of(reason.stage))
 
 
-def _known_again(machine: Machine, run: str, reason: LifeOver) -> Invite:
+def _known_again(machine: MachineOptions, run: str, reason: LifeOver) -> Invite:
     """By which addresses to come in again; `Failure` where none was heard of."""
     log.info("begins another life in the run: %s", reason)
-    known = Doors(machine.folder).read(run)
+    known = AddressCache(machine.folder).read(run)
     if known is None:
         raise Failure("the run has gone on without this node", str(reason), "join again by an invite of another member")
     return known
 
 
 async def _join(
-    machine: Machine,
+    machine: MachineOptions,
     invite: Invite,
-    on_start: Callable[[Node], None],
+    on_start: Callable[[NodeProcess], None],
     learn_timeout_s: float,
-    downloaded: Downloaded,
+    downloaded: DownloadProgress,
 ) -> Path:
     identity = identity_of(machine.folder)
-    known, saved = Doors(machine.folder).read(invite.run), last_of(machine.folder, invite.run)
+    known, saved = AddressCache(machine.folder).read(invite.run), last_of(machine.folder, invite.run)
     doors = tuple(dict.fromkeys((*invite.addresses, *(known.addresses if known else ()))))[:MAX_ADDRESSES]
     async with network(machine, identity, invite.run, doors) as (directory, links):
         head, manifest, records = await learn_run(directory, links, invite, learn_timeout_s)
-        _require_room(manifest, Refused)
+        _require_room(manifest, RefusedByRun)
         pipeline = manifest.pipeline_plan()
         stage, trains = EVERY if pipeline is None else NOTHING, True
         peer = _peer(manifest, invite.run, identity, directory, links, stage)
@@ -209,8 +209,8 @@ async def _join(
             node = _node(machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains)
             node.doors = doors
             part = node.participant
-            if saved is not None and isinstance(part, Participant):
-                take_up_moments(part, saved)
+            if saved is not None and isinstance(part, ReplicaNode):
+                load_moments(part, saved)
             await _come_in(part, records, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
@@ -219,10 +219,10 @@ async def _join(
 def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
     """Of a model that is cut into stages a node holds one, which it looks at when it knows which."""
     if manifest.pipeline is None:
-        require_room(manifest, error)
+        require_memory(manifest, error)
 
 
-async def _come_in(part: TakingPart, records: list[bytes], downloaded: Downloaded) -> None:
+async def _come_in(part: Node, records: list[bytes], downloaded: DownloadProgress) -> None:
     with _answered(part.peer):
         await part.join(records, JOIN_TIMEOUT_S, downloaded)
 
@@ -237,7 +237,9 @@ def _answered(peer: Peer) -> Iterator[None]:
             why = f"no member sent a whole one within {JOIN_TIMEOUT_S:.0f} s"
             raise Failure("the run's state could not be downloaded", why, "check the link, and try again") from None
         why = f"its members did not answer within {JOIN_TIMEOUT_S:.0f} s"
-        raise Refused("the run cannot be joined", why, "check that somebody trains, or ask for a new invite") from None
+        raise RefusedByRun(
+            "the run cannot be joined", why, "check that somebody trains, or ask for a new invite"
+        ) from None
 
 
 def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
@@ -245,7 +247,7 @@ def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
     return int(saved.meta["tokens"]) >= manifest.run.total_tokens
 
 
-async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> Path:
+async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess], None]) -> Path:
     """The common part: publish, train, keep the status file, save, say goodbye."""
     part = node.participant
     peer = part.peer
@@ -276,7 +278,7 @@ async def _train(node: Node, head: bytes, on_start: Callable[[Node], None]) -> P
         node.history.close()
 
 
-async def _until(node: Node, there: Callable[[], bool]) -> None:
+async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
     """Return once a condition holds, or the node is to stop."""
     while not (there() or node.participant.stopping):  # noqa: ASYNC110 - two parts' conditions
         await asyncio.sleep(POLL_S)
@@ -294,7 +296,7 @@ def _peer(
 
 
 def _node(
-    machine: Machine,
+    machine: MachineOptions,
     manifest: Manifest,
     run: str,
     founder: str,
@@ -303,21 +305,21 @@ def _node(
     links: ZmqLinks,
     stage: int,
     trains: bool,
-) -> Node:
+) -> NodeProcess:
     """Put the node together; its workers end with the process."""
     torch.set_num_threads(machine.threads)
     corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
-    journal = Journal(history, links.total_bytes)
-    part: TakingPart
-    keeper: Keeper | Keepers | None
+    journal = RunRecorder(history, links.total_bytes)
+    part: Node
+    keeper: CheckpointManager | CheckpointManagers | None
     if manifest.pipeline is not None:
         part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:
-        part = replica = participant(
+        part = replica = replica_node(
             manifest.plan(), peer, tokens, compute=peer.port.compute, train=Worker("train"), report=journal.report
         )
-        keeper = Keeper(replica, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
+        keeper = CheckpointManager(replica, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
         replica.loop.pause = keeper.pause
-    return Node(machine, manifest, run, founder, part, directory, links, history, journal, keeper)
+    return NodeProcess(machine, manifest, run, founder, part, directory, links, history, journal, keeper)

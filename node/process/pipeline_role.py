@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 import psutil
 
-from farflock.node.assembly.checkpoints import Keeper, Keepers, last_of
-from farflock.node.assembly.node import Report
+from farflock.node.assembly.checkpoints import CheckpointManager, CheckpointManagers, last_of
 from farflock.node.errors import Usage
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.lifecycle.assembly import Means
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.node import PipelineNode
-from farflock.node.process.network import Machine
+from farflock.node.process.network import MachineOptions
 from farflock.node.process.worker import Worker
+from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
-from farflock.node.run.memory import needed_stage_bytes, require_replica_room, require_stage_room
+from farflock.node.run.memory import needed_stage_bytes, require_replica_memory, require_stage_memory
 from farflock.node.run.terms import PipelinePlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.paths import RunFolder
@@ -85,8 +85,15 @@ def held(pipeline: PipelinePlan, stage: int) -> tuple[int, ...]:
 
 
 def part_of(
-    machine: Machine, manifest: Manifest, run: str, peer: Peer, tokens: Tokens, report: Report, stage: int, trains: bool
-) -> tuple[PipelineNode, Keeper | Keepers | None]:
+    machine: MachineOptions,
+    manifest: Manifest,
+    run: str,
+    peer: Peer,
+    tokens: TokenIds,
+    report: Report,
+    stage: int,
+    trains: bool,
+) -> tuple[PipelineNode, CheckpointManager | CheckpointManagers | None]:
     """The node, and what keeps its stage's checkpoints. All that computes has one thread: no pass may see weights that a step
     is just changing."""
     pipeline = manifest.pipeline_plan()
@@ -94,23 +101,27 @@ def part_of(
     plan, worker = manifest.plan(), Worker("stage")
     free = int(psutil.virtual_memory().available)
     if stage == EVERY:
-        require_replica_room(plan, pipeline, free)
+        require_replica_memory(plan, pipeline, free)
     elif stage != NOTHING:
-        require_stage_room(plan, pipeline, stage, free)
+        require_stage_memory(plan, pipeline, stage, free)
     saved = {index: last_of(machine.folder, run, role_of(index)) for index in held(pipeline, stage)}
     known = {index: each for index, each in saved.items() if each is not None}
     needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages)))
-    means = Means(worker, lambda work, cost: worker(work), worker, report, free, needs)
+    means = NodeServices(worker, lambda work, cost: worker(work), worker, report, free, needs)
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
     return node, _keeper(node, machine, manifest, run)
 
 
-def _keeper(node: PipelineNode, machine: Machine, manifest: Manifest, run: str) -> Keeper | Keepers | None:
+def _keeper(
+    node: PipelineNode, machine: MachineOptions, manifest: Manifest, run: str
+) -> CheckpointManager | CheckpointManagers | None:
     """Each stage is kept by itself, also a full replica's: whoever serves it some day may take it up."""
     text, keepers = manifest.canonical().decode(), []
     for serving in node.servings:
-        keepers.append(Keeper(serving, machine.folder, run, text, machine.checkpoint_s, role_of(serving.index)))
+        keepers.append(
+            CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role_of(serving.index))
+        )
         serving.loop.pause = keepers[-1].pause
     if len(keepers) > 1:
-        return Keepers(tuple(keepers))
+        return CheckpointManagers(tuple(keepers))
     return keepers[0] if keepers else None

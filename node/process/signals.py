@@ -21,7 +21,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Ending:
+class GracefulStop:
     """The signals of one process while its event loop runs. `gently` is what the first of them calls, once it is set."""
 
     def __init__(self) -> None:
@@ -67,6 +67,6 @@ class Ending:
             asyncio.get_running_loop().call_later(STOP_S, owner.cancel)
 
 
-def run_until_asked(ending: Ending, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+def run_until_asked(ending: GracefulStop, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
     """Run `work` on an event loop of its own; None if it was asked to end before it had a result."""
     return asyncio.run(ending.watch(work()))

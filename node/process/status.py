@@ -17,7 +17,7 @@ from farflock.swarm.protocol.views import Member
 from farflock.swarm.roles import role_of
 
 if TYPE_CHECKING:
-    from farflock.node.process.node_process import Node
+    from farflock.node.process.node_process import NodeProcess
 
 EVERY_S = 1.0
 PACE_SAMPLES = 10  # the pace is that of so many seconds
@@ -25,7 +25,7 @@ PACE_SAMPLES = 10  # the pace is that of so many seconds
 log = logging.getLogger(__name__)
 
 
-class Partner(msgspec.Struct, frozen=True):
+class PartnerStatus(msgspec.Struct, frozen=True):
     """Another member, as this node sees it."""
 
     peer: str
@@ -66,7 +66,7 @@ class Status(msgspec.Struct, frozen=True):
     view: int
     members: tuple[str, ...]
     is_member: bool
-    partners: tuple[Partner, ...]
+    partners: tuple[PartnerStatus, ...]
     waits: tuple[Waiting, ...]
     sent_bytes: int
     received_bytes: int
@@ -84,7 +84,7 @@ class Status(msgspec.Struct, frozen=True):
 class StatusWriter:
     """Writes a node's status to `status.json` in its folder, atomically, and shows it to whoever watches."""
 
-    def __init__(self, node: "Node") -> None:
+    def __init__(self, node: "NodeProcess") -> None:
         self._node = node
         self._path = node.machine.folder.path / "status.json"
         self._pace: collections.deque[tuple[float, int]] = collections.deque(
@@ -118,7 +118,7 @@ class StatusWriter:
         return (last - first) / (ended_s - began_s)
 
 
-def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None = None) -> Status:
+def status_of(node: "NodeProcess", doing: str | None = None, tokens_per_s: float | None = None) -> Status:
     """What there is to say about a node now; `doing` where the caller knows better."""
     part, links = node.participant, node.links
     peer = part.peer
@@ -152,7 +152,7 @@ def status_of(node: "Node", doing: str | None = None, tokens_per_s: float | None
     )
 
 
-def _doing(node: "Node") -> str:
+def _doing(node: "NodeProcess") -> str:
     part, here, wanted = node.participant, len(node.participant.peer.port.views.newest.peers), node.awaited()
     if part.stopping:
         return "is leaving"
@@ -168,11 +168,11 @@ def read_status(path: "os.PathLike[str]") -> Status:
         return msgspec.json.decode(file.read(), type=Status)
 
 
-def _partner(links: Links, member: Member) -> Partner:
+def _partner(links: Links, member: Member) -> PartnerStatus:
     peer = member.peer
     rtt_s = links.rtt_s(peer)
     rtt_ms = None if rtt_s is None else rtt_s * 1000
-    return Partner(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
+    return PartnerStatus(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
 
 
 def is_node(pid: int) -> bool:

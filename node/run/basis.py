@@ -16,7 +16,7 @@ from farflock.compression.activation import Incompatible
 from farflock.compression.activation_catalog import subspace_terms
 from farflock.compression.exact_product import product
 from farflock.compression.subspace import Basis
-from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.optimizers.parts.philox import words
 
 MAX_RANK = 1024
@@ -81,7 +81,7 @@ def _bells(seed: int, stream: int, count: int) -> Tensor:
     return (sums - 510).double() / _BELL
 
 
-def basis_of(plan: Plan, pipeline: PipelinePlan) -> Basis | None:
+def basis_of(plan: RunPlan, pipeline: PipelinePlan) -> Basis | None:
     """What all peers of a run share for its codec, if that needs something; `Incompatible` if this machine makes another one
     than the manifest names."""
     terms = subspace_terms(pipeline.codec)

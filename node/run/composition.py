@@ -8,7 +8,7 @@ and ends where the loss is; stages that change places are alike), others what ou
 things are built has no rule: every stage divides by its own count; servers refuse what comes rounds too late; models
 have no dropout; a recovery changes its own stage alone, and takes equal shapes alone
 (node/pipeline/recovery/rebuild.py); and of codecs whose ends share parameters these are made from the run's seed, or
-agreed upon in a version that each payload names (node/pipeline/contrib/table_versions.py), and weights are projected
+agreed upon in a version that each payload names (node/pipeline/contrib/embedding_versions.py), and weights are projected
 by whatever writes them (node/pipeline/passes/constraint.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from farflock.node.model.llama import ModelConfig
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.run.basis import largest_rank
 from farflock.node.run.split import BadSplit, even, split
-from farflock.node.run.terms import MAX_KEYS, MAX_VISIT, PipelinePlan, Plan
+from farflock.node.run.terms import MAX_KEYS, MAX_VISIT, PipelinePlan, RunPlan
 from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
@@ -45,11 +45,11 @@ class Uncomposable(Usage):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Composition:
     """What is put together: the run's plan, how its model is cut, how its stages are synced, and how microbatches find their
     way."""
 
-    plan: Plan
+    plan: RunPlan
     pipeline: PipelinePlan
     method: Method
     policy: PathPolicy
@@ -109,7 +109,7 @@ def require_untied(config: ModelConfig, stages: int) -> None:
         raise Uncomposable("tied model", why, "set model.tied to false")
 
 
-def require_composable(parts: Parts) -> None:
+def require_composable(parts: Composition) -> None:
     """`Uncomposable` with the first rule that these parts break."""
     for name, rule in RULES.items():
         breach = rule(parts)
@@ -120,7 +120,7 @@ def require_composable(parts: Parts) -> None:
 # what a stage computes
 
 
-def _one_batch(parts: Parts) -> Breach | None:
+def _one_batch(parts: Composition) -> Breach | None:
     """A step is as many microbatches as its stage's group takes in; nothing else accumulates."""
     if parts.plan.accumulate == 1:
         return None
@@ -128,7 +128,7 @@ def _one_batch(parts: Parts) -> Breach | None:
     return why, f"set accumulate to 1, and pipeline.batch to {parts.plan.accumulate} times as many if that is meant"
 
 
-def _one_precision(parts: Parts) -> Breach | None:
+def _one_precision(parts: Composition) -> Breach | None:
     """Who recomputes a pass must find what was computed: stages compute as their weights are."""
     return (
         ("train.autocast is on, and stages compute as they are kept", "set it to false")
@@ -140,7 +140,7 @@ def _one_precision(parts: Parts) -> Breach | None:
 # codecs
 
 
-def _pinned_routes(parts: Parts) -> Breach | None:
+def _pinned_routes(parts: Composition) -> Breach | None:
     """A codec that remembers an edge's samples needs a lane that keeps its servers."""
     codec = parts.pipeline.codec
     if scope_of(codec) != "edge_sample" or parts.policy.pinned:
@@ -149,7 +149,7 @@ def _pinned_routes(parts: Parts) -> Breach | None:
     return why, f"choose a codec that remembers nothing, such as {_without_memory(codec)}"
 
 
-def _recurring_samples(parts: Parts) -> Breach | None:
+def _recurring_samples(parts: Composition) -> Breach | None:
     """A codec that sends what changed since the last visit sends first visits whole, in 16 bits a value."""
     plan, codec, choice = parts.plan, parts.pipeline.codec, f"choose {_without_memory(parts.pipeline.codec)}"
     if scope_of(codec) != "edge_sample":
@@ -167,7 +167,7 @@ def _recurring_samples(parts: Parts) -> Breach | None:
     return None
 
 
-def _room_for_samples(parts: Parts) -> Breach | None:
+def _room_for_samples(parts: Composition) -> Breach | None:
     """Ends that hold less than a microbatch hold nothing until it comes again; others hold nothing at all."""
     plan, pipeline = parts.plan, parts.pipeline
     if scope_of(pipeline.codec) != "edge_sample":
@@ -182,7 +182,7 @@ def _room_for_samples(parts: Parts) -> Breach | None:
     return why, f"set pipeline.cache_bytes to {plan.samples * each:,} for each trainer of a server"
 
 
-def _shared_basis(parts: Parts) -> Breach | None:
+def _shared_basis(parts: Composition) -> Breach | None:
     """Both ends of such a codec hold the same basis, which every peer makes from the run's seed."""
     terms, width = subspace_terms(parts.pipeline.codec), parts.plan.model.dim
     if terms is None or terms.rank <= (most := largest_rank(width)):
@@ -201,7 +201,7 @@ def _without_memory(codec: str) -> str:
     return "int4" if codec.startswith("aqsgd4") else "int8"
 
 
-def _payloads(parts: Parts) -> Breach | None:
+def _payloads(parts: Composition) -> Breach | None:
     """A call carries an activation, and its gradient, whole."""
     plan, codec = parts.plan, parts.pipeline.codec
     most = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
@@ -221,7 +221,7 @@ def _payloads(parts: Parts) -> Breach | None:
     return None
 
 
-def _free_replicas(parts: Parts) -> Breach | None:
+def _free_replicas(parts: Composition) -> Breach | None:
     """Where full replicas leave the subspace, all share an average that is nobody's own weights, and what pipelines make of it
     follows from it alone."""
     pipeline, method = parts.pipeline, parts.plan.method
@@ -249,7 +249,7 @@ def _free_replicas(parts: Parts) -> Breach | None:
 # paths
 
 
-def _first_stage(parts: Parts) -> Breach | None:
+def _first_stage(parts: Composition) -> Breach | None:
     """Who begins elsewhere has no activations to begin with."""
     for order in parts.orders:
         if order[:1] != (0,):
@@ -257,7 +257,7 @@ def _first_stage(parts: Parts) -> Breach | None:
     return None
 
 
-def _last_stage(parts: Parts) -> Breach | None:
+def _last_stage(parts: Composition) -> Breach | None:
     """The loss is there."""
     for order in parts.orders:
         if order[-1] != parts.count - 1:
@@ -266,7 +266,7 @@ def _last_stage(parts: Parts) -> Breach | None:
     return None
 
 
-def _every_stage(parts: Parts) -> Breach | None:
+def _every_stage(parts: Composition) -> Breach | None:
     """Counts are each stage's own, but rounds must keep step: a stage that fewer visit than its batches are made for fills them
     more slowly, until its rounds are too far back for any forward pass."""
     for order in parts.orders:
@@ -283,7 +283,7 @@ def _every_stage(parts: Parts) -> Breach | None:
     return None
 
 
-def _whole_batches(parts: Parts) -> Breach | None:
+def _whole_batches(parts: Composition) -> Breach | None:
     """A stage's batch is its share of the run's, in microbatches."""
     for stage in range(parts.count):
         share = parts.policy.share(stage)
@@ -294,7 +294,7 @@ def _whole_batches(parts: Parts) -> Breach | None:
     return None
 
 
-def _equal_swaps(parts: Parts) -> Breach | None:
+def _equal_swaps(parts: Composition) -> Breach | None:
     """Stages that change places take, give and are alike."""
     spans = parts.pipeline.stages
     kinds = [(stage == 0, stage == parts.count - 1, len(span)) for stage, span in enumerate(spans)]
@@ -309,7 +309,7 @@ def _equal_swaps(parts: Parts) -> Breach | None:
 # recovery
 
 
-def _end_copies(parts: Parts) -> Breach | None:
+def _end_copies(parts: Composition) -> Breach | None:
     """A lost end stage takes its layers from the stage beside it, and only what else it holds from the copy."""
     sizes = parts.pipeline.layers
     if not parts.pipeline.end_copies or (len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]):
@@ -321,7 +321,7 @@ def _end_copies(parts: Parts) -> Breach | None:
 # methods
 
 
-def _one_group(parts: Parts) -> Breach | None:
+def _one_group(parts: Composition) -> Breach | None:
     """A microbatch counts when a round of its stage's whole group names it."""
     streams = parts.streams
     if not streams:
@@ -333,7 +333,7 @@ def _one_group(parts: Parts) -> Breach | None:
     return why, "choose ddp, or a method whose rounds are everybody's, such as diloco"
 
 
-def _rounds_by_steps(parts: Parts) -> Breach | None:
+def _rounds_by_steps(parts: Composition) -> Breach | None:
     """A trainer keeps what no round has named, so that rounds must come after so many microbatches, not after a time."""
     round_s = getattr(parts.method, "round_s", None)
     if round_s is None:
@@ -341,7 +341,7 @@ def _rounds_by_steps(parts: Parts) -> Breach | None:
     return f"method {parts.plan.method} ends its rounds every {round_s:g} s", "leave round_s out and name a period"
 
 
-def _rounds_in_step(parts: Parts) -> Breach | None:
+def _rounds_in_step(parts: Composition) -> Breach | None:
     """Forward passes are taken within a few rounds of the one that their microbatch set out in, at every stage: each round must
     stand for as many microbatches, and name them."""
     streams = parts.streams
@@ -362,7 +362,7 @@ def _rounds_in_step(parts: Parts) -> Breach | None:
 # microbatches on their way
 
 
-def _kept(parts: Parts) -> Breach | None:
+def _kept(parts: Composition) -> Breach | None:
     """A lone trainer must be able to fill a round while the one before it is agreed upon."""
     trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
     needed = least_kept(parts.batch, steps, trainer.window)
@@ -392,7 +392,7 @@ def steps_of(options: Method | Mapping[str, Any]) -> int:
 # asynchronous passes
 
 
-def _versions_in_use(parts: Parts) -> Breach | None:
+def _versions_in_use(parts: Composition) -> Breach | None:
     """No version is kept that nothing may be computed with."""
     terms, staleness = parts.pipeline.asynchronous, parts.pipeline.server.staleness
     if terms is None or terms.versions <= staleness + 1:
@@ -401,7 +401,7 @@ def _versions_in_use(parts: Parts) -> Breach | None:
     return why, f"set pipeline.staleness to {terms.versions - 1}, or versions to {staleness + 1}"
 
 
-def _shared_versions(parts: Parts) -> Breach | None:
+def _shared_versions(parts: Composition) -> Breach | None:
     """A version is the same at all servers of its stage, or none could take another one's place."""
     if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
         return None
@@ -409,7 +409,7 @@ def _shared_versions(parts: Parts) -> Breach | None:
     return why, "choose a method that keeps all members equal, such as ddp or diloco, or leave asynchronous out"
 
 
-def _predicted_steps(parts: Parts) -> Breach | None:
+def _predicted_steps(parts: Composition) -> Breach | None:
     """What is predicted is the next step of all."""
     terms = parts.pipeline.asynchronous
     if terms is None or not terms.predicts or parts.plan.method in SUMMING:
@@ -418,7 +418,7 @@ def _predicted_steps(parts: Parts) -> Breach | None:
     return f"{why}, and with method {parts.plan.method} each has its own", "choose method ddp, or another correction"
 
 
-def _corrected_momentum(parts: Parts) -> Breach | None:
+def _corrected_momentum(parts: Composition) -> Breach | None:
     """Corrections are made of the inner optimizer's momentum."""
     inner, terms = parts.plan.inner, parts.pipeline.asynchronous
     correction = "none" if terms is None else terms.correction
@@ -435,7 +435,7 @@ def _corrected_momentum(parts: Parts) -> Breach | None:
     return f"correction {correction} cannot be made with {called}", f"{needs}, or choose another correction"
 
 
-RULES: Mapping[str, Callable[[Parts], Breach | None]] = {
+RULES: Mapping[str, Callable[[Composition], Breach | None]] = {
     "one batch": _one_batch,
     "one precision": _one_precision,
     "pinned routes": _pinned_routes,

@@ -16,7 +16,7 @@ from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.muon import Muon
 from farflock.optimizers.streaming import Streaming
 
-Inner = torch.optim.Optimizer | InnerConfig
+InnerOptimizer = torch.optim.Optimizer | InnerConfig
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ SHARED_MOMENTS = {  # methods whose replicas all take the same inner steps, and 
 }
 
 
-def require_inner(name: str, made: Method, inner: Inner, clip_norm: float | None = None) -> None:
+def require_inner(name: str, made: Method, inner: InnerOptimizer, clip_norm: float | None = None) -> None:
     """`Usage` unless the method of this name can work with the inner optimizer and the clipping of gradients: sends all of its
     moments if replicas share them, finds those that it averages, and has its step taken as it is if that is a sign."""
     kept, called = moments_of(inner), inner.name if isinstance(inner, InnerConfig) else type(inner).__name__
@@ -96,7 +96,7 @@ def require_members(made: Method, members: int, place: str) -> None:
         raise Usage("method.options.enough", why, f"choose {members} or fewer, or 0 for everybody's")
 
 
-def moments_of(inner: Inner) -> Sequence[frozenset[str] | None]:
+def moments_of(inner: InnerOptimizer) -> Sequence[frozenset[str] | None]:
     """The moments that it keeps of a parameter, for each of the optimizers that it is made of; None for one that is not known
     here. To build one only to ask would take torch seconds, and it would write files."""
     if isinstance(inner, InnerConfig):

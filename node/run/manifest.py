@@ -18,15 +18,15 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
-from farflock.node.errors import Refused, Usage, nearest
+from farflock.node.errors import RefusedByRun, Usage, nearest
 from farflock.node.model.corpus import SHIPPED, BadCorpus, load_corpus
 from farflock.node.model.data import MAX_RECURRING
 from farflock.node.model.llama import PRESETS, ModelConfig
 from farflock.node.model.tokenizer import TOKENIZERS
 from farflock.node.run.fit import nearest_divisor, require_inner, require_layers, require_members
 from farflock.node.run.pipeline_section import METHOD as PIPELINE_METHOD
-from farflock.node.run.pipeline_section import Pipeline, fill_pipeline, plan_of, require_pipeline
-from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.run.pipeline_section import PipelineSection, fill_pipeline, plan_of, require_pipeline
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import METHODS, NAMES, options_of, unfolded
 from farflock.optimizers.catalog import method as build_method
@@ -51,12 +51,12 @@ USER_MODEL = (
 OUTERS: dict[str, type[Any]] = {"sgd": OuterSGD, "nesterov": OuterNesterov, "heavyball": OuterHeavyBall}
 SENT = ("codec", "return_codec", "deadline_s")  # options of a method that [exchange] holds
 
-Text = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
-Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
-Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**60)]
+PlainText = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+BatchCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
+TokenCount = Annotated[int, msgspec.Meta(ge=1, le=2**60)]
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Terms = TypeVar("Terms", bound=msgspec.Struct)
+SectionT = TypeVar("SectionT", bound=msgspec.Struct)
 Option = int | float | str | bool | dict[str, int | float | str]
 
 
@@ -64,36 +64,36 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the manifest."""
 
 
-class Run(_Section, frozen=True):
+class RunSection(_Section, frozen=True):
     """[run]: what it is called, the seed of all its randomness, and how many tokens it trains in all."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
-    total_tokens: Tokens = 1_000_000
+    total_tokens: TokenCount = 1_000_000
     protocol: Annotated[int, msgspec.Meta(ge=0)] = PROTOCOL
 
 
-class Data(_Section, frozen=True, kw_only=True):
+class DataSection(_Section, frozen=True, kw_only=True):
     """[data]: the text, how it is cut into tokens, and the SHA-256 of exactly that text.
 
     The hash is never left open in a resolved manifest: it keeps a founder from making a volunteer train on just any file
     that happens to have that name there."""
 
-    corpus: Text = SHIPPED
-    tokenizer: Text = "bytes"
+    corpus: PlainText = SHIPPED
+    tokenizer: PlainText = "bytes"
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Train(_Section, frozen=True, kw_only=True):
+class TrainSection(_Section, frozen=True, kw_only=True):
     """[train]: the inner steps. A step takes `accumulate` batches of `batch` sequences of `seq` tokens. The rate rises to
     `lr` over `warmup_tokens` and falls to `min_lr_ratio` of it; a joiner's rate also grows over `joiner_steps` of its
     own. With `samples` each trainer draws so many sequences once, which come again in epochs; without each is a new one.
     `momentum` and `nesterov` are for sgd and muon (optimizers/parts/inner.py). `clip` is the greatest gradient norm, 0
     for none."""
 
-    batch: Count = 8
-    seq: Count = 64
-    accumulate: Count = 1
+    batch: BatchCount = 8
+    seq: BatchCount = 64
+    accumulate: BatchCount = 1
     samples: Annotated[int, msgspec.Meta(ge=1, le=MAX_RECURRING)] | None = None
     optimizer: InnerName = "adamw"
     lr: Annotated[float, msgspec.Meta(gt=0, le=100)] = 3e-3
@@ -108,27 +108,27 @@ class Train(_Section, frozen=True, kw_only=True):
     joiner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 20
 
 
-class Method(_Section, frozen=True):
+class MethodSection(_Section, frozen=True):
     """[method]: how peers keep one model although they train apart, and the options of that method."""
 
-    name: Text = "noloco"
-    options: dict[Text, Option] = {}
+    name: PlainText = "noloco"
+    options: dict[PlainText, Option] = {}
 
 
-class Exchange(_Section, frozen=True):
+class ExchangeSection(_Section, frozen=True):
     """[exchange]: what is sent and how long it is waited for; empty where the method has no such thing. Membership changes
     at most every `view_s` seconds, members without a majority for `branch_after_s` go on as a branch, and the founder
     trains once `start_peers` members are there."""
 
-    codec: Text | None = None
-    return_codec: Text | None = None
+    codec: PlainText | None = None
+    return_codec: PlainText | None = None
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] | None = None
     view_s: Annotated[float, msgspec.Meta(ge=0.5, le=3600)] = 30.0
     branch_after_s: Annotated[float, msgspec.Meta(ge=10, le=1e6)] = 600.0
     start_peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
-class Trust(_Section, frozen=True):
+class TrustSection(_Section, frozen=True):
     """[trust]: who may take part. This version knows invited friends alone."""
 
     level: Literal["trusted"] = "trusted"
@@ -137,14 +137,14 @@ class Trust(_Section, frozen=True):
 class Manifest(_Section, frozen=True, kw_only=True):
     """A whole run, resolved."""
 
-    run: Run = Run()
+    run: RunSection = RunSection()
     model: ModelConfig
-    data: Data
-    train: Train
-    method: Method = Method()
-    exchange: Exchange = Exchange()
-    trust: Trust = Trust()
-    pipeline: Pipeline | None = None  # whole models
+    data: DataSection
+    train: TrainSection
+    method: MethodSection = MethodSection()
+    exchange: ExchangeSection = ExchangeSection()
+    trust: TrustSection = TrustSection()
+    pipeline: PipelineSection | None = None  # whole models
 
     def canonical(self) -> bytes:
         """The TOML that is hashed, signed and sent; `parse` gives the same manifest again."""
@@ -158,10 +158,10 @@ class Manifest(_Section, frozen=True, kw_only=True):
         """32 hex digits that name this run of this founder."""
         return hashlib.sha256(self.canonical() + b"\x00" + founder.encode()).hexdigest()[:32]
 
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """What all nodes of this run do; raise `ValueError` where the parts refuse their numbers."""
         train = self.train
-        return Plan(
+        return RunPlan(
             run_seed=self.run.seed,
             model=self.model,
             inner=InnerConfig(
@@ -217,18 +217,20 @@ class Manifest(_Section, frozen=True, kw_only=True):
 
 
 def load(path: Path, assignments: Sequence[str] = ()) -> Manifest:
-    """Read a founder's file, apply `a.b=c` overrides and resolve; `Usage` or `Refused` for whatever is wrong."""
+    """Read a founder's file, apply `a.b=c` overrides and resolve; `Usage` or `RefusedByRun` for whatever is wrong."""
     return resolve(tables(path.read_bytes(), str(path)), assignments)
 
 
 def parse(text: str | bytes) -> Manifest:
-    """A resolved manifest from its canonical text, as members send it; `Refused` for anything else."""
+    """A resolved manifest from its canonical text, as members send it; `RefusedByRun` for anything else."""
     try:
         table = tables(text, "the manifest")
         _require_known_model(table)
         return convert(table, Manifest).check()
     except Usage as error:
-        raise Refused("this version cannot take part in that run", str(error), "tell its founder, or update") from None
+        raise RefusedByRun(
+            "this version cannot take part in that run", str(error), "tell its founder, or update"
+        ) from None
 
 
 def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
@@ -331,7 +333,7 @@ def require_same_protocol(protocol: object) -> None:
         remedy = (
             "update farflock" if isinstance(protocol, int) and protocol > PROTOCOL else "use the version that made it"
         )
-        raise Refused("the run has another protocol", f"{protocol!r}, this program speaks {PROTOCOL}", remedy)
+        raise RefusedByRun("the run has another protocol", f"{protocol!r}, this program speaks {PROTOCOL}", remedy)
 
 
 def _require_known_model(table: Mapping[str, Any]) -> None:
@@ -340,7 +342,7 @@ def _require_known_model(table: Mapping[str, Any]) -> None:
             "a command cannot build it",
             "join it from that program: farflock.SwarmOptimizer(model, invite=...)",
         )
-        raise Refused("that run trains the model of a program of its founder's", why, remedy)
+        raise RefusedByRun("that run trains the model of a program of its founder's", why, remedy)
 
 
 def _require_tables(table: Mapping[str, Any]) -> None:
@@ -365,7 +367,7 @@ def _fill_model(table: dict[str, Any]) -> None:
 def _fill_train(table: dict[str, Any]) -> None:
     """Spell out the warm-up, and for a method whose step is a sign the inner optimizer that takes it as it is."""
     run, train, method = (table.setdefault(name, {}) for name in ("run", "train", "method"))
-    if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", Run().total_tokens), int):
+    if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", RunSection().total_tokens), int):
         train["warmup_tokens"] = int(total * WARMUP_SHARE)
     if issubclass(METHODS[method["name"]], Decoupled) and method["options"]["sign"] is True:
         table["train"] = {"optimizer": "sgd", "clip": 0.0} | train
@@ -375,7 +377,7 @@ def fill_method(table: dict[str, Any]) -> None:
     """Spell out the method's options, and put what is about sending into [exchange]. Fragments that nobody has counted are
     as many as divide the model's layers, nearest to the method's own number."""
     method, exchange = table.setdefault("method", {}), table.setdefault("exchange", {})
-    name, given = method.get("name", Method().name), method.get("options", {})
+    name, given = method.get("name", MethodSection().name), method.get("options", {})
     _require_name("method.name", name, dict.fromkeys(NAMES))
     name, preset = unfolded(name)
     if not isinstance(given, dict):
@@ -415,7 +417,7 @@ def _values(made: Any) -> dict[str, Any]:  # noqa: ANN401 - a method or an outer
     }
 
 
-def constructor_options(method: Method, exchange: Exchange) -> dict[str, Any]:
+def constructor_options(method: MethodSection, exchange: ExchangeSection) -> dict[str, Any]:
     """What the method's constructor is given."""
     sent = {name: value for name in SENT if (value := getattr(exchange, name)) is not None}
     options: dict[str, Any] = {**method.options, **sent}
@@ -425,7 +427,7 @@ def constructor_options(method: Method, exchange: Exchange) -> dict[str, Any]:
     return options
 
 
-def require_method(method: Method) -> None:
+def require_method(method: MethodSection) -> None:
     """Refuse unknown names, unknown options and options of a wrong type."""
     _require_name("method.name", method.name, METHODS)
     options = dict(method.options)
@@ -471,7 +473,7 @@ def _corpus_hash(name: str) -> str:
         raise Usage("data.corpus", str(error), "") from None
 
 
-def convert(table: dict[str, Any], kind: type[Terms]) -> Terms:
+def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
     """Tables as a manifest (or what a run of somebody's own model has in its place); `Usage` with the place of an error."""
     require_protocol(table)
     _require_known(table, kind, "")

@@ -13,7 +13,7 @@ from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import Manifest
-from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 
 VALUE_BYTES = 4  # everything is kept in fp32
 VALUES_ALONE, VALUES = 21, 31
@@ -40,7 +40,7 @@ def layer_values(model: ModelConfig, seq: int) -> int:
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
-def require_room(manifest: Manifest, error: type[FarflockError]) -> None:
+def require_memory(manifest: Manifest, error: type[FarflockError]) -> None:
     """Raise `error`, with the numbers, if the machine has less memory free than the run takes."""
     needed, free = needed_bytes(manifest), int(psutil.virtual_memory().available)
     if needed > free:
@@ -58,7 +58,7 @@ def stage_parameters(model: ModelConfig, span: range) -> int:
     return ends + (table if span.start == 0 else 0) + (model.dim + table if span.stop == model.layers else 0)
 
 
-def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
+def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int:
     """Bytes that serving this stage takes beside the program itself, an estimate from above, counted as for whole
     models (`needed_bytes`) and more: the gradients that are put aside, what passes keep of the microbatches that
     are computed at once, the payloads of those that wait, the basis of a codec that has one, and what one remembers of
@@ -84,7 +84,7 @@ def needed_stage_bytes(plan: Plan, pipeline: PipelinePlan, stage: int) -> int:
     return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared + remembered
 
 
-def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:
+def require_stage_memory(plan: RunPlan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:
     """`Uncomposable` if this stage fits none of the machines that have so much memory free."""
     needed, largest = needed_stage_bytes(plan, pipeline, stage), max(free_bytes, default=0)
     if needed <= largest:
@@ -99,13 +99,13 @@ def require_stage_room(plan: Plan, pipeline: PipelinePlan, stage: int, *free_byt
     raise Uncomposable(RULE, why, f"{serve}cut the model into more stages, or use a larger machine")
 
 
-def needed_replica_bytes(plan: Plan, pipeline: PipelinePlan) -> int:
+def needed_replica_bytes(plan: RunPlan, pipeline: PipelinePlan) -> int:
     """Bytes that a full replica takes, which serves all stages, each as a server of that stage alone would; what a microbatch's
     pass through all of them keeps is in it, stage by stage."""
     return sum(needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages)))
 
 
-def require_replica_room(plan: Plan, pipeline: PipelinePlan, *free_bytes: int) -> None:
+def require_replica_memory(plan: RunPlan, pipeline: PipelinePlan, *free_bytes: int) -> None:
     """`Uncomposable` if all stages together fit none of the machines that have so much memory free."""
     needed, largest = needed_replica_bytes(plan, pipeline), max(free_bytes, default=0)
     if needed <= largest:
@@ -130,5 +130,5 @@ def _kept_copies(pipeline: PipelinePlan) -> int:
     return 0 if terms is None else 2 * (terms.versions - 1) + 1 + 2 * terms.predicts
 
 
-def _is_last(plan: Plan, span: range) -> bool:
+def _is_last(plan: RunPlan, span: range) -> bool:
     return span.stop == plan.model.layers

@@ -12,7 +12,7 @@ from farflock.node.errors import Usage, nearest
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import run_basis
 from farflock.node.run.composition import (
-    Parts,
+    Composition,
     Uncomposable,
     least_kept,
     require_composable,
@@ -30,11 +30,11 @@ from farflock.node.run.terms import (
     MAX_STAGES,
     MAX_VERSIONS,
     Asynchronous,
-    Balance,
     Constrained,
     Correction,
     PipelinePlan,
-    Plan,
+    RebalanceTerms,
+    RunPlan,
     ServerTerms,
     TrainerTerms,
     WhenGone,
@@ -42,7 +42,7 @@ from farflock.node.run.terms import (
 from farflock.optimizers.method import Method
 from farflock.swarm.paths.checkfree import RULE as SWAP_RULE
 from farflock.swarm.paths.checkfree import BadSwap
-from farflock.swarm.paths.partial import BadSkip
+from farflock.swarm.paths.partial_paths import BadSkip
 from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.paths.skippipe import BadPlan
 
@@ -50,12 +50,12 @@ METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual on
 BATCH = 16
 CACHE_BYTES = 1 << 28  # of samples' values at each end of an edge, unless a manifest says otherwise
 TABLE_EVERY = 4  # rounds
-_SERVER, _TRAINER, _BALANCE = ServerTerms(), TrainerTerms(), Balance()
+_SERVER, _TRAINER, _BALANCE = ServerTerms(), TrainerTerms(), RebalanceTerms()
 
-Name = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
+ShortText = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Microbatches = Annotated[int, msgspec.Meta(ge=1, le=MAX_KEYS)]
-Seconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
+TimeoutSeconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
 
 
 class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     gone: WhenGone = "drop"
 
 
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[pipeline]. `stages` are the layers of each stage; a founder may name how many stages there are instead, of
     nearly equally many layers each (unequal ones, for machines that were measured, come from the planner,
     experiments/placement/asymmetric.py, and are then written down here). A stage steps once its group has taken in
@@ -92,20 +92,20 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     batch: Microbatches = BATCH
-    codec: Name = "int8"
+    codec: ShortText = "int8"
     basis: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")] | None = None
     cache_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
-    policy: Name = "swarm"
+    policy: ShortText = "swarm"
     queue: Few = _SERVER.queue
     together: Few = _SERVER.together
     places: Few = _SERVER.places
-    lease_s: Seconds = _SERVER.lease_s
+    lease_s: TimeoutSeconds = _SERVER.lease_s
     staleness: Annotated[int, msgspec.Meta(ge=0, le=1024)] = _SERVER.staleness
     window: Few = _TRAINER.window
     kept: Microbatches = _TRAINER.kept
     end_copies: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
-    forward_timeout_s: Seconds = _TRAINER.forward_timeout_s
-    backward_timeout_s: Seconds = _TRAINER.backward_timeout_s
+    forward_timeout_s: TimeoutSeconds = _TRAINER.forward_timeout_s
+    backward_timeout_s: TimeoutSeconds = _TRAINER.backward_timeout_s
     rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = _BALANCE.every_s
     asynchronous: AsynchronousTerms | None = None  # backward passes use the weights that are there
     constrain: Constrained = "all"
@@ -196,7 +196,7 @@ def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
         return None
 
 
-def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
+def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
     """What all nodes of such a run do alike; `Uncomposable` if the stages are not the model's."""
     return PipelinePlan(
         require_split(plan.model, terms.stages),
@@ -205,7 +205,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
         terms.policy,
         ServerTerms(terms.queue, terms.together, terms.places, terms.lease_s, terms.staleness),
         TrainerTerms(terms.window, terms.kept, terms.forward_timeout_s, terms.backward_timeout_s),
-        balance=Balance(terms.rebalance_s),
+        balance=RebalanceTerms(terms.rebalance_s),
         end_copies=terms.end_copies,
         basis=terms.basis,
         cache_bytes=terms.cache_bytes,
@@ -216,7 +216,7 @@ def plan_of(terms: Pipeline, plan: Plan) -> PipelinePlan:
     )
 
 
-def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
+def require_pipeline(terms: PipelineSection, plan: RunPlan, made: Method) -> None:
     """`Usage` for what cannot run: names that are not known, numbers that leave nothing possible, and parts that do not fit
     each other (`Uncomposable`, with the rule's name)."""
     if terms.window > terms.kept:
@@ -231,11 +231,11 @@ def require_pipeline(terms: Pipeline, plan: Plan, made: Method) -> None:
         raise Usage(f"pipeline.rebalance_s: {terms.rebalance_s}", why, f"set it to {EMERGENCY_S:.0f} or more, or to 0")
     _require_paths(terms)
     pipeline = plan_of(terms, plan)
-    require_composable(Parts(plan, pipeline, made, _policy(pipeline, plan)))
+    require_composable(Composition(plan, pipeline, made, _policy(pipeline, plan)))
     _require_named(terms)
 
 
-def _require_paths(terms: Pipeline) -> None:
+def _require_paths(terms: PipelineSection) -> None:
     """`Uncomposable` for planned paths that no run of these stages can follow."""
     if terms.plan is None:
         return
@@ -245,7 +245,7 @@ def _require_paths(terms: Pipeline) -> None:
         raise Uncomposable(error.rule, error.why, error.remedy) from None
 
 
-def _policy(pipeline: PipelinePlan, plan: Plan) -> PathPolicy:
+def _policy(pipeline: PipelinePlan, plan: RunPlan) -> PathPolicy:
     try:
         return policy_of(pipeline.policy, pipeline.layers, plan.run_seed, "", pipeline.paths)
     except UnknownPolicy as error:
@@ -258,7 +258,7 @@ def _policy(pipeline: PipelinePlan, plan: Plan) -> PathPolicy:
         raise Uncomposable("skip ratio", str(error), "") from None
 
 
-def _require_named(terms: Pipeline) -> None:
+def _require_named(terms: PipelineSection) -> None:
     """A basis that could be another peer's has a digest in the manifest, and what needs none names none."""
     shares = subspace_terms(terms.codec) is not None
     if shares and terms.basis is None:

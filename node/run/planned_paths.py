@@ -29,7 +29,7 @@ from farflock.swarm.identity import BadIdentity, public_key
 from farflock.swarm.messages import MAX_MEMBERS
 from farflock.swarm.paths.draft import Instance
 from farflock.swarm.paths.planner import plan_paths
-from farflock.swarm.paths.skippipe import BadPlan, Kind, Path, Plan, Stop, Terms, place_name, require_paths
+from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, PlanTerms, StageKind, Stop, place_name, require_paths
 
 MAX_PATHS = 1024  # of a lane
 MAX_CHARS = 900  # of a path: lines of a manifest are not much longer
@@ -39,8 +39,8 @@ PLAN_WORK = 200  # plans that the planner looks at: some seconds
 _STOP = re.compile(r"(0|[1-9][0-9]?):(?:(0|[1-9][0-9]?)|([1-9A-HJ-NP-Za-km-z]{40,64}))", re.ASCII)
 
 PathText = Annotated[str, msgspec.Meta(max_length=MAX_CHARS, pattern=r"^[0-9A-Za-z: ]*$")]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-ByPlace = tuple[Annotated[tuple[Seconds, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)], ...]
+CostSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+ByPlace = tuple[Annotated[tuple[CostSeconds, ...], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)], ...]
 
 
 class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,12 +69,12 @@ class HostTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 # reading and writing
 
 
-def plan_of_texts(lanes: Sequence[Sequence[str]]) -> Plan:
+def plan_of_texts(lanes: Sequence[Sequence[str]]) -> PathPlan:
     """The plan that a manifest's texts say; `BadPlan` for what is none."""
-    return Plan(tuple(tuple(_path(text) for text in texts) for texts in lanes), per_step=1)
+    return PathPlan(tuple(tuple(_path(text) for text in texts) for texts in lanes), per_step=1)
 
 
-def texts_of(plan: Plan) -> list[list[str]]:
+def texts_of(plan: PathPlan) -> list[list[str]]:
     """A plan as a manifest has it; `plan_of_texts` gives it again."""
     return [[_line(path) for path in paths] for paths in plan.lanes]
 
@@ -109,16 +109,16 @@ def _text(stop: Stop) -> str:
 # rules
 
 
-def kinds_of(layers: Sequence[int]) -> tuple[Kind, ...]:
+def kinds_of(layers: Sequence[int]) -> tuple[StageKind, ...]:
     """What stages of so many layers take, give and have: the first embeds, the last has the loss."""
     last = len(layers) - 1
     return tuple(
-        Kind("tokens" if stage == 0 else "hidden", "logits" if stage == last else "hidden", ((many,),))
+        StageKind("tokens" if stage == 0 else "hidden", "logits" if stage == last else "hidden", ((many,),))
         for stage, many in enumerate(layers)
     )
 
 
-def require_plan(plan: Plan, servers: Sequence[int], layers: Sequence[int], batch: int) -> None:
+def require_plan(plan: PathPlan, servers: Sequence[int], layers: Sequence[int], batch: int) -> None:
     """`BadPlan` unless such a run can follow it: so many servers of each stage, stages of so many layers, that step after
     their share of `batch` microbatches."""
     if len(servers) != len(layers):
@@ -129,9 +129,9 @@ def require_plan(plan: Plan, servers: Sequence[int], layers: Sequence[int], batc
         raise BadPlan("horizon", why, "give fewer paths or lanes, or fewer turns to plan")
     _require_members(servers)
     _require_places(plan, servers)
-    known, terms = _servers_of(plan, servers), Terms(kinds_of(layers), len(plan.paths[0]))
+    known, terms = _servers_of(plan, servers), PlanTerms(kinds_of(layers), len(plan.paths[0]))
     for paths in plan.lanes:  # each alone, for a run may have one trainer
-        require_paths(Plan((paths,), plan.per_step), known, terms)
+        require_paths(PathPlan((paths,), plan.per_step), known, terms)
     _require_apart(plan)
     _require_lanes(plan, len(layers), batch)
 
@@ -142,7 +142,7 @@ def _require_members(servers: Sequence[int]) -> None:
         raise BadPlan("stage's server", why, "plan for fewer servers")
 
 
-def _require_places(plan: Plan, servers: Sequence[int]) -> None:
+def _require_places(plan: PathPlan, servers: Sequence[int]) -> None:
     for stop in itertools.chain.from_iterable(plan.paths):
         _, colon, place = stop.peer.partition(":")
         if colon and stop.stage < len(servers) and int(place) >= servers[stop.stage]:
@@ -150,7 +150,7 @@ def _require_places(plan: Plan, servers: Sequence[int]) -> None:
             raise BadPlan("stage's server", why, "number places from 0 on, or enlarge pipeline.plan.servers")
 
 
-def _servers_of(plan: Plan, servers: Sequence[int]) -> list[set[str]]:
+def _servers_of(plan: PathPlan, servers: Sequence[int]) -> list[set[str]]:
     """By stage, its places and the peers that have one by name; a peer whom two stages name has it at the first."""
     known = [{place_name(stage, place) for place in range(many)} for stage, many in enumerate(servers)]
     named: dict[str, int] = {}
@@ -160,7 +160,7 @@ def _servers_of(plan: Plan, servers: Sequence[int]) -> list[set[str]]:
     return known
 
 
-def _require_apart(plan: Plan) -> None:
+def _require_apart(plan: PathPlan) -> None:
     """All lanes set out at once, so that two which begin at one server collide there for certain."""
     for turn, paths in enumerate(zip(*plan.lanes, strict=True)):
         first: dict[str, int] = {}
@@ -173,7 +173,7 @@ def _require_apart(plan: Plan) -> None:
                 )
 
 
-def _require_lanes(plan: Plan, stages: int, batch: int) -> None:
+def _require_lanes(plan: PathPlan, stages: int, batch: int) -> None:
     """A lane visits each stage as often as the others do, and does not put the visits of one off for a batch."""
     shares = [_visits(paths) for paths in plan.lanes]
     if never := set(range(stages)) - set(_visits(plan.paths)):
@@ -234,7 +234,7 @@ def _counted(lanes: object, stages: int) -> list[int]:
     return [max(sum(stop.stage == stage for stop in stops), 1) for stage in range(stages)]
 
 
-def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> Plan:
+def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> PathPlan:
     """A plan for these hosts by their places; `BadPlan` if there is none. Each lane takes the paths of all lanes by turns, so
     that one trainer uses all servers and trains all stages equally."""
     serving = tuple(tuple(place_name(stage, at) for at in range(len(row))) for stage, row in enumerate(hosts.forward_s))
@@ -242,7 +242,7 @@ def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> Plan:
     lines = dict(zip(names, itertools.chain.from_iterable(hosts.line_s), strict=True))
     instance = Instance(
         serving=serving,
-        terms=Terms(kinds_of(layers), hosts.visited),
+        terms=PlanTerms(kinds_of(layers), hosts.visited),
         forward_s=dict(zip(names, itertools.chain.from_iterable(hosts.forward_s), strict=True)),
         transfer_s={here: {there: lines[here] + lines[there] for there in names} for here in names},
         memory=len(serving[0]) * hosts.turns,  # nothing is kept between passes
@@ -254,8 +254,8 @@ def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> Plan:
     return _by_turns(plan_paths(instance, seed, PLAN_WORK))
 
 
-def _by_turns(plan: Plan) -> Plan:
+def _by_turns(plan: PathPlan) -> PathPlan:
     """The same paths, all of them in each lane, which begins with its own."""
     lanes, turns = len(plan.lanes), len(plan.lanes[0])
     order = [[((lane + at) % lanes, turn) for turn in range(turns) for at in range(lanes)] for lane in range(lanes)]
-    return Plan(tuple(tuple(plan.lanes[lane][turn] for lane, turn in way) for way in order), plan.per_step)
+    return PathPlan(tuple(tuple(plan.lanes[lane][turn] for lane, turn in way) for way in order), plan.per_step)

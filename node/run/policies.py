@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.paths.checkfree import Swapped
-from farflock.swarm.paths.partial import BadSkip, Partial
-from farflock.swarm.paths.policy import PathPolicy, Wired, fixed, mixed
-from farflock.swarm.paths.skippipe import BadPlan, Following, Plan
+from farflock.swarm.paths.checkfree import SwappedPaths
+from farflock.swarm.paths.partial_paths import BadSkip, PartialPaths
+from farflock.swarm.paths.policy import PathPolicy, SwarmPaths, fixed, mixed
+from farflock.swarm.paths.skippipe import BadPlan, PathPlan, PlannedPaths
 
 SWAP = "swap"
 SKIP = "skip"  # with how many stages a path visits: `skip:3`
@@ -25,19 +25,19 @@ class UnknownPolicy(ValueError):
 
 
 def _wired(layers: Sequence[int], seed: int, me: str) -> PathPolicy:
-    return Wired(len(layers), random.Random(f"{seed}/{me}/wiring"))
+    return SwarmPaths(len(layers), random.Random(f"{seed}/{me}/wiring"))
 
 
 POLICIES: Mapping[str, Policy] = {
     "swarm": _wired,
     "fixed": lambda layers, seed, me: fixed(len(layers)),
     "noloco": lambda layers, seed, me: mixed(len(layers), seed),
-    SWAP: lambda layers, seed, me: Swapped(_wired(layers, seed, me), layers),
+    SWAP: lambda layers, seed, me: SwappedPaths(_wired(layers, seed, me), layers),
 }
 NAMES = (*POLICIES, PLANNED, f"{SKIP}:K")
 
 
-def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: Plan | None = None) -> PathPolicy:
+def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: PathPlan | None = None) -> PathPolicy:
     """The policy of this name for stages of so many layers, with the run's planned paths, if any. `UnknownPolicy` if there is
     none; `BadSwap`, `BadSkip` or `BadPlan` if it cannot be with these stages."""
     what, _, visited = name.partition(":")
@@ -46,12 +46,12 @@ def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: Plan 
             raise BadSkip(
                 f"{name!r} does not say how many stages a path visits; write {SKIP}:{max(len(layers) - 1, 3)}"
             )
-        return Partial(_wired(layers, seed, me), len(layers), int(visited), f"{seed}/{me}/partial")
+        return PartialPaths(_wired(layers, seed, me), len(layers), int(visited), f"{seed}/{me}/partial")
     if (name == PLANNED) != (paths is not None):
         why = "there are no paths to follow" if paths is None else f"policy {name!r} follows none of the paths"
         raise BadPlan("horizon", why, f"give paths in [pipeline.plan] with policy {PLANNED}, and with no other")
     if paths is not None:
-        return Following(paths, len(layers))
+        return PlannedPaths(paths, len(layers))
     if name not in POLICIES:
         raise UnknownPolicy(f"{name!r} is not known")
     return POLICIES[name](layers, seed, me)
@@ -63,7 +63,7 @@ def lane_of(me: PeerId) -> int:
 
 
 @functools.cache
-def shares_of(name: str, layers: tuple[int, ...], paths: Plan | None = None) -> tuple[Fraction, ...]:
+def shares_of(name: str, layers: tuple[int, ...], paths: PathPlan | None = None) -> tuple[Fraction, ...]:
     """By stage, the share of all microbatches that visit it."""
     policy = policy_of(name, layers, 0, "", paths)
     return tuple(policy.share(stage) for stage in range(len(layers)))

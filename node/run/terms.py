@@ -16,8 +16,8 @@ from farflock.node.run.policies import shares_of
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
-from farflock.swarm.paths.skippipe import Plan as Paths
-from farflock.swarm.protocol.rebalance import Rule
+from farflock.swarm.paths.skippipe import PathPlan
+from farflock.swarm.protocol.rebalance import RebalanceRule
 
 MAX_KEYS = 16_384  # microbatches that one contribution to a stage's round names
 MAX_STAGES = 64
@@ -35,7 +35,7 @@ Constrained = Literal["all", "pipelines"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What all nodes of a run do alike; a manifest resolves to it."""
 
     run_seed: int
@@ -84,11 +84,11 @@ class TrainerTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class RebalanceTerms:
     """When servers move: every `every_s` seconds one of them may, where `rule` says so; 0 for never but to lost stages."""
 
     every_s: float = 300.0
-    rule: Rule = field(default_factory=Rule)
+    rule: RebalanceRule = field(default_factory=RebalanceRule)
 
     def __post_init__(self) -> None:
         if self.every_s and not self.every_s >= EMERGENCY_S:
@@ -122,7 +122,7 @@ class Asynchronous:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class EmbeddingSchedule:
     """When versions change, by rounds of the first stage: one is made after every `every` rounds, and given up `overlap` rounds
     after its successor took effect."""
 
@@ -167,22 +167,22 @@ class PipelinePlan:
     policy: str = "swarm"
     server: ServerTerms = field(default_factory=ServerTerms)
     trainer: TrainerTerms = field(default_factory=TrainerTerms)
-    balance: Balance = field(default_factory=Balance)
+    balance: RebalanceTerms = field(default_factory=RebalanceTerms)
     end_copies: int = 0
     basis: str | None = None
     cache_bytes: int | None = None  # the codec's own bound
     asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
-    paths: Paths | None = None  # which policy `planned` follows
+    paths: PathPlan | None = None  # which policy `planned` follows
     constrain: Constrained = "all"
     table_every: int = 0
 
     @property
-    def turns(self) -> Turns | None:
+    def turns(self) -> EmbeddingSchedule | None:
         """When the frozen embedding changes; None where it stays as it is. A version is read as long as forward passes that it
         set out with may be."""
         if self.constrain == "all":
             return None
-        return Turns(self.table_every, max(OVERLAP_EPOCHS, self.server.staleness + 1))
+        return EmbeddingSchedule(self.table_every, max(OVERLAP_EPOCHS, self.server.staleness + 1))
 
     @property
     def layers(self) -> tuple[int, ...]:

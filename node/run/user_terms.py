@@ -13,15 +13,15 @@ import msgspec
 import torch
 from torch import nn
 
-from farflock.node.errors import Refused, Usage
+from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run.fit import require_members
 from farflock.node.run.manifest import (
     PROTOCOL,
     SENT,
     USER_MODEL,
-    Exchange,
-    Method,
-    Text,
+    ExchangeSection,
+    MethodSection,
+    PlainText,
     constructor_options,
     convert,
     fill_method,
@@ -30,16 +30,16 @@ from farflock.node.run.manifest import (
 )
 from farflock.node.run.toml import to_toml
 from farflock.optimizers.catalog import method as build_method
-from farflock.optimizers.method import Method as Made
+from farflock.optimizers.method import Method
 from farflock.swarm.messages import MAX_MEMBERS
 
-Table = dict[str, Any]
+TomlTable = dict[str, Any]
 
 DEFAULT_METHOD = "diloco"
 DEFAULT_VIEW_S = 5.0  # a joiner is let in at the next change of the view: loops in notebooks are short
 
 
-class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UserRunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """[run]: what it is called, and the seed of the swarm's own randomness (pairs, reducers); models have their own."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
@@ -54,22 +54,22 @@ class UserModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     numbers: Annotated[int, msgspec.Meta(ge=1, le=2**60)]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-    inner: Text
+    inner: PlainText
 
 
 class UserTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole run of somebody's own model, resolved."""
 
-    run: Run
+    run: UserRunSection
     user_model: UserModel
-    method: Method
-    exchange: Exchange
+    method: MethodSection
+    exchange: ExchangeSection
 
     def canonical(self) -> bytes:
         """The TOML that is hashed, signed and sent."""
         return to_toml(msgspec.to_builtins(self)).encode()
 
-    def build(self) -> Made:
+    def build(self) -> Method:
         """The method; `Usage` where it refuses its options."""
         try:
             return build_method(self.method.name, **constructor_options(self.method, self.exchange))
@@ -96,17 +96,17 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
     return UserModel(len(trained), numbers, digest.hexdigest(), type(inner).__name__)
 
 
-def wish(model: UserModel, method: str | None, run: Table, options: Table) -> Table:
+def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTable) -> TomlTable:
     """What a caller named, as the tables of the terms: what it left out (None) is missing there."""
     sent = {name: options[name] for name in (*SENT, "view_s") if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in (*SENT, "view_s")}
-    table: Table = {"run": {name: value for name, value in run.items() if value is not None}}
+    table: TomlTable = {"run": {name: value for name, value in run.items() if value is not None}}
     table[USER_MODEL] = msgspec.to_builtins(model)
     table["method"] = {"options": rest} if method is None else {"name": method, "options": rest}
     return table | {"exchange": sent}
 
 
-def founded(wished: Table) -> UserTerms:
+def founded(wished: TomlTable) -> UserTerms:
     """A founder's terms, defaults spelt out; `Usage` for what cannot run."""
     table = {**wished, "method": {"name": DEFAULT_METHOD} | wished["method"]}
     table["exchange"] = {"view_s": DEFAULT_VIEW_S} | wished["exchange"]
@@ -115,28 +115,30 @@ def founded(wished: Table) -> UserTerms:
     return _checked(table)
 
 
-def joined(raw: bytes, wished: Table) -> UserTerms:
-    """The run's terms, as they were sent; `Refused` if they cannot be taken part in, or if what a joiner named differs."""
+def joined(raw: bytes, wished: TomlTable) -> UserTerms:
+    """The run's terms, as they were sent; `RefusedByRun` if they cannot be taken part in, or if what a joiner named differs."""
     try:
         table = tables(raw, "the run's terms")
         if USER_MODEL not in table:
             why = "its nodes train a model of Farflock's"
-            raise Refused("that run is none of your own model", why, "join it with `farflock join INVITE`")
+            raise RefusedByRun("that run is none of your own model", why, "join it with `farflock join INVITE`")
         terms = _checked(table)
     except Usage as error:
-        raise Refused("this version cannot take part in that run", str(error), "tell its founder, or update") from None
+        raise RefusedByRun(
+            "this version cannot take part in that run", str(error), "tell its founder, or update"
+        ) from None
     _require_equal(wished, msgspec.to_builtins(terms))
     return terms
 
 
-def _checked(table: Table) -> UserTerms:
+def _checked(table: TomlTable) -> UserTerms:
     terms = convert(table, UserTerms)
     require_method(terms.method)
     require_members(terms.build(), MAX_MEMBERS, "the greatest number of members")
     return terms
 
 
-def _require_equal(wished: Table, theirs: Table) -> None:
+def _require_equal(wished: TomlTable, theirs: TomlTable) -> None:
     mine, run = wished[USER_MODEL], theirs[USER_MODEL]
     if mine["sha256"] != run["sha256"]:
         sizes = (
@@ -144,13 +146,13 @@ def _require_equal(wished: Table, theirs: Table) -> None:
         )
         if (mine["tensors"], mine["numbers"]) == (run["tensors"], run["numbers"]):
             sizes = "names, shapes, types or frozen values differ"
-        raise Refused("this model is not the run's", sizes, "build it as the run's founder did")
+        raise RefusedByRun("this model is not the run's", sizes, "build it as the run's founder did")
     known = dict(_flat(theirs, ""))
     for place, value in _flat(wished, ""):
         if known.get(place) != value:
             there = f"{known[place]!r}" if place in known else "nothing"
             why = f"it is {value!r} here and {there} in the run"
-            raise Refused(place, why, "leave it out to take the run's, or name the same")
+            raise RefusedByRun(place, why, "leave it out to take the run's, or name the same")
 
 
 def _flat(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Seeded disasters: a small swarm of the product's own nodes in virtual time, hit by faults, watched all along.
 
 One seed decides everything: how many peers, which method and codec, which faults and at which moment of an exchange. What is
-watched is in node/simulate/watch.py. A violation prints the command that brings it back.
+watched is in node/simulate/invariants.py. A violation prints the command that brings it back.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from farflock.node.process.worker_processes import end_with_parent, warm
-from farflock.node.simulate.chaos_methods import PHASES, Arm, arm_of
+from farflock.node.simulate.chaos_methods import PHASES, ChaosCase, case_of
+from farflock.node.simulate.invariants import DEADLINE_S, InvariantChecker
 from farflock.node.simulate.phase_tap import PhaseTap
 from farflock.node.simulate.population import SLICE_S, PeerLife, Population
-from farflock.node.simulate.watch import DEADLINE_S, Watch
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.decide import is_quorum
@@ -41,7 +41,7 @@ CELLS = [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()
 
 
 @dataclass(slots=True)
-class Report:
+class SeedReport:
     """One seed's result."""
 
     seed: int
@@ -57,9 +57,9 @@ class Chaos:
     """One seeded disaster; what the seed does not decide is said: the method, the number of peers."""
 
     seed: int
-    arm: Arm
+    arm: ChaosCase
     peers: int = 0  # 0: the seed decides
-    watch: Watch = field(init=False)
+    watch: InvariantChecker = field(init=False)
     network: SimNetwork = field(init=False)
     population: Population = field(init=False)
     tap: PhaseTap = field(init=False)
@@ -75,10 +75,10 @@ class Chaos:
         count = self.peers or min(self._random.randint(4, 12) for _ in range(2))
         identities = [Identity.from_seed(bytes([index]) + self.seed.to_bytes(31, "big")) for index in range(count)]
         self._streams = len(self.arm.streams())
-        self.watch = Watch(self.arm.method, [identity.peer for identity in identities])
+        self.watch = InvariantChecker(self.arm.method, [identity.peer for identity in identities])
         self.population = Population(self.seed, self.arm, self.network, self.watch, identities)
 
-    async def run(self) -> Report:
+    async def run(self) -> SeedReport:
         """From the first peer's start until all have recovered from the last fault."""
         looking = asyncio.create_task(self._look_around())
         for index in range(len(self.population.identities)):
@@ -98,7 +98,9 @@ class Chaos:
         await asyncio.wait([looking])
         await self.population.end_all()
         self._check_rest(looking)
-        return Report(self.seed, self.watch.violations, +self.fired, self.watch.rounds, self.watch.digest(), recovery_s)
+        return SeedReport(
+            self.seed, self.watch.violations, +self.fired, self.watch.rounds, self.watch.digest(), recovery_s
+        )
 
     # faults
 
@@ -276,20 +278,20 @@ class Chaos:
 _RATE = {"loss": "loss", "duplicate": "duplicate", "reorder": "reorder", "corrupt": "corrupt", "delay": "reorder"}
 
 
-def run_seed(seed: int, name: str | None = None) -> Report:
+def run_seed(seed: int, name: str | None = None) -> SeedReport:
     """One seeded disaster from start to end, of the method of this name if one is given."""
 
-    async def main() -> Report:
-        return await Chaos(seed, arm_of(seed, name)).run()
+    async def main() -> SeedReport:
+        return await Chaos(seed, case_of(seed, name)).run()
 
     torch.set_num_threads(1)
     try:
         return run_virtual(main())
     except Deadlock as error:
-        return Report(seed, [str(error)], collections.Counter(), 0, "")
+        return SeedReport(seed, [str(error)], collections.Counter(), 0, "")
 
 
-def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None) -> Iterator[Report]:
+def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None) -> Iterator[SeedReport]:
     """Reports of seeds in order, run by so many processes; each seed's is the same however many there are."""
     seeds, names = range(first, first + count), itertools.repeat(name)
     if workers == 1:

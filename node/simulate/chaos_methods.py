@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from farflock.node.errors import Usage
-from farflock.node.simulate.watch import DEADLINE_S, TOKENS_PER_STEP
+from farflock.node.simulate.invariants import DEADLINE_S, TOKENS_PER_STEP
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.method import Exchange, Method, Progress, RandomGroups, Tensors, What
 from farflock.optimizers.trial_options import disasters_of
@@ -41,7 +41,7 @@ PAIR_PHASES = ("decided", "held", "offer", "transfer")
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ChaosCase:
     """A method with its options, how long one of its local steps takes, and how many values it trains."""
 
     method: str
@@ -71,26 +71,26 @@ class Arm:
         return tuple(sorted({phase for phase in PHASES.values() if streams and (reduced or phase != "reduced")}))
 
 
-def _declared(methods: Mapping[str, type[Any]]) -> tuple[Arm, ...]:
+def _declared(methods: Mapping[str, type[Any]]) -> tuple[ChaosCase, ...]:
     """Every method's disasters (optimizers/trial_options.py), in their turn; those that name none come last."""
     named = [(name, one) for name, made in methods.items() for one in disasters_of(made)]
     named.sort(key=lambda entry: math.inf if entry[1].turn is None else entry[1].turn)
-    return tuple(Arm(name, one.options, one.step_length * STEP_S) for name, one in named)
+    return tuple(ChaosCase(name, one.options, one.step_length * STEP_S) for name, one in named)
 
 
 ARMS = _declared(METHODS)
 
 
-def arms_of(name: str | None = None) -> tuple[Arm, ...]:
+def cases_of(name: str | None = None) -> tuple[ChaosCase, ...]:
     """All arms, or those of one method; `Usage` if that is not known."""
     if name is not None and name not in METHODS:
         raise Usage(f"{name[:64]!r} cannot be tried", "no method is called so", f"choose from {', '.join(METHODS)}")
     return tuple(arm for arm in ARMS if name in (None, arm.method))
 
 
-def arm_of(seed: int, name: str | None = None) -> Arm:
+def case_of(seed: int, name: str | None = None) -> ChaosCase:
     """The arm that a seed runs, of all or of this method's."""
-    arms = arms_of(name)
+    arms = cases_of(name)
     return arms[seed % len(arms)]
 
 
@@ -147,7 +147,7 @@ class CountingReplica:
 
 
 @dataclass(slots=True)
-class CountingTrainee:
+class CountingTask:
     """Trains a counting replica."""
 
     replica: CountingReplica

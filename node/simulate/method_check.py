@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from farflock.compression.catalog import codec
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.driver import Apply, Driver
-from farflock.node.train.shards import Cut, decode_all
+from farflock.node.train.shards import ShardLayout, decode_all
 from farflock.optimizers.method import Exchange, Method, Progress, Replica, Result, Tensors
 from farflock.optimizers.testing import check
 
@@ -31,7 +31,7 @@ class CheckedDriver(Driver):
     def renewed(self, method: Method, replica: Replica) -> "CheckedDriver":
         """Another method's driver that goes on with what is pending here."""
         driver = CheckedDriver(method, replica)
-        driver.take_up(self.table)
+        driver.load_state(self.table)
         return driver
 
 
@@ -49,7 +49,7 @@ class NodeRig:
     def decoded(self, codec_name: str, tensors: Tensors, round_number: int, seed: int) -> dict[str, Tensor]:
         """The tensors as they come out of a codec, cut into shards as a node cuts them."""
         shapes = {key: tuple(x.shape) for key, x in tensors.items()}
-        cut = Cut.of(shapes, codec(codec_name), seed)
+        cut = ShardLayout.of(shapes, codec(codec_name), seed)
         payloads = [cut.encode(index, round_number, tensors) for index in range(len(cut.shards))]
         return dict(decode_all(cut, round_number, payloads, shapes))
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.pipeline.lifecycle.assembly import Means
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
-from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
@@ -29,7 +29,7 @@ LINGER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PeerRole:
     """What a peer does: the stage that it serves, `NOTHING` for none, `EVERY` for a full replica; whether it trains; what a
     forward pass through one stage takes it; and which codecs its release knows, if not all that the run names."""
 
@@ -44,7 +44,7 @@ class PipelineWorld:
     """The simulated surroundings. The first peer founds the run. `churn_s` is the mean time between kills, of stage
     servers and full replicas; who is killed stays away for `away_s`."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PeerRole, ...]
     total_tokens: int
     link: LinkModel = field(default_factory=LinkModel)
     churn_s: float | None = None
@@ -55,7 +55,7 @@ class PipelineWorld:
 
 
 @dataclass(slots=True)
-class Tale:
+class EventLog:
     """What happened: events as they were reported, by peer number and life."""
 
     events: list[tuple[float, int, str, dict[str, object]]] = field(default_factory=list)
@@ -73,10 +73,10 @@ class PipelineSimulation:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         pipeline: PipelinePlan,
         world: PipelineWorld,
-        tokens: Tokens,
+        tokens: TokenIds,
         made: Callable[[int, PipelineNode], None] = lambda number, node: None,
     ) -> None:
         self._plan, self._pipeline, self._world, self._tokens, self._made = plan, pipeline, world, tokens, made
@@ -87,11 +87,11 @@ class PipelineSimulation:
         self._stages = [part.stage for part in world.parts]  # a server may go to another one
         self._lives: dict[int, asyncio.Task[None]] = {}
         self.nodes: dict[int, PipelineNode] = {}
-        self.tale = Tale()
+        self.tale = EventLog()
         self._births = 0
         self.done: set[int] = set()
 
-    async def run(self) -> Tale:
+    async def run(self) -> EventLog:
         """Everybody from start to end. `TimeoutError` if that takes longer than the world allows."""
         async with asyncio.timeout(self._world.limit_s):
             for number in range(len(self._world.parts)):
@@ -155,7 +155,7 @@ class PipelineSimulation:
             self.done.add(number)
             await asyncio.sleep(self._world.limit_s)
 
-    def _means(self, number: int) -> Means:
+    def _means(self, number: int) -> NodeServices:
         forward_s, turn = self._world.parts[number].forward_s, asyncio.Lock()
 
         async def compute(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
@@ -173,7 +173,7 @@ class PipelineSimulation:
         def report(kind: str, fields: dict[str, object]) -> None:
             self.tale.events.append((_now(), number, kind, fields))
 
-        return Means(compute, run_pass, train, report)
+        return NodeServices(compute, run_pass, train, report)
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)
@@ -227,16 +227,16 @@ class PipelineSimulation:
             await self._live(number)
 
 
-def identity_of(plan: Plan, number: int) -> Identity:
+def identity_of(plan: RunPlan, number: int) -> Identity:
     """The identity of a simulated peer."""
     return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{number}".encode()).digest())
 
 
-def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0) -> tuple[Part, ...]:
+def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0) -> tuple[PeerRole, ...]:
     """So many servers of each stage, stage by stage, then so many that only train, and so many full replicas."""
-    serving = [Part(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)]
-    whole = [Part(EVERY, trains=True, forward_s=forward_s)] * replicas
-    return (*serving, *([Part(trains=True)] * trainers), *whole)
+    serving = [PeerRole(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)]
+    whole = [PeerRole(EVERY, trains=True, forward_s=forward_s)] * replicas
+    return (*serving, *([PeerRole(trains=True)] * trainers), *whole)
 
 
 def _now() -> float:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from farflock.node.loop import Loop
-from farflock.node.simulate.chaos_methods import Arm, CountingTrainee
-from farflock.node.simulate.watch import STORE_BYTES, Watch
+from farflock.node.simulate.chaos_methods import ChaosCase, CountingTask
+from farflock.node.simulate.invariants import STORE_BYTES, InvariantChecker
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import Courier
-from farflock.node.train.state_sync import Seat
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.state_sync import StateSync
+from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer.context import inline
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import SimLinks, SimNetwork
@@ -34,7 +34,9 @@ class PeerLife:
 class Population:
     """Brings peers to life and ends them; a peer is called by its number."""
 
-    def __init__(self, seed: int, arm: Arm, network: SimNetwork, watch: Watch, identities: list[Identity]) -> None:
+    def __init__(
+        self, seed: int, arm: ChaosCase, network: SimNetwork, watch: InvariantChecker, identities: list[Identity]
+    ) -> None:
         self.identities = identities
         self.lives: dict[int, PeerLife] = {}
         self.slow: dict[int, float] = {}  # how many times longer than the others a peer computes
@@ -54,18 +56,20 @@ class Population:
         async with peer.running():
             replica = self._arm.replica(index)
             driver = Driver(self._arm.make(), replica)
-            courier = self._watch.courier(peer, index, birth, driver, Courier(peer, self._seed, inline))
-            seat = Seat(peer, driver, courier, inline)
-            loop = Loop(driver, seat, CountingTrainee(replica), inline, self._trainer(index))
+            exchange_client = self._watch.exchange_client(
+                peer, index, birth, driver, ExchangeClient(peer, self._seed, inline)
+            )
+            state_sync = StateSync(peer, driver, exchange_client, inline)
+            loop = Loop(driver, state_sync, CountingTask(replica), inline, self._trainer(index))
             loop.report = lambda kind, fields: self._watch.reported(
-                index, birth, driver, kind, fields, seat.place.rounds
+                index, birth, driver, kind, fields, state_sync.place.rounds
             )
             if birth == 1:
                 peer.found()
-                seat.open()
+                state_sync.open()
             else:
                 await peer.meet(self._contacts(index), 600.0)
-                await seat.adopt(600.0)
+                await state_sync.adopt(600.0)
                 peer.ask_in()
             life.loop = loop
             await loop.run(10**9)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.assembly.node import Participant
-from farflock.node.assembly.resume import memory_of
+from farflock.node.assembly.node import ReplicaNode
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.errors import Usage
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointError
@@ -22,7 +22,7 @@ from farflock.node.state.paths import write_whole
 _LEG = re.compile(r"leg-([1-9][0-9]{0,8})")
 
 
-class Story(msgspec.Struct):
+class SegmentState(msgspec.Struct):
     """What a simulated run remembers from leg to leg beside its nodes. `losses` are pairs of the run's tokens and a loss;
     `rounds` pairs of a stream and a round that somebody applied."""
 
@@ -40,16 +40,16 @@ class _Page(msgspec.Struct):
 
     terms: str
     peers: list[int]
-    story: Story
+    story: SegmentState
 
 
-class LegShelf:
+class SegmentStore:
     """The legs of one run in one folder; `terms` are all that the run depends on."""
 
     def __init__(self, folder: Path, terms: str) -> None:
         self._folder, self._terms = folder, hashlib.sha256(terms.encode()).hexdigest()
 
-    def newest(self) -> tuple[Story, dict[int, Checkpoint]]:
+    def newest(self) -> tuple[SegmentState, dict[int, Checkpoint]]:
         """Where the run stands; a fresh story if there is no leg. `Usage` if the folder is another run's."""
         for number in sorted(self._numbers(), reverse=True):
             leg = self._folder / f"leg-{number}"
@@ -62,14 +62,14 @@ class LegShelf:
                 return page.story, self._load(leg, page.peers)
             except (OSError, msgspec.MsgspecError, CheckpointError):
                 continue  # cut short: the leg before it is whole
-        return Story(), {}
+        return SegmentState(), {}
 
-    def save(self, story: Story, nodes: Mapping[int, Participant]) -> dict[int, Checkpoint]:
+    def save(self, story: SegmentState, nodes: Mapping[int, ReplicaNode]) -> dict[int, Checkpoint]:
         """Write the leg that has just ended, and read it back: what goes on is what was written."""
         leg = self._folder / f"leg-{story.legs}"
         shutil.rmtree(leg, ignore_errors=True)  # one that was cut short
         for number, node in nodes.items():
-            parts, cursors = memory_of(node)
+            parts, cursors = checkpoint_state(node)
             checkpoint.save(leg / f"peer-{number}", node.loop.step, parts, {"node": cursors})
         page = _Page(self._terms, sorted(nodes), story)
         write_whole(leg / "story.json", msgspec.json.encode(page, order="sorted"))

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflock.node.assembly.node import Participant, participant
-from farflock.node.assembly.resume import take_up
-from farflock.node.model.evaluation import Estimate, losses, summarise
+from farflock.node.assembly.node import ReplicaNode, replica_node
+from farflock.node.assembly.resume import load_state
+from farflock.node.model.evaluation import LossEstimate, losses, summarise
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import Tokens
-from farflock.node.run.terms import Plan
-from farflock.node.simulate.segments import LegShelf, Story
+from farflock.node.model.tokenizer import TokenIds
+from farflock.node.run.terms import RunPlan
+from farflock.node.simulate.segments import SegmentState, SegmentStore
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import State
@@ -60,7 +60,7 @@ class World:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """What `farflock sim` prints."""
 
     state_hash: str
@@ -79,11 +79,11 @@ class Simulation:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         world: World,
-        tokens: Tokens,
+        tokens: TokenIds,
         progress: Callable[[float], None],
-        story: Story,
+        story: SegmentState,
         saved: Mapping[int, Checkpoint],
         until: int,
     ) -> None:
@@ -97,11 +97,11 @@ class Simulation:
         self._slowness = [1 + self._random.random() * world.spread for _ in self._identities]
         self._begun: set[int] = set()
         self._lives: dict[int, asyncio.Task[None]] = {}
-        self._nodes: dict[int, Participant] = {}
+        self._nodes: dict[int, ReplicaNode] = {}
         self._done = 0
         self._random.seed(f"{plan.run_seed}/simulation/{story.legs}")  # speeds, drawn before, are those of all legs
 
-    async def run(self) -> dict[int, Participant]:
+    async def run(self) -> dict[int, ReplicaNode]:
         """Everybody from start to end; the nodes as they were then, by number."""
         for index in range(self._world.peers):
             self._lives[index] = asyncio.create_task(self._live(index))
@@ -128,7 +128,7 @@ class Simulation:
                     task.result()
             founder = self._nodes.get(0)
             if founder is not None:
-                self._progress(founder.seat.progress(0).tokens / self._world.total_tokens)
+                self._progress(founder.state_sync.progress(0).tokens / self._world.total_tokens)
 
     async def _live(self, index: int) -> None:
         """One life of one peer: found or join, train, linger."""
@@ -151,18 +151,18 @@ class Simulation:
             await asyncio.sleep(LINGER_S)
             await node.loop.drain(LINGER_S)
 
-    async def _resume(self, index: int, node: Participant, directory: MemoryDirectory) -> None:
+    async def _resume(self, index: int, node: ReplicaNode, directory: MemoryDirectory) -> None:
         """Begin a leg where the one before it ended; nobody trains before all are members again."""
         if index == 0:
             node.peer.found()
         else:
             await node.peer.join(await self._introduced(node.peer.me, directory), JOIN_TIMEOUT_S)
-        take_up(node, self._saved[index])
+        load_state(node, self._saved[index])
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             while not self._complete():  # noqa: ASYNC110 - all nodes' condition
                 await asyncio.sleep(0.1)
 
-    def _assemble(self, index: int, peer: Peer) -> Participant:
+    def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
         step_s = self._world.step_s * self._slowness[index]
 
         async def compute(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
@@ -175,11 +175,11 @@ class Simulation:
 
         def report(kind: str, fields: dict[str, Any]) -> None:
             if kind == "step":
-                self._story.losses.append((node.seat.progress(0).tokens, fields["loss"]))
+                self._story.losses.append((node.state_sync.progress(0).tokens, fields["loss"]))
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
 
-        node = participant(self._plan, peer, self._tokens, compute=compute, train=train, report=report)
+        node = replica_node(self._plan, peer, self._tokens, compute=compute, train=train, report=report)
         return node
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:
@@ -237,12 +237,12 @@ class Simulation:
                 raise
 
 
-def outcome(world: World, story: Story, states: dict[str, State]) -> Outcome:
+def outcome(world: World, story: SegmentState, states: dict[str, State]) -> SimulationResult:
     """What a run that has ended amounts to; the hash covers the method's state of every peer."""
     digest = hashlib.sha256()
     for peer in sorted(states):
         digest.update(peer.encode() + state_hash(states[peer]))
-    return Outcome(
+    return SimulationResult(
         state_hash=digest.hexdigest(),
         rounds=len(story.rounds),
         losses=_by_tenth(story.losses, world.total_tokens),
@@ -256,18 +256,18 @@ def outcome(world: World, story: Story, states: dict[str, State]) -> Outcome:
 
 
 def simulate(
-    plan: Plan,
+    plan: RunPlan,
     world: World,
-    tokens: Tokens,
+    tokens: TokenIds,
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """Run a simulation to its end. With a `folder` each leg is saved there, and legs that are there already are not run
     again: the outcome is bit by bit that of a run that was never interrupted. `Usage` if the folder is another run's."""
-    shelf = LegShelf(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}") if folder else None
-    story, saved = shelf.newest() if shelf else (Story(), {})
+    shelf = SegmentStore(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}") if folder else None
+    story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
-    async def leg(until: int) -> dict[int, Participant]:
+    async def leg(until: int) -> dict[int, ReplicaNode]:
         return await Simulation(plan, world, tokens, progress, story, saved, until).run()
 
     leg_tokens = world.leg_tokens or world.total_tokens
@@ -280,7 +280,7 @@ def simulate(
     return outcome(world, story, states)
 
 
-def held_out(plan: Plan, states: Collection[State], x: Tensor, y: Tensor) -> Estimate:
+def held_out(plan: RunPlan, states: Collection[State], x: Tensor, y: Tensor) -> LossEstimate:
     """The loss of the peers' models on held-out sequences, mean over peers; the standard error is over sequences."""
     different = {state_hash(state): state for state in states}
     weights = collections.Counter(state_hash(state) for state in states)
@@ -295,11 +295,11 @@ def held_out(plan: Plan, states: Collection[State], x: Tensor, y: Tensor) -> Est
     return summarise(means)
 
 
-def _state(node: Participant) -> State:
+def _state(node: ReplicaNode) -> State:
     return node.loop.driver.method.snapshot(node.loop.driver.replica)
 
 
-def _identity(plan: Plan, index: int) -> Identity:
+def _identity(plan: RunPlan, index: int) -> Identity:
     return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{index}".encode()).digest())
 
 

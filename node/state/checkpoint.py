@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
-Parts = Mapping[str, Mapping[str, Tensor]]
+TensorGroups = Mapping[str, Mapping[str, Tensor]]
 
 _MANIFEST = "manifest.json"
 _SUFFIX = ".safetensors"
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 def save(
-    folder: Path, step: int, parts: Parts, meta: Mapping[str, Any], files: Mapping[str, bytes] | None = None
+    folder: Path, step: int, parts: TensorGroups, meta: Mapping[str, Any], files: Mapping[str, bytes] | None = None
 ) -> Path:
     """Write `folder/step-N` and return its path; raise `CheckpointError`, leaving nothing behind, if it
     cannot be.
@@ -156,7 +156,7 @@ def steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
-def _require_names(step: int, parts: Parts, files: Mapping[str, bytes]) -> None:
+def _require_names(step: int, parts: TensorGroups, files: Mapping[str, bytes]) -> None:
     if step < 0:
         raise ValueError(f"a checkpoint's step is 0 or more, got {step}")
     for name in [*(f"{part}{_SUFFIX}" for part in parts), *files]:
@@ -192,7 +192,9 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _write_all(partial: Path, step: int, parts: Parts, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+def _write_all(
+    partial: Path, step: int, parts: TensorGroups, meta: Mapping[str, Any], files: Mapping[str, bytes]
+) -> None:
     written: dict[str, _File] = {}
     for part, tensors in parts.items():
         flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -11,7 +11,7 @@ from farflock.node.state.history import History, HistoryUnusable
 log = logging.getLogger(__name__)
 
 
-class Journal:
+class RunRecorder:
     """Takes a loop's reports. `total_bytes` gives the bytes that the links sent and received since the start."""
 
     def __init__(self, history: History, total_bytes: Callable[[], tuple[int, int]]) -> None:

@@ -23,7 +23,7 @@ _STAGE = re.compile(r"stage-[0-9]{1,4}")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedModel:
     """A verified checkpoint's model, and what the checkpoint says about it."""
 
     folder: Path
@@ -35,7 +35,7 @@ class Saved:
         return {name: str(self.meta[name]) for name in ("run", "step", "tokens") if name in self.meta}
 
 
-def open_model(folder: Path) -> Saved:
+def open_model(folder: Path) -> SavedModel:
     """The model of the checkpoint `folder`, or of the newest whole one inside it, or of the newest of each stage; raise
     `CheckpointError`."""
     stages = _stages_in(folder)
@@ -49,7 +49,7 @@ def open_model(folder: Path) -> Saved:
         raise CheckpointCorrupt(
             f"the weights in {checkpoint.folder} do not fit its config.json; use another checkpoint of the run"
         ) from None
-    return Saved(checkpoint.folder, model.eval(), checkpoint.meta)
+    return SavedModel(checkpoint.folder, model.eval(), checkpoint.meta)
 
 
 def _stages_in(folder: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def _stages_in(folder: Path) -> list[Path]:
     return []
 
 
-def _put_together(stages: list[Path]) -> Saved:
+def _put_together(stages: list[Path]) -> SavedModel:
     """The model that these stages' newest checkpoints make up, of whichever round each is."""
     pieces = [_find(stage) for stage in stages]
     place, config = stages[0].parent, _config(pieces[0])
@@ -80,7 +80,7 @@ def _put_together(stages: list[Path]) -> Saved:
     except (Misfit, RuntimeError) as error:
         raise CheckpointCorrupt(f"the stages in {place} do not make up a model: {error}") from None
     behind = min(pieces, key=lambda piece: int(piece.meta.get("tokens", 0)))
-    return Saved(place, model.eval(), behind.meta)
+    return SavedModel(place, model.eval(), behind.meta)
 
 
 def _weights(checkpoint: Checkpoint) -> Tensors:

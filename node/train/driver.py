@@ -8,7 +8,7 @@ after that the peer trains on, and the result is applied whenever it is known. R
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from farflock.optimizers.method import All, Exchange, Key, Method, Progress, Replica, Result
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Method, Progress, Replica, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Apply:
 class Wait:
     """Training must not go on before this exchange has its result or the run's time is `until_s`."""
 
-    key: Key
+    key: ExchangeKey
     until_s: float
 
 
@@ -42,10 +42,10 @@ class Driver:
 
     def __init__(self, method: Method, replica: Replica) -> None:
         self.method, self.replica = method, replica
-        self._pending: dict[Key, Pending] = {}
+        self._pending: dict[ExchangeKey, Pending] = {}
 
     @property
-    def pending(self) -> tuple[Key, ...]:
+    def pending(self) -> tuple[ExchangeKey, ...]:
         """The exchanges without an applied result, oldest first."""
         return tuple(self._pending)
 
@@ -54,7 +54,7 @@ class Driver:
         """All that is pending, oldest first: what a checkpoint holds."""
         return tuple(self._pending.values())
 
-    def take_up(self, table: Iterable[Pending]) -> None:
+    def load_state(self, table: Iterable[Pending]) -> None:
         """Go on with what was pending when a checkpoint was written."""
         self._pending = {pending.exchange.key: pending for pending in table}
 
@@ -62,7 +62,7 @@ class Driver:
         """The exchanges to start after a local step."""
         return self._begin(self.method.due(self.replica, progress), progress)
 
-    def resolve(self, key: Key, result: Result) -> None:
+    def resolve(self, key: ExchangeKey, result: Result) -> None:
         """The swarm's answer to an exchange; answered keys and unknown ones are refused."""
         pending = self._pending.get(key)
         assert pending is not None, f"a result for {key}, which is not pending"
@@ -89,11 +89,11 @@ class Driver:
         del self._pending[action.exchange.key]
         return self._begin(self.method.apply(self.replica, action.exchange, action.result), progress)
 
-    def replay(self, key: Key, result: Result, progress: Progress) -> list[Exchange]:
+    def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:
         """Hand the method a round that was decided without this peer: its outer state follows, local work stays."""
         assert key not in self._pending, f"{key} is pending and cannot be replayed"
-        specimen = Exchange(key, "mean", All(), tensors={})
-        return self._begin(self.method.apply(self.replica, specimen, result), progress)
+        template = Exchange(key, "mean", All(), tensors={})
+        return self._begin(self.method.apply(self.replica, template, result), progress)
 
     def forget(self) -> None:
         """Drop every pending exchange: a snapshot has replaced the state that they belong to."""

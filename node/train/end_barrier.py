@@ -10,21 +10,21 @@ same are in all states.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from farflock.node.train.state_sync import Seat
+from farflock.node.train.state_sync import StateSync
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key
-from farflock.swarm.peer.peer import Peer, Wait
+from farflock.swarm.peer.peer import OpenWait, Peer
 
 END_S = 30.0  # at most, beside the deadline of a round that is open then, for the others when the run is over here
 CUT_OFF_S = 30.0  # nobody has been heard for so long: who was merely slow to answer is not
 LOOK_EVERY_S = 0.05
 
 
-class Together:
+class EndBarrier:
     """One node's part in its run's end."""
 
-    def __init__(self, peer: Peer, seat: Seat) -> None:
-        self._peer, self._seat = peer, seat
+    def __init__(self, peer: Peer, state_sync: StateSync) -> None:
+        self._peer, self._state_sync = peer, state_sync
         self._alone_s: float | None = None  # since when
         self._agreed = (-1, 0)  # the run's agreed tokens, and what this node's estimate was when they came to be that
         self._ends_s: float | None = None  # until when it waits, once the run is over here
@@ -33,7 +33,11 @@ class Together:
     def is_due(self, total_tokens: int) -> bool:
         """Whether the run has its tokens. Where nobody is there to agree with it goes by the estimate; so it does where nothing
         is ever agreed upon, once the run could have been trained again in the meantime."""
-        agreed, estimate, is_cut_off = self._seat.place.agreed_tokens, self._seat.progress(0).tokens, self._is_cut_off()
+        agreed, estimate, is_cut_off = (
+            self._state_sync.place.agreed_tokens,
+            self._state_sync.progress(0).tokens,
+            self._is_cut_off(),
+        )
         if agreed != self._agreed[0]:
             self._agreed = agreed, estimate
         if estimate < total_tokens or agreed >= total_tokens:
@@ -43,7 +47,7 @@ class Together:
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
         """Wait until all have ended with the same rounds. `take_in` brings what is known of them into the method's state."""
         port = self._peer.port
-        self._ends_s = port.now() + self._seat.patience_s + END_S
+        self._ends_s = port.now() + self._state_sync.patience_s + END_S
         while not stopping():
             await take_in()
             if self._agree() or port.now() >= self._ends_s:
@@ -51,13 +55,15 @@ class Together:
             await asyncio.sleep(LOOK_EVERY_S)
         self._ends_s = None
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[OpenWait]:
         """For whom it waits now, by stream: who has not ended with the rounds that it has."""
-        if self._ends_s is None or not self._has_told or self._seat.is_busy:
+        if self._ends_s is None or not self._has_told or self._state_sync.is_busy:
             return []  # what it waits for then is an exchange
         left_s = self._ends_s - self._peer.port.now()
-        awaited = {Key(name, number): self._apart(name, number) for name, number in self._seat.next_rounds.items()}
-        return [Wait(key, whom, left_s) for key, whom in awaited.items() if whom]
+        awaited = {
+            Key(name, number): self._apart(name, number) for name, number in self._state_sync.next_rounds.items()
+        }
+        return [OpenWait(key, whom, left_s) for key, whom in awaited.items() if whom]
 
     def _is_cut_off(self) -> bool:
         now_s = self._peer.port.now()
@@ -69,10 +75,10 @@ class Together:
 
     def _agree(self) -> bool:
         """Once nothing of mine is open, tell the others what is in my state; whether all have told the same."""
-        if self._seat.is_busy:
+        if self._state_sync.is_busy:
             return False
         agree = True
-        for name, number in self._seat.next_rounds.items():
+        for name, number in self._state_sync.next_rounds.items():
             self._peer.tallies.end(name, None, number)
             newest = max((told.round for told in self._peer.tallies.told(name).values()), default=number)
             self._peer.rounds.heard_of(name, newest)  # who lacks a round that somebody has asks for it

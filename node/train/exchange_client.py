@@ -4,9 +4,8 @@ Encoding and decoding run through the injected `compute`, so that a process does
 simulation inline.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -15,14 +14,13 @@ from farflock.compression.codec import CorruptPayload
 from farflock.node.run.terms import MAX_KEYS
 from farflock.node.train import microbatch_ids as notes
 from farflock.node.train.reducer import Inputs, Reducer
-from farflock.node.train.shards import Cut, checker, decode_all, weighted_mean
-from farflock.optimizers.method import All, Exchange, PeerId, RandomGroups, Ranges, Result, Tensors
+from farflock.node.train.shards import ShardLayout, checker, decode_all, weighted_mean
+from farflock.optimizers.method import All, Exchange, MemberId, RandomGroups, Ranges, Result, Tensors
+from farflock.optimizers.parts.state import Shapes
+from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.streams import Cadence, Outcome, Reduction, Stream
+from farflock.swarm.peer.streams import Cadence, Reduction, RoundOutcome, Stream
 from farflock.swarm.protocol.exchange.close_list import Terms
-
-Shapes = Mapping[str, tuple[int, ...]]
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class OutOfStep(Exception):
@@ -56,8 +54,8 @@ class _Line:
 
     name: str
     shapes: Shapes
-    out: Cut
-    back: Cut
+    out: ShardLayout
+    back: ShardLayout
     reducer: Reducer
     noted: bool
 
@@ -74,39 +72,39 @@ class _Line:
         return checker(self.out)(round_number, index, payload)
 
 
-class Courier:
+class ExchangeClient:
     """Carries exchanges of one node's method over its peer; of one stage of the model, or (None) of all of it."""
 
     def __init__(self, peer: Peer, run_seed: int, compute: Compute, stage: int | None = None) -> None:
         self._peer, self._run_seed, self._compute, self._stage = peer, run_seed, compute, stage
         self._lines: dict[str, _Line] = {}
 
-    def open(self, specimen: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False) -> None:
+    def open(self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False) -> None:
         """Begin a stream of exchanges like this one; its rounds up to `after_round` are in the method's state."""
-        self._peer.open(self._stream(specimen, noted), after_round, tokens)
+        self._peer.open(self._stream(template, noted), after_round, tokens)
 
-    def look_on(self, specimen: Exchange, *, noted: bool = False) -> str:
+    def look_on(self, template: Exchange, *, noted: bool = False) -> str:
         """Vote in a stream of a stage that this node does not serve, and hear what its notes say. Returns its name."""
-        stream = self._stream(specimen, noted)
+        stream = self._stream(template, noted)
         self._peer.open(replace(stream, wants="last" if noted else "none"))
         return stream.name
 
-    def _stream(self, specimen: Exchange, noted: bool) -> Stream:
-        shapes = {name: tuple(tensor.shape) for name, tensor in specimen.tensors.items()}
-        out = Cut.of(shapes, codec(specimen.codec), self._run_seed)
-        back = Cut(out.shards, codec(specimen.return_codec), self._run_seed)
-        reducer = Reducer(out, back.codec, compensate=specimen.compensate)
-        name = specimen.key.stream if self._stage is None else f"{specimen.key.stream}/{self._stage}"
-        line = self._lines[specimen.key.stream] = _Line(name, shapes, out, back, reducer, noted)
+    def _stream(self, template: Exchange, noted: bool) -> Stream:
+        shapes = {name: tuple(tensor.shape) for name, tensor in template.tensors.items()}
+        out = ShardLayout.of(shapes, codec(template.codec), self._run_seed)
+        back = ShardLayout(out.shards, codec(template.return_codec), self._run_seed)
+        reducer = Reducer(out, back.codec, compensate=template.compensate)
+        name = template.key.stream if self._stage is None else f"{template.key.stream}/{self._stage}"
+        line = self._lines[template.key.stream] = _Line(name, shapes, out, back, reducer, noted)
         terms = Terms(
-            specimen.kind,
+            template.kind,
             shards=len(out.shards) + noted,
-            deadline_s=specimen.deadline_s,
-            min_participants=specimen.min_participants,
-            enough=specimen.enough,
-            uniform=specimen.uniform or (noted and specimen.kind == "mean"),
+            deadline_s=template.deadline_s,
+            min_participants=template.min_participants,
+            enough=template.enough,
+            uniform=template.uniform or (noted and template.kind == "mean"),
             witnessed=noted,
-            group=_group_size(specimen),
+            group=_group_size(template),
         )
         return Stream(
             name,
@@ -114,11 +112,11 @@ class Courier:
             max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes, notes.MAX_BYTES if noted else 0),
             reduce=line.reduce,
             check=line.check,
-            cadence=Cadence(specimen.key.round, specimen.stride),
+            cadence=Cadence(template.key.round, template.stride),
             stage=self._stage,
         )
 
-    async def carry(self, exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
+    async def run_exchange(self, exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
         """Encode, exchange, decode; `OutOfStep` if the group has left this peer behind or holds another state.
 
         `tokens` are those trained since the last counted exchange; `state` is the hash of the state that an exact
@@ -159,13 +157,13 @@ class Courier:
         lines = self._lines.items()
         return {f"{stream}.{name}": x for stream, line in lines for name, x in line.reducer.memory().items()}
 
-    def take_up(self, memory: Mapping[str, Tensor]) -> None:
+    def load_state(self, memory: Mapping[str, Tensor]) -> None:
         """Owe what a checkpoint says, in streams that are open; `WrongState` if it does not fit them."""
         for stream, line in self._lines.items():
             mine = {name.removeprefix(f"{stream}."): x for name, x in memory.items() if name.startswith(f"{stream}.")}
-            line.reducer.take_up(mine)
+            line.reducer.load_state(mine)
 
-    def _result(self, line: _Line, outcome: Outcome, payloads: list[bytes] | None) -> Result:
+    def _result(self, line: _Line, outcome: RoundOutcome, payloads: list[bytes] | None) -> Result:
         noted = b""
         if line.noted:
             outcome, noted = _without_notes(outcome)
@@ -196,20 +194,20 @@ class Courier:
             notes=noted,
         )
 
-    def _decoded(self, line: _Line, outcome: Outcome) -> tuple[Tensors | None, dict[PeerId, Tensors] | None]:
+    def _decoded(self, line: _Line, outcome: RoundOutcome) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
         """The mean that the group agreed on, or everybody's tensors and their mean."""
         number, shapes = outcome.key.round, line.shapes
         if outcome.reduced is not None:
             return decode_all(line.back, number, outcome.reduced, shapes), None
         if outcome.gathered is None:
             return None, None
-        gathered: dict[PeerId, Tensors] = {
+        gathered: dict[MemberId, Tensors] = {
             peer: decode_all(line.out, number, shards, shapes) for peer, shards in outcome.gathered.items()
         }
         return Decoded(tuple(shapes), lambda: _mean_of(gathered, outcome.weights)), gathered
 
 
-def _without_notes(outcome: Outcome) -> tuple[Outcome, bytes]:
+def _without_notes(outcome: RoundOutcome) -> tuple[RoundOutcome, bytes]:
     """The outcome of the tensors' shards, and what the last one says."""
     if outcome.reduced is not None:
         return replace(outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]), outcome.reduced[-1]
@@ -239,7 +237,7 @@ def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[
     return dict(zip(names, weighted_mean(inputs), strict=True))
 
 
-def _taken_ranges(cut: Cut, taken: Sequence[bool]) -> dict[str, Ranges]:
+def _taken_ranges(cut: ShardLayout, taken: Sequence[bool]) -> dict[str, Ranges]:
     """Which flat ranges of each tensor were taken, neighbours merged."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for shard, was_taken in zip(cut.shards, taken, strict=True):

@@ -15,7 +15,7 @@ from farflock.compression.codec import CorruptPayload
 from farflock.node.run.terms import MAX_KEYS
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.streams import Reduction
-from farflock.swarm.protocol.staging import Key
+from farflock.swarm.protocol.gradient_leases import GradientKey
 
 MAX_BYTES = 64 * 1024
 LATE = -1
@@ -34,7 +34,7 @@ class _Aged(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 _decoder: msgspec.msgpack.Decoder[_Listed | _Aged] = msgspec.msgpack.Decoder(_Listed | _Aged)
 
 
-def written(keys: Collection[Key] | Mapping[Key, int]) -> bytes:
+def written(keys: Collection[GradientKey] | Mapping[GradientKey, int]) -> bytes:
     """The shard of these keys, with their ages if they have any, the same for the same keys in any order."""
     assert len(keys) <= MAX_KEYS, f"{len(keys)} microbatches in one contribution; at most {MAX_KEYS} fit"
     listed: dict[PeerId, list[int]] = {}
@@ -47,12 +47,12 @@ def written(keys: Collection[Key] | Mapping[Key, int]) -> bytes:
     return msgspec.msgpack.encode(listed)
 
 
-def read(payload: bytes) -> list[Key]:
+def read(payload: bytes) -> list[GradientKey]:
     """The keys of a shard, in order; `CorruptPayload` for anything that `written` does not write."""
     return list(read_ages(payload))
 
 
-def read_ages(payload: bytes) -> dict[Key, int]:
+def read_ages(payload: bytes) -> dict[GradientKey, int]:
     """The same, with their ages."""
     if len(payload) > MAX_BYTES:
         raise CorruptPayload(f"a list of microbatches of {len(payload)} bytes; at most {MAX_BYTES}")
@@ -61,7 +61,7 @@ def read_ages(payload: bytes) -> dict[Key, int]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPayload(f"not a list of microbatches: {error}") from None
     listed = decoded.listed if isinstance(decoded, _Aged) else decoded
-    keys: list[Key] = []
+    keys: list[GradientKey] = []
     for trainer, steps in listed.items():
         number = 0
         for step in steps:
@@ -78,7 +78,7 @@ def read_ages(payload: bytes) -> dict[Key, int]:
 
 def union(inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
     """What several contributions are made of together; those whose list cannot be read are left out and named."""
-    keys: dict[Key, int] = {}
+    keys: dict[GradientKey, int] = {}
     rejected = []
     for peer, _, payload in sorted(inputs):
         try:
@@ -91,14 +91,14 @@ def union(inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
     return Reduction(reduced, tuple(rejected))
 
 
-def joined(payloads: Iterable[bytes]) -> list[Key]:
+def joined(payloads: Iterable[bytes]) -> list[GradientKey]:
     """The keys of several lists that the group has agreed upon; what cannot be read has none."""
     return sorted(joined_ages(payloads))
 
 
-def joined_ages(payloads: Iterable[bytes]) -> dict[Key, int]:
+def joined_ages(payloads: Iterable[bytes]) -> dict[GradientKey, int]:
     """The same, with their ages."""
-    keys: dict[Key, int] = {}
+    keys: dict[GradientKey, int] = {}
     for payload in payloads:
         try:
             keys |= read_ages(payload)

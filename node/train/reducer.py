@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from farflock.compression.codec import Codec, CorruptPayload
-from farflock.node.train.shards import MAX_MEAN, MIN_WEIGHT, Cut, weighted_mean
+from farflock.node.train.shards import MAX_MEAN, MIN_WEIGHT, ShardLayout, weighted_mean
 from farflock.optimizers.parts.state import WrongState
 from farflock.swarm.peer.streams import Reduction
 
@@ -36,11 +36,11 @@ class _Loan:
 class Reducer:
     """Reduces shards of one stream. Reductions run in a worker, while the loop's own thread may settle an earlier round."""
 
-    def __init__(self, cut: Cut, back: Codec, *, compensate: bool) -> None:
-        self._cut, self._back = cut, Cut(cut.shards, back, cut.run_seed)
+    def __init__(self, cut: ShardLayout, back: Codec, *, compensate: bool) -> None:
+        self._cut, self._back = cut, ShardLayout(cut.shards, back, cut.run_seed)
         self._compensate = compensate
-        self._books = threading.Lock()  # never held while tensors are coded
-        self._owed: dict[int, Values] = {}  # by shard
+        self._contributions = threading.Lock()  # never held while tensors are coded
+        self._feedback: dict[int, Values] = {}  # by shard
         self._loans: dict[tuple[int, int], _Loan] = {}  # by round and shard
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
@@ -59,7 +59,7 @@ class Reducer:
 
     def settle(self, round_number: int, decided: Sequence[bytes] | None) -> None:
         """A round is over: `decided` are its shards' payloads, None if it failed."""
-        with self._books:
+        with self._contributions:
             if decided is not None:
                 self._forget_strangers(round_number, decided)
             for number, index in [key for key in self._loans if key[0] <= round_number]:
@@ -71,18 +71,18 @@ class Reducer:
 
     def memory(self) -> dict[str, Tensor]:
         """What is owed, for a checkpoint, as if all that is undecided failed."""
-        with self._books:
-            owed = {index: list(values) for index, values in self._owed.items()}
+        with self._contributions:
+            feedback = {index: list(values) for index, values in self._feedback.items()}
             for (_, index), loan in self._loans.items():
-                owed[index] = _sum(owed.get(index), loan.added) or []
-        return {f"{index}.{part}": x.clone() for index, values in owed.items() for part, x in enumerate(values)}
+                feedback[index] = _sum(feedback.get(index), loan.added) or []
+        return {f"{index}.{part}": x.clone() for index, values in feedback.items() for part, x in enumerate(values)}
 
-    def take_up(self, memory: Mapping[str, Tensor]) -> None:
+    def load_state(self, memory: Mapping[str, Tensor]) -> None:
         """Owe what a checkpoint's `memory` says; `WrongState` if it does not fit the cut."""
         places = {f"{i}.{p}": part for i, shard in enumerate(self._cut.shards) for p, part in enumerate(shard)}
         if any(name not in places or x.shape != (places[name].count,) for name, x in memory.items()):
             raise WrongState("what a reducer owes is of another cut")
-        self._owed = {}
+        self._feedback = {}
         for index, shard in enumerate(self._cut.shards):
             values = [memory[name] for part in range(len(shard)) if (name := f"{index}.{part}") in memory]
             if values and len(values) != len(shard):
@@ -91,14 +91,14 @@ class Reducer:
 
     def _lend(self, round_number: int, index: int, mean: Values) -> bytes:
         """Code a mean together with what is owed, and note what that leaves out."""
-        with self._books:
+        with self._contributions:
             if (earlier := self._loans.pop((round_number, index), None)) is not None:
                 self._owe(index, earlier.added)  # that reduction was of no use: here is another one
-            added = self._owed.pop(index, None)
+            added = self._feedback.pop(index, None)
         total = _sum(mean, added) or mean
         payload = self._coded(round_number, index, total)
         left_out = [x - y for x, y in zip(total, self._back.decode(index, round_number, payload), strict=True)]
-        with self._books:
+        with self._contributions:
             self._loans[round_number, index] = _Loan(added, payload, left_out)
         return payload
 
@@ -110,12 +110,12 @@ class Reducer:
         for index, payload in enumerate(decided):
             loan = self._loans.get((round_number, index))
             if loan is None or loan.payload != payload:
-                self._owed.pop(index, None)
+                self._feedback.pop(index, None)
 
     def _owe(self, index: int, values: Values | None) -> None:
         """Owe these, too. Zeros are not kept: adding them could change a mean's sign of zero."""
         if values and any(bool(x.any()) for x in values):
-            self._owed[index] = _sum(values, self._owed.get(index)) or values
+            self._feedback[index] = _sum(values, self._feedback.get(index)) or values
 
 
 def _sum(one: Values | None, other: Values | None) -> Values | None:

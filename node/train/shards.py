@@ -42,7 +42,7 @@ Shard = tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardLayout:
     """How a stream's tensors are cut into shards, and the codec they travel in."""
 
     shards: tuple[Shard, ...]
@@ -50,7 +50,7 @@ class Cut:
     run_seed: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], codec: Codec, run_seed: int = 0) -> "Cut":
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], codec: Codec, run_seed: int = 0) -> "ShardLayout":
         """Fill shards up to `SHARD_VALUES`, cutting tensors at multiples of the codec's granule only."""
         shards: list[list[Segment]] = [[]]
         room = SHARD_VALUES
@@ -119,7 +119,7 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
 
 
 def decode_all(
-    cut: Cut, round_number: int, payloads: Sequence[bytes], shapes: Mapping[str, tuple[int, ...]]
+    cut: ShardLayout, round_number: int, payloads: Sequence[bytes], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Whole tensors from all shards of one payload."""
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -143,7 +143,7 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
     return mean
 
 
-def checker(cut: Cut) -> CheckShard:
+def checker(cut: ShardLayout) -> CheckShard:
     """The function that says whether a shard's payload is one that a correct peer can have sent."""
 
     def check(round_number: int, index: int, payload: bytes) -> bool:

@@ -14,15 +14,14 @@ import safetensors.torch
 import torch
 
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import Courier
-from farflock.optimizers.method import Exchange, Key, Progress, RandomGroups, Result, State
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.optimizers.method import Exchange, ExchangeKey, Progress, RandomGroups, Result, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.snapshots import Progress as Downloaded
-from farflock.swarm.peer.snapshots import Snapshot
+from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
 
 STATE = "state"  # the name under which a method's whole state is served
-MARK = "mark."  # in a snapshot, before a name of `Seat.marks`
+MARK = "mark."  # in a snapshot, before a name of `StateSync.marks`
 NEXT = "next."  # in a snapshot, before a stream's name: its first round that is not in the state
 CHUNK_BYTES = 1024 * 1024
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
@@ -36,7 +35,7 @@ class CorruptSnapshot(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunPosition:
     """How far a node is in its run: by stream, the last round in its method's state; the run's agreed tokens after them, this
     node's own tokens since then, and how many members it last knew."""
 
@@ -46,7 +45,7 @@ class Place:
     members: int = 1
 
 
-class Books(Protocol):
+class ContributionLog(Protocol):
     """What a stage's contributions are made of: the first stream's notes (node/train/microbatch_ids.py)."""
 
     def brought(self, number: int) -> bytes:
@@ -62,53 +61,55 @@ class Books(Protocol):
         ...
 
 
-class Seat:
-    """One node's place in one run, for one method; of one stage of the model with its `books`, or of all of it."""
+class StateSync:
+    """One node's place in one run, for one method; of one stage of the model with its `contributions`, or of all of it."""
 
     def __init__(
         self,
         peer: Peer,
         driver: Driver,
-        courier: Courier,
+        exchange_client: ExchangeClient,
         compute: Callable[[Callable[[], Any]], Awaitable[Any]],
         stage: int | None = None,
-        books: Books | None = None,
+        contributions: ContributionLog | None = None,
     ) -> None:
-        self._peer, self._driver, self._courier, self._compute = peer, driver, courier, compute
-        self._stage, self._books = stage, books
+        self._peer, self._driver, self._exchange_client, self._compute = peer, driver, exchange_client, compute
+        self._stage, self._contributions = stage, contributions
         self._state_name = STATE if stage is None else f"{STATE}/{stage}"
         self._streams = driver.method.streams(driver.replica)
         self._before = {entry.key.stream: entry.key.round - entry.stride for entry in self._streams}
         self._applied = self._before.copy()  # by stream, the last round in the method's state
         self._agreed_tokens = 0
         self._own_tokens = 0  # mine since those
-        self._offered: dict[Key, int] = {}
+        self._offered: dict[ExchangeKey, int] = {}
         self.members = 1
         self.marks: dict[str, int] = {}  # numbers that go with the state: who adopts it has them too
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
         """Begin all streams of the method, after these rounds of them, and serve its state to joiners."""
         self._applied, self._agreed_tokens, self._own_tokens = {**self._before, **(rounds or {})}, tokens, 0
-        for number, specimen in enumerate(self._streams):
-            noted = self._books is not None and not number
-            self._courier.open(specimen, self._applied[specimen.key.stream], 0 if number else tokens, noted=noted)
+        for number, template in enumerate(self._streams):
+            noted = self._contributions is not None and not number
+            self._exchange_client.open(
+                template, self._applied[template.key.stream], 0 if number else tokens, noted=noted
+            )
         self._peer.port.progress_tokens = self._estimate
         self._peer.snapshots.serve(self._state_name, self._snapshot)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RunPosition:
         """What a checkpoint remembers of the run."""
-        return Place(dict(self._applied), self._agreed_tokens, self._own_tokens, self.members)
+        return RunPosition(dict(self._applied), self._agreed_tokens, self._own_tokens, self.members)
 
     @property
-    def owed(self) -> State:
+    def feedback(self) -> State:
         """What a checkpoint remembers of what this node owes the others as their reducer."""
-        return self._courier.memory()
+        return self._exchange_client.memory()
 
-    def take_up(self, place: Place, owed: State) -> None:
+    def load_state(self, place: RunPosition, feedback: State) -> None:
         """Open the streams again where a checkpoint was written."""
         self.open(place.rounds, place.agreed_tokens)
-        self._courier.take_up(owed)
+        self._exchange_client.load_state(feedback)
         self._own_tokens, self.members = place.own_tokens, place.members
 
     @property
@@ -131,33 +132,33 @@ class Seat:
     def _estimate(self) -> int:
         return self._agreed_tokens + self._own_tokens * self.members
 
-    async def carry(self, exchange: Exchange) -> Result:
+    async def run_exchange(self, exchange: Exchange) -> Result:
         """Take an exchange to the swarm; `OutOfStep` if this node must adopt a snapshot first. The tokens go with the
         method's first stream: members of a collective offer those since the last one that was taken, pairs compare
         what they believe of the whole run."""
         method, replica, key = self._driver.method, self._driver.replica, exchange.key
         first = key.stream == self._streams[0].key.stream
-        noted = self._books.brought(key.round) if self._books is not None and first else b""
+        noted = self._contributions.brought(key.round) if self._contributions is not None and first else b""
         exact, pairs = method.equality == "exact", isinstance(exchange.group, RandomGroups)
         state = await self._compute(lambda: state_hash(method.agreed(replica, key.stream))) if exact else b""
         own = self._own_tokens if first else 0
         self._offered[key] = own
-        return await self._courier.carry(exchange, self._estimate() if pairs else own, state, noted)
+        return await self._exchange_client.run_exchange(exchange, self._estimate() if pairs else own, state, noted)
 
-    def applying(self, key: Key, result: Result) -> None:
+    def applying(self, key: ExchangeKey, result: Result) -> None:
         """Called by the worker before it applies a result."""
-        if self._books is not None and key.stream == self._streams[0].key.stream:
-            self._books.closing(key.round, result.notes)
+        if self._contributions is not None and key.stream == self._streams[0].key.stream:
+            self._contributions.closing(key.round, result.notes)
 
-    def applied(self, key: Key, result: Result) -> None:
+    def applied(self, key: ExchangeKey, result: Result) -> None:
         """Note what a result, which is in the method's state now, says of the run's progress. Called by the worker that applied
         it, so that no snapshot has the one without the other."""
-        (specimen,) = [entry for entry in self._streams if entry.key.stream == key.stream]
-        pairs = isinstance(specimen.group, RandomGroups)
+        (template,) = [entry for entry in self._streams if entry.key.stream == key.stream]
+        pairs = isinstance(template.group, RandomGroups)
         offered = self._offered.pop(key, 0)
-        self._applied[key.stream] = max(self._applied[key.stream], result.next_round - specimen.stride)
-        if self._books is not None and specimen is self._streams[0]:
-            self._books.closed(key.round, result.notes)
+        self._applied[key.stream] = max(self._applied[key.stream], result.next_round - template.stride)
+        if self._contributions is not None and template is self._streams[0]:
+            self._contributions.closed(key.round, result.notes)
         if result.status == "failed" and not result.tokens:
             return
         self._agreed_tokens = max(self._agreed_tokens, result.tokens)
@@ -169,7 +170,8 @@ class Seat:
         """The first round of each stream that is not in the method's state, by the name that the swarm has for the stream."""
         applied = self._applied
         return {
-            self._courier.name(entry.key.stream): applied[entry.key.stream] + entry.stride for entry in self._streams
+            self._exchange_client.name(entry.key.stream): applied[entry.key.stream] + entry.stride
+            for entry in self._streams
         }
 
     @property
@@ -187,21 +189,21 @@ class Seat:
         """Whether a round is known to be decided that is not in the method's state, and no exchange of its stream is open."""
         busy = {pending.stream for pending in self._driver.pending}
         names = [entry.key.stream for entry in self._streams if entry.key.stream not in busy]
-        return any(self._courier.newest(name) > self._applied[name] for name in names)
+        return any(self._exchange_client.newest(name) > self._applied[name] for name in names)
 
-    def missed(self) -> tuple[Key, Result] | None:
+    def missed(self) -> tuple[ExchangeKey, Result] | None:
         """The next round that was decided without this node, if its stream is idle and the content is here; of several streams'
         the first on their axis."""
         busy = {pending.stream for pending in self._driver.pending}
-        idle = [specimen for specimen in self._streams if specimen.key.stream not in busy]
-        keys = [Key(entry.key.stream, self._applied[entry.key.stream] + entry.stride) for entry in idle]
+        idle = [template for template in self._streams if template.key.stream not in busy]
+        keys = [ExchangeKey(entry.key.stream, self._applied[entry.key.stream] + entry.stride) for entry in idle]
         for key in sorted(keys, key=lambda key: key.round):
-            result = self._courier.replay(key.stream, key.round)
+            result = self._exchange_client.replay(key.stream, key.round)
             if result is not None:
                 return key, result
         return None
 
-    async def adopt(self, timeout_s: float, downloaded: Downloaded = lambda here, total: None) -> None:
+    async def adopt(self, timeout_s: float, downloaded: DownloadProgress = lambda here, total: None) -> None:
         """Download the run's state, verify it and make it ours: pending exchanges and local work are given up.
 
         A snapshot that is not what its hash says, or fits another model, is not used, and another one is asked for."""

@@ -14,7 +14,7 @@ from farflock.optimizers.parts.schedule import Schedule
 
 
 @dataclass(slots=True)
-class LanguageModel:
+class LanguageModelTask:
     """A causal language model on one peer's stream of batches.
 
     A step runs `accumulate` batches; its gradient is their mean, so all of them count alike. With `autocast` the matrix

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import OuterState
@@ -37,8 +37,8 @@ FASTEST = 1e6  # steps per second; whatever claims more says nothing
 STALEST = 2**20
 TICK = 1_000_000  # run time is kept in whole microseconds
 
-Rule = Literal["none", "polynomial", "hinge", "drop"]
-RULES: tuple[Rule, ...] = ("none", "polynomial", "hinge", "drop")
+StalenessRule = Literal["none", "polynomial", "hinge", "drop"]
+RULES: tuple[StalenessRule, ...] = ("none", "polynomial", "hinge", "drop")
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Async:
     momentum: float = 0.9
     buffer: int | None = None
     c: float = 0.0
-    staleness: Rule = "none"
+    staleness: StalenessRule = "none"
     hinge_slope: float = 10.0
     hinge_free: int = 4
     drop_above: int = 10
@@ -70,7 +70,7 @@ class Async:
     )
     _state: OuterState = field(default_factory=OuterState)
     _buffer: dict[str, Tensor] = field(default_factory=dict)
-    _speeds: dict[PeerId, tuple[int, float]] = field(
+    _speeds: dict[MemberId, tuple[int, float]] = field(
         default_factory=dict
     )  # the version at its last arrival; steps a second
     _book: RoundBook = field(default_factory=RoundBook)  # `since` the last pull
@@ -155,7 +155,7 @@ class Async:
         self._pull(replica, result)
         return []
 
-    def _hear(self, gathered: Mapping[PeerId, Tensors]) -> None:
+    def _hear(self, gathered: Mapping[MemberId, Tensors]) -> None:
         """Who is there, and how fast."""
         for peer, payload in gathered.items():
             speed = float(payload["speed"])
@@ -279,7 +279,7 @@ class Async:
         says = {"staleness": float(self._version - self._pulled), "speed": self._speed}
         tensors = {what: torch.tensor([value], dtype=torch.float32) for what, value in says.items()}
         tensors |= {f"delta.{name}": x for name, x in message.items()}
-        key, codec, wait = Key(STREAM, self._book.number), self.codec, self.deadline_s
+        key, codec, wait = ExchangeKey(STREAM, self._book.number), self.codec, self.deadline_s
         return Exchange(key, "gather", All(), tensors, 1.0, codec, codec, enough=self.enough, deadline_s=wait)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.contrib.delayed import Delay, Flight, require_delay, wanted_after
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.state import counters, numbers, zeros
@@ -151,7 +151,7 @@ class CO2:
 
     def _exchange(self, tensors: Tensors) -> Exchange:
         key, back, after = (
-            Key(STREAM, self._flight.book.number),
+            ExchangeKey(STREAM, self._flight.book.number),
             self.return_codec,
             wanted_after(self.delay, self.period),
         )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.diloco import follow
-from farflock.optimizers.method import All, Exchange, Key, Progress, Ranges, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Ranges, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
@@ -281,7 +281,7 @@ class Delayed:
 
     def _exchange(self, tensors: Tensors) -> Exchange:
         key, back, after = (
-            Key(STREAM, self._flight.book.number),
+            ExchangeKey(STREAM, self._flight.book.number),
             self.return_codec,
             wanted_after(self.delay, self.period),
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.method import All, Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_unbiased
 from farflock.optimizers.parts.outer import Outer, OuterSGD
@@ -83,7 +83,7 @@ class DesLoc:
         """x, and the moments that are ever averaged."""
         (x,) = self._x.streams(replica)
         moments = [self._exchange(what, stride - 1, zeros(replica.shapes)) for what, stride in self._strides.items()]
-        return [replace(x, key=Key(PARAM, 0)), *moments]
+        return [replace(x, key=ExchangeKey(PARAM, 0)), *moments]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update, on gradients clipped value by value if that is wanted."""
@@ -189,7 +189,7 @@ class DesLoc:
         return self._x.eval_params(replica)
 
     def _exchange(self, what: str, number: int, tensors: Tensors) -> Exchange:
-        key, both, stride = Key(what, number), self.moment_codec, self._strides[what]
+        key, both, stride = ExchangeKey(what, number), self.moment_codec, self._strides[what]
         return Exchange(key, "mean", All(), tensors, 1.0, both, both, stride=stride, deadline_s=self.deadline_s)
 
 

@@ -23,15 +23,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farflock.optimizers.contrib.judge import HUGE, UNIT, Judge, norm_of
-from farflock.optimizers.method import All, Exchange, Key, PeerId, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.contrib.anomaly import HUGE, UNIT, AnomalyFilter, norm_of
+from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.layers import layers_of
 from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
 from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.rhythm import Rhythm, require_round
 from farflock.optimizers.parts.state import WrongState, counter, counters, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.sync_schedule import SyncSchedule, require_round
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 NORMS, DELTA = "norms", "delta"
@@ -78,8 +78,10 @@ class EDiT:
     _seen: int = 0  # rounds whose norms are in them
     _round: int = 0  # the next one of norms
     _delta_round: int = 0  # the next one of means
-    _weights: dict[int, dict[PeerId, list[int]]] = field(default_factory=dict)  # while the mean is open; {}: no norms
-    _early: dict[int, tuple[tuple[PeerId, ...], dict[str, Tensor]]] = field(default_factory=dict)  # means without norms
+    _weights: dict[int, dict[MemberId, list[int]]] = field(default_factory=dict)  # while the mean is open; {}: no norms
+    _early: dict[int, tuple[tuple[MemberId, ...], dict[str, Tensor]]] = field(
+        default_factory=dict
+    )  # means without norms
     _start: dict[str, Tensor] = field(default_factory=dict)  # where the replica stood when its norms were taken
     _since: int = 0  # steps since then
     _steps: int = 0  # steps in the work that nobody took yet
@@ -109,26 +111,26 @@ class EDiT:
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
         self._begin(replica)
-        self._slot = self._slot or self._rhythm.slot(progress)
+        self._slot = self._slot or self._sync_schedule.slot(progress)
         replica.inner_step()
         self._since += 1
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The norms, when a round is over and nothing of the last one is open."""
-        rhythm = self._rhythm
+        sync_schedule = self._sync_schedule
         open_round = self._start or self._round != self._delta_round
-        if open_round or not rhythm.over(self._since, self._slot, progress):
+        if open_round or not sync_schedule.over(self._since, self._slot, progress):
             return []
-        self._slot = rhythm.slot(progress)
+        self._slot = sync_schedule.slot(progress)
         self._start, self._since = dict(replica.read(replica.names, "param")), 0
         work = self._state.pseudo_gradient(self._start)
         norms = [norm_of([work[name] for name in names]) for names in layers_of(replica.names).values()]
         return [self._norms_exchange(norms, self._steps)]
 
     @property
-    def _rhythm(self) -> Rhythm:
-        return Rhythm(self.period, self.round_s, self.min_steps)
+    def _sync_schedule(self) -> SyncSchedule:
+        return SyncSchedule(self.period, self.round_s, self.min_steps)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """Norms: judge, and ask for the mean. The mean: the outer step. Streams may run ahead of each other where rounds are
@@ -162,14 +164,14 @@ class EDiT:
             return []  # an older mean is missing yet, this one will be replayed
         return [self._message(replica, result)]
 
-    def _weigh(self, replica: Replica, result: Result) -> dict[PeerId, list[int]]:
+    def _weigh(self, replica: Replica, result: Result) -> dict[MemberId, list[int]]:
         """Everybody's weights in each layer; the statistics follow."""
         assert result.gathered is not None
-        judge = Judge(self.temperature, self.relative, self.threshold, self.warmup, self.alpha, self.step_ratio)
+        judge = AnomalyFilter(self.temperature, self.relative, self.threshold, self.warmup, self.alpha, self.step_ratio)
         peers = sorted(result.gathered)
         norms = [[x if 0 <= x < HUGE else HUGE for x in result.gathered[peer]["norms"].tolist()] for peer in peers]
         steps = [min(max(float(result.gathered[peer]["steps"]), 0.0), HUGE) for peer in peers]
-        weights: dict[PeerId, list[int]] = {peer: [] for peer in peers}
+        weights: dict[MemberId, list[int]] = {peer: [] for peer in peers}
         stats = self._stats.tolist()
         for layer, mine in enumerate(zip(*norms, strict=True)):
             rejected, stats[layer] = judge.anomalies(list(mine), stats[layer], self._seen)
@@ -194,7 +196,7 @@ class EDiT:
         return self._delta_exchange({name: tensors[name] for name in replica.names}, 1.0)
 
     def _move(
-        self, replica: Replica, workers: tuple[PeerId, ...], mean: dict[str, Tensor], result: Result | None
+        self, replica: Replica, workers: tuple[MemberId, ...], mean: dict[str, Tensor], result: Result | None
     ) -> None:
         """The outer step of the next round of means, layer by layer; `result` if it is of my own exchange."""
         weights = self._weights.pop(self._delta_round)
@@ -217,7 +219,7 @@ class EDiT:
             replica.write(moved, "param")
 
     def _factor(
-        self, weights: dict[PeerId, list[int]], workers: tuple[PeerId, ...], layer: int, mean: list[Tensor]
+        self, weights: dict[MemberId, list[int]], workers: tuple[MemberId, ...], layer: int, mean: list[Tensor]
     ) -> float | None:
         """What makes the layer's mean the weighted one of who took part, clipped; 0 if all of its work was rejected, None if
         too little of the weight arrived."""
@@ -310,15 +312,15 @@ class EDiT:
     def _norms_exchange(self, norms: list[float], steps: int) -> Exchange:
         usable = [norm if norm < HUGE else HUGE for norm in norms]  # of NaN neither is true
         tensors = {"norms": torch.tensor(usable, dtype=torch.float32), "steps": torch.tensor([float(steps)])}
-        key = Key(NORMS, self._round)
+        key = ExchangeKey(NORMS, self._round)
         return Exchange(key, "gather", All(), tensors, codec="fp32", return_codec="fp32", deadline_s=self.deadline_s)
 
     def _delta_exchange(self, tensors: dict[str, Tensor], weight: float) -> Exchange:
-        key, deadline_s = Key(DELTA, self._delta_round), self.deadline_s
+        key, deadline_s = ExchangeKey(DELTA, self._delta_round), self.deadline_s
         return Exchange(key, "mean", All(), tensors, weight, self.codec, self.return_codec, deadline_s=deadline_s)
 
 
-def _whose(norms: Result) -> PeerId:
+def _whose(norms: Result) -> MemberId:
     """Who sent what I sent: me, or somebody with equal norms, whose weights are equal."""
     assert norms.gathered is not None
     assert norms.sent is not None
@@ -326,19 +328,19 @@ def _whose(norms: Result) -> PeerId:
     return next(who for who, x in norms.gathered.items() if all(torch.equal(x[name], sent[name]) for name in sent))
 
 
-def _packed(prefix: str, entries: dict[PeerId, Tensor]) -> State:
+def _packed(prefix: str, entries: dict[MemberId, Tensor]) -> State:
     """By peer under a prefix, and how many there are, so that a missing one is noticed."""
     return {prefix: torch.tensor(len(entries)), **named(prefix, entries)}
 
 
-def _unpacked(prefix: str, state: State) -> dict[PeerId, Tensor]:
+def _unpacked(prefix: str, state: State) -> dict[MemberId, Tensor]:
     found = {name[len(prefix) + 1 :]: x.clone() for name, x in state.items() if name.startswith(f"{prefix}.")}
     if len(found) != counter(prefix, state):
         raise WrongState(f"{prefix} must be the number of its entries, {len(found)}; ask another member")
     return found
 
 
-def _weights_in(state: State, number: int, layers: int) -> dict[PeerId, list[int]]:
+def _weights_in(state: State, number: int, layers: int) -> dict[MemberId, list[int]]:
     rows = _unpacked(f"weights.{number}", state)
     for who, row in rows.items():
         if row.dtype != torch.int64 or row.shape != (layers,) or not bool(((row >= 0) & (row <= UNIT)).all()):

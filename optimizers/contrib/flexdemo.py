@@ -10,7 +10,7 @@ Deviations beside those in optimizers/decoupled.py: blocks of the whole model in
 block has its turn (their striding never reaches most rows of a tensor with a suitable length, their random one draws the
 same rows in all tensors); one counter, the round's, instead of one that grows with each tensor; the row of blocks is filled
 to a multiple of q, so that all rounds carry equally many; `full` keeps momentum like the rest, and what is taken leaves it.
-DeMo's own replicator is optimizers/demo.py; several at once, which overwrite each other there, do not exist.
+DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite each other there, do not exist.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.decoupled import Decoupled
-from farflock.optimizers.method import All, Exchange, Key, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Tensors
 from farflock.optimizers.parts.options import require_codec, require_unbiased
 from farflock.optimizers.parts.philox import permutation
 from farflock.optimizers.parts.state import Shapes
@@ -92,7 +92,7 @@ class FlexDeMo(Decoupled):
         return {name: x.reshape(shape) for (name, shape), x in zip(shapes.items(), cut, strict=True)}
 
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
-        key, back = Key(STREAM, self._book.number), self.return_codec
+        key, back = ExchangeKey(STREAM, self._book.number), self.return_codec
         return Exchange(key, "mean", All(), tensors, 1.0, self.codec, back, deadline_s=self.deadline_s)
 
     def _blocks(self, values: int) -> int:

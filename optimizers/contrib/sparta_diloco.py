@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from farflock.optimizers.diloco import STREAM as DELTA
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.method import Exchange, Key, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
 from farflock.optimizers.parts.state import counter, numbers
 from farflock.optimizers.sparta import STREAM as MASK
@@ -60,7 +60,7 @@ class SpartaDiLoCo:
     def streams(self, replica: Replica) -> list[Exchange]:
         """The masked values, and the pseudo-gradients."""
         (outer,) = self._diloco.streams(replica)
-        return [self._mixing.specimen(replica), self._on_axis(outer, 0)]
+        return [self._mixing.template(replica), self._on_axis(outer, 0)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update."""
@@ -91,7 +91,7 @@ class SpartaDiLoCo:
 
     def _on_axis(self, exchange: Exchange, number: int) -> Exchange:
         """DiLoCo's round r is the last of the axis's rounds r·stride ... (r+1)·stride - 1."""
-        return replace(exchange, key=Key(DELTA, (number + 1) * self._stride - 1), stride=self._stride)
+        return replace(exchange, key=ExchangeKey(DELTA, (number + 1) * self._stride - 1), stride=self._stride)
 
     def snapshot(self, replica: Replica) -> State:
         """DiLoCo's, and the next sparse mean's round. A joiner begins at phi; sparse means draw it to the others."""

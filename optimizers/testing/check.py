@@ -65,7 +65,7 @@ class Subject:
 
     def talks(self) -> bool:
         """Whether it has streams."""
-        return bool(self.swarm("a").peers["a"].specimens)
+        return bool(self.swarm("a").peers["a"].templates)
 
 
 # Misfortunes: each sets up a swarm whose last peer is its victim, and may do something at each tick.
@@ -234,13 +234,13 @@ class Spy:
 def check_streams(subject: Subject) -> None:
     """What it asks for looks like its specimens, and each stream's rounds follow each other."""
     peer = played(subject, 2, "fail").peers["a"]
-    require(len(peer.specimens) == len(peer.method.streams(peer.replica)), 0, "Two streams have one name.")
-    asked: dict[str, list[int]] = {stream: [] for stream in peer.specimens}
+    require(len(peer.templates) == len(peer.method.streams(peer.replica)), 0, "Two streams have one name.")
+    asked: dict[str, list[int]] = {stream: [] for stream in peer.templates}
     for _, exchange in peer.offered:
         asked[exchange.key.stream].append(exchange.key.round)
-        _require_likeness(peer.specimens[exchange.key.stream], exchange)
+        _require_likeness(peer.templates[exchange.key.stream], exchange)
     for stream, rounds in asked.items():
-        one = peer.specimens[stream]
+        one = peer.templates[stream]
         if len(rounds) < 2:
             raise TrialIncomplete(
                 f"stream {stream!r} has fewer than two rounds in {TICKS} steps; give the method shorter ones, in its module: "
@@ -251,11 +251,11 @@ def check_streams(subject: Subject) -> None:
         require(known == wanted and rounds == sorted(rounds), 0, f"Stream {stream!r} had rounds {known}, not {wanted}.")
 
 
-def _require_likeness(specimen: Exchange, exchange: Exchange) -> None:
-    shapes = [[(key, tuple(x.shape)) for key, x in one.tensors.items()] for one in (specimen, exchange)]
+def _require_likeness(template: Exchange, exchange: Exchange) -> None:
+    shapes = [[(key, tuple(x.shape)) for key, x in one.tensors.items()] for one in (template, exchange)]
     require(shapes[0] == shapes[1], 0, f"{exchange.key} has tensors {shapes[1]}, its specimen {shapes[0]}.")
     for what in SPECIMEN_TERMS:
-        seen, wanted = getattr(exchange, what), getattr(specimen, what)
+        seen, wanted = getattr(exchange, what), getattr(template, what)
         require(seen == wanted, 0, f"{exchange.key} has {what}={seen!r}, its specimen {wanted!r}.")
     plain = all(key and x.dtype == torch.float32 and x.device.type == "cpu" for key, x in exchange.tensors.items())
     require(plain, 0, f"{exchange.key} has tensors that are not float32 on the CPU, or one without a name.")
@@ -299,7 +299,7 @@ def check_whatever_happens(subject: Subject, size: int, fate: str) -> None:
         require(not changed, 3, f"The tensors of {changed[:1]} were changed in place.")
         require(len(spy.copies) == len(peer.offered), 3, f"{peer.name} returned exchanges that were not started.")
         require(bool(spy.failures) or fate != "fail" or not talks, 2, "No round failed, so nothing was tried.")
-    _require_rounds_in_order(rounds, swarm.peers["a"].specimens)
+    _require_rounds_in_order(rounds, swarm.peers["a"].templates)
     if subject.exact:
         _require_equal_snapshots(swarm)
 
@@ -333,9 +333,9 @@ def _require_each_round_once(peer: LoopbackPeer) -> None:
     require(not set(peer.replayed) & set(keys), 4, f"{peer.name} asked for a round that was replayed.")
 
 
-def _require_rounds_in_order(rounds: Sequence[tuple[str, dict[str, int]]], specimens: dict[str, Exchange]) -> None:
+def _require_rounds_in_order(rounds: Sequence[tuple[str, dict[str, int]]], templates: dict[str, Exchange]) -> None:
     for name in {name for name, _ in rounds}:
-        for stream, one in specimens.items():
+        for stream, one in templates.items():
             numbers = [applied[stream] for whose, applied in rounds if whose == name and stream in applied]
             steps = {later - earlier for earlier, later in itertools.pairwise(numbers)}
             require(steps <= {0, one.stride}, 4, f"{name} applied rounds {numbers} of {stream!r}.")
@@ -521,7 +521,7 @@ def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
         return x
 
     swarm = subject.swarm("ab", gradient=gradient)
-    last = max(one.key.round for one in swarm.peers["b"].specimens.values())
+    last = max(one.key.round for one in swarm.peers["b"].templates.values())
     swarm.taken = lambda peer, number: second_half_of if peer == "b" and number <= last else all_of
     swarm.steps(TICKS)
     return swarm.peers["b"]
@@ -530,7 +530,7 @@ def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
 def _traces(peer: LoopbackPeer) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """By where it is and by parameter, what a peer has at a parameter's first place; without a parameter, what it asked for
     in another form after the first rounds."""
-    last = max(one.key.round for one in peer.specimens.values())
+    last = max(one.key.round for one in peer.templates.values())
     held = holding(peer) | {f"theta.{name}": x for name, x in peer.theta().items()}
     for _, exchange in peer.offered:
         if exchange.key.round > last:

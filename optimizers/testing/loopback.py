@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from farflock.optimizers.method import (
     Exchange,
-    Key,
+    ExchangeKey,
     Method,
     Progress,
     RandomGroups,
@@ -43,7 +43,7 @@ class LoopbackDriver(Protocol):
     method: Method
 
     @property
-    def pending(self) -> tuple[Key, ...]:
+    def pending(self) -> tuple[ExchangeKey, ...]:
         """The exchanges without an applied result, oldest first."""
         ...
 
@@ -51,7 +51,7 @@ class LoopbackDriver(Protocol):
         """The exchanges to start after a local step."""
         ...
 
-    def resolve(self, key: Key, result: Result) -> None:
+    def resolve(self, key: ExchangeKey, result: Result) -> None:
         """Note the swarm's answer to an exchange."""
         ...
 
@@ -59,7 +59,7 @@ class LoopbackDriver(Protocol):
         """Apply the next result that is due, as if every deadline were over; with it come exchanges of a second phase."""
         ...
 
-    def replay(self, key: Key, result: Result, progress: Progress) -> list[Exchange]:
+    def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:
         """Hand the method a round that was decided without this peer."""
         ...
 
@@ -191,14 +191,16 @@ class LoopbackPeer:
     name: str
     replica: Replica
     driver: LoopbackDriver
-    specimens: dict[str, Exchange]  # by stream, as the method gave them before the first step
+    templates: dict[str, Exchange]  # by stream, as the method gave them before the first step
     step: int = 0
     now_s: float = 0.0  # the run's time, alike for all
-    answers: dict[Key, tuple[int, Result]] = field(default_factory=dict)  # key -> (step at which it arrives, result)
+    answers: dict[ExchangeKey, tuple[int, Result]] = field(
+        default_factory=dict
+    )  # key -> (step at which it arrives, result)
     applied: dict[str, int] = field(default_factory=dict)  # by stream, the last round in the method's state
     offered: list[tuple[int, Exchange]] = field(default_factory=list)  # (step, exchange)
     results: list[Result] = field(default_factory=list)  # of what it asked for, in the order applied
-    replayed: list[Key] = field(default_factory=list)  # keys of rounds that were decided without it
+    replayed: list[ExchangeKey] = field(default_factory=list)  # keys of rounds that were decided without it
     asleep: bool = False
 
     @property
@@ -259,9 +261,9 @@ class Loopback:
         self.rests: Callable[[str, int], bool] = lambda peer, tick: False
         self.between: Callable[[LoopbackPeer], None] = lambda peer: None
         self.patience, self.tick = 10, 0
-        self.log: dict[Key, Result] = {}  # as a peer that was not in it sees it
-        self._board: dict[Key, dict[str, LoopbackOffer]] = {}
-        self._agreed: dict[Key, State] = {}
+        self.log: dict[ExchangeKey, Result] = {}  # as a peer that was not in it sees it
+        self._board: dict[ExchangeKey, dict[str, LoopbackOffer]] = {}
+        self._agreed: dict[ExchangeKey, State] = {}
         self._newest: dict[str, int] = {}
         self._make, self._rig, self._inner = make, rig, InnerConfig(inner, lr=lr, weight_decay=0.0)
         self.peers = {name: self.build(name) for name in peers}
@@ -271,8 +273,8 @@ class Loopback:
         module = Toy()
         replica = self._rig.replica(module, self._inner.build(module))
         method = self._make()
-        specimens = {one.key.stream: one for one in method.streams(replica)}
-        return LoopbackPeer(name, replica, self._rig.driver(method, replica), specimens)
+        templates = {one.key.stream: one for one in method.streams(replica)}
+        return LoopbackPeer(name, replica, self._rig.driver(method, replica), templates)
 
     def awake(self) -> list[LoopbackPeer]:
         """The peers that are not asleep."""
@@ -319,7 +321,7 @@ class Loopback:
             while any([self._close_ready(), *(self._settle(peer) for peer in self._shuffled(self.awake()))]):
                 pass
 
-    def replay(self, name: str, key: Key) -> list[Exchange]:
+    def replay(self, name: str, key: ExchangeKey) -> list[Exchange]:
         """Give a peer a round that was decided while it slept."""
         peer = self.peers[name]
         second = peer.driver.replay(key, self.log[key], peer.progress)
@@ -337,10 +339,10 @@ class Loopback:
             self.replay(peer.name, key)
             self.between(peer)
 
-    def _missed(self, peer: LoopbackPeer) -> Key | None:
+    def _missed(self, peer: LoopbackPeer) -> ExchangeKey | None:
         busy = {key.stream for key in peer.driver.pending}
         keys = []
-        for stream, one in peer.specimens.items():
+        for stream, one in peer.templates.items():
             before = one.key.round - one.stride
             last = peer.applied.setdefault(stream, self._newest.get(stream, before))
             keys.append(replace(one.key, round=last + one.stride))
@@ -379,7 +381,7 @@ class Loopback:
 
     def _post(self, peer: LoopbackPeer, exchanges: Iterable[Exchange]) -> None:
         for exchange in exchanges:
-            key, one = exchange.key, peer.specimens[exchange.key.stream]
+            key, one = exchange.key, peer.templates[exchange.key.stream]
             on_axis = key.round >= one.key.round and (key.round - one.key.round) % one.stride == 0
             assert on_axis, (
                 f"{key} is none of the rounds {one.key.round}, {one.key.round + one.stride}, ... of its stream"
@@ -393,7 +395,7 @@ class Loopback:
             else:
                 self._board.setdefault(key, {})[peer.name] = offer
 
-    def _require_agreement(self, name: str, key: Key, offer: LoopbackOffer) -> None:
+    def _require_agreement(self, name: str, key: ExchangeKey, offer: LoopbackOffer) -> None:
         first = self._agreed.setdefault(key, offer.agreed)
         differ = [
             what
@@ -408,7 +410,7 @@ class Loopback:
             self._close(key, self._board.pop(key))
         return bool(ready)
 
-    def _ready(self, key: Key, offers: Mapping[str, LoopbackOffer]) -> bool:
+    def _ready(self, key: ExchangeKey, offers: Mapping[str, LoopbackOffer]) -> bool:
         one = next(iter(offers.values())).exchange
         if key.stream in self._newest and key.round != self._newest[key.stream] + one.stride:
             return False
@@ -416,7 +418,7 @@ class Loopback:
         waited = self.tick - min(offer.since for offer in offers.values())
         return not missing or 0 < one.enough <= len(offers) or waited >= self.patience
 
-    def _close(self, key: Key, offers: Mapping[str, LoopbackOffer]) -> None:
+    def _close(self, key: ExchangeKey, offers: Mapping[str, LoopbackOffer]) -> None:
         self._newest[key.stream] = key.round
         groups: list[list[str]] = [list(offers)]
         if isinstance(next(iter(offers.values())).exchange.group, RandomGroups):
@@ -426,7 +428,7 @@ class Loopback:
         for group in groups:
             self._decide(key, {name: offers[name] for name in group})
 
-    def _decide(self, key: Key, offers: Mapping[str, LoopbackOffer]) -> None:
+    def _decide(self, key: ExchangeKey, offers: Mapping[str, LoopbackOffer]) -> None:
         """What a group agrees on; in a gather with `enough` the first ones are in, wholly or not at all."""
         one = next(iter(offers.values())).exchange
         early = list(offers)[: one.enough or len(offers)]
@@ -466,7 +468,7 @@ class Loopback:
         divisible = one.kind == "mean" and not one.uniform
         return ranges if divisible or is_whole(ranges, sent) else {}
 
-    def _strikes(self, key: Key) -> bool:
+    def _strikes(self, key: ExchangeKey) -> bool:
         return self.struck is None or key.stream in self.struck
 
     def _answer(

@@ -12,7 +12,7 @@ MAX_ITEMS = 4096
 MAX_BYTES = 8 * 2**20
 
 
-class Item(NamedTuple):
+class StoredItem(NamedTuple):
     """One owner's value under a key. `expires_s` is wall-clock time, as everywhere in hivemind's DHT."""
 
     subkey: bytes
@@ -21,7 +21,7 @@ class Item(NamedTuple):
 
 
 @dataclass(slots=True)
-class Shelf:
+class ItemStore:
     """A table of key, owner and value. A later expiry replaces an earlier one of the same owner and never the other
     way round. A full shelf refuses new owners (after dropping what has expired) and goes on serving known ones."""
 
@@ -30,9 +30,9 @@ class Shelf:
     max_bytes: int = MAX_BYTES
     items_stored: int = 0
     bytes_stored: int = 0
-    _keys: dict[bytes, dict[bytes, Item]] = field(default_factory=dict)
+    _keys: dict[bytes, dict[bytes, StoredItem]] = field(default_factory=dict)
 
-    def put(self, key: bytes, item: Item, now_s: float) -> bool:
+    def put(self, key: bytes, item: StoredItem, now_s: float) -> bool:
         """Keep the item; False if it has expired, is not newer than what is here, or finds no room."""
         known = self._keys.get(key, {}).get(item.subkey)
         if item.expires_s <= now_s or (known is not None and item.expires_s <= known.expires_s):
@@ -49,11 +49,11 @@ class Shelf:
         self.bytes_stored += len(item.value)
         return True
 
-    def items(self, key: bytes, now_s: float) -> list[Item]:
+    def items(self, key: bytes, now_s: float) -> list[StoredItem]:
         """The live items of a key."""
         return [item for item in self._keys.get(key, {}).values() if item.expires_s > now_s]
 
-    def _has_room(self, key: bytes, item: Item, known: Item | None) -> bool:
+    def _has_room(self, key: bytes, item: StoredItem, known: StoredItem | None) -> bool:
         more_items = 0 if known is not None else 1
         more_bytes = len(item.value) - (len(known.value) if known is not None else 0)
         return (
@@ -68,7 +68,7 @@ class Shelf:
                 if item.expires_s <= now_s:
                     self._remove(key, item)
 
-    def _remove(self, key: bytes, item: Item) -> None:
+    def _remove(self, key: bytes, item: StoredItem) -> None:
         del self._keys[key][item.subkey]
         if not self._keys[key]:
             del self._keys[key]

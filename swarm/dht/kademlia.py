@@ -31,8 +31,8 @@ from hivemind.utils.multiaddr import Multiaddr
 from farflock.swarm.dht.daemon import BoundDaemon, finds_no_door
 from farflock.swarm.dht.files import IdentityLock, refuse_taken_ports, remove_dead_sockets
 from farflock.swarm.dht.greeting import DirectoryUnreachable, Greeting, clock_ahead_s, judge
-from farflock.swarm.dht.item_store import Item, Shelf
-from farflock.swarm.dht.lookup import WIDTH, Reply, Walk
+from farflock.swarm.dht.item_store import ItemStore, StoredItem
+from farflock.swarm.dht.lookup import WIDTH, LookupReply, Walk
 from farflock.swarm.dht.validator import (
     CLOCK_SLACK_S,
     MAX_HEAD_BYTES,
@@ -89,7 +89,7 @@ class RunValidator(RecordValidatorBase):  # type: ignore[misc]
         """Whether the record may be stored or believed."""
         if record.subkey[:2] != pack_subkey(b"") or len(record.subkey) != 34:
             return False
-        item = Item(record.subkey[2:], record.value, record.expiration_time)
+        item = StoredItem(record.subkey[2:], record.value, record.expiration_time)
         return self._rules.allows(record.key, item, wall_s())
 
 
@@ -106,7 +106,7 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
-        self.shelf, self.quota, self.closed = Shelf(), Quota(), False
+        self.shelf, self.quota, self.closed = ItemStore(), Quota(), False
         self.contacts: dict[PeerID, None] = {}  # the last peers heard, to find the way back after an outage
 
     def get_stub(self, peer: PeerID) -> AuthRPCWrapper:
@@ -128,7 +128,7 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         await self.update_routing_table(node_id, peer)
         return Greeting(clock_ahead_s(sent_s, wall_s(), response.dht_time), bool(response.available))
 
-    async def ask(self, peer: PeerID, key: bytes) -> Reply[PeerID] | None:
+    async def ask(self, peer: PeerID, key: bytes) -> LookupReply[PeerID] | None:
         """What the peer stores under a key, each item checked, and whom it knows nearby; None if it does not answer."""
         request = dht_pb2.FindRequest(keys=[key], peer=self.node_info)
         try:
@@ -143,21 +143,21 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         await self.update_routing_table(node_id, peer)
         return reply
 
-    def _believe(self, key: bytes, result: dht_pb2.FindResult) -> Reply[PeerID]:
+    def _believe(self, key: bytes, result: dht_pb2.FindResult) -> LookupReply[PeerID]:
         found = unpack_items(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
         near = list(zip(result.nearest_node_ids[:WIDTH], result.nearest_peer_ids[:WIDTH], strict=True))
         if any(len(peer) > MAX_PEER_ID_BYTES for _, peer in near):  # its base58 form takes quadratic time
             raise BadItem("a neighbour's peer id is too long")
-        return Reply(
+        return LookupReply(
             [item for item in found if self._allows(key, item)],
             [(DHTID.from_bytes(node), PeerID(peer)) for node, peer in near],
         )
 
-    def _allows(self, key: bytes, item: Item) -> bool:
+    def _allows(self, key: bytes, item: StoredItem) -> bool:
         record = DHTRecord(key, pack_subkey(item.subkey), item.value, item.expires_s)
         return bool(self.record_validator.validate(record))
 
-    def keep(self, key: bytes, item: Item) -> bool:
+    def keep(self, key: bytes, item: StoredItem) -> bool:
         """Store an item here if the rules and the room allow it."""
         return self._allows(key, item) and self.shelf.put(key, item, wall_s())
 
@@ -176,7 +176,7 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
             raise RefusedCall(f"a store has at most {MAX_KEYS_PER_CALL} items in columns of equal length")
         await self._meet(request.peer, context)
         kept = [
-            not in_cache and subkey[:2] == pack_subkey(b"") and self.keep(key, Item(subkey[2:], value, expires_s))
+            not in_cache and subkey[:2] == pack_subkey(b"") and self.keep(key, StoredItem(subkey[2:], value, expires_s))
             for key, subkey, value, expires_s, in_cache in zip(*columns, strict=True)
         ]
         return dht_pb2.StoreResponse(store_ok=kept, peer=self.node_info)
@@ -194,7 +194,7 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         results = [self._result(key, items) for key, items in zip(request.keys, found, strict=True)]
         return dht_pb2.FindResponse(results=results, peer=self.node_info)
 
-    def _result(self, key: bytes, items: list[Item]) -> dht_pb2.FindResult:
+    def _result(self, key: bytes, items: list[StoredItem]) -> dht_pb2.FindResult:
         near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), WIDTH)
         result = dht_pb2.FindResult(
             type=dht_pb2.NOT_FOUND,
@@ -259,7 +259,7 @@ class DhtDirectory:
         self._identity, self._run, self._cells = identity, run, cells
         self._daemon, self._protocol, self._lock = daemon, protocol, lock
         self._doors = doors
-        self._announced: Item | None = None
+        self._announced: StoredItem | None = None
         self._expiries_s: dict[str, float] = {}
         self.addresses: tuple[str, ...] = ()
 
@@ -385,7 +385,7 @@ class DhtDirectory:
         if run != self._run:
             raise ValueError(f"this directory was opened for run {self._run}, not for {run}; open another one")
 
-    def _wrap(self, name: str, payload: bytes, lifetime_s: float) -> Item:
+    def _wrap(self, name: str, payload: bytes, lifetime_s: float) -> StoredItem:
         """The expiry always rises, so that what is announced last wins also when its lifetime is shorter."""
         now_s = wall_s()
         expires_s = max(now_s + lifetime_s, self._expiries_s.get(name, 0.0) + 0.001)
@@ -395,7 +395,7 @@ class DhtDirectory:
     async def _read(self, names: Sequence[str], timeout_s: float) -> list[bytes]:
         """The newest item of each owner under any of the keys, here or at others."""
         keys = [key_hash(name) for name in names]
-        newest: dict[bytes, Item] = {}
+        newest: dict[bytes, StoredItem] = {}
         walks = await asyncio.gather(*(self._walk(key, timeout_s) for key in keys))
         found = [item for walk in walks for reply in walk.replies for item in reply.items]
         found += [item for key in keys for item in self._protocol.shelf.items(key, wall_s())]
@@ -404,7 +404,7 @@ class DhtDirectory:
                 newest[item.subkey] = item
         return [unwrap(newest[subkey]) for subkey in sorted(newest)]
 
-    async def _put(self, name: str, item: Item, timeout_s: float) -> bool:
+    async def _put(self, name: str, item: StoredItem, timeout_s: float) -> bool:
         """Store at the `REPLICAS` nearest peers that answer, this one among them; whether another one took it."""
         key, loop = key_hash(name), asyncio.get_running_loop()
         ends_s = loop.time() + timeout_s
@@ -422,7 +422,7 @@ class DhtDirectory:
                     kept += sum(await asyncio.gather(*(self._store_at(peer, key, item) for peer in batch)))
         return kept > 0
 
-    async def _store_at(self, peer: PeerID, key: bytes, item: Item) -> bool:
+    async def _store_at(self, peer: PeerID, key: bytes, item: StoredItem) -> bool:
         answer = await self._protocol.call_store(
             peer, [DHTID.from_bytes(key)], [item.value], item.expires_s, subkeys=[item.subkey]
         )

@@ -10,24 +10,24 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from farflock.swarm.dht.item_store import Item
+from farflock.swarm.dht.item_store import StoredItem
 
 WIDTH = 20  # peers nearest to the key that must have answered
 PARALLEL_CALLS = 8
 MAX_ASKED = 64
 
-Peer = TypeVar("Peer", bound=Hashable)
+LookupPeer = TypeVar("LookupPeer", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply(Generic[Peer]):
+class LookupReply(Generic[LookupPeer]):
     """What one peer answered: its items under the key, and the peers it knows near to it, with their node ids."""
 
-    items: Sequence[Item]
-    near: Sequence[tuple[int, Peer]]
+    items: Sequence[StoredItem]
+    near: Sequence[tuple[int, LookupPeer]]
 
 
-class Walk(Generic[Peer]):
+class Walk(Generic[LookupPeer]):
     """One search for the peers nearest to `target` (by XOR of node ids) and for what they store there.
 
     `friends` are the peers of our own table: up to `WIDTH` of them are asked in any case. `ask` returns None for a
@@ -38,26 +38,26 @@ class Walk(Generic[Peer]):
     def __init__(
         self,
         target: int,
-        me: Peer,
-        friends: Iterable[tuple[int, Peer]],
-        ask: Callable[[Peer], Awaitable[Reply[Peer] | None]],
+        me: LookupPeer,
+        friends: Iterable[tuple[int, LookupPeer]],
+        ask: Callable[[LookupPeer], Awaitable[LookupReply[LookupPeer] | None]],
     ) -> None:
         self._target, self._ask = target, ask
         self._friends = sorted(friends, key=self._distance)[:WIDTH]
-        self._strangers: list[tuple[int, Peer]] = []
-        self._seen: set[Peer] = {me, *(peer for _, peer in self._friends)}
+        self._strangers: list[tuple[int, LookupPeer]] = []
+        self._seen: set[LookupPeer] = {me, *(peer for _, peer in self._friends)}
         self._asked = 0
-        self._answered: list[tuple[int, Peer]] = []
-        self.replies: list[Reply[Peer]] = []
+        self._answered: list[tuple[int, LookupPeer]] = []
+        self.replies: list[LookupReply[LookupPeer]] = []
 
     @property
-    def nearest(self) -> list[tuple[int, Peer]]:
+    def nearest(self) -> list[tuple[int, LookupPeer]]:
         """The peers that answered, nearest first."""
         return sorted(self._answered, key=self._distance)
 
     async def run(self) -> None:
         """Ask until the `WIDTH` nearest peers known have answered, nobody is left, or `MAX_ASKED` were asked."""
-        running: dict[asyncio.Task[Reply[Peer] | None], tuple[int, Peer]] = {}
+        running: dict[asyncio.Task[LookupReply[LookupPeer] | None], tuple[int, LookupPeer]] = {}
         try:
             while True:
                 while len(running) < PARALLEL_CALLS and (contact := self._next(running.values())) is not None:
@@ -72,10 +72,10 @@ class Walk(Generic[Peer]):
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _call(self, peer: Peer) -> Reply[Peer] | None:
+    async def _call(self, peer: LookupPeer) -> LookupReply[LookupPeer] | None:
         return await self._ask(peer)
 
-    def _next(self, running: Iterable[tuple[int, Peer]]) -> tuple[int, Peer] | None:
+    def _next(self, running: Iterable[tuple[int, LookupPeer]]) -> tuple[int, LookupPeer] | None:
         if self._asked >= MAX_ASKED:
             return None
         waiting = self._friends or self._strangers
@@ -84,12 +84,12 @@ class Walk(Generic[Peer]):
         self._asked += 1
         return waiting.pop(0)
 
-    def _wanted(self, stranger: tuple[int, Peer], running: Iterable[tuple[int, Peer]]) -> bool:
+    def _wanted(self, stranger: tuple[int, LookupPeer], running: Iterable[tuple[int, LookupPeer]]) -> bool:
         """Whether fewer than `WIDTH` peers that answered, or still may, are nearer than the stranger."""
         distance = self._distance(stranger)
         return sum(self._distance(contact) < distance for contact in (*self._answered, *running)) < WIDTH
 
-    def _take(self, contact: tuple[int, Peer], reply: Reply[Peer] | None) -> None:
+    def _take(self, contact: tuple[int, LookupPeer], reply: LookupReply[LookupPeer] | None) -> None:
         if reply is None:
             return
         self._answered.append(contact)
@@ -100,5 +100,5 @@ class Walk(Generic[Peer]):
             {peer: (node, peer) for node, peer in [*self._strangers, *fresh]}.values(), key=self._distance
         )
 
-    def _distance(self, contact: tuple[int, Peer]) -> int:
+    def _distance(self, contact: tuple[int, LookupPeer]) -> int:
         return contact[0] ^ self._target

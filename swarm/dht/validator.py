@@ -26,7 +26,7 @@ from typing import Annotated
 
 import msgspec
 
-from farflock.swarm.dht.item_store import MAX_ITEMS_PER_KEY, Item
+from farflock.swarm.dht.item_store import MAX_ITEMS_PER_KEY, StoredItem
 from farflock.swarm.directory import MAX_RECORD_AGE_S, MAX_RECORD_BYTES
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, peer_id, verify
 from farflock.swarm.record import BadRecord, unseal
@@ -73,13 +73,13 @@ def pack_subkey(public: bytes) -> bytes:
     return _SUBKEY_HEAD + public
 
 
-def wrap(identity: Identity, name: str, payload: bytes, expires_s: float) -> Item:
+def wrap(identity: Identity, name: str, payload: bytes, expires_s: float) -> StoredItem:
     """Sign a payload of one's own for this key and this expiry."""
     signature = identity.sign(DOMAIN, _signed(key_hash(name), expires_s, payload))
-    return Item(identity.public, msgspec.msgpack.encode(signature + payload), expires_s)
+    return StoredItem(identity.public, msgspec.msgpack.encode(signature + payload), expires_s)
 
 
-def unwrap(item: Item) -> bytes:
+def unwrap(item: StoredItem) -> bytes:
     """The payload inside an item that was checked before."""
     return msgspec.msgpack.decode(item.value, type=bytes)[SIGNATURE_BYTES:]
 
@@ -101,7 +101,7 @@ class Rules:
         self._cells = {key_hash(cell_name(self.run, cell)): cell for cell in range(MAX_CELLS)}
         self._head = key_hash(head_name(self.run))
 
-    def check(self, key: bytes, item: Item, now_s: float) -> None:
+    def check(self, key: bytes, item: StoredItem, now_s: float) -> None:
         """Raise `BadItem` unless the item may stand under this key now. Cheap tests come first, signatures last."""
         if key not in self._cells and key != self._head:
             raise BadItem(f"no key of run {self.run[:16]}")
@@ -116,7 +116,7 @@ class Rules:
             self._check_signatures(key, item)
             self._remember(memo)
 
-    def allows(self, key: bytes, item: Item, now_s: float) -> bool:
+    def allows(self, key: bytes, item: StoredItem, now_s: float) -> bool:
         """Whether `check` is content; never raises on hostile input."""
         try:
             self.check(key, item, now_s)
@@ -124,7 +124,7 @@ class Rules:
             return False
         return True
 
-    def _check_signatures(self, key: bytes, item: Item) -> None:
+    def _check_signatures(self, key: bytes, item: StoredItem) -> None:
         try:
             content = msgspec.msgpack.decode(item.value, type=bytes)
         except msgspec.MsgspecError as error:
@@ -168,14 +168,14 @@ _dictionary = msgspec.msgpack.Decoder(tuple[float, float, _Entries])
 _entry = msgspec.msgpack.Decoder(_Entry)
 
 
-def pack_items(items: list[Item]) -> bytes:
+def pack_items(items: list[StoredItem]) -> bytes:
     """hivemind's form of a dictionary: extension 0x50 of [greatest size (inf), latest expiry, [[subkey, value, expiry]]]."""
     latest = max((item.expires_s for item in items), default=float("-inf"))
     body = msgspec.msgpack.encode((float("inf"), latest, [tuple(item) for item in items]))
     return msgspec.msgpack.encode(msgspec.msgpack.Ext(_DICTIONARY, body))
 
 
-def unpack_items(raw: bytes) -> list[Item]:
+def unpack_items(raw: bytes) -> list[StoredItem]:
     """The well-formed items of a peer's reply, not yet checked; raise `BadItem` if it is no dictionary or too long.
 
     The dictionary's own expiry is ignored: it is unsigned, and a reply that claims to last for ever would end the
@@ -190,8 +190,8 @@ def unpack_items(raw: bytes) -> list[Item]:
     return [item for item in map(_unpack_entry, entries) if item is not None]
 
 
-def _unpack_entry(raw: msgspec.Raw) -> Item | None:
+def _unpack_entry(raw: msgspec.Raw) -> StoredItem | None:
     try:
-        return Item(*_entry.decode(raw))
+        return StoredItem(*_entry.decode(raw))
     except msgspec.MsgspecError:
         return None

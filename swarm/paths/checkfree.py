@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
 
-from farflock.swarm.paths.policy import Microbatch, PathPolicy, Reordered
+from farflock.swarm.paths.policy import Microbatch, PathPolicy, ReorderedPaths
 
 RULE = "swap of unequal stages"
 
@@ -50,7 +50,7 @@ def partners(layers: Sequence[int]) -> dict[int, int]:
     return {here: there for one, other in pairs for here, there in ((one, other), (other, one))}
 
 
-class Swapped(Reordered):
+class SwappedPaths(ReorderedPaths):
     """Any policy, with the swap for exactly n of each 2n consecutive microbatches of a lane's step.
 
     Without a seed they alternate, over lanes and steps too: with one microbatch a step every second step is swapped. With

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.paths.skippipe import BadPlan, Path, Plan, Stop, Terms, require_order
-from farflock.swarm.paths.timetable import Compute, Timetable, Transfer, constant, timetable
+from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, PlanTerms, Stop, require_order
+from farflock.swarm.paths.timetable import ComputeTimes, Timetable, TransferTimes, constant, timetable
 
 MAX_MICROBATCHES = 4096  # of a horizon
 
@@ -29,9 +29,9 @@ class Instance:
     microbatches fit a peer. `swaps` says whether two stages may change places."""
 
     serving: tuple[tuple[PeerId, ...], ...]
-    terms: Terms
-    forward_s: Compute
-    transfer_s: Transfer
+    terms: PlanTerms
+    forward_s: ComputeTimes
+    transfer_s: TransferTimes
     memory: int
     turns: int
     per_step: int
@@ -55,7 +55,7 @@ class Instance:
         """Of the horizon."""
         return len(self.serving[0]) * self.turns
 
-    def timetable(self, plan: Plan) -> Timetable:
+    def timetable(self, plan: PathPlan) -> Timetable:
         """What the plan would do over these links."""
         return timetable(plan, self.forward_s, self.memory, constant(self.transfer_s), self.head_is_first)
 
@@ -72,13 +72,13 @@ class Draft:
         self._slack = 1.0 if self._mean % 1 else 1.0 / self.repeats
         self._visits = _visits(self.paths)
 
-    def plan(self) -> Plan:
+    def plan(self) -> PathPlan:
         """All lanes' paths over the horizon."""
         many, turns = self.different, range(self._instance.turns)
         lanes = [self.paths[start : start + many] for start in range(0, len(self.paths), many)]
-        return Plan(tuple(tuple(lane[turn % many] for turn in turns) for lane in lanes), self._instance.per_step)
+        return PathPlan(tuple(tuple(lane[turn % many] for turn in turns) for lane in lanes), self._instance.per_step)
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: PathPlan) -> None:
         """Take the paths of a plan, and mend their balance with as little delay as may be."""
         self.apply(dict(enumerate(plan.paths)))
         while change := self._mended():

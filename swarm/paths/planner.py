@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.draft import Draft, Instance
-from farflock.swarm.paths.skippipe import BadPlan, Path, Plan, require_paths, require_timetable
+from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, require_paths, require_timetable
 from farflock.swarm.paths.timetable import BACKWARD_SHARE, LOSS_SHARE
 
 WORK, LEAST_WORK = 600, 4  # plans that are judged
@@ -29,11 +29,11 @@ _SHARED_PART = 0.3  # of the work, while lanes have few paths
 _MEAN_SHARE = 0.1  # of the mean in what is minimised: most changes do not touch what takes longest
 _HOT, _WARM, _COLD = 0.3, 0.01, 0.001  # temperatures, as shares of what the start costs: estimates, timetables, the end
 
-Judge = Callable[[Plan], float]  # the seconds that a plan takes
+PlanCost = Callable[[PathPlan], float]  # the seconds that a plan takes
 _Stays = tuple[tuple[PeerId, float, float], ...]  # servers; how long they hold a microbatch, and compute on it
 
 
-def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: Judge | None = None) -> Plan:
+def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: PlanCost | None = None) -> PathPlan:
     """A plan that keeps to all rules and takes little time by `judge`, or by its own timetable; never more by that than the
     plan that takes stages and servers in turn."""
     if work < LEAST_WORK:
@@ -42,7 +42,7 @@ def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: Judge | N
     shared, own = Draft(instance, 1, chance), Draft(instance, instance.turns, chance)
     even, part = own.plan(), max(1, int(_SHARED_PART * work))
     stops = instance.terms.visited * len(shared.paths)
-    _lead(shared, Estimate(instance), chance, max(_MIN_LEADS, _LEADS * stops))
+    _lead(shared, LaneBounds(instance), chance, max(_MIN_LEADS, _LEADS * stops))
     own.adopt(_anneal(shared, judged, chance, part))
     if judged(even) < judged(own.plan()):
         own.adopt(even)
@@ -51,7 +51,7 @@ def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: Judge | N
     return best
 
 
-def require(plan: Plan, instance: Instance) -> None:
+def require(plan: PathPlan, instance: Instance) -> None:
     """`BadPlan` unless paths, balance and timetable keep to all rules."""
     require_paths(plan, instance.serving, instance.terms)
     times = instance.timetable(plan)
@@ -64,15 +64,15 @@ def require(plan: Plan, instance: Instance) -> None:
     require_timetable(times.works, instance.memory)
 
 
-def _timed(instance: Instance) -> Judge:
-    def judge(plan: Plan) -> float:
+def _timed(instance: Instance) -> PlanCost:
+    def judge(plan: PathPlan) -> float:
         times = instance.timetable(plan)
         return times.makespan_s + _MEAN_SHARE * times.mean_s
 
     return judge
 
 
-def _lead(draft: Draft, estimate: "Estimate", chance: random.Random, steps: int) -> None:
+def _lead(draft: Draft, estimate: "LaneBounds", chance: random.Random, steps: int) -> None:
     """Anneal by the estimate; the draft ends as the best that was seen."""
     cost = best_cost = scale = estimate(draft.paths)
     best = list(draft.paths)
@@ -91,7 +91,7 @@ def _lead(draft: Draft, estimate: "Estimate", chance: random.Random, steps: int)
     draft.apply(dict(enumerate(best)))
 
 
-def _anneal(draft: Draft, judge: Judge, chance: random.Random, work: int) -> Plan:
+def _anneal(draft: Draft, judge: PlanCost, chance: random.Random, work: int) -> PathPlan:
     """Anneal by the judge, which is asked `work` times at most; the best that was seen."""
     best = draft.plan()
     cost = best_cost = judge(best)
@@ -116,7 +116,7 @@ def _is_taken(worse_by: float, heat: float, chance: random.Random) -> bool:
     return not worse_by > 0 or (heat > 0 and chance.random() < math.exp(-worse_by / heat))
 
 
-class Estimate:
+class LaneBounds:
     """How long the slowest lane takes at least, and for how long others may be in its way, if each lane has one path."""
 
     def __init__(self, instance: Instance) -> None:

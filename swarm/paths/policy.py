@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths import noloco as mixing
-from farflock.swarm.paths.round_robin import Announced, Balancer, Failure, JoinCharge
+from farflock.swarm.paths.round_robin import Announced, Balancer, CallFailure, JoinCharge
 
-Outcome = Literal["done", "busy"] | Failure
+CallOutcome = Literal["done", "busy"] | CallFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class StageServers:
     """Who serves which stage: `stages[s]` in any order. `membership` numbers the agreed member list behind it, equal
     for all who read the same one; `seniority[s]` has that list's servers of a stage in its own order, also those that are
     known to be gone since, so that it is the same for all of them too."""
@@ -50,7 +50,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FinishedCall:
     """A call that was made: `size` in samples, backward times `wiring.BACKWARD_SIZE`; and what the server says that it took."""
 
     peer: PeerId
@@ -85,7 +85,7 @@ class PathPolicy(Protocol):
         self,
         microbatch: Microbatch,
         stage: int,
-        serving: Serving,
+        serving: StageServers,
         now_s: float,
         size: float = 1.0,
         exclude: Collection[PeerId] = (),
@@ -93,7 +93,7 @@ class PathPolicy(Protocol):
         """Who should do this stage of the microbatch, a call of `size` samples (backward times `wiring.BACKWARD_SIZE`)."""
         ...
 
-    def on_result(self, call: Call, outcome: Outcome, now_s: float) -> None:
+    def on_result(self, call: FinishedCall, outcome: CallOutcome, now_s: float) -> None:
         """What became of a call."""
         ...
 
@@ -102,7 +102,7 @@ class PathPolicy(Protocol):
         ...
 
 
-class Wired:
+class SwarmPaths:
     """Lazy next hops by interleaved weighted round-robin, one balancer a stage (SWARM)."""
 
     pinned = False
@@ -110,7 +110,7 @@ class Wired:
     def __init__(self, stages: int, chance: random.Random, join_charge: JoinCharge = "median") -> None:
         self._order = _all_stages(stages)
         self._balancers = [Balancer(chance, join_charge) for _ in self._order]
-        self._seen: Serving | None = None
+        self._seen: StageServers | None = None
 
     def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
         return self._order
@@ -122,7 +122,7 @@ class Wired:
         self,
         microbatch: Microbatch,
         stage: int,
-        serving: Serving,
+        serving: StageServers,
         now_s: float,
         size: float = 1.0,
         exclude: Collection[PeerId] = (),
@@ -133,7 +133,7 @@ class Wired:
                 balancer.refresh(servers, now_s)
         return self._balancers[stage].choose(size, now_s, exclude)
 
-    def on_result(self, call: Call, outcome: Outcome, now_s: float) -> None:
+    def on_result(self, call: FinishedCall, outcome: CallOutcome, now_s: float) -> None:
         balancer = self._balancers[call.stage]
         match outcome:
             case "done":
@@ -147,7 +147,7 @@ class Wired:
         return self._balancers[stage].next_ban_ends_s
 
 
-class Reordered:
+class ReorderedPaths:
     """What policies have in common that change the stages of a microbatch's path, and leave to another one who serves them. A
     lane's edges then differ between its microbatches."""
 
@@ -160,25 +160,27 @@ class Reordered:
         self,
         microbatch: Microbatch,
         stage: int,
-        serving: Serving,
+        serving: StageServers,
         now_s: float,
         size: float = 1.0,
         exclude: Collection[PeerId] = (),
     ) -> PeerId | None:
         return self._policy.next_hop(microbatch, stage, serving, now_s, size, exclude)
 
-    def on_result(self, call: Call, outcome: Outcome, now_s: float) -> None:
+    def on_result(self, call: FinishedCall, outcome: CallOutcome, now_s: float) -> None:
         self._policy.on_result(call, outcome, now_s)
 
     def retry_s(self, stage: int) -> float | None:
         return self._policy.retry_s(stage)
 
 
-class Planned:
+class FixedPaths:
     """A line of servers that follows from the microbatch alone: results teach it nothing, and the first of the line that is
     not excluded is next. Made by `fixed` and `mixed`."""
 
-    def __init__(self, stages: int, line: Callable[[Microbatch, int, Serving], Sequence[PeerId]], pinned: bool) -> None:
+    def __init__(
+        self, stages: int, line: Callable[[Microbatch, int, StageServers], Sequence[PeerId]], pinned: bool
+    ) -> None:
         self._order, self._line, self._pinned = _all_stages(stages), line, pinned
 
     @property
@@ -195,41 +197,41 @@ class Planned:
         self,
         microbatch: Microbatch,
         stage: int,
-        serving: Serving,
+        serving: StageServers,
         now_s: float,
         size: float = 1.0,
         exclude: Collection[PeerId] = (),
     ) -> PeerId | None:
         return next((peer for peer in self._line(microbatch, stage, serving) if peer not in exclude), None)
 
-    def on_result(self, call: Call, outcome: Outcome, now_s: float) -> None:
+    def on_result(self, call: FinishedCall, outcome: CallOutcome, now_s: float) -> None:
         pass
 
     def retry_s(self, stage: int) -> float | None:
         return None
 
 
-def fixed(stages: int) -> Planned:
+def fixed(stages: int) -> FixedPaths:
     """GPipe's and 1F1B's map: at each stage a lane has the server of its number, modulo how many there are; the next ones
     take over where that one is excluded."""
 
-    def line(microbatch: Microbatch, stage: int, serving: Serving) -> Sequence[PeerId]:
+    def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
         peers = serving.peers(stage)
         start = microbatch.lane % len(peers) if peers else 0
         return peers[start:] + peers[:start]
 
-    return Planned(stages, line, pinned=True)
+    return FixedPaths(stages, line, pinned=True)
 
 
-def mixed(stages: int, seed: int) -> Planned:
+def mixed(stages: int, seed: int) -> FixedPaths:
     """NoLoCo's seeded permutation for each (step, index) at each stage (swarm/paths/noloco.py). Evaluation, which mixes
     nothing, takes `fixed`."""
 
-    def line(microbatch: Microbatch, stage: int, serving: Serving) -> Sequence[PeerId]:
+    def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
         draw = mixing.Draw(seed, serving.membership, microbatch.step, microbatch.index)
         return mixing.line(draw, serving.peers(stage), stage, microbatch.lane)
 
-    return Planned(stages, line, pinned=False)
+    return FixedPaths(stages, line, pinned=False)
 
 
 def _all_stages(stages: int) -> tuple[int, ...]:

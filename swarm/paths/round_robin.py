@@ -30,7 +30,7 @@ MAX_DOUBLINGS = 6  # of the charge of a server that lets one call after the othe
 MAX_PEERS = 1024  # servers of one stage; as many bans are remembered
 STALE_SLACK = 16  # at most so many stale heap entries, or as many as there are servers
 
-Failure = Literal["dial", "rpc", "deadline"]
+CallFailure = Literal["dial", "rpc", "deadline"]
 JoinCharge = Literal["min", "max", "median"]
 
 _Entry = tuple[float, float, PeerId]  # charge, a random tie-break, whose
@@ -154,7 +154,7 @@ class Balancer:
                 server.guessed = server.guessed_samples = 0.0
                 self._enter(peer)
 
-    def failed(self, peer: PeerId, reason: Failure, now_s: float) -> None:
+    def failed(self, peer: PeerId, reason: CallFailure, now_s: float) -> None:
         """A call failed; its charge stays. A failed dial bans for a short time, a failed call for a long one; a call that ran
         out of time may have been ours to blame and bans nobody."""
         if (server := self._servers.get(peer)) is None:

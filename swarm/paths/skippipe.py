@@ -21,13 +21,13 @@ from typing import Literal
 import msgspec
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.paths.policy import Microbatch, Planned, Serving
+from farflock.swarm.paths.policy import FixedPaths, Microbatch, StageServers
 
 MAX_DISPLACED = 2  # stages of a path that are not in their place among those visited
 MAX_DISPLACEMENT = 1  # places that each of them is away
 _ROUNDING_S = 1e-9  # what two ends of a sum of seconds may differ by
 
-Rule = Literal[
+PlanRule = Literal[
     "horizon",
     "stage's server",
     "first stage",
@@ -45,13 +45,13 @@ Rule = Literal[
 class BadPlan(ValueError):
     """A plan breaks a rule; the message names it, says how, and what to do."""
 
-    def __init__(self, rule: Rule, why: str, remedy: str) -> None:
+    def __init__(self, rule: PlanRule, why: str, remedy: str) -> None:
         super().__init__(f"{rule}: {why}; {remedy}")
         self.rule, self.why, self.remedy = rule, why, remedy
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StageKind:
     """What tells stages apart that may not change places: what goes in, what comes out, and the shapes of their weights."""
 
     takes: str
@@ -66,7 +66,7 @@ class Stop(msgspec.Struct, frozen=True, gc=False):
     stage: int
     peer: PeerId
 
-    def server(self, serving: Serving) -> PeerId | None:
+    def server(self, serving: StageServers) -> PeerId | None:
         """The peer that this is; None if nobody has that place."""
         _, colon, place = self.peer.partition(":")
         return serving.at(self.stage, int(place)) if colon else self.peer
@@ -81,7 +81,7 @@ Path = tuple[Stop, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PathPlan:
     """`lanes[lane][turn]` is the path of a lane's microbatch. A lane starts `per_step` microbatches a step; they take its
     paths in turn, and begin again after the last, which is the horizon over which visits are balanced."""
 
@@ -114,10 +114,10 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PlanTerms:
     """What plans have to keep to: the stages, and how many of them a path visits (K)."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[StageKind, ...]
     visited: int
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Terms:
         return microbatches * (self.visited - len(self.needed)) / optional if optional else 0.0
 
 
-def require_paths(plan: Plan, serving: Sequence[Collection[PeerId]], terms: Terms) -> None:
+def require_paths(plan: PathPlan, serving: Sequence[Collection[PeerId]], terms: PlanTerms) -> None:
     """`BadPlan` unless every path and their balance keep to the rules; `serving[stage]` are the stage's servers."""
     for path in plan.paths:
         for stop in path:
@@ -159,7 +159,7 @@ def require_paths(plan: Plan, serving: Sequence[Collection[PeerId]], terms: Term
     _require_balance(plan, terms)
 
 
-def require_order(order: Sequence[int], terms: Terms) -> None:
+def require_order(order: Sequence[int], terms: PlanTerms) -> None:
     """`BadPlan` unless these stages make a path."""
     if not order or order[0] != 0:
         raise BadPlan("first stage", f"a path takes stages {list(order)}", "begin with stage 0, which embeds")
@@ -181,7 +181,7 @@ def require_order(order: Sequence[int], terms: Terms) -> None:
     _require_swaps(order, terms.kinds)
 
 
-def _require_swaps(order: Sequence[int], kinds: Sequence[Kind]) -> None:
+def _require_swaps(order: Sequence[int], kinds: Sequence[StageKind]) -> None:
     place = {stage: index for index, stage in enumerate(sorted(order))}
     moved = [abs(place[stage] - index) for index, stage in enumerate(order) if place[stage] != index]
     if len(moved) > MAX_DISPLACED or max(moved, default=0) > MAX_DISPLACEMENT:
@@ -199,7 +199,7 @@ def _require_swaps(order: Sequence[int], kinds: Sequence[Kind]) -> None:
             )
 
 
-def _require_balance(plan: Plan, terms: Terms) -> None:
+def _require_balance(plan: PathPlan, terms: PlanTerms) -> None:
     paths = plan.paths
     visits = collections.Counter(stop.stage for path in paths for stop in path)
     mean = terms.mean_visits(len(paths))
@@ -212,7 +212,7 @@ def _require_balance(plan: Plan, terms: Terms) -> None:
             )
 
 
-class Work(msgspec.Struct, frozen=True, gc=False):
+class ScheduledPass(msgspec.Struct, frozen=True, gc=False):
     """A peer computes on a microbatch, named as (lane, turn)."""
 
     peer: PeerId
@@ -221,10 +221,10 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     end_s: float
 
 
-def require_timetable(works: Iterable[Work], memory: int) -> None:
+def require_timetable(works: Iterable[ScheduledPass], memory: int) -> None:
     """`BadPlan` if a peer is to do two things at a time, or to hold more than `memory` microbatches. One is held from the
     start of the peer's first work on it to the end of the last."""
-    by_peer: dict[PeerId, list[Work]] = collections.defaultdict(list)
+    by_peer: dict[PeerId, list[ScheduledPass]] = collections.defaultdict(list)
     for work in works:
         by_peer[work.peer].append(work)
     for peer in sorted(by_peer):
@@ -233,7 +233,7 @@ def require_timetable(works: Iterable[Work], memory: int) -> None:
         _require_memory(peer, mine, memory)
 
 
-def _require_one_at_a_time(peer: PeerId, works: Sequence[Work]) -> None:
+def _require_one_at_a_time(peer: PeerId, works: Sequence[ScheduledPass]) -> None:
     for work, following in itertools.pairwise(works):
         if following.start_s < work.end_s - _ROUNDING_S:
             raise BadPlan(
@@ -244,7 +244,7 @@ def _require_one_at_a_time(peer: PeerId, works: Sequence[Work]) -> None:
             )
 
 
-def _require_memory(peer: PeerId, works: Sequence[Work], memory: int) -> None:
+def _require_memory(peer: PeerId, works: Sequence[ScheduledPass], memory: int) -> None:
     first: dict[tuple[int, int], float] = {}
     last: dict[tuple[int, int], float] = {}
     for work in works:
@@ -262,14 +262,14 @@ def _require_memory(peer: PeerId, works: Sequence[Work], memory: int) -> None:
             )
 
 
-class Following(Planned):
+class PlannedPaths(FixedPaths):
     """The policy that follows a plan. Where the planned server is gone or excluded, its stage mates take over, beginning at a
     place that lanes and turns have shared out, so that one server does not inherit all.
 
     At a stage that the microbatch's path leaves out, which nobody should ask for, any of its servers is an answer.
     """
 
-    def __init__(self, plan: Plan, stages: int) -> None:
+    def __init__(self, plan: PathPlan, stages: int) -> None:
         super().__init__(stages, _mates_after(plan), plan.pinned)
         self._plan = plan
 
@@ -281,8 +281,8 @@ class Following(Planned):
         return Fraction(sum(stop.stage == stage for path in paths for stop in path), len(paths))
 
 
-def _mates_after(plan: Plan) -> Callable[[Microbatch, int, Serving], list[PeerId]]:
-    def line(microbatch: Microbatch, stage: int, serving: Serving) -> list[PeerId]:
+def _mates_after(plan: PathPlan) -> Callable[[Microbatch, int, StageServers], list[PeerId]]:
+    def line(microbatch: Microbatch, stage: int, serving: StageServers) -> list[PeerId]:
         peers = serving.peers(stage)
         named = [stop.server(serving) for stop in plan.path(microbatch) if stop.stage == stage]
         planned = [peer for peer in named if peer is not None and peer in peers]

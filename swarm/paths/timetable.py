@@ -12,21 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.paths.skippipe import Path, Plan, Work
+from farflock.swarm.paths.skippipe import Path, PathPlan, ScheduledPass
 
 LOSS_SHARE, BACKWARD_SHARE = 0.25, 1.5  # of a forward pass, as in SkipPipe's simulation
 
 # sender, receiver, now_s -> when it arrives; called in the order of time
-Send = Callable[[PeerId, PeerId, float], float]
-Compute = Mapping[PeerId, float]  # seconds of a forward pass
-Transfer = Mapping[PeerId, Mapping[PeerId, float]]  # seconds that a microbatch takes from one peer to another
+SendTime = Callable[[PeerId, PeerId, float], float]
+ComputeTimes = Mapping[PeerId, float]  # seconds of a forward pass
+TransferTimes = Mapping[PeerId, Mapping[PeerId, float]]  # seconds that a microbatch takes from one peer to another
 
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
     """Who works on what, and when each microbatch, named as (lane, turn), is back."""
 
-    works: tuple[Work, ...]
+    works: tuple[ScheduledPass, ...]
     finished_s: Mapping[tuple[int, int], float]
     microbatches: int
 
@@ -41,7 +41,7 @@ class Timetable:
         return sum(self.finished_s.values()) / self.microbatches if self.makespan_s < float("inf") else float("inf")
 
 
-def constant(transfer_s: Transfer) -> Send:
+def constant(transfer_s: TransferTimes) -> SendTime:
     """Links that carry any number of messages at once, as SkipPipe's cost model has them."""
 
     def send(sender: PeerId, receiver: PeerId, now_s: float) -> float:
@@ -50,7 +50,9 @@ def constant(transfer_s: Transfer) -> Send:
     return send
 
 
-def timetable(plan: Plan, forward_s: Compute, memory: int, send: Send, head_is_first: bool = True) -> Timetable:
+def timetable(
+    plan: PathPlan, forward_s: ComputeTimes, memory: int, send: SendTime, head_is_first: bool = True
+) -> Timetable:
     """Run a plan's horizon with all microbatches there at 0, each lane's in turn. `head_is_first` says that the first stop
     also computes the loss, as SkipPipe's data nodes do; else the last one does."""
     run = _Run(forward_s, memory, send)
@@ -95,12 +97,12 @@ class _Server:
 
 
 class _Run:
-    def __init__(self, forward_s: Compute, memory: int, send: Send) -> None:
+    def __init__(self, forward_s: ComputeTimes, memory: int, send: SendTime) -> None:
         self._forward_s, self._send = forward_s, send
         self._servers = {peer: _Server(memory) for peer in forward_s}
         self._heap: list[tuple[float, int, bool, _Trip]] = []  # when, order of events, whether work ends, of what
         self._events = 0
-        self.works: list[Work] = []
+        self.works: list[ScheduledPass] = []
         self.finished_s: dict[tuple[int, int], float] = {}
 
     def begin(self, trip: _Trip) -> None:
@@ -125,7 +127,7 @@ class _Run:
             server.is_busy = True
             share = 1.0 if trip.leg < trip.stops else LOSS_SHARE if trip.leg == trip.stops else BACKWARD_SHARE
             end_s = now_s + share * self._forward_s[peer]
-            self.works.append(Work(peer, trip.microbatch, now_s, end_s))
+            self.works.append(ScheduledPass(peer, trip.microbatch, now_s, end_s))
             self._push(end_s, True, trip)
 
     def _end(self, trip: _Trip, peer: PeerId, now_s: float) -> None:

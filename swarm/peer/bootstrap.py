@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from farflock.swarm.chunks import Store
 from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import Miss, Piece
-from farflock.swarm.peer.chunks import Store
 from farflock.swarm.peer.context import PeerContext
 
 

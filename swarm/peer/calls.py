@@ -17,13 +17,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from farflock.swarm.byte_budget import ByteBudget
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Answer, Call, Heard, Verdict
-from farflock.swarm.paths.round_robin import Failure
+from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
+from farflock.swarm.paths.round_robin import CallFailure
+from farflock.swarm.peer.call_server import LEASE_S, ROOM_BYTES, CallReply, CallServer, Handler
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
-from farflock.swarm.peer.serving import LEASE_S, ROOM_BYTES, Handler, Reply, Serving
-from farflock.swarm.peer.window import Window
 
 RESEND_S = 0.5
 KEEP_S = LEASE_S / 3  # while an answer's payloads are fetched, its call is repeated to keep them there
@@ -32,9 +32,9 @@ KEEP_S = LEASE_S / 3  # while an answer's payloads are fetched, its call is repe
 class CallFailed(Exception):
     """A call brought nothing. `reason`: "dial", the peer is gone; "rpc", it cannot or did not do it; "deadline"."""
 
-    def __init__(self, reason: Failure, message: str) -> None:
+    def __init__(self, reason: CallFailure, message: str) -> None:
         super().__init__(message)
-        self.reason: Failure = reason
+        self.reason: CallFailure = reason
 
 
 @dataclass(slots=True)
@@ -53,8 +53,8 @@ class Calls:
 
     def __init__(self, port: PeerContext, *, room_bytes: int = ROOM_BYTES) -> None:
         self._port, self._room_bytes = port, room_bytes
-        self._serving = Serving(port, room_bytes)
-        self._sending = Window(room_bytes)
+        self._serving = CallServer(port, room_bytes)
+        self._sending = ByteBudget(room_bytes)
         self._ids = itertools.count()
         self._asked: dict[int, _Asked] = {}
 
@@ -75,7 +75,7 @@ class Calls:
         *,
         timeout_s: float,
         max_reply_bytes: int,
-    ) -> Reply:
+    ) -> CallReply:
         """Have a peer's handler do something, at most once in each of the peer's lives. A peer without room is asked again
         until it has some. `CallFailed` if this brings nothing in time, or more than `max_reply_bytes` of payloads;
         `ValueError` for more than a call can carry. If it is cancelled, the peer is told to drop what it has."""
@@ -118,7 +118,7 @@ class Calls:
 
     async def _ask(
         self, peer: PeerId, request: bytes, payloads: Sequence[bytes], timeout_s: float, max_reply_bytes: int
-    ) -> Reply:
+    ) -> CallReply:
         if self._port.life(peer) == "dead":
             raise CallFailed("dial", f"{peer} is gone")
         number = next(self._ids)
@@ -135,15 +135,15 @@ class Calls:
             if fetched is None:
                 gone = self._port.life(peer) == "dead"
                 raise CallFailed("dial" if gone else "rpc", f"{peer} does not deliver what it answered")
-            return Reply(answer.body, fetched)
+            return CallReply(answer.body, fetched)
         finally:
             del self._asked[number]
             self._port.store.release(pin)
             self._port.send(peer, Heard(number))
 
-    async def _ask_myself(self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int) -> Reply:
+    async def _ask_myself(self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int) -> CallReply:
         """In a task of its own: a caller that is cancelled leaves the handler alone, as with everybody else."""
-        done: asyncio.Future[tuple[Verdict, Reply]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[tuple[CallVerdict, CallReply]] = asyncio.get_running_loop().create_future()
 
         async def here() -> tuple[bytes, ...]:
             return payloads
@@ -172,7 +172,7 @@ class Calls:
             asked.answer.set_result(answer)
 
 
-def _require_good(peer: PeerId, verdict: Verdict, size: int, max_reply_bytes: int) -> None:
+def _require_good(peer: PeerId, verdict: CallVerdict, size: int, max_reply_bytes: int) -> None:
     """What an answer says, and whether its payloads may be fetched."""
     if verdict == "late":
         raise CallFailed("deadline", f"{peer} did not get the payloads in time, or has given this call up")

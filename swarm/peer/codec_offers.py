@@ -13,7 +13,7 @@ from farflock.swarm.peer.context import PeerContext
 
 REPEAT_S = 5.0
 
-Told = tuple[CodecId, ...]
+ReadableCodecs = tuple[CodecId, ...]
 
 
 class CodecOffers:
@@ -21,9 +21,9 @@ class CodecOffers:
 
     def __init__(self, port: PeerContext) -> None:
         self._port = port
-        self.reads: Callable[[], Told] = tuple
-        self._told: dict[PeerId, tuple[int, Told]] = {}  # with the life that told it
-        self._said: tuple[bytes, Told] = b"", ()  # the view that it was said to
+        self.reads: Callable[[], ReadableCodecs] = tuple
+        self._told: dict[PeerId, tuple[int, ReadableCodecs]] = {}  # with the life that told it
+        self._said: tuple[bytes, ReadableCodecs] = b"", ()  # the view that it was said to
         self._said_s = 0.0
 
     def receive(self, sender: PeerId, incarnation: int, message: Reads) -> None:
@@ -45,7 +45,7 @@ class CodecOffers:
                 if peer != self._port.me:
                     self._port.send(peer, Reads(mine))
 
-    def of(self, peer: PeerId, incarnation: int) -> Told | None:
+    def of(self, peer: PeerId, incarnation: int) -> ReadableCodecs | None:
         """What this life of a peer reads; None if it has not told."""
         if peer == self._port.me:
             return self.reads() or None

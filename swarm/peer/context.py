@@ -8,24 +8,17 @@ import asyncio
 import collections
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from farflock.swarm.chunks import Chunks, Store
+from farflock.swarm.compute import inline
 from farflock.swarm.frame import Frame, pack
-from farflock.swarm.links import Life, Links, PeerId
+from farflock.swarm.links import Links, Liveness, PeerId
 from farflock.swarm.messages import MAX_TRAIL, Message, Piece
-from farflock.swarm.peer.chunks import Chunks, Store
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, raised
 from farflock.swarm.protocol.views import Chain, View
 
 MAX_FORSAKEN = 8 * MAX_TRAIL
-
-T = TypeVar("T")
-Compute = Callable[[Callable[[], T]], Awaitable[T]]
-
-
-async def inline(work: Callable[[], T]) -> T:
-    """Compute here and now: what simulations and tests hand in; a process hands in its worker thread."""
-    return work()
 
 
 @dataclass(slots=True)
@@ -75,7 +68,7 @@ class PeerContext:
         """Send a piece of a chunk as bulk; False if the links refused it or had no room in time."""
         return await self.links.send_bulk(peer, pack(Frame(self.incarnation, piece, body)), timeout_s)
 
-    def life(self, peer: PeerId) -> Life:
+    def life(self, peer: PeerId) -> Liveness:
         """How alive a peer seems."""
         return self.links.life(peer)
 

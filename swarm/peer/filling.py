@@ -12,9 +12,9 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import RoundLog
-from farflock.swarm.peer.streams import Logged, StreamState
+from farflock.swarm.peer.streams import LoggedRound, StreamState
 from farflock.swarm.protocol.decide import is_quorum
-from farflock.swarm.protocol.exchange.holdings import Item
+from farflock.swarm.protocol.exchange.availability import RoundItem
 
 FETCH_TIMEOUT_S = 10.0
 RETRY_S = 0.5
@@ -46,7 +46,7 @@ class Filling:
         else:  # it has left the log meanwhile: nobody else would release what has come since
             self._port.store.release(key)
 
-    async def _fetch(self, state: StreamState, key: Key, entry: Logged, item: Item) -> None:
+    async def _fetch(self, state: StreamState, key: Key, entry: LoggedRound, item: RoundItem) -> None:
         """Ask for one item until it is here, or the round has left the log or been given up."""
         fetch = self._port.chunks.fetch
         hopeless_s: float | None = None  # since when nobody had it

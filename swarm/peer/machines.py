@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from farflock.swarm.chunks import STALL_S
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Holds, Key, Offer, Prepare, Propose, Reduced
-from farflock.swarm.peer.chunks import STALL_S
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.filling import FETCH_TIMEOUT_S, HOPELESS_S, Filling
 from farflock.swarm.peer.round_log import RoundLog
-from farflock.swarm.peer.streams import Logged, Reduction, Stream, StreamState, work_pin
+from farflock.swarm.peer.streams import LoggedRound, Reduction, Stream, StreamState, work_pin
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList
 from farflock.swarm.protocol.exchange.collective import Collective, MachineMessage
@@ -292,7 +292,7 @@ class Machines:
         return not self._is_live(machine)
 
 
-def _entry(machine: Collective, close: CloseList) -> Logged:
+def _entry(machine: Collective, close: CloseList) -> LoggedRound:
     """What the log keeps of a machine's round."""
     roster, decided = machine.roster, machine.closing.decision.announcement()
-    return Logged(close, roster.peers, len(roster.contributors), decided, machine.taken())
+    return LoggedRound(close, roster.peers, len(roster.contributors), decided, machine.taken())

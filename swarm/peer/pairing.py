@@ -20,7 +20,7 @@ from farflock.swarm.messages import (
     PairRefuse,
 )
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.streams import Outcome, Status, Stream, work_pin
+from farflock.swarm.peer.streams import RoundOutcome, RoundStatus, Stream, work_pin
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.pair import Pair
 from farflock.swarm.protocol.views import View
@@ -61,7 +61,7 @@ class Pairing:
         self._early.clear()
         return tuple(self._streams)
 
-    async def exchange(self, name: str, offer: Offer) -> Outcome:
+    async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Swap shards, which are in the store, with this round's partner; ends by the stream's deadline."""
         stream, key = self._streams[name], offer.key
         self._rounds[name] = key.round
@@ -188,7 +188,7 @@ class Pairing:
         for message in outbox:
             self._port.send(pair.partner, message)
 
-    def _outcome(self, stream: Stream, offer: Offer, pair: Pair | None) -> Outcome:
+    def _outcome(self, stream: Stream, offer: Offer, pair: Pair | None) -> RoundOutcome:
         """What the node gets: both payloads if applied, mine alone, or nothing. The chunks may go after this."""
         next_round = max(offer.key.round + 1, self._seen[stream.name])
         self._rounds[stream.name] = next_round
@@ -203,14 +203,14 @@ class Pairing:
         }
         self._port.store.release(work_pin(offer.key))
         if verdict == "failed":
-            return Outcome(offer.key, "failed", next_round)
-        status: Status = "ok" if verdict == "applied" else "alone"
+            return RoundOutcome(offer.key, "failed", next_round)
+        status: RoundStatus = "ok" if verdict == "applied" else "alone"
         weights = tuple(offers[peer].weight for peer in contents)
         taken = (True,) * stream.terms.shards
         tokens = max(
             entry.tokens for entry in offers.values()
         )  # each side's estimate of the run's: the larger knows more
-        return Outcome(
+        return RoundOutcome(
             offer.key, status, next_round, tuple(contents), weights, gathered=contents, taken=taken, tokens=tokens
         )
 

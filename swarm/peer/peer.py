@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass
 from typing import Any
 
+from farflock.swarm.chunks import Store
+from farflock.swarm.compute import inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
@@ -39,16 +41,15 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
-from farflock.swarm.peer.chunks import Store
 from farflock.swarm.peer.codec_offers import CodecOffers
-from farflock.swarm.peer.context import PeerContext, inline
-from farflock.swarm.peer.loads import Loads
+from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.load_reports import LoadReports
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.router import Router
 from farflock.swarm.peer.snapshots import Snapshots
-from farflock.swarm.peer.streams import Outcome, Stream, work_pin
+from farflock.swarm.peer.streams import RoundOutcome, Stream, work_pin
 from farflock.swarm.peer.tallies import Tallies
 
 TICK_S = 0.1
@@ -73,7 +74,7 @@ class RunTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class OpenWait:
     """Something this peer waits for: what, for whom, and for how long still."""
 
     what: Key
@@ -105,7 +106,7 @@ class Peer:
         self.pairing = Pairing(self.port)
         self.calls = Calls(self.port)
         self.tallies = Tallies(self.port)
-        self.loads = Loads(self.port)
+        self.loads = LoadReports(self.port)
         self.codec_offers = CodecOffers(self.port)
         self.snapshots = Snapshots(self.port, self._askable)
         self.branching = Branching(
@@ -224,13 +225,13 @@ class Peer:
         weight: float = 1.0,
         tokens: int = 0,
         state: bytes = b"",
-    ) -> Outcome:
+    ) -> RoundOutcome:
         """Bring encoded shards to a round of a stream. A pair's ends by the stream's deadline; a collective's when the
         round is decided, however long that takes: the caller trains on meanwhile. It is lost if this peer has given up the
         line of views that its state belongs to, until the stream is opened again."""
         key = Key(name, number)
         if name in self.branching.adrift:
-            return Outcome(key, "lost", number + 1)
+            return RoundOutcome(key, "lost", number + 1)
         digests = tuple(self.port.store.put(shard, work_pin(key)) for shard in shards)
         sizes = tuple(len(shard) for shard in shards)
         offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
@@ -238,7 +239,7 @@ class Peer:
             return await self.pairing.exchange(name, offer)
         return await self.rounds.exchange(name, offer)
 
-    def decided(self, name: str, number: int) -> Outcome | None:
+    def decided(self, name: str, number: int) -> RoundOutcome | None:
         """A collective round from the log, decided without me or before I asked; None if there is no such."""
         known = name not in self._pair_streams and name not in self.branching.adrift
         return self.rounds.decided(name, number) if known else None
@@ -252,11 +253,11 @@ class Peer:
         to date: who adopts needs one of it or of a later one. -1 where nothing is open."""
         return self.rounds.reach(stage)
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[OpenWait]:
         """What this peer waits for, for whom and how long still: what `status` prints."""
         now_s = self.port.now()
         entries = self.rounds.waits() + self.pairing.waits()
-        return [Wait(key, whom, ends_s - now_s) for key, whom, ends_s in entries]
+        return [OpenWait(key, whom, ends_s - now_s) for key, whom, ends_s in entries]
 
     def run_s(self) -> float:
         """The run's time."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.streams import Logged, Outcome, StreamState, outcome, work_pin
+from farflock.swarm.peer.streams import LoggedRound, RoundOutcome, StreamState, outcome, work_pin
 from farflock.swarm.protocol.exchange.close_list import told
 
 LOG_ROUNDS = 8
@@ -27,7 +27,7 @@ class RoundLog:
     def __init__(self, port: PeerContext, drop: Callable[[Key], object]) -> None:
         self._port, self._drop = port, drop
 
-    def enter(self, state: StreamState, number: int, entry: Logged) -> None:
+    def enter(self, state: StreamState, number: int, entry: LoggedRound) -> None:
         """A round is decided: it is the stream's newest, and the oldest one leaves the log."""
         state.newest = number
         state.seen = max(state.seen, number)
@@ -84,7 +84,7 @@ class RoundLog:
         self._port.store.release(work_pin(key))
         future = state.waiting.get(number)
         if future is not None and not future.done():
-            future.set_result(Outcome(key, "lost", state.next))
+            future.set_result(RoundOutcome(key, "lost", state.next))
 
     def completed(self, state: StreamState, number: int) -> None:
         """What this peer wants of a round is here: whoever waits for it has its outcome."""
@@ -105,9 +105,9 @@ class RoundLog:
         """Nobody can say any more what came of the exchanges that wait: they are lost."""
         for number, future in state.waiting.items():
             if not future.done():
-                future.set_result(Outcome(Key(state.stream.name, number), "lost", next_round))
+                future.set_result(RoundOutcome(Key(state.stream.name, number), "lost", next_round))
 
 
-def _size_bytes(state: StreamState, entry: Logged) -> int:
+def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
     """What a round in the annals takes, roughly."""
     return len(entry.decided.value) + sum(item.size for item in told(entry.close, state.stream.terms.shards))

@@ -10,15 +10,15 @@ import asyncio
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer
+from farflock.swarm.peer.catch_up import CatchUp
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.filling import Filling
-from farflock.swarm.peer.following import Following
 from farflock.swarm.peer.machines import Machines
 from farflock.swarm.peer.round_log import RoundLog
-from farflock.swarm.peer.streams import Outcome, Stream, StreamState, outcome, work_pin
+from farflock.swarm.peer.streams import RoundOutcome, Stream, StreamState, outcome, work_pin
 from farflock.swarm.protocol.exchange.close_list import told
 from farflock.swarm.protocol.exchange.collective import MachineMessage
-from farflock.swarm.protocol.forgetting import Forgetting, oldest_of
+from farflock.swarm.protocol.log_truncation import LogTruncation, oldest_of
 from farflock.swarm.protocol.views import View
 
 RoundMessage = MachineMessage | LogQuery | Forgotten
@@ -33,7 +33,7 @@ class Rounds:
         self._log = RoundLog(port, lambda key: self.machines.drop(key))
         filling = Filling(port, self._log)
         self.machines = Machines(port, self._streams, self._log, filling)
-        self._following = Following(port, self._log, self.machines, filling)
+        self._following = CatchUp(port, self._log, self.machines, filling)
 
     # what the node calls
 
@@ -48,7 +48,7 @@ class Rounds:
             self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
             self._port.staged |= stream.stage is not None
 
-    async def exchange(self, name: str, offer: Offer) -> Outcome:
+    async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Bring an offer, whose shards are in the store, to its round; wait for the outcome."""
         try:
             return await self._exchange(self._streams[name], offer)
@@ -56,15 +56,15 @@ class Rounds:
             if offer.key not in self.machines:  # else it releases them when it is complete
                 self._port.store.release(work_pin(offer.key))
 
-    async def _exchange(self, state: StreamState, offer: Offer) -> Outcome:
+    async def _exchange(self, state: StreamState, offer: Offer) -> RoundOutcome:
         name, number = offer.key.stream, offer.key.round
         known = self.decided(name, number)
         if known is not None:
             return known
         if number <= state.newest and number not in state.log:
-            return Outcome(offer.key, "lost", state.next)
+            return RoundOutcome(offer.key, "lost", state.next)
         assert number not in state.waiting, f"{offer.key} is asked for twice"
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RoundOutcome] = asyncio.get_running_loop().create_future()
         state.waiting[number] = future
         state.offers[number], state.ends_s[number] = (
             offer,
@@ -78,7 +78,7 @@ class Rounds:
             state.offers.pop(number, None)
             state.ends_s.pop(number, None)
 
-    def decided(self, name: str, number: int) -> Outcome | None:
+    def decided(self, name: str, number: int) -> RoundOutcome | None:
         """The outcome of a round from the log, if it is decided and its content is here."""
         state = self._streams[name]
         entry = state.log.get(number)
@@ -177,7 +177,7 @@ class Rounds:
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             self._log.rewind(state, first_round)
-            state.forgotten = Forgetting()
+            state.forgotten = LogTruncation()
             if state.newest >= first_round:
                 state.newest = state.seen = state.stream.cadence.upto(first_round - 1)
                 last = state.entry(state.newest)

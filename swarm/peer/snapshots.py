@@ -44,7 +44,7 @@ class Snapshot:
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
-Progress = Callable[[int, int], None]  # chunks here, chunks in all
+DownloadProgress = Callable[[int, int], None]  # chunks here, chunks in all
 
 
 class SnapshotUnavailable(Exception):
@@ -116,7 +116,7 @@ class Snapshots:
         self,
         name: str,
         timeout_s: float,
-        progress: Progress = lambda here, total: None,
+        progress: DownloadProgress = lambda here, total: None,
         least: int = -1,
         stage: int | None = None,
         most_bytes: int | None = None,
@@ -139,7 +139,7 @@ class Snapshots:
             self._stages.pop(name, None)
             self._most_bytes.pop(name, None)
 
-    async def _fetch(self, name: str, timeout_s: float, progress: Progress) -> Snapshot:
+    async def _fetch(self, name: str, timeout_s: float, progress: DownloadProgress) -> Snapshot:
         while True:
             offers: dict[PeerId, StateOffer] = {}
             line = self._port.chain
@@ -163,7 +163,7 @@ class Snapshots:
         await asyncio.sleep(SETTLE_S)
 
     async def _download(
-        self, offer: StateOffer, holders: list[PeerId], pin: object, timeout_s: float, progress: Progress
+        self, offer: StateOffer, holders: list[PeerId], pin: object, timeout_s: float, progress: DownloadProgress
     ) -> tuple[bytes, ...] | None:
         fetch = self._port.chunks.fetch
         if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from farflock.swarm.chunks import Store
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key, Offer
-from farflock.swarm.peer.chunks import Store
+from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, told
-from farflock.swarm.protocol.exchange.holdings import Item
-from farflock.swarm.protocol.forgetting import Forgetting
+from farflock.swarm.protocol.log_truncation import LogTruncation
 
-Status = Literal["ok", "partial", "alone", "failed", "lost"]
+RoundStatus = Literal["ok", "partial", "alone", "failed", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Stream:
         """Whether its exchanges are between two peers each (swarm/peer/pairing.py)."""
         return self.terms.group == 2
 
-    def wanted(self, close: CloseList) -> list[Item]:
+    def wanted(self, close: CloseList) -> list[RoundItem]:
         """The items of a round that this peer fetches although it has no part in it."""
         match self.wants:
             case "all":
@@ -93,7 +93,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoundOutcome:
     """What came of an exchange: `reduced` by shard, or `gathered` by peer (pairs and gathers).
 
     `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens
@@ -101,7 +101,7 @@ class Outcome:
     """
 
     key: Key
-    status: Status
+    status: RoundStatus
     next_round: int
     participants: tuple[PeerId, ...] = ()
     weights: tuple[float, ...] = ()
@@ -113,7 +113,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Logged:
+class LoggedRound:
     """One decided round, as the log has it.
 
     Indices in the list are places in `group`, of which `contributors` members contribute. It is
@@ -137,17 +137,17 @@ class StreamState:
     tokens: int = 0
     opened_tokens: int = 0  # those before the first round that is kept
     seen: int = -1  # the highest round that I heard of (-1 and the like: none)
-    log: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
+    log: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
     # rounds before the log
-    annals: collections.OrderedDict[int, Logged] = field(default_factory=collections.OrderedDict)
+    annals: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
     annals_bytes: int = 0
     offers: dict[int, Offer] = field(default_factory=dict)  # mine, by round, not yet resolved
     # By round, when I no longer wait for it, on the local clock.
     ends_s: dict[int, float] = field(default_factory=dict)
-    waiting: dict[int, asyncio.Future[Outcome]] = field(default_factory=dict)
+    waiting: dict[int, asyncio.Future[RoundOutcome]] = field(default_factory=dict)
     asked_s: float = 0.0
     # Which members have said that the next round left their log.
-    forgotten: Forgetting = field(default_factory=Forgetting)
+    forgotten: LogTruncation = field(default_factory=LogTruncation)
     skipped: bool = False  # the tokens are not known before the next decision
 
     @property
@@ -155,7 +155,7 @@ class StreamState:
         """The round after the newest."""
         return self.newest + self.stream.cadence.stride
 
-    def entry(self, number: int) -> Logged | None:
+    def entry(self, number: int) -> LoggedRound | None:
         """A decided round, from the log or the annals."""
         return self.log.get(number) or self.annals.get(number)
 
@@ -172,10 +172,10 @@ def work_pin(key: Key) -> tuple[str, Key]:
     return ("work", key)
 
 
-def outcome(stream: Stream, number: int, logged: Logged, store: Store) -> Outcome:
+def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> RoundOutcome:
     """What a decided round, whose content is in the store, means to this peer."""
     close, group = logged.close, logged.group
-    bare = Outcome(
+    bare = RoundOutcome(
         Key(stream.name, number),
         "failed",
         number + stream.cadence.stride,

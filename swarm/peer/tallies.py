@@ -19,10 +19,12 @@ from farflock.swarm.peer.context import PeerContext
 
 REPEAT_S = 1.0  # what may have been lost is told again
 
-Who = tuple[PeerId, int]  # a peer in one of its lives: the next one begins with nothing, whatever this one has said
+MemberLife = tuple[
+    PeerId, int
+]  # a peer in one of its lives: the next one begins with nothing, whatever this one has said
 
 
-class Told(NamedTuple):
+class TallyReport(NamedTuple):
     """What a member has said; the greater of two is the later."""
 
     over: bool = False
@@ -36,7 +38,7 @@ class _Book:
 
     stage: int | None  # None: the whole model
     round: int
-    told: dict[Who, Told] = field(default_factory=dict)
+    told: dict[MemberLife, TallyReport] = field(default_factory=dict)
     sent_s: float = 0.0
 
 
@@ -45,7 +47,7 @@ class Tallies:
 
     def __init__(self, port: PeerContext) -> None:
         self._port = port
-        self._me: Who = (port.me, port.incarnation)
+        self._me: MemberLife = (port.me, port.incarnation)
         self._books: dict[str, _Book] = {}
         self.changed = asyncio.Event()  # set whenever a number did; who waits clears it
 
@@ -53,7 +55,7 @@ class Tallies:
         """I have so many tokens for this round of the stream, which is its next one."""
         book = self._books.setdefault(stream, _Book(stage, number))
         known = book.told.get(self._me)
-        mine = Told(known is not None and known.over, number, tokens)
+        mine = TallyReport(known is not None and known.over, number, tokens)
         if mine != known:
             book.round = number
             book.told[self._me] = mine
@@ -64,7 +66,7 @@ class Tallies:
         """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin. This round
         would be the next one."""
         book = self._books.setdefault(stream, _Book(stage, number))
-        known = book.told.get(self._me, Told(round=book.round))
+        known = book.told.get(self._me, TallyReport(round=book.round))
         mine = known._replace(over=True, round=max(number, known.round))
         if mine != known:
             book.told[self._me] = mine
@@ -75,20 +77,20 @@ class Tallies:
         """Whether the run is over to all living members of the stage."""
         return all(told.over for told in self.told(stream).values())
 
-    def told(self, stream: str) -> dict[PeerId, Told]:
+    def told(self, stream: str) -> dict[PeerId, TallyReport]:
         """What the living members of the stage have said last, I too."""
         book = self._books[stream]
-        return {peer: book.told.get((peer, life), Told()) for peer, life in self._living(book)}
+        return {peer: book.told.get((peer, life), TallyReport()) for peer, life in self._living(book)}
 
     def total(self, stream: str) -> int:
         """What the living members of the stage have for its next round, together."""
         book = self._books.get(stream)
         if book is None:
             return 0
-        told = (book.told.get(who, Told()) for who in self._living(book))
+        told = (book.told.get(who, TallyReport()) for who in self._living(book))
         return sum(each.tokens for each in told if each.round == book.round and not each.over)
 
-    def _living(self, book: _Book) -> Iterator[Who]:
+    def _living(self, book: _Book) -> Iterator[MemberLife]:
         view = self._port.views.newest
         for member in (view.members[index] for index in view.serving(book.stage)):
             if member.peer == self._port.me:
@@ -103,8 +105,8 @@ class Tallies:
         if book is None or index is None or index not in view.serving(book.stage):
             self._port.drop("tally of somebody else")
             return
-        told, who = Told(message.over, message.key.round, message.tokens), (sender, incarnation)
-        if told > book.told.get(who, Told()):
+        told, who = TallyReport(message.over, message.key.round, message.tokens), (sender, incarnation)
+        if told > book.told.get(who, TallyReport()):
             members = {(member.peer, member.incarnation) for member in view.members}
             members.add(self._me)  # also once I am none
             book.told = {each: numbers for each, numbers in book.told.items() if each in members}

@@ -45,7 +45,7 @@ class HopTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineTimes:
     """Stages and the hops between them: `hops[s]` joins stages `s` and `s + 1`."""
 
     stages: tuple[StageTime, ...]

@@ -2,7 +2,7 @@
 trainer and a quorum of the run's members live (decision 014).
 
 A backward pass may be asked of several servers of a stage, one after the other, because one was silent or died. Each
-keeps what it computed aside (swarm/protocol/staging.py) until this trainer confirms it, and the trainer confirms one
+keeps what it computed aside (swarm/protocol/gradient_leases.py) until this trainer confirms it, and the trainer confirms one
 alone. A confirmed gradient counts once the close list of a round of the stage names its key; until then it is bound to
 its server, and asked again of another one only when the group has closed every round in which that server could take
 part.
@@ -22,11 +22,11 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 
 Phase = Literal["open", "sent", "bound", "merged", "committed"]
-Place = tuple[int, int]  # microbatch, stage
+StageVisit = tuple[int, int]  # microbatch, stage
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """One microbatch at one stage: how far it is, who has it, and how often it was asked for."""
 
     phase: Phase = "open"
@@ -44,29 +44,29 @@ class Ledger:
     names none."""
 
     stages: int
-    _entries: dict[Place, Entry] = field(default_factory=dict)
+    _entries: dict[StageVisit, LedgerEntry] = field(default_factory=dict)
 
     def begin(self, microbatch: int, order: Iterable[int] | None = None) -> None:
         """A new microbatch: nothing of it counts yet."""
         stages = range(self.stages) if order is None else order
-        entries = {(microbatch, stage): Entry() for stage in stages}
+        entries = {(microbatch, stage): LedgerEntry() for stage in stages}
         assert not entries.keys() & self._entries.keys(), f"microbatch {microbatch} is under way"
         self._entries |= entries
 
-    def send(self, place: Place, peer: PeerId) -> int:
+    def send(self, place: StageVisit, peer: PeerId) -> int:
         """The backward pass is asked of this peer; returns the attempt that the request carries."""
         entry = self._entries[place]
         assert entry.phase in ("open", "sent"), f"{place} is {entry.phase} at {entry.peer}, and is asked for again"
         entry.phase, entry.peer, entry.attempt = "sent", peer, entry.attempt + 1
         return entry.attempt
 
-    def silent(self, place: Place, attempt: int) -> None:
+    def silent(self, place: StageVisit, attempt: int) -> None:
         """No answer to a request in time, or a refusal: somebody else may be asked."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "sent":
             entry.phase = "open"
 
-    def replied(self, place: Place, peer: PeerId, attempt: int) -> bool:
+    def replied(self, place: StageVisit, peer: PeerId, attempt: int) -> bool:
         """The input's gradient has come. If this is True it is the one to go on with, and what the peer has put aside is to be
         confirmed; if not, the peer may drop it."""
         entry = self._current(place, attempt)
@@ -76,20 +76,20 @@ class Ledger:
             entry.phase = "bound"
         return True
 
-    def confirms(self) -> Iterator[tuple[Place, PeerId, int]]:
+    def confirms(self) -> Iterator[tuple[StageVisit, PeerId, int]]:
         """What is to be confirmed, again and again until the peer says that it has merged it."""
         for place, entry in self._entries.items():
             if entry.phase == "bound":
                 assert entry.peer is not None
                 yield place, entry.peer, entry.attempt
 
-    def merged(self, place: Place, attempt: int) -> None:
+    def merged(self, place: StageVisit, attempt: int) -> None:
         """The peer has added it to what it brings into its stage's next round."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "bound":
             entry.phase = "merged"
 
-    def refused(self, place: Place, attempt: int) -> None:
+    def refused(self, place: StageVisit, attempt: int) -> None:
         """The peer no longer has what I confirm, and will never merge it under this attempt."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "bound":
@@ -113,12 +113,12 @@ class Ledger:
         for entry in gone:
             entry.reopen()
 
-    def phase(self, place: Place) -> Phase:
+    def phase(self, place: StageVisit) -> Phase:
         """How far it is; `committed` for what was forgotten."""
         entry = self._entries.get(place)
         return "committed" if entry is None else entry.phase
 
-    def open(self) -> list[Place]:
+    def open(self) -> list[StageVisit]:
         """What nobody has been asked for, or nobody has any more."""
         return [place for place, entry in self._entries.items() if entry.phase == "open"]
 
@@ -133,7 +133,7 @@ class Ledger:
         """Places that it keeps, of microbatches that are not committed everywhere."""
         return len(self._entries)
 
-    def _current(self, place: Place, attempt: int) -> Entry | None:
+    def _current(self, place: StageVisit, attempt: int) -> LedgerEntry | None:
         """The entry, if this attempt is its last one."""
         entry = self._entries.get(place)
         return entry if entry is not None and entry.attempt == attempt else None

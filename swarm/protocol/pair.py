@@ -37,12 +37,12 @@ RESEND_S = 0.4
 # Of the whole time: this long before the end the leader decides nothing any more.
 COMMIT_MARGIN = 0.1
 
-Verdict = Literal["applied", "alone", "failed"]
+PairVerdict = Literal["applied", "alone", "failed"]
 PairRole = Literal["leader", "follower"]
-Stage = Literal["open", "matched", "held", "done"]
+PairPhase = Literal["open", "matched", "held", "done"]
 PairEvent = Literal["offered", "refused", "fetched", "committed", "aborted"]
 
-PAIR_TABLES: dict[PairRole, dict[tuple[Stage, PairEvent], Stage]] = {
+PAIR_TABLES: dict[PairRole, dict[tuple[PairPhase, PairEvent], PairPhase]] = {
     "leader": {
         ("open", "offered"): "matched",
         ("open", "refused"): "done",
@@ -75,8 +75,8 @@ class Pair:
     started_s: float
     deadline_s: float
 
-    stage: Stage = "open"
-    verdict: Verdict | None = None
+    stage: PairPhase = "open"
+    verdict: PairVerdict | None = None
     unsure: bool = False  # the follower had said what it holds, and never heard the decision
     theirs: Offer | None = None
     outbox: list[Message] = field(default_factory=list)

@@ -16,11 +16,11 @@ PERIOD_S = 300.0
 HYSTERESIS = 0.25
 MIN_RESIDENCE_S = 300.0  # at least what the download of a stage's state takes
 
-Load = Literal["wait", "queue"]
+LoadMeasure = Literal["wait", "queue"]
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerLoad:
     """What a server tells of itself: `queue` microbatches waiting (a mean may be broken), `rate` microbatches per second,
     memory for a stage in bytes, and for how long it has served this stage."""
 
@@ -36,12 +36,12 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LoadSnapshot:
     """Who serves which stage in period `number`, in any order, and how many bytes each stage needs; and how many full replicas
     there are, which hold all stages and never move."""
 
     number: int
-    stages: tuple[tuple[Server, ...], ...]
+    stages: tuple[tuple[ServerLoad, ...], ...]
     needs_bytes: tuple[int, ...]
     replicas: int = 0
 
@@ -64,10 +64,10 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RebalanceRule:
     """`load`: "wait", the seconds in which a stage works off its queue, or "queue", the raw length as in the paper."""
 
-    load: Load = "wait"
+    load: LoadMeasure = "wait"
     hysteresis: float = HYSTERESIS
     min_residence_s: float = MIN_RESIDENCE_S
 
@@ -83,7 +83,7 @@ def snapshot_number(now_s: float, period_s: float = PERIOD_S) -> int:
     return math.floor(now_s / period_s)
 
 
-def next_move(snapshot: Snapshot, rule: Rule | None = None) -> Move | None:
+def next_move(snapshot: LoadSnapshot, rule: RebalanceRule | None = None) -> Move | None:
     """The one move of this period, or None.
 
     To the stage with the greatest load goes, from the stage with the least, the server with the least to do; ties by
@@ -95,7 +95,7 @@ def next_move(snapshot: Snapshot, rule: Rule | None = None) -> Move | None:
     queues are, moves alone can never go round in a circle. If the least loaded stage can spare nobody, the next one is
     asked. A stage without servers is the most loaded, and nobody has to have resided before coming to its help.
     """
-    rule = rule or Rule()
+    rule = rule or RebalanceRule()
     if not snapshot.stages:
         return None
     loads = [_load(servers, rule.load) for servers in snapshot.stages]
@@ -112,7 +112,9 @@ def next_move(snapshot: Snapshot, rule: Rule | None = None) -> Move | None:
     return None
 
 
-def _movers(snapshot: Snapshot, rule: Rule, source: int, target: int, rates: Sequence[float]) -> Iterator[Server]:
+def _movers(
+    snapshot: LoadSnapshot, rule: RebalanceRule, source: int, target: int, rates: Sequence[float]
+) -> Iterator[ServerLoad]:
     """Who may go from `source` to `target`."""
     servers = snapshot.stages[source]
     is_emergency = not snapshot.stages[target]
@@ -126,7 +128,7 @@ def _movers(snapshot: Snapshot, rule: Rule, source: int, target: int, rates: Seq
             yield server
 
 
-def _load(servers: Sequence[Server], load: Load) -> float:
+def _load(servers: Sequence[ServerLoad], load: LoadMeasure) -> float:
     """Infinite for a stage that nobody serves. `fsum` is exact, so no order of the input can change a bit."""
     if not servers:
         return math.inf
@@ -134,5 +136,5 @@ def _load(servers: Sequence[Server], load: Load) -> float:
     return queue / _rate(servers) if load == "wait" else queue
 
 
-def _rate(servers: Sequence[Server]) -> float:
+def _rate(servers: Sequence[ServerLoad]) -> float:
     return math.fsum(server.rate for server in servers)

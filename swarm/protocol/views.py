@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.identity import verify
-from farflock.swarm.links import Life, PeerId
+from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_TRAIL, MAX_VALUE_BYTES, Count, Decided, Digest, Key
 from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest, reaches
@@ -299,7 +299,7 @@ class Candidates:
 
 
 def next_members(
-    view: View, lives: Mapping[PeerId, Life], joining: Mapping[PeerId, Member], leaving: Collection[PeerId]
+    view: View, lives: Mapping[PeerId, Liveness], joining: Mapping[PeerId, Member], leaving: Collection[PeerId]
 ) -> tuple[Member, ...] | None:
     """The members of the next view, or None if nothing changes: the dead and the leaving go, restarted ones are
     replaced by their new life at the end of the line, joiners follow in the order of their ids."""

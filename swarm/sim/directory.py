@@ -16,7 +16,7 @@ from farflock.swarm.record import BadRecord, unseal
 
 HEAD_LIFETIME_S = 300.0  # as in the real one, which cannot be imported without hivemind
 
-Shelf = Literal["records", "heads"]
+TableName = Literal["records", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class MemoryTable:
         self._randoms: dict[PeerId, random.Random] = {}
         self._open: dict[PeerId, MemoryDirectory] = {}
         self._islands: tuple[frozenset[PeerId], ...] = ()
-        self._versions: dict[tuple[Shelf, PeerId], list[_Version]] = {}  # by writer, oldest first
+        self._versions: dict[tuple[TableName, PeerId], list[_Version]] = {}  # by writer, oldest first
 
     def directory(self, peer: PeerId) -> "MemoryDirectory":
         """The directory as this peer uses it; for one that was here before, its next life."""
@@ -71,7 +71,7 @@ class MemoryTable:
         """End the split; what was stored meanwhile and has not expired is seen by everybody."""
         self._islands = ()
 
-    def put(self, shelf: Shelf, writer: PeerId, payload: bytes, lifetime_s: float) -> bool:
+    def put(self, shelf: TableName, writer: PeerId, payload: bytes, lifetime_s: float) -> bool:
         """Store a writer's newest payload; False if it is alone: then it is seen once others are there."""
         if self._randoms[writer].random() < self.faults.lost:
             self.fired["lost"] += 1
@@ -79,7 +79,7 @@ class MemoryTable:
             self._append(shelf, writer, payload, lifetime_s)
         return any(other != writer and self._connected(other, writer) for other in self._open)
 
-    def seen(self, shelf: Shelf, reader: PeerId) -> list[bytes]:
+    def seen(self, shelf: TableName, reader: PeerId) -> list[bytes]:
         """What a reader sees of the table as it was a while ago; what has expired by now is left out."""
         now_s = self._now()
         then_s = now_s - self._randoms[reader].uniform(0, self.faults.stale_s)
@@ -92,7 +92,7 @@ class MemoryTable:
                     self.fired["stale"] += 1
         return found
 
-    def _append(self, shelf: Shelf, writer: PeerId, payload: bytes, lifetime_s: float) -> None:
+    def _append(self, shelf: TableName, writer: PeerId, payload: bytes, lifetime_s: float) -> None:
         """Add a version and drop those that no stale read can show any more."""
         now_s, known = self._now(), self._versions.get((shelf, writer), [])
         known = [*known, _Version(payload, now_s, now_s + lifetime_s)]
@@ -149,8 +149,8 @@ class MemoryDirectory:
         if run != self._table.run:
             raise ValueError(f"this directory was opened for run {self._table.run}, not for {run}; open another one")
 
-    def _put(self, shelf: Shelf, payload: bytes, lifetime_s: float) -> bool:
+    def _put(self, shelf: TableName, payload: bytes, lifetime_s: float) -> bool:
         return self._table.is_open(self) and self._table.put(shelf, self.me, payload, lifetime_s)
 
-    def _read(self, shelf: Shelf) -> list[bytes]:
+    def _read(self, shelf: TableName) -> list[bytes]:
         return self._table.seen(shelf, self.me) if self._table.is_open(self) else []

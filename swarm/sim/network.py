@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from farflock.swarm.links import MAX_FRAME_BYTES, Life, PeerId, Road
+from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Transport
 
 SUSPECT_S = 0.9  # after a silent cut; a closed connection is noticed at once (measured on ZMTP heartbeats)
 NOTICE_S = 0.1
@@ -148,7 +148,7 @@ class SimNetwork:
         """Whether a peer is frozen."""
         return peer in self._stopped
 
-    def life(self, me: PeerId, peer: PeerId) -> Life:
+    def life(self, me: PeerId, peer: PeerId) -> Liveness:
         """What ZMTP heartbeats would have told `me` by now."""
         if peer not in self._lines:
             return "unknown"
@@ -220,11 +220,11 @@ class SimLinks:
         """The next frame."""
         return await self._inbox.get()
 
-    def life(self, peer: PeerId) -> Life:
+    def life(self, peer: PeerId) -> Liveness:
         """See `SimNetwork.life`."""
         return self._network.life(self._me, peer)
 
-    def road(self, peer: PeerId) -> Road:
+    def road(self, peer: PeerId) -> Transport:
         """Direct, or none."""
         return "direct" if self._network.reachable(self._me, peer) else "none"
 

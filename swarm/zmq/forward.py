@@ -92,7 +92,7 @@ class Meter:
 
 
 @dataclass(slots=True)
-class Window:
+class CreditWindow:
     """Flow control of bulk bytes from end to end: the relay's queues stay short, so it need not drop."""
 
     sent: int = 0
@@ -131,7 +131,7 @@ class Window:
 class _Session:
     seal: Sealed
     begun_s: float
-    window: Window = field(default_factory=Window)
+    window: CreditWindow = field(default_factory=CreditWindow)
     confirmed: bool = False  # the partner has the keys too: a frame of it was opened
 
 

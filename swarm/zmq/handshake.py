@@ -11,8 +11,8 @@ import zmq
 from farflock.swarm.record import BadRecord
 from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import CONTROL
-from farflock.swarm.zmq.partner import Dial, Partner, Route, Table
-from farflock.swarm.zmq.socket import Port
+from farflock.swarm.zmq.partner import Dial, Partner, PartnerTable, Route
+from farflock.swarm.zmq.socket import ZmqSocket
 
 MAX_ROUTES_PER_PEER = 2  # of one class, accepted from one identity
 GONE_S = 1.0  # for so long the last frames of a closed connection are taken
@@ -21,32 +21,32 @@ GONE_S = 1.0  # for so long the last frames of a closed connection are taken
 class Handshakes:
     """Introduces us on every connection, and makes routes of those whose owner is proven."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: PartnerTable) -> None:
         self.greeting = b""  # the first message on each connection: our signed record
         self._table = table
         self._loop = asyncio.get_running_loop()
         self._inbound: dict[tuple[int, bytes], Route] = {}  # by class and routing id
 
-    def introduce(self, port: Port) -> None:
+    def introduce(self, port: ZmqSocket) -> None:
         """A connection is up: if we dialled it, say first who we are."""
         dial = self._dial(port)
         if dial and not port.write(None, self.greeting):
             dial.ungreeted.add(port.lane)
 
-    def introduce_again(self, port: Port) -> None:
+    def introduce_again(self, port: ZmqSocket) -> None:
         """There may be room now for the greeting that did not fit."""
         dial = self._dial(port)
         if dial and port.lane in dial.ungreeted and port.write(None, self.greeting):
             dial.ungreeted.discard(port.lane)
 
-    def refused(self, port: Port) -> None:
+    def refused(self, port: ZmqSocket) -> None:
         """The other end's ZAP refused us: dial again, later."""
         self._table.counters["refused by partner"] += 1
         dial = self._dial(port)
         if dial:
             dial.refused(self._loop.time())
 
-    def proven(self, port: Port, address: bytes | None, frame: zmq.Frame) -> Route | None:
+    def proven(self, port: ZmqSocket, address: bytes | None, frame: zmq.Frame) -> Route | None:
         """The connection that a frame came on, even if it has closed since.
 
         None if its owner is not proven.
@@ -60,7 +60,7 @@ class Handshakes:
                 return known
         return None
 
-    def prove(self, port: Port, address: bytes | None, frame: zmq.Frame) -> Partner | None:
+    def prove(self, port: ZmqSocket, address: bytes | None, frame: zmq.Frame) -> Partner | None:
         """Take the record that a connection begins with, and answer it with ours.
 
         Return the owner of the connection, or None after cutting it off.
@@ -101,7 +101,7 @@ class Handshakes:
         partner.routes[lane].append(route)
         partner.next_ping_s = 0.0
 
-    def lost(self, port: Port, descriptor: int, owner: str) -> None:
+    def lost(self, port: ZmqSocket, descriptor: int, owner: str) -> None:
         """A proven connection ended."""
         partner = self._table.partners.get(owner)
         if partner is None:
@@ -127,7 +127,7 @@ class Handshakes:
             if now_s - route.gone_s > GONE_S:
                 del self._inbound[address]
 
-    def _dial(self, port: Port) -> Dial | None:
+    def _dial(self, port: ZmqSocket) -> Dial | None:
         """The dial that a socket belongs to; None for a socket that listens."""
         partner = self._table.partners.get(port.owner) if port.owner else None
         return partner.dial if partner else None

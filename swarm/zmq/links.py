@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import msgspec
 
 from farflock.swarm.identity import Identity
-from farflock.swarm.links import MAX_FRAME_BYTES, Life, PeerId, Road
+from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Transport
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, seal, unseal
 from farflock.swarm.zmq.forward import FORWARD_BYTES_PER_S, MAX_FORWARD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import RECORD
 from farflock.swarm.zmq.outbox import BULK, CONTROL
-from farflock.swarm.zmq.partner import Partner, Table, Traffic
+from farflock.swarm.zmq.partner import Partner, PartnerTable, Traffic
 from farflock.swarm.zmq.receiving import Receiver
-from farflock.swarm.zmq.relay import Detours
+from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.sockets import Sockets
 from farflock.swarm.zmq.upkeep import Upkeep
@@ -64,8 +64,8 @@ class ZmqLinks:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         key = identity.session_key()
-        self._table = table = Table(identity.peer, Gate(run, identity.peer, options.refuse))
-        self._detours = Detours(identity, run, table, options.relay, options.forward_bytes_per_s)
+        self._table = table = PartnerTable(identity.peer, Gate(run, identity.peer, options.refuse))
+        self._detours = Relays(identity, run, table, options.relay, options.forward_bytes_per_s)
         self._handshakes = Handshakes(table)
         self._sender = Sender(table, self._detours)
         self._receiver = Receiver(table, self._handshakes, self._sender, self._detours)
@@ -162,11 +162,11 @@ class ZmqLinks:
             self._sockets.wake(lane)
         return peer, frame
 
-    def life(self, peer: PeerId) -> Life:
+    def life(self, peer: PeerId) -> Liveness:
         partner = self._asked(peer)
         return partner.life(self._loop.time(), self._suspect_after_s) if partner else "unknown"
 
-    def road(self, peer: PeerId) -> Road:
+    def road(self, peer: PeerId) -> Transport:
         partner = self._asked(peer)
         return partner.road() if partner else "none"
 
@@ -185,7 +185,7 @@ class ZmqLinks:
             partner.wanted_s = self._loop.time()
         return partner
 
-    def traffic(self, peer: PeerId) -> Mapping[Road, Traffic]:
+    def traffic(self, peer: PeerId) -> Mapping[Transport, Traffic]:
         """Bytes to and from this peer by road, since it became a partner."""
         partner = self._table.partners.get(peer)
         return dict(partner.traffic) if partner else {}

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from farflock.swarm.links import Life, PeerId, Road
+from farflock.swarm.links import Liveness, PeerId, Transport
 from farflock.swarm.record import Record, newer
 from farflock.swarm.zmq.forward import Tunnel
 from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES, Outbox, Pool
-from farflock.swarm.zmq.socket import Context, Events, Port, configure, zmq_endpoint
+from farflock.swarm.zmq.socket import Events, ZmqContext, ZmqSocket, configure, zmq_endpoint
 from farflock.swarm.zmq.zap import Gate
 
 MAX_KNOWN = 4096  # records in the address book
@@ -42,7 +42,7 @@ def endpoint_pairs(record: Record) -> list[tuple[str, str]]:
 class Route:
     """A connection whose owner is proven: `address` is a ROUTER's routing id, None on a DEALER."""
 
-    port: Port
+    port: ZmqSocket
     address: bytes | None
     descriptor: int
     owner: PeerId
@@ -71,7 +71,7 @@ class Dial:
 
     def __init__(
         self,
-        context: Context,
+        context: ZmqContext,
         events: Events,
         key: X25519PrivateKey,
         record: Record,
@@ -86,7 +86,7 @@ class Dial:
         self._tries = 0
         self._refusals = 0
         self._next_s = now_s + DIAL_S
-        self.ports = tuple(Port(context, lane, record.peer, events) for lane in LANES)
+        self.ports = tuple(ZmqSocket(context, lane, record.peer, events) for lane in LANES)
         for port in self.ports:
             configure(port.socket, port.lane, key, record.curve, suspect_after_s)
             port.socket.connect(self._pairs[0][port.lane])
@@ -146,7 +146,7 @@ class Partner:
     stuck: list[bytes | None] = field(default_factory=lambda: [None, None])  # sealed heads of the queue
     lost_s: float | None = None  # when the last control connection went down
     roadless_s: float | None = None  # since when there has been no road at all
-    traffic: dict[Road, Traffic] = field(default_factory=dict)
+    traffic: dict[Transport, Traffic] = field(default_factory=dict)
     relayed_bytes: int = 0  # what we forwarded for it
     rtt_s: float | None = None
     pings: int = 0
@@ -161,13 +161,13 @@ class Partner:
         """The newest connection of this class."""
         return self.routes[lane][-1] if self.routes[lane] else None
 
-    def road(self) -> Road:
+    def road(self) -> Transport:
         """Which road the next control frame takes."""
         if self.best(CONTROL):
             return "direct"
         return "forwarded" if self.tunnel and self.tunnel.confirmed else "none"
 
-    def life(self, now_s: float, suspect_after_s: float) -> Life:
+    def life(self, now_s: float, suspect_after_s: float) -> Liveness:
         """Judged by connections on the direct road, by sealed pings on the forwarded one."""
         if self.best(CONTROL):
             return "alive"
@@ -179,7 +179,7 @@ class Partner:
             return "unknown"
         return "suspect" if now_s - max(known) < DEAD_S else "dead"
 
-    def count(self, road: Road, sent: int = 0, received: int = 0) -> None:
+    def count(self, road: Transport, sent: int = 0, received: int = 0) -> None:
         """Add to the traffic of a road."""
         traffic = self.traffic.setdefault(road, Traffic())
         traffic.sent += sent
@@ -203,7 +203,7 @@ class Partner:
         return self.outbox.clear()
 
 
-class Table:
+class PartnerTable:
     """The address book and the partners. `counters` counts by reason what was refused or dropped."""
 
     def __init__(self, me: PeerId, gate: Gate) -> None:

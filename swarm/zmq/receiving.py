@@ -17,16 +17,16 @@ from farflock.swarm.zmq.message import (
     TOKEN_BYTES,
 )
 from farflock.swarm.zmq.outbox import CONTROL, Inbox
-from farflock.swarm.zmq.partner import Partner, Route, Table
-from farflock.swarm.zmq.relay import Detours
+from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
+from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
-from farflock.swarm.zmq.socket import Port
+from farflock.swarm.zmq.socket import ZmqSocket
 
 
 class Receiver:
     """The `Events` of all ports: passes them on, and takes in frames of proven connections."""
 
-    def __init__(self, table: Table, handshakes: Handshakes, sender: Sender, detours: Detours) -> None:
+    def __init__(self, table: PartnerTable, handshakes: Handshakes, sender: Sender, detours: Relays) -> None:
         self.inbox = Inbox()
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours
@@ -50,24 +50,24 @@ class Receiver:
         """Something was refused."""
         self._table.counters[reason] += 1
 
-    def on_up(self, port: Port) -> None:
+    def on_up(self, port: ZmqSocket) -> None:
         """A CURVE handshake succeeded."""
         self._handshakes.introduce(port)
 
-    def on_refused(self, port: Port) -> None:
+    def on_refused(self, port: ZmqSocket) -> None:
         """The other end's ZAP refused us."""
         self._handshakes.refused(port)
 
-    def on_down(self, port: Port, descriptor: int, owner: PeerId) -> None:
+    def on_down(self, port: ZmqSocket, descriptor: int, owner: PeerId) -> None:
         """A proven connection ended."""
         self._handshakes.lost(port, descriptor, owner)
 
-    def on_room(self, port: Port) -> None:
+    def on_room(self, port: ZmqSocket) -> None:
         """There may be room to write on this port."""
         self._handshakes.introduce_again(port)
         self._sender.flush_all(port)
 
-    def on_frame(self, port: Port, route: bytes | None, frame: zmq.Frame) -> None:
+    def on_frame(self, port: ZmqSocket, route: bytes | None, frame: zmq.Frame) -> None:
         """A message came: of a proven connection, or else it must be the record that proves it."""
         proven = self._handshakes.proven(port, route, frame)
         body = frame.buffer

@@ -11,7 +11,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.zmq.forward import HELLOS_PER_S, Meter, Tunnel, is_hello, pack_forward, unpack_forward
 from farflock.swarm.zmq.message import FORWARD, FORWARDED
 from farflock.swarm.zmq.outbox import CONTROL
-from farflock.swarm.zmq.partner import Partner, Route, Table
+from farflock.swarm.zmq.partner import Partner, PartnerTable, Route
 from farflock.swarm.zmq.sealed import BadSeal
 
 RELAY_TRY_S = 1.0
@@ -20,10 +20,12 @@ MAX_GUESSES = 4  # partners tried as relays although nobody named them
 MAX_UNCONFIRMED = 32  # sessions that a stranger began and has not shown to hold the keys of
 
 
-class Detours:
+class Relays:
     """All tunnels of one peer, and its service as a relay."""
 
-    def __init__(self, identity: Identity, run: str, table: Table, relay: bool, forward_bytes_per_s: float) -> None:
+    def __init__(
+        self, identity: Identity, run: str, table: PartnerTable, relay: bool, forward_bytes_per_s: float
+    ) -> None:
         self.relays: tuple[PeerId, ...] = ()  # my own, as my record names them
         self._identity, self._run, self._table, self._relay = identity, run, table, relay
         self._meter = Meter(forward_bytes_per_s)

@@ -5,15 +5,15 @@ import asyncio
 from farflock.swarm.zmq.forward import pack_forward
 from farflock.swarm.zmq.message import FORWARD, FRAME
 from farflock.swarm.zmq.outbox import CONTROL, LANES
-from farflock.swarm.zmq.partner import DEAD_S, Partner, Table
-from farflock.swarm.zmq.relay import Detours
-from farflock.swarm.zmq.socket import Port
+from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable
+from farflock.swarm.zmq.relay import Relays
+from farflock.swarm.zmq.socket import ZmqSocket
 
 
 class Sender:
     """Sends frames to partners, over a connection if there is one, else sealed through a relay."""
 
-    def __init__(self, table: Table, detours: Detours) -> None:
+    def __init__(self, table: PartnerTable, detours: Relays) -> None:
         self._table, self._detours = table, detours
         self._loop = asyncio.get_running_loop()
         self._backlog: dict[str, Partner] = {}  # partners whose queues are not empty, by peer
@@ -38,7 +38,7 @@ class Sender:
         finally:
             self.flush(partner)
 
-    def flush(self, partner: Partner, only: Port | None = None) -> None:
+    def flush(self, partner: Partner, only: ZmqSocket | None = None) -> None:
         """Write what waits for a partner, on one port if given, as far as there is room."""
         for lane in LANES:
             while (frame := partner.outbox.head(lane)) is not None:
@@ -51,12 +51,12 @@ class Sender:
         elif self._backlog.get(partner.peer) is partner:
             del self._backlog[partner.peer]
 
-    def flush_all(self, port: Port) -> None:
+    def flush_all(self, port: ZmqSocket) -> None:
         """There may be room to write on this port."""
         for waiting in list(self._backlog.values()):
             self.flush(waiting, port)
 
-    def _write(self, partner: Partner, lane: int, frame: bytes, only: Port | None) -> bool:
+    def _write(self, partner: Partner, lane: int, frame: bytes, only: ZmqSocket | None) -> bool:
         route = partner.best(lane)
         if route is None:
             return self._write_forwarded(partner, lane, frame, only)
@@ -65,7 +65,7 @@ class Sender:
         partner.count("direct", sent=len(FRAME) + len(frame))
         return True
 
-    def _write_forwarded(self, partner: Partner, lane: int, frame: bytes, only: Port | None) -> bool:
+    def _write_forwarded(self, partner: Partner, lane: int, frame: bytes, only: ZmqSocket | None) -> bool:
         relay = self._detours.route(partner, lane)
         if relay is None or only not in (None, relay.port):
             return False

@@ -52,7 +52,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-Context = zmq.Context[zmq.Socket[bytes]]
+ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
 
 def zmq_endpoint(multiaddress: str) -> str:
@@ -158,25 +158,25 @@ class Connection:
 class Events(Protocol):
     """What a port tells its owner."""
 
-    def on_frame(self, port: "Port", route: bytes | None, frame: zmq.Frame) -> None: ...
+    def on_frame(self, port: "ZmqSocket", route: bytes | None, frame: zmq.Frame) -> None: ...
 
-    def on_up(self, port: "Port") -> None: ...
+    def on_up(self, port: "ZmqSocket") -> None: ...
 
-    def on_down(self, port: "Port", descriptor: int, owner: PeerId) -> None: ...
+    def on_down(self, port: "ZmqSocket", descriptor: int, owner: PeerId) -> None: ...
 
-    def on_refused(self, port: "Port") -> None: ...
+    def on_refused(self, port: "ZmqSocket") -> None: ...
 
-    def on_room(self, port: "Port") -> None: ...
+    def on_room(self, port: "ZmqSocket") -> None: ...
 
     def on_drop(self, reason: str) -> None: ...
 
     def paused(self, lane: int) -> bool: ...
 
 
-class Port:
+class ZmqSocket:
     """A ROUTER that listens (`owner` None) or a DEALER that dials `owner`, for one class of traffic."""
 
-    def __init__(self, context: Context, lane: int, owner: PeerId | None, events: Events) -> None:
+    def __init__(self, context: ZmqContext, lane: int, owner: PeerId | None, events: Events) -> None:
         self.lane = lane
         self.owner = owner
         self.connections: dict[int, Connection] = {}

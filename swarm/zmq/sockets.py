@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farflock.swarm.record import Record
 from farflock.swarm.zmq.outbox import LANES
-from farflock.swarm.zmq.partner import Dial, Table
-from farflock.swarm.zmq.socket import Context, Events, Port, configure, multiaddress
+from farflock.swarm.zmq.partner import Dial, PartnerTable
+from farflock.swarm.zmq.socket import Events, ZmqContext, ZmqSocket, configure, multiaddress
 from farflock.swarm.zmq.zap import ZapHandler
 
 MAX_SOCKETS = 8192  # of one ZMQ context: more than the limits on dials and connections allow
@@ -18,11 +18,11 @@ MAX_SOCKETS = 8192  # of one ZMQ context: more than the limits on dials and conn
 class Sockets:
     """Makes the sockets and closes them; reports what happens on them to `events`."""
 
-    def __init__(self, table: Table, key: X25519PrivateKey, events: Events, suspect_after_s: float) -> None:
-        self.routers: list[Port] = []
+    def __init__(self, table: PartnerTable, key: X25519PrivateKey, events: Events, suspect_after_s: float) -> None:
+        self.routers: list[ZmqSocket] = []
         self._table, self._key, self._events = table, key, events
         self._suspect_after_s = suspect_after_s
-        self._context: Context = zmq.Context()
+        self._context: ZmqContext = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
         self._zap = ZapHandler(self._context, table.gate)
 
@@ -39,7 +39,7 @@ class Sockets:
 
     def _bind(self, lane: int, endpoint: str) -> int:
         """Make one ROUTER; return the TCP port that it got."""
-        router = Port(self._context, lane, None, self._events)
+        router = ZmqSocket(self._context, lane, None, self._events)
         self.routers.append(router)  # before it binds, so that `close` finds it if that fails
         configure(router.socket, lane, self._key, None, self._suspect_after_s)
         try:
@@ -53,7 +53,7 @@ class Sockets:
         """Begin to connect to the owner of a record."""
         return Dial(self._context, self._events, self._key, record, self._suspect_after_s, now_s)
 
-    def ports(self) -> Iterator[Port]:
+    def ports(self) -> Iterator[ZmqSocket]:
         """Every socket that is open now."""
         yield from self.routers
         for partner in self._table.partners.values():

@@ -5,8 +5,8 @@ import asyncio
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import PING, TOKEN_BYTES
 from farflock.swarm.zmq.outbox import BULK, CONTROL, LANES
-from farflock.swarm.zmq.partner import DEAD_S, Partner, Table, endpoint_pairs
-from farflock.swarm.zmq.relay import Detours
+from farflock.swarm.zmq.partner import DEAD_S, Partner, PartnerTable, endpoint_pairs
+from farflock.swarm.zmq.relay import Relays
 from farflock.swarm.zmq.sending import Sender
 from farflock.swarm.zmq.sockets import Sockets
 
@@ -22,11 +22,11 @@ class Upkeep:
 
     def __init__(
         self,
-        table: Table,
+        table: PartnerTable,
         sockets: Sockets,
         handshakes: Handshakes,
         sender: Sender,
-        detours: Detours,
+        detours: Relays,
     ) -> None:
         self._table, self._sockets, self._handshakes = table, sockets, handshakes
         self._sender, self._detours = sender, detours

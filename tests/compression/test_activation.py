@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farflock.compression.activation import ActivationContext, Flat, Incompatible, Masked, Offer, agree
+from farflock.compression.activation import ActivationContext, CodecOffer, Flat, Incompatible, Masked, agree
 from farflock.compression.activation_catalog import ACTIVATIONS, activation_codec, alternatives, known_of, most_bytes
 from farflock.compression.aqsgd import ResyncNeeded
 from farflock.compression.catalog import codec
@@ -449,30 +449,30 @@ def test_a_flat_codec_is_told_run_epoch_edge_direction_and_width():
     assert ctx.flat() == Context(7, 5, "a>b forward", 9, 4)
 
 
-INT8, BF16 = Offer("int8,int8", 1), Offer("bf16,bf16", 1)
+INT8, BF16 = CodecOffer("int8,int8", 1), CodecOffer("bf16,bf16", 1)
 
 
 def test_the_first_of_mine_that_is_theirs_too_is_taken():
     assert agree([INT8, BF16], [BF16, INT8]) == INT8
-    assert agree([Offer("new,new", 1), BF16], [INT8, BF16]) == BF16
+    assert agree([CodecOffer("new,new", 1), BF16], [INT8, BF16]) == BF16
 
 
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
         ([], "subspace:8 is not known there"),
-        ([Offer("subspace:8", 3, b"a")], r"at version 2 here and \[3\] there: update the older one"),
-        ([Offer("subspace:8", 2, b"b")], "version 2 has digest 61 here and another there: fetch it again"),
+        ([CodecOffer("subspace:8", 3, b"a")], r"at version 2 here and \[3\] there: update the older one"),
+        ([CodecOffer("subspace:8", 2, b"b")], "version 2 has digest 61 here and another there: fetch it again"),
     ],
 )
 def test_without_a_common_offer_the_edge_is_refused_by_name_with_the_remedy(theirs, words):
     with pytest.raises(Incompatible, match=words + ".*such as bf16"):
-        agree([Offer("subspace:8", 2, b"a")], theirs)
+        agree([CodecOffer("subspace:8", 2, b"a")], theirs)
 
 
 def test_a_record_with_endless_offers_is_read_to_a_limit():
     with pytest.raises(Incompatible):
-        agree([BF16], [Offer(f"x{i}", 1) for i in range(64)] + [BF16])
+        agree([BF16], [CodecOffer(f"x{i}", 1) for i in range(64)] + [BF16])
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_a_record_with_endless_offers_is_read_to_a_limit():
 )
 def test_an_offer_that_is_too_long_is_refused(wrong):
     with pytest.raises(ValueError, match="an offer needs"):
-        Offer(*wrong)
+        CodecOffer(*wrong)
 
 
 @each_codec

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.compression.activation import ActivationContext
-from farflock.compression.aqsgd import HELD, AqSgd, Cache, Entry, Part, ResyncNeeded, whole, written
+from farflock.compression.aqsgd import HELD, AqSgd, Cache, CacheEntry, ResyncNeeded, SampleDelta, whole, written
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 
@@ -132,7 +132,7 @@ def test_a_message_that_comes_twice_gives_the_same_values_twice():
 def test_a_sample_that_is_held_as_it_is_needs_its_tag_alone_and_another_one_is_asked_for():
     sender, receiver, ctx = end(), end(), context(1, 2)
     used, _ = delivered(sender, receiver, normal(0, 1, 2), ctx)
-    parts = [Part(HELD, sender.tag(sample), sender.tag(sample), b"") for sample in (1, 2)]
+    parts = [SampleDelta(HELD, sender.tag(sample), sender.tag(sample), b"") for sample in (1, 2)]
     assert torch.equal(receiver.decode(written(parts), ctx), used)
     assert len(written(parts)) == 2 * 17
     delivered(sender, receiver, normal(1, 2), context(2))
@@ -141,7 +141,7 @@ def test_a_sample_that_is_held_as_it_is_needs_its_tag_alone_and_another_one_is_a
     assert needed.value.samples == (2,)
     assert torch.equal(held(receiver, 2), held(sender, 2))
     with pytest.raises(CorruptPayload, match="has two tags"):
-        receiver.decode(written([Part(HELD, bytes(8), sender.tag(1), b"")]), context(1))
+        receiver.decode(written([SampleDelta(HELD, bytes(8), sender.tag(1), b"")]), context(1))
 
 
 def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_sends_a_value_whole():
@@ -150,8 +150,8 @@ def test_who_carries_messages_reads_their_parts_by_what_was_held_before_and_send
     value = end().value(first, None, ctx)
     (second,) = end().parts(encoded(sender, normal(1, 1), ctx), ctx)
     assert end().value(second, None, ctx) is None
-    assert end().value(second, Entry(value, bytes(8), 0), ctx) is None
-    after = end().value(second, Entry(value, first.after, 0), ctx)
+    assert end().value(second, CacheEntry(value, bytes(8), 0), ctx) is None
+    after = end().value(second, CacheEntry(value, first.after, 0), ctx)
     assert torch.equal(after.float(), held(sender, 1))
     assert end().tag(1) == bytes(8) != sender.tag(1) == second.after
     receiver = end()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context, CorruptPayload
 from farflock.compression.lowrank import LowRank, fitted, leading
-from farflock.node.train.shards import Cut
+from farflock.node.train.shards import ShardLayout
 
 
 def encoded(c, x, columns):
@@ -146,7 +146,7 @@ def test_any_bytes_of_the_right_length_are_finite_values_or_refused(payload):
 
 def test_shards_hold_whole_rows_and_know_their_columns():
     shapes = {"big": (3000, 128), "vector": (300,), "small": (5, 7)}
-    cut = Cut.of(shapes, LowRank())
+    cut = ShardLayout.of(shapes, LowRank())
     parts = [part for shard in cut.shards for part in shard]
     assert all(part.start % 128 == part.stop % 128 == 0 for part in parts if part.tensor == "big")
     assert {part.tensor: part.columns for part in parts} == {"big": 128, "vector": 0, "small": 7}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.compression.activation import ActivationContext, Incompatible, Offer, agree
+from farflock.compression.activation import ActivationContext, CodecOffer, Incompatible, agree
 from farflock.compression.activation_catalog import activation_codec, most_bytes, subspace_terms
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
@@ -560,7 +560,7 @@ def test_any_bytes_are_ids_of_the_vocabulary_or_refused(count, length, vocabular
 
 def test_offers_name_version_and_digest():
     _, basis = constrained()
-    assert Subspace(basis).offers(0) == (Offer("subspace:6+bf16,bf16", 1, basis.digest),)
+    assert Subspace(basis).offers(0) == (CodecOffer("subspace:6+bf16,bf16", 1, basis.digest),)
 
 
 # coordinates as they are, and names

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from farflock.node.assembly.node import participant
+from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.process.worker import Worker
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
@@ -121,8 +121,8 @@ class Life:
             )
             inner, schedule = InnerConfig(lr=3e-3), Schedule(3e-3, TOKENS, warmup_tokens=TOKENS // 10)
             options = {"period": PERIOD, "deadline_s": 8.0}
-            plan = Plan(SEED, PRESETS["tiny"], inner, schedule, "diloco", options, batch=BATCH, seq=SEQ)
-            self.part = participant(plan, peer, self.text, compute=codecs, train=Worker("train"), report=self.note)
+            plan = RunPlan(SEED, PRESETS["tiny"], inner, schedule, "diloco", options, batch=BATCH, seq=SEQ)
+            self.part = replica_node(plan, peer, self.text, compute=codecs, train=Worker("train"), report=self.note)
             async with peer.running():
                 await self.take_part(links, records)
         finally:
@@ -164,8 +164,8 @@ class Life:
             {
                 "state": state_hash(state).hex(),
                 "round": int(state["round"]),
-                "agreed": part.seat.place.agreed_tokens,
-                "uncounted": part.seat.place.own_tokens,
+                "agreed": part.state_sync.place.agreed_tokens,
+                "uncounted": part.state_sync.place.own_tokens,
             },
         )
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflock.node.errors import Refused
+from farflock.node.errors import RefusedByRun
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
@@ -99,9 +99,11 @@ def test_a_real_peer_leaves_no_thread_process_or_file_and_refuses_a_model_that_i
         children = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
         assert children
         assert optimizer.last_round == ("delta", 0, "alone", 1)
-        with pytest.raises(Refused, match="this model is not the run's: 2 tensors of 4 numbers here, 2 of 3 there"):
+        with pytest.raises(
+            RefusedByRun, match="this model is not the run's: 2 tensors of 4 numbers here, 2 of 3 there"
+        ):
             SwarmOptimizer(nn.Linear(3, 1), invite=optimizer.invite)
-        with pytest.raises(Refused, match=r"method\.name: it is 'noloco' here and 'diloco' in the run"):
+        with pytest.raises(RefusedByRun, match=r"method\.name: it is 'noloco' here and 'diloco' in the run"):
             SwarmOptimizer(nn.Linear(2, 1), "noloco", optimizer.invite, folder=tmp_path / "mine")
         assert (tmp_path / "mine" / "identity.key").exists()
         assert len(list(passing.glob("farflock-*"))) == 1

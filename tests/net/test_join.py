@@ -122,10 +122,10 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
     assert sum("tokens/s" in line and "loss" in line for line in lines) >= 2
     assert not any("\x1b" in line for line in lines)
 
-    books = {name: [json.loads(line) for line in (tmp_path / name / "receipts.jsonl").open()] for name in "ab"}
+    contributions = {name: [json.loads(line) for line in (tmp_path / name / "receipts.jsonl").open()] for name in "ab"}
     together = {
         name: {entry["round"]: entry for entry in entries if len(entry["participants"]) == 2}
-        for name, entries in books.items()
+        for name, entries in contributions.items()
     }
     assert len(together["a"]) >= 10
     for number in together["a"].keys() & together["b"].keys():
@@ -135,9 +135,9 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
         }
     status = json.loads((tmp_path / "a" / "status.json").read_text())
     assert status["doing"] == "has ended"
-    assert sum(entry["sent_bytes"] for entry in books["a"]) <= status["sent_bytes"]
+    assert sum(entry["sent_bytes"] for entry in contributions["a"]) <= status["sent_bytes"]
     assert min(entry["sent_bytes"] for entry in together["a"].values()) > 0
-    assert sum(status["rounds"].values()) == len(books["a"])
+    assert sum(status["rounds"].values()) == len(contributions["a"])
     ended = nursery.run(
         [*COMMAND, "status", "--folder", str(tmp_path / "a"), "--json"], cwd=ROOT, capture_output=True, check=True
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farflock.node.demo.baselines import train_arm
+from farflock.node.demo.baselines import train_baseline
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses, unigram_loss
@@ -235,7 +235,7 @@ def test_six_processes_train_a_model_that_none_of_them_holds_as_the_whole_one_is
         saved = [node.saved(stage) for node, role in zip(run.nodes, roles, strict=True) if role == f"stage:{stage}"]
         states.append(one_state(saved))
     whole = held_out_loss(assembled(plan, states), text)
-    unsplit = train_arm(replace(plan, accumulate=BATCH), text[0], [status["peer"]], 1, steps, lambda share: None)
+    unsplit = train_baseline(replace(plan, accumulate=BATCH), text[0], [status["peer"]], 1, steps, lambda share: None)
     untrained = held_out_loss(build(plan.model, plan.run_seed), text)
     best = held_out_loss(unsplit, text)
     assert whole < unigram_loss(*text, 256) < untrained

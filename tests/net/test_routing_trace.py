@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from farflock.node.run.planned_paths import plan_of_texts
-from farflock.node.run.terms import Balance
-from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWorld
+from farflock.node.run.terms import RebalanceTerms
+from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.roles import role_of
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -40,7 +40,7 @@ class Traced(PipelineSimulation):
     `trace` has the servers that computed each pass, by microbatch, stage and direction."""
 
     def __init__(self, cut):
-        parts = (*(Part(stage, forward_s=0.0) for stage in STAGES), Part(trains=True))
+        parts = (*(PeerRole(stage, forward_s=0.0) for stage in STAGES), PeerRole(trains=True))
         self.world = PipelineWorld(parts, FOREVER, view_s=0.1)
         super().__init__(plan(total=FOREVER), cut, self.world, TEXT, self._look)
         self.trace = collections.defaultdict(set)
@@ -82,9 +82,9 @@ class Traced(PipelineSimulation):
         for serving in node.servings:
             self._watch(number, serving)
         if node.trainer is not None:
-            trainer, begin, rolls = node.trainer, node.trainer._begin_more, node.rolls
+            trainer, begin, stage_directory = node.trainer, node.trainer._begin_more, node.stage_directory
             trainer._begin_more = lambda: begin() if self._are_there(node) else None
-            serving = rolls.serving
+            serving = stage_directory.serving
 
             def serving_seen():
                 found = serving()
@@ -92,7 +92,7 @@ class Traced(PipelineSimulation):
                     self.seen.add((found.membership, found.seniority, tuple(map(len, found.stages))))
                 return found
 
-            rolls.serving = serving_seen
+            stage_directory.serving = serving_seen
 
     def _watch(self, number, serving):
         server, stage = serving.server, serving.index
@@ -134,7 +134,7 @@ class OverSockets(Traced):
                 await links.close()
 
 
-NOBODY_MOVES = Balance(0.0)  # to another stage because this machine keeps one waiting
+NOBODY_MOVES = RebalanceTerms(0.0)  # to another stage because this machine keeps one waiting
 POLICIES = {
     name: pipeline(4, BATCH, policy=name, paths=PATHS if name == "planned" else None, balance=NOBODY_MOVES)
     for name in NAMES

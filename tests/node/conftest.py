@@ -5,11 +5,11 @@ import asyncio
 import pytest
 import torch
 
-from farflock.node.assembly.node import participant
+from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.identity import Identity
@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, text, method="diloco", peers=1, total=TOTAL, **options):
         self.text, self.total = text, total
         inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total, warmup_tokens=total // 10, joiner_steps=5)
-        self.plan = Plan(3, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
+        self.plan = RunPlan(3, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
         self.network = SimNetwork(3)
         self.identities = [Identity.from_seed(bytes([number + 1]) * 32) for number in range(peers)]
 
@@ -50,7 +50,7 @@ class Bench:
             await asyncio.sleep(0.5)
             return loss
 
-        return participant(self.plan, peer, self.text, compute=compute, train=train, report=report)
+        return replica_node(self.plan, peer, self.text, compute=compute, train=train, report=report)
 
 
 @pytest.fixture(scope="session")

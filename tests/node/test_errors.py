@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.errors import EXPLAINED, Failure, FarflockError, Refused, Usage, explained, nearest
+from farflock.node.errors import EXPLAINED, Failure, FarflockError, RefusedByRun, Usage, explained, nearest
 
 
-@pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (Refused, 3)])
+@pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (RefusedByRun, 3)])
 def test_an_error_is_one_sentence_with_cause_and_remedy_and_an_exit_code(kind, code):
     error = kind("the port", "4001 is taken", "choose another --port")
     assert str(error) == "the port: 4001 is taken; choose another --port"
@@ -78,7 +78,7 @@ def test_too_little_memory_is_explained():
 
 
 def test_one_error_in_a_group_is_explained_and_several_are_not():
-    refused = Refused("a", "b", "c")
+    refused = RefusedByRun("a", "b", "c")
     assert explained(ExceptionGroup("tasks", [ExceptionGroup("inner", [refused])])) is refused
     assert explained(ExceptionGroup("tasks", [refused, refused])) is None
 

@@ -6,7 +6,7 @@ import pytest
 
 from farflock.node.loop import STOPPING_WAIT_S, Loop
 from farflock.node.train.driver import Wait
-from farflock.optimizers.method import All, Exchange, Key, Progress
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -87,15 +87,15 @@ class Silent:
         if progress.step > 1:
             return []
         self.asked = progress.run_time_s
-        return [Exchange(Key("delta", 0), "mean", All(), tensors={})]
+        return [Exchange(ExchangeKey("delta", 0), "mean", All(), tensors={})]
 
     def resolve(self, key, result):
         self.asked = None
 
     def next(self, progress):
-        return None if self.asked is None else Wait(Key("delta", 0), self.asked + 1000)
+        return None if self.asked is None else Wait(ExchangeKey("delta", 0), self.asked + 1000)
 
-    async def carry(self, exchange):
+    async def run_exchange(self, exchange):
         await asyncio.sleep(self.answer_s)
 
 
@@ -138,7 +138,7 @@ def test_at_its_end_it_waits_for_the_content_of_a_round_that_was_decided_without
                     replayed.append(loop.time())
 
             monkeypatch.setattr(Loop, "_replay_missed", replay)
-            monkeypatch.setattr(type(node.loop.seat), "is_behind", property(lambda seat: not replayed))
+            monkeypatch.setattr(type(node.loop.state_sync), "is_behind", property(lambda state_sync: not replayed))
             await node.loop.drain(3.0)
             return loop.time() - begun_s
 

@@ -30,11 +30,11 @@ class Peer:
         self.method, self.replica = method("ddp", codec="fp32", return_codec="fp32"), PlainReplica(module, inner, None)
 
     def step(self, *numbers):
-        (specimen,) = self.method.streams(self.replica)
+        (template,) = self.method.streams(self.replica)
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
             mean = {name: torch.randn(shape, generator=generator) for name, shape in self.replica.shapes.items()}
-            exchange = Exchange(specimen.key, "mean", specimen.group, {})
+            exchange = Exchange(template.key, "mean", template.group, {})
             self.method.apply(self.replica, exchange, Result("ok", number + 1, ("a",), (1.0,), mean=mean))
         return self
 

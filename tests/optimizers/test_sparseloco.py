@@ -5,7 +5,7 @@ import torch
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
-from farflock.optimizers.method import Exchange, Key, Progress, Result
+from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Result
 from farflock.optimizers.sparseloco import SparseLoCo
 
 COUNT = 100
@@ -213,7 +213,7 @@ def test_a_round_that_this_peer_slept_through_moves_phi_and_the_replica_alike(ve
     work(made, replica, normal(1))
     others = through("topk:4/32", normal(7))
     replayed = Result("ok", 1, ("b",), (1.0,), {"x": others}, {"b": {"x": others}})
-    made.apply(replica, Exchange(Key("sparse", 0), "mean", made.streams(replica)[0].group, {}), replayed)
+    made.apply(replica, Exchange(ExchangeKey("sparse", 0), "mean", made.streams(replica)[0].group, {}), replayed)
     assert torch.equal(phi(made, replica), normal(0) - others)
     torch.testing.assert_close(theta(replica), normal(0) - others - normal(1), atol=1e-6, rtol=0)
     assert not residual(made, replica).any()

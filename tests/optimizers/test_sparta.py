@@ -255,9 +255,9 @@ def test_values_whose_shard_was_not_taken_stay(vectors):
 
 def test_a_round_decided_without_me_only_moves_the_mask_on(vectors):
     method, replica = Sparta(one_in=2, **EXACT), vectors(x=torch.arange(8.0))
-    (specimen,) = method.streams(replica)
+    (template,) = method.streams(replica)
     replayed = Result("ok", 5, ("b", "c"), (1, 1), {"values": torch.zeros(4)})
-    method.apply(replica, type(specimen)(specimen.key, "mean", specimen.group, {}), replayed)
+    method.apply(replica, type(template)(template.key, "mean", template.group, {}), replayed)
     assert torch.equal(replica.read(["x"], "param")["x"], torch.arange(8.0))
     method.local_step(replica, Progress(0))
     assert method.due(replica, Progress(1))[0].key.round == 5
@@ -319,8 +319,8 @@ def test_two_streams_share_the_axis_of_sparse_means(vectors):
     assert rounds["mask"] == [(2, 0), (4, 1), (6, 2), (8, 3), (10, 4), (12, 5)]
     assert rounds["delta"] == [(6, 2), (12, 5)]
     method, replica = swarm.peers[0]
-    specimens = [(one.key.stream, one.key.round, one.stride) for one in method.streams(replica)]
-    assert specimens == [("mask", 0, 1), ("delta", 2, 3)]
+    templates = [(one.key.stream, one.key.round, one.stride) for one in method.streams(replica)]
+    assert templates == [("mask", 0, 1), ("delta", 2, 3)]
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.optimizers.method import Key, Progress, Result
+from farflock.optimizers.method import ExchangeKey, Progress, Result
 from farflock.optimizers.parts.outer import OuterSGD
 from farflock.optimizers.parts.state import WrongState
 from farflock.optimizers.streaming import Streaming, split
@@ -133,14 +133,16 @@ def test_with_the_longest_overlap_one_is_merged_before_the_next_is_merged(vector
     made = Streaming(12, 4, overlap=3, **EXACT)
     flying = []
     replica = layered(vectors, 4)
-    alone(made, replica, 40, lambda exchange, step: flying.append(sum(book.pending for book in made._books)) or 0)
+    alone(
+        made, replica, 40, lambda exchange, step: flying.append(sum(book.pending for book in made._contributions)) or 0
+    )
     assert max(flying) == 2  # the one before is merged in the step in which this one is sent
-    assert sum(book.pending for book in made._books) <= 1
+    assert sum(book.pending for book in made._contributions) <= 1
 
 
 def test_a_fragment_on_its_way_does_not_ask_again_and_the_others_go_on_at_their_pace(vectors):
     made = Streaming(12, 3, overlap=0, **EXACT)
-    lost = Key("fragment.1", 1)
+    lost = ExchangeKey("fragment.1", 1)
     asked = alone(made, layered(vectors, 3), 50, lambda exchange, step: None if exchange.key == lost else 0)
     assert [step for step, stream, _ in asked if stream == "fragment.1"] == [8]
     assert [step for step, stream, _ in asked if stream == "fragment.0"] == [4, 16, 28, 40]

@@ -6,17 +6,18 @@ from dataclasses import replace
 import pytest
 
 from farflock.node.cli import main as cli
-from farflock.node.train import exchange_client as courier
+from farflock.node.train import exchange_client
 from farflock.optimizers.diloco import DiLoCo
-from farflock.swarm.peer import chunks, machines
+from farflock.swarm import chunks
+from farflock.swarm.peer import machines
 from farflock.swarm.protocol import decide, groups, pair, views
-from farflock.swarm.protocol.exchange import holdings, mean
+from farflock.swarm.protocol.exchange import availability, mean
 
 
 def first_acknowledgement(patch):
     """Whoever hears one acceptance takes the matter for decided; a leader applies before its follower confirms."""
     patch.setattr(decide, "is_quorum", lambda members, size: len(members) >= 1)
-    patch.setattr(holdings, "is_quorum", lambda members, size: len(members) >= 1)
+    patch.setattr(availability, "is_quorum", lambda members, size: len(members) >= 1)
     patch.setattr(pair.Pair, "_confirmed", lambda self: True)
 
 
@@ -27,13 +28,13 @@ def no_hash_check(patch):
 
 def round_key_again(patch):
     """After a round in which somebody was missing, those who took part use its key once more."""
-    result = courier.Courier._result
+    result = exchange_client.ExchangeClient._result
 
     def again(self, line, outcome, payloads):
         made = result(self, line, outcome, payloads)
         return replace(made, next_round=outcome.key.round) if made.status == "partial" and payloads else made
 
-    patch.setattr(courier.Courier, "_result", again)
+    patch.setattr(exchange_client.ExchangeClient, "_result", again)
 
 
 def dead_reducer_ignored(patch):

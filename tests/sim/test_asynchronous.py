@@ -211,11 +211,13 @@ def in_lockstep(one):
         look(number, node)
         if node.trainer is not None:
             begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: begin() if all_at(node.rolls.epoch) else None
+            node.trainer._begin_more = lambda: begin() if all_at(node.stage_directory.epoch) else None
 
     def all_at(epoch):
         return all(
-            node.serving.seat.applied_round == epoch for node in one.sim.nodes.values() if node.serving is not None
+            node.serving.state_sync.applied_round == epoch
+            for node in one.sim.nodes.values()
+            if node.serving is not None
         )
 
     one._look = waiting
@@ -236,7 +238,7 @@ def test_where_nothing_is_late_it_is_the_run_that_waits_to_the_bit(correction, i
     for mine, theirs in zip(*ends, strict=True):
         states = [life.loop.driver.method.snapshot(life.loop.driver.replica) for life in (mine, theirs)]
         kept = [{name: x for name, x in state.items() if not name.startswith(TREND)} for state in states]
-        assert mine.seat.applied_round >= 3
+        assert mine.state_sync.applied_round >= 3
         assert state_hash(kept[0]) == state_hash(kept[1]), "weights, or moments"
         assert all(torch.equal(x, y) for x, y in zip(mine.model.parameters(), theirs.model.parameters(), strict=True))
 
@@ -254,8 +256,8 @@ def test_all_servers_of_a_stage_correct_alike_and_stay_equal(correction, inner):
     assert max(ages) > 0, "no step was corrected"
     marks = collections.defaultdict(set)
     for life in one.lives:
-        seat = life.serving.seat
-        marks[life.stage, seat.applied_round].add(seat.marks.get("delay"))
+        state_sync = life.serving.state_sync
+        marks[life.stage, state_sync.applied_round].add(state_sync.marks.get("delay"))
     assert all(len(delays) == 1 for delays in marks.values()), "servers of a stage differ in how late its round was"
 
 

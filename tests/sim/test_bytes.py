@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from farflock.node.simulate.chaos import Chaos
-from farflock.node.simulate.chaos_methods import Arm, CountingReplica
+from farflock.node.simulate.chaos_methods import ChaosCase, CountingReplica
 from farflock.node.simulate.population import Population
 from farflock.node.train import shards as wire
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.decoupled import CHECK
 from farflock.optimizers.method import RandomGroups
 from farflock.optimizers.trial_options import disasters_of
+from farflock.swarm.chunks import PIECE_BYTES
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Offer, PairAccept, PairPropose, Piece
-from farflock.swarm.peer.chunks import PIECE_BYTES
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -129,7 +129,7 @@ class Busy(CountingReplica):
             grad += torch.randn(len(grad), generator=own)
 
 
-class Large(Arm):
+class Large(ChaosCase):
     """An arm that trains many values."""
 
     def replica(self, place):

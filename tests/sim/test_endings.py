@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from farflock.node.assembly.node import Participant
+from farflock.node.assembly.node import ReplicaNode
 from farflock.node.loop import Loop
 from farflock.node.process.node_process import LINGER_S
-from farflock.node.simulate.chaos_methods import FP32, Arm, CountingTrainee
-from farflock.node.simulate.watch import DEADLINE_S
+from farflock.node.simulate.chaos_methods import FP32, ChaosCase, CountingTask
+from farflock.node.simulate.invariants import DEADLINE_S
 from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import CUT_OFF_S, END_S, LOOK_EVERY_S
-from farflock.node.train.exchange_client import Courier
-from farflock.node.train.state_sync import Seat
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.parts.state import state_hash
+from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
-from farflock.swarm.peer.context import inline
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
@@ -36,7 +36,7 @@ MOST_S = 3600.0  # of virtual time, for a run
 class Terms:
     """A run: peers' steps take up to `spread` times longer than the fastest one's; `faults` are those of the end."""
 
-    arm: Arm
+    arm: ChaosCase
     peers: int = 3
     total: int = 400
     spread: float = 1.0
@@ -44,7 +44,7 @@ class Terms:
     faults: Faults = field(default_factory=Faults)
 
 
-class Trainee(CountingTrainee):
+class Trainee(CountingTask):
     """Remembers where it came in, as those of participants do."""
 
     joined_at = 0
@@ -73,7 +73,7 @@ class Endings:
             Identity.from_seed(bytes([index]) + seed.to_bytes(31, "big")) for index in range(terms.peers)
         ]
         self.slowness = [1 + self.random.random() * terms.spread for _ in self.identities]
-        self.nodes: list[Participant] = []
+        self.nodes: list[ReplicaNode] = []
         self.ended: dict[str, Ended] = {}
 
     async def run(self) -> dict[str, Ended]:
@@ -101,16 +101,16 @@ class Endings:
                 await asyncio.sleep(0.1)
             driver = node.loop.driver
             state = state_hash(driver.method.snapshot(driver.replica))
-            place = node.seat.place
+            place = node.state_sync.place
             self.ended[peer.me] = Ended(
-                node.seat.applied_round, place.agreed_tokens, state, self._now(), node.step, self._now() - last[0]
+                node.state_sync.applied_round, place.agreed_tokens, state, self._now(), node.step, self._now() - last[0]
             )
             await peer.part()
 
-    def _node(self, index: int, peer: Peer) -> tuple[Participant, list[float]]:
+    def _node(self, index: int, peer: Peer) -> tuple[ReplicaNode, list[float]]:
         replica, last = self.terms.arm.replica(index), [0.0]
         driver = Driver(self.terms.arm.make(), replica)
-        seat = Seat(peer, driver, Courier(peer, self.seed, inline), inline)
+        state_sync = StateSync(peer, driver, ExchangeClient(peer, self.seed, inline), inline)
         step_s = self.terms.arm.step_s * self.slowness[index]
 
         async def train(work):
@@ -121,8 +121,10 @@ class Endings:
                 self.network.faults = self.terms.faults
             return loss
 
-        trainee = Trainee(replica)
-        node = Participant(peer, None, seat, Loop(driver, seat, trainee, inline, train), trainee)
+        training_task = Trainee(replica)
+        node = ReplicaNode(
+            peer, None, state_sync, Loop(driver, state_sync, training_task, inline, train), training_task
+        )
         return node, last
 
     def _peer(self, index: int) -> Peer:
@@ -150,14 +152,14 @@ def ended(terms: Terms, seed: int) -> list[Ended]:
 
 
 ARMS = {
-    "ddp": Arm("ddp", FP32, 1.5),
-    "diloco": Arm("diloco", {"period": 3, **FP32}),
-    "diloco of seconds": Arm("diloco", {"period": 3, "round_s": 3.0, **FP32}),
-    "sparseloco": Arm("sparseloco", {"period": 3, "codec": "topk:2/8"}),
-    "streaming": Arm("streaming", {"period": 4, "fragments": 2, "overlap": 1}),
-    "co2": Arm("co2", {"period": 3, **FP32}),
-    "desloc": Arm("desloc", {"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}),
-    "async": Arm("async", {"period": 6, "enough": 2, "codec": "int8"}),
+    "ddp": ChaosCase("ddp", FP32, 1.5),
+    "diloco": ChaosCase("diloco", {"period": 3, **FP32}),
+    "diloco of seconds": ChaosCase("diloco", {"period": 3, "round_s": 3.0, **FP32}),
+    "sparseloco": ChaosCase("sparseloco", {"period": 3, "codec": "topk:2/8"}),
+    "streaming": ChaosCase("streaming", {"period": 4, "fragments": 2, "overlap": 1}),
+    "co2": ChaosCase("co2", {"period": 3, **FP32}),
+    "desloc": ChaosCase("desloc", {"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}),
+    "async": ChaosCase("async", {"period": 6, "enough": 2, "codec": "int8"}),
 }
 WORLDS = {
     "alike": {"spread": 0.2},
@@ -174,7 +176,7 @@ def by_its_own_estimate(patch):
     async def run(self, total):
         await self.loop.run(total)
 
-    patch.setattr(Participant, "run", run)
+    patch.setattr(ReplicaNode, "run", run)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -198,7 +200,7 @@ def test_by_their_own_estimates_they_would_end_apart(monkeypatch, name):
 
 
 def test_who_has_a_state_of_its_own_anyway_ends_when_it_thinks_that_the_run_does():
-    terms = Terms(Arm("noloco", {"period": 3, "codec": "fp32"}), **WORLDS["unequal"])
+    terms = Terms(ChaosCase("noloco", {"period": 3, "codec": "fp32"}), **WORLDS["unequal"])
     for seed in range(SEEDS):
         assert max(node.stayed_s for node in ended(terms, seed)) <= 2 * DEADLINE_S + LINGER_S
 

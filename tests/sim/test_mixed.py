@@ -66,14 +66,16 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
         look(number, node)
         trainer = node.trainer
         begins = trainer._may_begin
-        trainer._may_begin = lambda: begins() and all_at(node.rolls.epoch) and trainer.begun < half(node.rolls.epoch)
+        trainer._may_begin = lambda: (
+            begins() and all_at(node.stage_directory.epoch) and trainer.begun < half(node.stage_directory.epoch)
+        )
 
     def half(epoch):
         return (epoch + 2) * BATCH // 2  # of this round and those before: two do it together
 
     def all_at(epoch):
         servings = [serving for node in one.sim.nodes.values() for serving in node.servings]
-        return all(serving.seat.applied_round == epoch for serving in servings)
+        return all(serving.state_sync.applied_round == epoch for serving in servings)
 
     look, one._look = one._look, in_lockstep
     one.run().check().check_finished()
@@ -114,7 +116,7 @@ def test_replicas_and_pipelines_train_one_model():
     replica = one.sim.nodes[8]
     assert replica.role == "replica"
     assert replica.work["backward"] > 0, "trainers do not ask it"
-    assert [len(servers) for servers in replica.rolls.serving().stages] == [3, 3, 3]
+    assert [len(servers) for servers in replica.stage_directory.serving().stages] == [3, 3, 3]
     telling = {number for number, node in one.sim.nodes.items() if node.peer.loads._mine is not None}
     assert telling == set(range(6)), "who tells its load may be told to move"
     brought = {peer for (stage, _, peer), passes in one.brought.items() if passes and stage == 1}

@@ -16,7 +16,7 @@ from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.terms import ServerTerms, TrainerTerms
-from farflock.node.simulate.pipeline import Part, PipelineSimulation, PipelineWorld, identity_of, parts
+from farflock.node.simulate.pipeline import PeerRole, PipelineSimulation, PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -84,11 +84,11 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_model():
         look(number, node)
         if node.trainer is not None:
             begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: begin() if all_at(node.rolls.epoch) else None
+            node.trainer._begin_more = lambda: begin() if all_at(node.stage_directory.epoch) else None
 
     def all_at(epoch):
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
-        return all(serving.seat.applied_round == epoch for serving in servers)
+        return all(serving.state_sync.applied_round == epoch for serving in servers)
 
     look, one._look = one._look, in_lockstep
     one.run().check().check_finished()
@@ -144,7 +144,7 @@ class Murders:
         applied = collections.defaultdict(set)
         for node in self.audit.sim.nodes.values():
             for serving in node.servings:
-                applied[serving.index].add(serving.seat.applied_round)
+                applied[serving.index].add(serving.state_sync.applied_round)
         return all(len(rounds) == 1 for rounds in applied.values())
 
     async def until_all(self, sim):
@@ -310,8 +310,8 @@ WARM_S = 30.0
 
 def pace(policy, measured_s, seed=0):
     """Microbatches per second that come all the way back, of three unequal servers a stage."""
-    serving = tuple(Part(stage, forward_s=FORWARD_S / speed) for speed in SPEEDS for stage in range(3))
-    world = PipelineWorld((*serving, *([Part(trains=True)] * 3)), FOREVER, limit_s=600.0)
+    serving = tuple(PeerRole(stage, forward_s=FORWARD_S / speed) for speed in SPEEDS for stage in range(3))
+    world = PipelineWorld((*serving, *([PeerRole(trains=True)] * 3)), FOREVER, limit_s=600.0)
     terms = {"server": ServerTerms(), "trainer": TrainerTerms()}
     rounds = []
 
@@ -330,7 +330,7 @@ def pace(policy, measured_s, seed=0):
         before = came_back(sim)
         await asyncio.sleep(measured_s)
         after = came_back(sim)
-        rounds.append(min(node.rolls.epoch for node in sim.nodes.values()))
+        rounds.append(min(node.stage_directory.epoch for node in sim.nodes.values()))
         sim.end()
         await running
         return (after - before) / measured_s

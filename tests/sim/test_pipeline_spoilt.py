@@ -69,9 +69,11 @@ def spoiling(liar, back=False, policy="swarm", servers=SERVERS, steps=6):
 )
 def test_with_a_server_whose_outputs_nobody_can_read_the_run_ends_and_each_microbatch_counts(liar, policy):
     one = spoiling(liar, policy=policy).run().check().check_finished()
-    shunned = [fields for _, _, kind, fields in one.tale.events if kind == "shunned"]
-    assert {(entry["stage"], entry["peer"]) for entry in shunned} == {(liar % STAGES, identity_of(one.plan, liar).peer)}
-    assert one.spoilt >= len(shunned) >= 1
+    quarantine = [fields for _, _, kind, fields in one.tale.events if kind == "shunned"]
+    assert {(entry["stage"], entry["peer"]) for entry in quarantine} == {
+        (liar % STAGES, identity_of(one.plan, liar).peer)
+    }
+    assert one.spoilt >= len(quarantine) >= 1
     assert not [entry for entry in one.tale.events if entry[2] == "dropped"]
 
 

@@ -178,11 +178,11 @@ def test_a_trainer_that_waits_for_each_round_trains_the_unsplit_constrained_mode
         look(number, node)
         if node.trainer is not None:
             begin = node.trainer._begin_more
-            node.trainer._begin_more = lambda: begin() if all_at(node.rolls.epoch) else None
+            node.trainer._begin_more = lambda: begin() if all_at(node.stage_directory.epoch) else None
 
     def all_at(epoch):
         servers = [node.serving for node in one.sim.nodes.values() if node.serving is not None]
-        return all(serving.seat.applied_round == epoch for serving in servers)
+        return all(serving.state_sync.applied_round == epoch for serving in servers)
 
     one._look = in_lockstep
     one.run().check_inside()

@@ -44,7 +44,7 @@ class Followed(Audit):
 
         async def asking(flight, stage, *given):
             server = await next_hop(flight, stage, *given)
-            places = node.rolls.serving().seniority[stage]
+            places = node.stage_directory.serving().seniority[stage]
             self.asked.setdefault((me, flight.number, stage), (places, server.peer))
             return server
 

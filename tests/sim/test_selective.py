@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from farflock.node.pipeline.contrib.table_keeper import NAME
+from farflock.node.pipeline.contrib.embedding_sync import NAME
 from farflock.node.pipeline.passes.constraint import EMBEDDING
 from farflock.node.pipeline.passes.requests import Forward, Refused, decode_answer, encode
 from farflock.node.run.basis import basis_of
@@ -63,14 +63,14 @@ class Selective(Audit):
             self._watch_average(number, node, serving)
 
     def _watch_average(self, number, node, serving):
-        applied, audit = serving.seat.applied, self
+        applied, audit = serving.state_sync.applied, self
         driver = serving.loop.driver
 
         def after(key, result):
             applied(key, result)
             audit._after_round(number, node, serving, driver, key.round, result)
 
-        serving.seat.applied = after
+        serving.state_sync.applied = after
 
     def _after_round(self, number, node, serving, driver, rounds, result):
         average = driver.method.eval_params(driver.replica)
@@ -313,7 +313,7 @@ def test_a_replica_is_not_asked_and_refuses_who_asks_it():
     assert replica.role == "replica"
     assert replica.work["forward"] == replica.work["backward"] == 0
     assert replica.work["merged"] > 0
-    assert [len(servers) for servers in trainer.rolls.serving().stages] == [1, 1, 1]
+    assert [len(servers) for servers in trainer.stage_directory.serving().stages] == [1, 1, 1]
     answer = decode_answer(replica.peer.calls.handler.admit("somebody", encode(Forward(0, 0, -1, 0)), (8,)))
     assert isinstance(answer, Refused)
     assert "free" in answer.why

@@ -208,7 +208,7 @@ def test_the_kind_of_a_message_is_its_tag(message):
 
 
 def test_every_kind_of_message_has_a_specimen():
-    assert [type(specimen) for specimen in SPECIMENS] == list(KINDS)
+    assert [type(template) for template in SPECIMENS] == list(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

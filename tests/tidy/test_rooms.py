@@ -44,8 +44,8 @@ def module_of(parts):
 
 
 def room_of(path):
-    """The folder; a module at the root of node or swarm, which are seams, is a room by itself."""
-    return path if path.parent in (ROOT / "node", ROOT / "swarm") else path.parent
+    """The folder; a module at the root of a house, which are seams and what stands on the rooms, is a room by itself."""
+    return path if path.parent in [ROOT / house for house in HOUSES] else path.parent
 
 
 def circles(edges):

@@ -28,7 +28,7 @@ from farflock.node.pipeline.server.passes import BackwardResult
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
 from farflock.node.run.policies import lane_of, policy_of
 from farflock.node.run.split import even
-from farflock.node.run.terms import PipelinePlan, Plan, ServerTerms, TrainerTerms
+from farflock.node.run.terms import PipelinePlan, RunPlan, ServerTerms, TrainerTerms
 from farflock.node.simulate.pipeline import PipelineSimulation, identity_of
 from farflock.node.train import microbatch_ids as notes
 from farflock.optimizers.parts.inner import InnerConfig
@@ -49,7 +49,7 @@ def plan(seed=0, total=1, rate=STILL, **options):
     schedule = Schedule(rate, total, 0, 1.0, 0)
     inner = InnerConfig("sgd", rate, (0.9, 0.95), 0.0)
     given = {"method": "ddp", "options": {"codec": "fp32", "return_codec": "fp32"}, "batch": 1, "seq": TOKENS} | options
-    return Plan(seed, MODEL, inner, schedule, clip_norm=None, dtype=torch.float64, **given)
+    return RunPlan(seed, MODEL, inner, schedule, clip_norm=None, dtype=torch.float64, **given)
 
 
 def pipeline(stages=3, batch=8, codec="raw", **options):

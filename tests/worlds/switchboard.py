@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Answer, Call, Heard
+from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.calls import CallFailed, Calls
-from farflock.swarm.peer.chunks import Store
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.serving import LEASE_S, Reply
 from farflock.swarm.sim.network import DEAD_S, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -47,7 +47,7 @@ class Echo:
         self.ended[caller, request] += 1
         if request == b"worse":
             raise RuntimeError("cannot do")
-        return self.answer or Reply(request, backwards(*payloads))
+        return self.answer or CallReply(request, backwards(*payloads))
 
 
 class Life:

@@ -23,12 +23,12 @@ from farflock.node.pipeline.passes.requests import (
     encode,
 )
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, NewestWeights, WholeInputs
-from farflock.node.pipeline.trainer.stage_directory import Server
+from farflock.node.pipeline.trainer.stage_directory import ServerLife
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.paths.round_robin import Announced
+from farflock.swarm.peer.call_server import CallReply
 from farflock.swarm.peer.calls import CallFailed
-from farflock.swarm.peer.serving import Reply
 from farflock.swarm.sim.virtual_time import run_virtual
 
 STAGES, TOKENS, EPOCH, LIFE = 3, 4, 6, 1
@@ -99,11 +99,11 @@ class World:
         return self.order
 
     def at(self, stage, peer):
-        return Server(peer, LIFE)
+        return ServerLife(peer, LIFE)
 
     def server(self, name):
         peer = name.partition("/")[0]
-        return Server(peer, LIFE) if peer in self.order[int(peer[0])] else None
+        return ServerLife(peer, LIFE) if peer in self.order[int(peer[0])] else None
 
     def named(self):
         closed, self.closed = self.closed, []
@@ -149,7 +149,7 @@ class World:
             if reply is None:
                 await asyncio.sleep(timeout_s)
                 raise CallFailed("deadline", "silence")
-            return Reply(*reply)
+            return CallReply(*reply)
         finally:
             self.under_way[place] -= 1
 

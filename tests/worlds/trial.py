@@ -10,7 +10,7 @@ import zlib
 import torch
 
 from farflock.node.simulate.chaos import Chaos
-from farflock.node.simulate.chaos_methods import Arm
+from farflock.node.simulate.chaos_methods import ChaosCase
 from farflock.node.simulate.population import Population
 from farflock.swarm.identity import Identity
 from farflock.swarm.sim.network import Faults
@@ -43,7 +43,7 @@ class Dishonest(Population):
 class Trial(Chaos):
     """`peers` of them at first; `shown` counts the misfortunes that had their effect."""
 
-    def __init__(self, arm: Arm, peers: int, misfortunes=MISFORTUNES, seed=0):
+    def __init__(self, arm: ChaosCase, peers: int, misfortunes=MISFORTUNES, seed=0):
         super().__init__(zlib.crc32(f"{arm.method}/{peers}/{misfortunes}/{seed}".encode()), arm, peers)
         self.misfortunes, self.shown = misfortunes, collections.Counter()
         self.happened = []

@@ -9,8 +9,8 @@ from farflock.node.cli.commands.options import machine_of, machine_options
 from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
-    from farflock.node.process.network import Machine
-    from farflock.node.process.node_process import Node
+    from farflock.node.process.network import MachineOptions
+    from farflock.node.process.node_process import NodeProcess
     from farflock.node.run.invite import Invite
 
 LOOK_TIMEOUT_S = 30.0
@@ -38,7 +38,7 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int
     from farflock.node.process.network import LEARN_TIMEOUT_S
     from farflock.node.process.node_process import join
 
-    def greet(node: "Node") -> None:
+    def greet(node: "NodeProcess") -> None:
         stack.close()  # the bar makes room for the live view
         members = len(node.participant.peer.port.views.newest.peers)
         out.line(f"joined run {node.run}: {node.manifest.run.name}, {members} members")
@@ -55,14 +55,14 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int
         )
 
 
-def _look(out: Output, machine: "Machine", invited: "Invite") -> int:
+def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
     """What joining would train, read from the run's members under a name that is forgotten at once."""
-    from farflock.node.process.inspect_run import look_up
-    from farflock.node.process.signals import Ending, run_until_asked
+    from farflock.node.process.inspect_run import fetch_manifest
+    from farflock.node.process.signals import GracefulStop, run_until_asked
     from farflock.node.run.memory import needed_bytes
 
-    ending = Ending()
-    manifest = run_until_asked(ending, lambda: look_up(machine, invited, LOOK_TIMEOUT_S))
+    ending = GracefulStop()
+    manifest = run_until_asked(ending, lambda: fetch_manifest(machine, invited, LOOK_TIMEOUT_S))
     if manifest is None:
         return conclude(out, None, ending.asked)
     text = manifest.canonical().decode()

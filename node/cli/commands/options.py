@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from farflock.node.process.network import Machine
+    from farflock.node.process.network import MachineOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -42,12 +42,12 @@ def machine_options(command: Command) -> Command:
     return command
 
 
-def machine_of(options: Mapping[str, Any]) -> "Machine":
+def machine_of(options: Mapping[str, Any]) -> "MachineOptions":
     """The machine that these options describe."""
-    from farflock.node.process.network import Machine
+    from farflock.node.process.network import MachineOptions
     from farflock.node.state.paths import RunFolder
 
-    return Machine(
+    return MachineOptions(
         folder=RunFolder.at(options["folder"]),
         host=options["host"],
         port=options["port"],

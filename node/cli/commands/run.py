@@ -9,7 +9,7 @@ from farflock.node.cli.commands.options import machine_of, machine_options
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
-    from farflock.node.process.node_process import Node
+    from farflock.node.process.node_process import NodeProcess
 
 
 @click.command("run")
@@ -35,7 +35,7 @@ def command(manifest: Path, assignments: tuple[str, ...], dry_run: bool, as_json
     from farflock.node.process.node_process import found
     from farflock.node.state.paths import write_whole
 
-    def greet(node: "Node") -> None:
+    def greet(node: "NodeProcess") -> None:
         invite = node.invite()
         write_whole(node.machine.folder.path / "invite.txt", f"{invite}\n".encode())  # scripts wait for it
         out.line(f"run {node.run} is founded; others join with:\n\n  farflock join {invite}\n")

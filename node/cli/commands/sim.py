@@ -14,7 +14,7 @@ from farflock.node.cli.output import Output, one_line
 
 if TYPE_CHECKING:
     from farflock.node.run.manifest import Manifest
-    from farflock.node.simulate.chaos import Report
+    from farflock.node.simulate.chaos import SeedReport
     from farflock.node.simulate.pipeline import PipelineWorld
     from farflock.node.simulate.simulation import World
 
@@ -159,9 +159,9 @@ def _simulate(out: Output, described: "Manifest", world: "World", folder: Path |
 def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str | None, dry_run: bool) -> None:
     """Run seeded disasters; exit code 1 for a violation, or for a kind of fault that met no such phase in many seeds."""
     from farflock.node.simulate.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
-    from farflock.node.simulate.chaos_methods import PHASES, arms_of
+    from farflock.node.simulate.chaos_methods import PHASES, cases_of
 
-    arms = [[arm.method, arm.options] for arm in arms_of(name)]
+    arms = [[arm.method, arm.options] for arm in cases_of(name)]
     phases = sorted(set(PHASES.values()))
     if dry_run:
         plan = {"first_seed": first_seed, "seeds": seeds, "kinds": KINDS, "phases": phases, "arms": arms}
@@ -169,7 +169,7 @@ def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str
         out.result({**plan, "hash": digest}, f"{one_line(plan)}\nhash {digest}")
         return
     logging.getLogger("farflock").setLevel(logging.CRITICAL)
-    reports: list[Report] = []
+    reports: list[SeedReport] = []
     with out.progress("seeds") as progress:
         for report in run_seeds(first_seed, seeds, workers, name):
             reports.append(report)
@@ -197,6 +197,6 @@ def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str
         raise SystemExit(1)
 
 
-def _failure(report: "Report", name: str | None) -> dict[str, object]:
+def _failure(report: "SeedReport", name: str | None) -> dict[str, object]:
     command = f"farflock sim --chaos --seeds 1 --first-seed {report.seed}" + (f" --method {name}" if name else "")
     return {"seed": report.seed, "command": command, "violation": report.violations[0]}

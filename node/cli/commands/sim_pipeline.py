@@ -9,7 +9,7 @@ import click
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
-    from farflock.node.pipeline.lifecycle.beginning import Serving
+    from farflock.node.pipeline.lifecycle.beginning import StageNode
     from farflock.node.pipeline.node import PipelineNode
     from farflock.node.run.manifest import Manifest
     from farflock.node.simulate.pipeline import PipelineWorld
@@ -24,7 +24,7 @@ def world_of(
 ) -> "PipelineWorld":
     """The simulated surroundings; a step of `step_s` is one microbatch's, through all stages and back. So many of the peers are
     full replicas, as fast as a server; beside them stages may have no servers, and there need be no trainer."""
-    from farflock.node.simulate.pipeline import Part, PipelineWorld
+    from farflock.node.simulate.pipeline import PeerRole, PipelineWorld
     from farflock.swarm.roles import EVERY
 
     pipeline = described.pipeline_plan()
@@ -38,9 +38,9 @@ def world_of(
             f"--peers {peers} leaves a stage without a server: {stages} stages and a trainer need more"
         )
     forward_s = step_s / (PASSES * stages)
-    whole = [Part(EVERY, trains=True, forward_s=forward_s)] * replicas
-    servers = [Part(number % stages, forward_s=forward_s) for number in range(others - 1)]
-    parts = (*whole, *servers, *([Part(trains=True)] if others else []))
+    whole = [PeerRole(EVERY, trains=True, forward_s=forward_s)] * replicas
+    servers = [PeerRole(number % stages, forward_s=forward_s) for number in range(others - 1)]
+    parts = (*whole, *servers, *([PeerRole(trains=True)] if others else []))
     limit_s = 100 * step_s * described.run.total_tokens / (described.train.batch * described.train.seq) + 3600
     return PipelineWorld(
         parts, described.run.total_tokens, link, churn_s, view_s=described.exchange.view_s, limit_s=limit_s
@@ -53,7 +53,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
 
     from farflock.node.model.corpus import load_corpus
     from farflock.node.model.tokenizer import ByteTokenizer
-    from farflock.node.simulate.pipeline import PipelineSimulation, Tale
+    from farflock.node.simulate.pipeline import EventLog, PipelineSimulation
     from farflock.swarm.sim.virtual_time import run_virtual
 
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
     pipeline = described.pipeline_plan()
     assert pipeline is not None, "a run of stages"
 
-    async def main() -> "tuple[Tale, dict[int, PipelineNode]]":
+    async def main() -> "tuple[EventLog, dict[int, PipelineNode]]":
         simulation = PipelineSimulation(described.plan(), pipeline, world, tokenizer.encode(corpus.train))
         return await simulation.run(), simulation.nodes
 
@@ -91,10 +91,10 @@ def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out:
     from farflock.optimizers.parts.state import state_hash
 
     plan = described.plan()
-    furthest: dict[int, Serving] = {}
+    furthest: dict[int, StageNode] = {}
     for serving in (serving for node in nodes.values() for serving in node.servings):
         before = furthest.get(serving.index)
-        if before is None or serving.seat.applied_round > before.seat.applied_round:
+        if before is None or serving.state_sync.applied_round > before.state_sync.applied_round:
             furthest[serving.index] = serving
     model, digest = build(plan.model, plan.run_seed), hashlib.sha256()
     state: dict[str, torch.Tensor] = {}

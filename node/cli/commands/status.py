@@ -12,7 +12,7 @@ from farflock.node.process.status import Status, is_node, read_status
 from farflock.node.state.paths import RunFolder
 
 if TYPE_CHECKING:
-    from farflock.node.process.inspect_run import Sight
+    from farflock.node.process.inspect_run import RunInspection
 
 LOOK_TIMEOUT_S = 30.0
 
@@ -42,13 +42,13 @@ def _look(out: Output, word: str, folder: Path | None) -> int:
     """Ask the members of a run how they are."""
     import time
 
-    from farflock.node.process.inspect_run import look
-    from farflock.node.process.network import Machine
-    from farflock.node.process.signals import Ending, run_until_asked
+    from farflock.node.process.inspect_run import inspect_run
+    from farflock.node.process.network import MachineOptions
+    from farflock.node.process.signals import GracefulStop, run_until_asked
     from farflock.node.run.invite import parse
 
-    invite, ending = parse(word, time.time()), Ending()
-    sight = run_until_asked(ending, lambda: look(Machine(RunFolder.at(folder)), invite, LOOK_TIMEOUT_S))
+    invite, ending = parse(word, time.time()), GracefulStop()
+    sight = run_until_asked(ending, lambda: inspect_run(MachineOptions(RunFolder.at(folder)), invite, LOOK_TIMEOUT_S))
     if sight is None:
         return conclude(out, None, ending.asked)
     text = sight.manifest.canonical().decode()
@@ -59,7 +59,7 @@ def _look(out: Output, word: str, folder: Path | None) -> int:
     return 0
 
 
-def _seen(run: str, sight: "Sight") -> str:
+def _seen(run: str, sight: "RunInspection") -> str:
     manifest, branch = sight.manifest, f", on branch {sight.branch}" if sight.branch else ""
     here = sum(member.answers for member in sight.members)
     lines = [

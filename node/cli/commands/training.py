@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 from farflock.node.cli.output import Output, conclude
 
 if TYPE_CHECKING:
-    from farflock.node.process.node_process import Node
+    from farflock.node.process.node_process import NodeProcess
 
-Work = Callable[[Callable[["Node"], None]], Coroutine[Any, Any, Path]]
+TrainingCommand = Callable[[Callable[["NodeProcess"], None]], Coroutine[Any, Any, Path]]
 
 
-def train(out: Output, title: str, work: Work, greet: Callable[["Node"], None]) -> int:
+def train(out: Output, title: str, work: TrainingCommand, greet: Callable[["NodeProcess"], None]) -> int:
     """Run a node to its end, or until it is asked to end; returns the exit code.
 
     `work` is given what to call with the node once it is in its run; `greet` then prints what a person must know."""
     from farflock.node.cli.live import watching
-    from farflock.node.process.signals import Ending, run_until_asked
+    from farflock.node.process.signals import GracefulStop, run_until_asked
 
-    ending = Ending()
+    ending = GracefulStop()
     with watching(title) as show:
 
-        def watched(node: "Node") -> None:
+        def watched(node: "NodeProcess") -> None:
             greet(node)
             ending.gently = node.participant.stop
             node.show = show

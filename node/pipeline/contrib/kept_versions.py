@@ -14,7 +14,7 @@ from torch import nn
 
 from farflock.node.pipeline.contrib.stash import Stash, Weights
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.server.weight_versions import ORIGIN, Lack, Lacking
+from farflock.node.pipeline.server.weight_versions import ORIGIN, MissingReason, MissingVersion
 from farflock.node.run.terms import Asynchronous, Correction
 from farflock.node.train.driver import Driver
 from farflock.optimizers.parts.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
@@ -78,12 +78,12 @@ class Versions:
         """As `WeightVersions.using`."""
         self._follow()
         if version is not None and (lack := self.lack(version)) is not None:
-            raise Lacking(lack)
+            raise MissingVersion(lack)
         used = version or self.newest
         with self._stash.version(used.round):
             yield used
 
-    def lack(self, version: Version) -> Lack | None:
+    def lack(self, version: Version) -> MissingReason | None:
         """As `WeightVersions.lack`."""
         newest = self.applied()
         if version.origin != self.marks().get(ORIGIN, 0) or newest - version.round > self.bound:

@@ -35,9 +35,9 @@ from farflock.compression.aqsgd import (
     TAG_BYTES,
     AqSgd,
     Cache,
-    Entry,
-    Part,
+    CacheEntry,
     ResyncNeeded,
+    SampleDelta,
     whole,
     written,
 )
@@ -111,7 +111,7 @@ class Known:
     comes back refers to it."""
 
     samples: tuple[int, ...]
-    entries: tuple[Entry | None, ...]
+    entries: tuple[CacheEntry | None, ...]
 
     @property
     def visit(self) -> Visit:
@@ -131,12 +131,12 @@ class Row:
     change: bytes
     kept: bool
 
-    def part(self, there: bytes) -> Part:
+    def part(self, there: bytes) -> SampleDelta:
         """As it goes to who holds the value with the tag `there`."""
         if there == self.tag:
-            return Part(HELD, self.tag, self.tag, b"")
+            return SampleDelta(HELD, self.tag, self.tag, b"")
         if self.change and there == self.before:
-            return Part(DIFFERENCE, self.before, self.tag, self.change)
+            return SampleDelta(DIFFERENCE, self.before, self.tag, self.change)
         return whole(self.values, self.tag, self.kept)
 
 
@@ -171,7 +171,7 @@ class TrainerMemory:
             values = None if part.kind == HELD else self._end.value(part, latest[sample], context)
             if values is None:
                 raise CorruptPayload(f"the difference of sample {sample} does not belong to what was said to be held")
-            latest[sample] = Entry(values, part.after, 0) if part.kind != FULL else None
+            latest[sample] = CacheEntry(values, part.after, 0) if part.kind != FULL else None
             change = bytes(part.payload) if part.kind == DIFFERENCE else b""
             rows.append(Row(values, part.after, part.before, change, part.kind != FULL))
         self._remember(request.stage, latest)
@@ -203,7 +203,7 @@ class TrainerMemory:
             del there[next(iter(there))]
         self.counts["not held"] += len(lacking)
 
-    def _remember(self, stage: int, latest: dict[int, Entry | None]) -> None:
+    def _remember(self, stage: int, latest: dict[int, CacheEntry | None]) -> None:
         cache = self._cache(stage)
         for sample, entry in latest.items():
             if entry is None:

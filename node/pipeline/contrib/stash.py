@@ -16,11 +16,11 @@ from farflock.node.run.terms import MAX_VERSIONS
 Weights = Mapping[str, Tensor]
 
 
-class Stale(LookupError):
+class VersionGone(LookupError):
     """The version that a request names is gone, or was never here; the message says which there are."""
 
 
-class Ahead(LookupError):
+class VersionAhead(LookupError):
     """The epoch that a request names has not begun here."""
 
 
@@ -52,17 +52,21 @@ class Stash:
         return sum(x.numel() * x.element_size() for version in versions for x in version.values())
 
     def delay(self, epoch: int) -> int:
-        """How many epochs old that version is; `Stale` or `Ahead` if it is not here."""
+        """How many epochs old that version is; `VersionGone` or `VersionAhead` if it is not here."""
         if epoch > self.epoch:
-            raise Ahead(f"epoch {epoch} has not begun here, it is {self.epoch}; ask a peer that is there, or later")
+            raise VersionAhead(
+                f"epoch {epoch} has not begun here, it is {self.epoch}; ask a peer that is there, or later"
+            )
         if epoch < self.epochs.start:
-            raise Stale(f"the weights of epoch {epoch} are gone, here are {self.epochs.start} to {self.epoch}; drop it")
+            raise VersionGone(
+                f"the weights of epoch {epoch} are gone, here are {self.epochs.start} to {self.epoch}; drop it"
+            )
         return self.epoch - epoch
 
     @contextmanager
     def version(self, epoch: int) -> Iterator[int]:
         """Inside the block the module computes, and is differentiated, with that epoch's weights; gives their age in epochs.
-        `Stale` or `Ahead` if they are not here. Nothing is copied; the module must not be changed inside."""
+        `VersionGone` or `VersionAhead` if they are not here. Nothing is copied; the module must not be changed inside."""
         age = self.delay(epoch)
         weights = self._old[epoch] if age else self._served
         assert not self._lent, f"version {epoch} is asked for inside the block of another one"

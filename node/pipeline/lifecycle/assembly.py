@@ -8,11 +8,10 @@ from fractions import Fraction
 
 import torch
 
-from farflock.node.assembly.node import Compute, Report
 from farflock.node.loop import Loop
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.pipeline.lifecycle.beginning import Serving
+from farflock.node.pipeline.lifecycle.beginning import StageNode
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -21,22 +20,24 @@ from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.pipeline.server.server import Pass, StageServer
-from farflock.node.pipeline.server.task import Batch, StageTrainee, gated
+from farflock.node.pipeline.server.task import BatchTrigger, StageTask, gated
 from farflock.node.pipeline.server.weight_versions import WeightVersions
+from farflock.node.reporting import Report
 from farflock.node.run.basis import basis_of
-from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import Courier
-from farflock.node.train.state_sync import Seat
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.catalog import SUMMING, method
 from farflock.optimizers.method import Exchange
 from farflock.optimizers.parts.schedule import Schedule
+from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.roles import role_of
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class NodeServices:
     """What a node is given to work with: how it computes, and where it reports."""
 
     compute: Compute
@@ -51,15 +52,15 @@ class Means:
 class Assembly:
     """Puts the servers of one node together. `whole`: it serves all stages."""
 
-    plan: Plan
+    plan: RunPlan
     pipeline: PipelinePlan
     peer: Peer
-    means: Means
+    means: NodeServices
     edges: Edges
     whole: bool
     embedding: FrozenEmbedding
 
-    def serving(self, index: int, first: Exchange, courier: Courier) -> Serving:
+    def serving(self, index: int, first: Exchange, exchange_client: ExchangeClient) -> StageNode:
         """The server of a stage; `first` is like the exchanges of the stream that says which microbatches count."""
         plan, peer, means, stream = self.plan, self.peer, self.means, first.key.stream
         stage, replica, inner = self._stage_and_replica(index)
@@ -68,7 +69,7 @@ class Assembly:
         summing, share = plan.method in SUMMING, self.pipeline.share(index)
 
         def applied() -> int:
-            return seat.place.rounds[stream]
+            return state_sync.place.rounds[stream]
 
         versions = weight_versions(
             self.pipeline.asynchronous,
@@ -77,22 +78,26 @@ class Assembly:
             inner,
             driver,
             applied=applied,
-            marks=lambda: seat.marks,
+            marks=lambda: state_sync.marks,
             summing=summing,
             report=lambda fields: means.report("delay", {"stage": index, **fields}),
         )
         server = self._server(index, stage, staleness, applied, versions)
-        books = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
-        seat = Seat(peer, driver, courier, means.compute, index, books)
-        trainee = StageTrainee(
+        contributions = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
+        state_sync = StateSync(peer, driver, exchange_client, means.compute, index, contributions)
+        training_task = StageTask(
             server.accounts, stage, replica, of_share(plan.schedule, share), self.edges.tokens, summing
         )
-        trainee.rate_factor = lambda: LR_BUMP if "bumped" in seat.marks else 1.0
+        training_task.rate_factor = lambda: LR_BUMP if "bumped" in state_sync.marks else 1.0
         tokens, name = int(self.pipeline.batch_tokens * share), f"{stream}/{index}"
-        batch = Batch(server.accounts, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stopping)
+        batch = BatchTrigger(
+            server.accounts, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stopping
+        )
         report, train = self._report_of(index), gated(batch, means.train)
-        loop = Loop(driver, seat, trainee, means.compute, train, report, adopt=_over)
-        return Serving(peer, stage.model, seat, loop, trainee, role_of(index), index, server=server, batch=batch)
+        loop = Loop(driver, state_sync, training_task, means.compute, train, report, adopt=_over)
+        return StageNode(
+            peer, stage.model, state_sync, loop, training_task, role_of(index), index, server=server, batch=batch
+        )
 
     def _server(
         self, index: int, stage: Stage, staleness: int, applied: Callable[[], int], versions: WeightVersions
@@ -149,7 +154,7 @@ def of_share(schedule: Schedule, share: Fraction) -> Schedule:
     )
 
 
-def clip_of(plan: Plan, stage: Llama) -> float | None:
+def clip_of(plan: RunPlan, stage: Llama) -> float | None:
     """The greatest norm of a stage's gradient: that of the whole model's by the root of the stage's share of the parameters, as
     if all were of one size (node0's rule; a norm of the whole is known to nobody)."""
     if plan.clip_norm is None:

@@ -9,20 +9,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from farflock.node.assembly.node import Participant, Report
-from farflock.node.assembly.resume import cursors_of, take_up_state
+from farflock.node.assembly.node import ReplicaNode
+from farflock.node.assembly.resume import cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
 from farflock.node.pipeline.server.server import StageServer
-from farflock.node.pipeline.server.task import Batch, StageTrainee
+from farflock.node.pipeline.server.task import BatchTrigger, StageTask
 from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
-from farflock.node.run.terms import Plan
+from farflock.node.reporting import Report
+from farflock.node.run.terms import RunPlan
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.optimizers.method import Exchange, Key, Progress, Result, Tensors
-from farflock.swarm.peer.snapshots import Progress as Downloaded
-from farflock.swarm.peer.snapshots import Snapshot
+from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Result, Tensors
+from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -30,23 +30,23 @@ SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its 
 
 
 @dataclass(slots=True)
-class Serving(Participant):
+class StageNode(ReplicaNode):
     """The part of a node that serves stage `index`: like a replica, of one stage."""
 
     index: int = 0
     server: StageServer = field(kw_only=True)
-    batch: Batch = field(kw_only=True)
+    batch: BatchTrigger = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """Of the stage that `serving` serves. `stages` are the layers of each, `specimens` one exchange of each of its streams,
+class StageStartup:
+    """Of the stage that `serving` serves. `stages` are the layers of each, `templates` one exchange of each of its streams,
     `saved` its last checkpoint here; `look_on` opens its streams as for who does not serve it."""
 
-    plan: Plan
+    plan: RunPlan
     stages: Sequence[range]
-    serving: Serving
-    specimens: Sequence[Exchange]
+    serving: StageNode
+    templates: Sequence[Exchange]
     saved: Checkpoint | None
     look_on: Callable[[], None]
     report: Report
@@ -60,7 +60,7 @@ class Beginning:
         self._from_disk({}, 0)
         self.embedding.founded()
 
-    async def join(self, timeout_s: float, downloaded: Downloaded) -> None:
+    async def join(self, timeout_s: float, downloaded: DownloadProgress) -> None:
         """With what others have, or anew."""
         serving = self.serving
         while True:
@@ -80,14 +80,14 @@ class Beginning:
         self.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
         if begun.tensors is not None:
             serving.loop.driver.replica.write(begun.tensors, "param")
-            serving.seat.marks["bumped"] = after
+            serving.state_sync.marks["bumped"] = after
         if begun.kind == "snapshot":
             self._from_disk(rounds, tokens)
         else:
             self._begin(rounds, tokens)
         await self.embedding.begun(anew=True)
 
-    async def _adopted(self, timeout_s: float, downloaded: Downloaded) -> bool:
+    async def _adopted(self, timeout_s: float, downloaded: DownloadProgress) -> bool:
         """Download the state from others of the stage. False as soon as there are none and nothing has come: those whom the
         view lists may be back in other lives, and wait for this one's state as this one does for theirs."""
         comes = False
@@ -99,7 +99,7 @@ class Beginning:
 
         if not self._is_served():
             return False
-        adopting = asyncio.ensure_future(self.serving.seat.adopt(timeout_s, coming))
+        adopting = asyncio.ensure_future(self.serving.state_sync.adopt(timeout_s, coming))
         try:
             while not adopting.done() and (comes or self._is_served()):
                 await asyncio.wait([adopting], timeout=SETTLE_S / 10)
@@ -113,7 +113,7 @@ class Beginning:
     def _from_disk(self, rounds: Mapping[str, int], tokens: int) -> None:
         """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its rounds."""
         if self.saved is not None and round_of(self.saved) is not None:
-            take_up_state(self.serving, self.saved)
+            load_stage_state(self.serving, self.saved)
             if max(rounds.values(), default=-1) < 0:
                 place = cursors_of(self.saved).place
                 rounds, tokens = place.rounds, place.agreed_tokens
@@ -123,12 +123,12 @@ class Beginning:
         """By stream the last round of a stage that nobody has the state of, and the tokens agreed upon by then."""
         rounds, index = self.serving.peer.rounds, self.serving.index
         self.look_on()
-        names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in self.specimens}
+        names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in self.templates}
         before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
         while before != newest and not self._is_served():
             await asyncio.sleep(SETTLE_S)
             before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}
-        tokens = rounds.tokens(names[self.specimens[0].key.stream])
+        tokens = rounds.tokens(names[self.templates[0].key.stream])
         for name in names.values():
             rounds.close(name)
         return newest, tokens
@@ -150,13 +150,13 @@ class Beginning:
         driver = self.serving.loop.driver
         state = driver.method.snapshot(driver.replica)  # the round begins here, before a step can
         if self.versioned and max(rounds.values(), default=-1) >= 0:
-            self.serving.seat.marks[ORIGIN] = origin_of(state)
-        for entry in self.specimens:
+            self.serving.state_sync.marks[ORIGIN] = origin_of(state)
+        for entry in self.templates:
             after = rounds.get(entry.key.stream, -1)
             if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
                 missed = Result("failed", after + entry.stride, tokens=tokens)
-                driver.replay(Key(entry.key.stream, after), missed, Progress(0, tokens))
-        self.serving.seat.open(rounds, tokens)
+                driver.replay(ExchangeKey(entry.key.stream, after), missed, Progress(0, tokens))
+        self.serving.state_sync.open(rounds, tokens)
         self._serve_scale()
 
     def _serve_scale(self) -> None:
@@ -164,7 +164,7 @@ class Beginning:
         serving = self.serving
 
         async def scale() -> Snapshot:
-            assert isinstance(serving.trainee, StageTrainee)
-            return scale_snapshot(serving.seat.applied_round, serving.trainee.scale)
+            assert isinstance(serving.training_task, StageTask)
+            return scale_snapshot(serving.state_sync.applied_round, serving.training_task.scale)
 
         serving.peer.snapshots.serve(f"{SCALE}/{serving.index}", scale)

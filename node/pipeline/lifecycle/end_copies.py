@@ -24,7 +24,7 @@ from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
 if TYPE_CHECKING:
-    from farflock.node.pipeline.lifecycle.beginning import Serving
+    from farflock.node.pipeline.lifecycle.beginning import StageNode
 
 OWN, KEPT = "end", "kept end"  # snapshots that an end's servers offer, and those that keep a copy
 KEEPERS = 2
@@ -46,7 +46,7 @@ class EndCopies:
     def __init__(
         self,
         peer: Peer,
-        serving: "Serving",
+        serving: "StageNode",
         config: ModelConfig,
         spans: Sequence[range],
         streams: Mapping[int, str],
@@ -62,7 +62,7 @@ class EndCopies:
         """Offer, and keep copies, for ever."""
         index = self._serving.index
         if index in (0, len(self._streams) - 1):
-            self._peer.snapshots.serve(f"{OWN}/{index}", self._own, lambda: self._serving.seat.applied_round)
+            self._peer.snapshots.serve(f"{OWN}/{index}", self._own, lambda: self._serving.state_sync.applied_round)
         while True:
             for end in self._beside:
                 if self._peer.rounds.newest(self._streams[end]) >= self._next[end] and self._is_keeper():
@@ -83,10 +83,10 @@ class EndCopies:
         self._copies[end] = EndCopy.of(snapshot.round, tensors)
 
     async def _own(self) -> Snapshot:
-        driver, seat = self._serving.loop.driver, self._serving.seat
+        driver, state_sync = self._serving.loop.driver, self._serving.state_sync
 
         def now() -> Snapshot:
-            copy = EndCopy.of(seat.applied_round, driver.method.eval_params(driver.replica))
+            copy = EndCopy.of(state_sync.applied_round, driver.method.eval_params(driver.replica))
             return encode_state(dict(copy.tensors), copy.round, 0)
 
         found: Snapshot = await self._serving.loop.compute(now)

@@ -23,7 +23,6 @@ from torch import nn
 
 from farflock.compression.activation import ActivationCodec
 from farflock.compression.subspace_versions import SubspaceVersions
-from farflock.node.assembly.node import Compute
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
@@ -31,8 +30,9 @@ from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, PlainEnds
 from farflock.node.pipeline.server.weight_versions import SingleVersion, WeightVersions
 from farflock.node.pipeline.trainer.in_flight import NewestWeights, PassWeights, StageInputs, WholeInputs
-from farflock.node.run.terms import Asynchronous, Turns
+from farflock.node.run.terms import Asynchronous, EmbeddingSchedule
 from farflock.node.train.driver import Driver
+from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
 MAKERS = {
@@ -40,7 +40,7 @@ MAKERS = {
     "sample inputs": "farflock.node.pipeline.contrib.sample_inputs:SampleInputs",
     "weight versions": "farflock.node.pipeline.contrib.kept_versions:versions_of",
     "named weights": "farflock.node.pipeline.contrib.named_weights:NamedWeights",
-    "embedding versions": "farflock.node.pipeline.contrib.table_keeper:keeper_of",
+    "embedding versions": "farflock.node.pipeline.contrib.embedding_sync:keeper_of",
 }
 
 
@@ -88,7 +88,7 @@ def weight_versions(
 
 
 def frozen_embedding(
-    turns: Turns | None,
+    turns: EmbeddingSchedule | None,
     codec: ActivationCodec,
     peer: Peer,
     config: ModelConfig,

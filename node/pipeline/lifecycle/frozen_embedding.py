@@ -3,13 +3,13 @@ codec's two ends share.
 
 Where all peers keep to the subspace it follows from the run's seed and stays, and `FixedEmbedding`
 is all that a node needs. Where full replicas are free it has a new version every so many rounds
-(docs/decisions/019); the assembly then hands in a keeper of versions (node/pipeline/contrib/table_keeper.py)."""
+(docs/decisions/019); the assembly then hands in a keeper of versions (node/pipeline/contrib/embedding_sync.py)."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 from farflock.node.train.driver import Driver
-from farflock.node.train.state_sync import Books
+from farflock.node.train.state_sync import ContributionLog
 
 
 class FrozenEmbedding(Protocol):
@@ -28,7 +28,7 @@ class FrozenEmbedding(Protocol):
        stage is begun anew. `run` may be cancelled at any time.
     """
 
-    def at_first(self, books: Books, driver: Driver, applied: Callable[[], int]) -> Books:
+    def at_first(self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]) -> ContributionLog:
         """This node serves the first stage, whose weights are of round `applied()`: return its
         books, through which versions are made and followed."""
         ...
@@ -54,9 +54,9 @@ class FrozenEmbedding(Protocol):
 class FixedEmbedding:
     """One version for the whole run, which every peer makes by itself."""
 
-    def at_first(self, books: Books, driver: Driver, applied: Callable[[], int]) -> Books:
+    def at_first(self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]) -> ContributionLog:
         """As `FrozenEmbedding.at_first`: rounds make no versions."""
-        return books
+        return contributions
 
     def founded(self) -> None:
         """Nothing is to be brought."""

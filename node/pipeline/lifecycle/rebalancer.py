@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from farflock.node.run.terms import EMERGENCY_S, Balance
+from farflock.node.run.terms import EMERGENCY_S, RebalanceTerms
 from farflock.swarm.messages import Load
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.protocol.rebalance import Move, Snapshot, next_move, snapshot_number
+from farflock.swarm.protocol.rebalance import LoadSnapshot, Move, next_move, snapshot_number
 
 RESCUE_EVERY = 4  # periods: who goes to such a stage needs the time to begin there before another one follows
 
@@ -24,7 +24,7 @@ class LifeOver(Exception):
         self.stage = stage
 
 
-def due_move(balance: Balance, snapshot: Snapshot, before: Snapshot | None) -> Move | None:
+def due_move(balance: RebalanceTerms, snapshot: LoadSnapshot, before: LoadSnapshot | None) -> Move | None:
     """The move of a period: to a stage that had servers neither in this one nor in the one `before`, which may have been
     that of its first server's coming; to one that has servers only in every so many periods."""
     every = round(balance.every_s / EMERGENCY_S)
@@ -37,7 +37,7 @@ def due_move(balance: Balance, snapshot: Snapshot, before: Snapshot | None) -> M
     return next_move(snapshot, balance.rule)
 
 
-def _lost(snapshot: Snapshot) -> set[int]:
+def _lost(snapshot: LoadSnapshot) -> set[int]:
     """Stages that nobody holds."""
     if snapshot.replicas:
         return set()
@@ -49,13 +49,13 @@ class Rebalancer:
     """One server's part. `load` gives its numbers for a period; `needs_bytes` are those of the stages, in order."""
 
     peer: Peer
-    balance: Balance
+    balance: RebalanceTerms
     needs_bytes: tuple[int, ...]
     load: Callable[[int], Load]
 
     async def run(self) -> None:
         """Look, period after period; `LifeOver` when it is this server that moves."""
-        before: Snapshot | None = None
+        before: LoadSnapshot | None = None
         while True:
             number = snapshot_number(self.peer.run_s(), EMERGENCY_S)
             self.peer.loads.say(self.load(number))

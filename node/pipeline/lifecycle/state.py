@@ -23,13 +23,13 @@ from farflock.node.pipeline.recovery.rebuild import (
     neighbour_mean,
     partner_copy,
 )
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.state_sync import MARK, NEXT, STATE, CorruptSnapshot, decode_state, most_state_bytes
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Tensors
 from farflock.optimizers.parts.state import WrongState
-from farflock.swarm.peer.chunks import digest_of
+from farflock.swarm.chunks import digest_of
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class InitialState:
     """How a stage begins where nobody has its state: with these tensors (None: initial weights, or a checkpoint, are there
     already), of this kind, for this reason."""
 
@@ -59,7 +59,7 @@ def living(peer: Peer, stages: int) -> tuple[int, ...]:
 
 async def begin_anew(
     peer: Peer,
-    plan: Plan,
+    plan: RunPlan,
     stages: Sequence[range],
     index: int,
     after: int,
@@ -67,13 +67,13 @@ async def begin_anew(
     ends: Tensors | None = None,
     *,
     swapping: bool = False,
-) -> Begun:
+) -> InitialState:
     """What a stage that nobody has begins with, after round `after` of its stream (-1: the run's first). `ends` are the exact
     copies of an end stage's own tensors, if there are any; `swapping`: the run has trained with CheckFree+'s swap."""
     snapshot = round_of(saved)
     if after < 0:
         began = "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
-        return Begun("initial" if snapshot is None else "snapshot", began)
+        return InitialState("initial" if snapshot is None else "snapshot", began)
     now = Situation(
         round=after,
         layers=tuple(map(len, stages)),
@@ -87,16 +87,16 @@ async def begin_anew(
         if chosen.kind == "peer":
             raise LifeOver(f"stage {index} is served by now: {chosen.reason}")
         if chosen.kind == "mean":
-            return Begun("mean", chosen.reason, await _mean(peer, plan, stages, index))
+            return InitialState("mean", chosen.reason, await _mean(peer, plan, stages, index))
         if chosen.kind == "copy":
             partner = await _neighbour(peer, plan, stages, chosen.stages[0])
-            return Begun("copy", chosen.reason, partner_copy(plan.model, stages[index], partner, ends))
+            return InitialState("copy", chosen.reason, partner_copy(plan.model, stages[index], partner, ends))
         if chosen.kind == "snapshot":
-            return Begun("snapshot", chosen.reason)
+            return InitialState("snapshot", chosen.reason)
         raise Unrecoverable(f"{chosen.kind}: {chosen.reason}")
     except (Unrecoverable, SnapshotUnavailable) as reason:
         log.warning("stage %d begins with initial weights: %s", index, reason)
-        return Begun("initial", str(reason))
+        return InitialState("initial", str(reason))
 
 
 def round_of(saved: Checkpoint | None) -> int | None:
@@ -107,12 +107,12 @@ def round_of(saved: Checkpoint | None) -> int | None:
     return min(rounds.values()) if rounds else None
 
 
-async def _mean(peer: Peer, plan: Plan, stages: Sequence[range], index: int) -> dict[str, torch.Tensor]:
+async def _mean(peer: Peer, plan: RunPlan, stages: Sequence[range], index: int) -> dict[str, torch.Tensor]:
     before, after = [await _neighbour(peer, plan, stages, beside) for beside in (index - 1, index + 1)]
     return neighbour_mean(plan.model, stages[index], before, after)
 
 
-async def _neighbour(peer: Peer, plan: Plan, stages: Sequence[range], stage: int) -> Neighbour:
+async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: int) -> Neighbour:
     """A stage's tensors, as its members would evaluate them, and its gradient's scale."""
     model = build(plan.model, plan.run_seed, stages[stage])
     replica = PlainReplica(model, plan.inner.build(model))

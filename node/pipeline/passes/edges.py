@@ -18,7 +18,7 @@ from farflock.compression.subspace import Subspace, id_bytes, pack_tokens, stamp
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.passes.requests import Backward, Forward
 from farflock.node.run.basis import basis_of
-from farflock.node.run.terms import PipelinePlan, Plan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.swarm.messages import MAX_CODECS, CodecId
 
 
@@ -165,7 +165,7 @@ class Edges:
         )
 
 
-def edges_of(plan: Plan, pipeline: PipelinePlan) -> Edges:
+def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
     """What this peer knows of the edges between a run's stages: the codecs that the run names, as far as this release has them.
     One alone may learn new versions."""
     config, names = plan.model, known_of(pipeline.codec)

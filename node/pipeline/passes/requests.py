@@ -12,18 +12,17 @@ from typing import Annotated, Literal
 import msgspec
 
 from farflock.node.run.terms import MAX_VISIT
-from farflock.swarm.messages import MAX_CODECS, CodecId
+from farflock.swarm.messages import MAX_CODECS, CodecId, Count
 from farflock.swarm.roles import MAX_STAGES
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Round = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
+RoundNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
-Source = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)]
+SourceStage = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)]
 
 
 Samples = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_VISIT)]
 Tags = Annotated[bytes, msgspec.Meta(max_length=8 * MAX_VISIT)]
-Rows = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VISIT)], ...], msgspec.Meta(max_length=MAX_VISIT)]
+RowIndices = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VISIT)], ...], msgspec.Meta(max_length=MAX_VISIT)]
 Made = Literal["input", "gradient"]  # of a stage: its input, or the gradient of its output
 
 
@@ -38,7 +37,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 class Version(msgspec.Struct, frozen=True, array_like=True):
     """Names a stage's weights: the last round in them, and what they come from if the stage was begun anew, else 0."""
 
-    round: Round
+    round: RoundNumber
     origin: Count = 0
 
 
@@ -55,8 +54,8 @@ class Forward(_Body, frozen=True, tag="forward"):
 
     number: Count
     stage: StageIndex
-    source: Source
-    epoch: Round
+    source: SourceStage
+    epoch: RoundNumber
     visit: Visit | None = None
     came: CodecId | None = None
     sends: CodecId | None = None
@@ -69,8 +68,8 @@ class Backward(_Body, frozen=True, tag="backward"):
 
     number: Count
     stage: StageIndex
-    source: Source
-    epoch: Round
+    source: SourceStage
+    epoch: RoundNumber
     attempt: Count
     version: Version | None = None
     visit: Visit | None = None
@@ -94,7 +93,7 @@ class Revoke(_Body, frozen=True, tag="revoke"):
     attempt: Count
 
 
-Request = Forward | Backward | Confirm | Revoke
+StageRequest = Forward | Backward | Confirm | Revoke
 
 
 class Done(_Body, frozen=True, tag="done"):
@@ -117,21 +116,21 @@ class Busy(_Body, frozen=True, tag="busy"):
 class Stale(_Body, frozen=True, tag="stale"):
     """The stage is at this round, too far from the microbatch's."""
 
-    round: Round
+    round: RoundNumber
 
 
 class Gone(_Body, frozen=True, tag="gone"):
     """The weights that a backward pass is to use are not here, where the newest are of this round; if it is `late`, nobody may
     use them any more."""
 
-    round: Round
+    round: RoundNumber
     late: bool
 
 
 class Lacks(_Body, frozen=True, tag="lacks"):
     """What these rows of the activation refer to is not held here, or no more: send them whole."""
 
-    rows: Rows
+    rows: RowIndices
 
 
 class Foreign(_Body, frozen=True, tag="foreign"):
@@ -156,18 +155,18 @@ class Unknown(_Body, frozen=True, tag="unknown"):
     """What was confirmed is not here and never will be."""
 
 
-Answer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | Merged | Unknown
+StageAnswer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | Merged | Unknown
 
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_requests: msgspec.msgpack.Decoder[StageRequest] = msgspec.msgpack.Decoder(StageRequest)
+_answers: msgspec.msgpack.Decoder[StageAnswer] = msgspec.msgpack.Decoder(StageAnswer)
 
 
-def encode(body: Request | Answer) -> bytes:
+def encode(body: StageRequest | StageAnswer) -> bytes:
     """The bytes of a request or an answer."""
     return msgspec.msgpack.encode(body)
 
 
-def decode_request(raw: bytes) -> Request:
+def decode_request(raw: bytes) -> StageRequest:
     """Read a request; `BadRequest` for anything else."""
     try:
         return _requests.decode(raw)
@@ -175,7 +174,7 @@ def decode_request(raw: bytes) -> Request:
         raise BadRequest(f"not a request to a stage: {error}") from None
 
 
-def decode_answer(raw: bytes) -> Answer:
+def decode_answer(raw: bytes) -> StageAnswer:
     """Read an answer; `BadRequest` for anything else."""
     try:
         return _answers.decode(raw)

@@ -23,7 +23,7 @@ Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class MicrobatchGradient:
     """What one microbatch asks of a stage's weights: the gradient of its summed loss, and how many tokens that is of."""
 
     gradients: Gradients
@@ -31,12 +31,12 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class BackwardOutput:
     """What a backward pass gives: the gradient of the stage's input, (B, L, D), None at the first stage; what its weights are
     to have; and at the last stage the loss, in nats, summed over tokens."""
 
     input_gradient: Tensor | None
-    staged: Staged
+    staged: MicrobatchGradient
     loss_sum: float | None = None
 
 
@@ -70,7 +70,7 @@ class Stage:
         return float(_summed_loss(self.model(x), targets_BL))
 
     @torch.enable_grad()
-    def backward(self, x: Tensor, outside: Tensor) -> Backward:
+    def backward(self, x: Tensor, outside: Tensor) -> BackwardOutput:
         """`outside` is the gradient of the summed loss by this stage's output, (B, L, D), or at the last stage the targets
         (B, L)."""
         wanted: tuple[Tensor, ...] = self._weights
@@ -81,9 +81,9 @@ class Stage:
         result = _summed_loss(y, outside) if self.is_last else y
         found = torch.autograd.grad(result, wanted, None if self.is_last else outside)
         gradients = self.of_weights(found[-len(self._names) :])
-        return Backward(
+        return BackwardOutput(
             input_gradient=None if self.is_first else found[0],
-            staged=Staged(gradients, x.shape[0] * x.shape[1]),
+            staged=MicrobatchGradient(gradients, x.shape[0] * x.shape[1]),
             loss_sum=float(result.detach()) if self.is_last else None,
         )
 
@@ -95,7 +95,7 @@ class Stage:
 @torch.enable_grad()
 def backward_through(
     stages: Sequence[Stage], tokens_BL: Tensor, targets_BL: Tensor
-) -> tuple[tuple[Staged, ...], float]:
+) -> tuple[tuple[MicrobatchGradient, ...], float]:
     """The same where all stages of a microbatch's path are here, from the first to the last: what each one's weights are to
     have, and the loss, in nats, summed over tokens. No forward pass is done again: none was done before."""
     y = tokens_BL
@@ -104,27 +104,28 @@ def backward_through(
     loss = _summed_loss(y, targets_BL)
     found = iter(torch.autograd.grad(loss, [weight for stage in stages for weight in stage._weights]))
     staged = [
-        Staged(stage.of_weights(itertools.islice(found, len(stage._weights))), tokens_BL.numel()) for stage in stages
+        MicrobatchGradient(stage.of_weights(itertools.islice(found, len(stage._weights))), tokens_BL.numel())
+        for stage in stages
     ]
     return tuple(staged), float(loss.detach())
 
 
 @dataclass(slots=True)
-class Accumulator:
+class GradientAccumulator:
     """The sum of what counts at one peer since it was last taken, and the tokens that it is of."""
 
     sums: Gradients = field(default_factory=dict)
     tokens: int = 0
 
-    def add(self, staged: Staged) -> None:
+    def add(self, staged: MicrobatchGradient) -> None:
         """One more microbatch, or what was taken and did not count."""
         assert not self.sums or self.sums.keys() == staged.gradients.keys(), "gradients of another stage"
         self.sums = {name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()}
         self.tokens += staged.tokens
 
-    def take(self) -> Staged:
+    def take(self) -> MicrobatchGradient:
         """All of it; what comes from now on counts for the next round."""
-        taken = Staged(self.sums, self.tokens)
+        taken = MicrobatchGradient(self.sums, self.tokens)
         self.sums, self.tokens = {}, 0
         return taken
 

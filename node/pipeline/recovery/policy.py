@@ -14,7 +14,7 @@ from farflock.swarm.paths.checkfree import partners
 # experiments/pipelines/checkfree.py, and one stage's going back should cost less than its age.
 MAX_AGE_ROUNDS = 100
 
-Kind = Literal["peer", "snapshot", "mean", "copy", "cut"]
+RecoveryKind = Literal["peer", "snapshot", "mean", "copy", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StateSource:
     """Where a stage's state comes from.
 
     `peer`: a download of the run's state from those of the stage; `snapshot`: the stage's own of `round`; `mean` and `copy`:
@@ -51,49 +51,51 @@ class Source:
     checkpoint of `round`. `reason` says why, and why nothing better.
     """
 
-    kind: Kind
+    kind: RecoveryKind
     stages: tuple[int, ...]
     round: int | None
     reason: str
 
 
-def plan(now: Situation) -> dict[int, Source]:
+def plan(now: Situation) -> dict[int, StateSource]:
     """The source of every stage that must change: of those that nobody serves; of all, if one of them can only go back."""
     found = {stage: source(now, stage) for stage, living in enumerate(now.living) if not living}
     back = next((chosen for chosen in found.values() if chosen.kind == "cut"), None)
     return found if back is None else dict.fromkeys(range(len(now.layers)), back)
 
 
-def source(now: Situation, stage: int) -> Source:
+def source(now: Situation, stage: int) -> StateSource:
     """The best source for whoever takes up this stage; `Unrecoverable` if there is none. Specs: a peer of the stage, a snapshot
     younger than `max_age_rounds`, the neighbours' mean (at the ends and in swapped pairs a copy), the last consistent cut."""
     refusals: list[str] = []
     for rung in (_peer, _snapshot, _neighbours, _cut):
         found = rung(now, stage)
-        if isinstance(found, Source):
-            return Source(found.kind, found.stages, found.round, "; ".join((*refusals, found.reason)))
+        if isinstance(found, StateSource):
+            return StateSource(found.kind, found.stages, found.round, "; ".join((*refusals, found.reason)))
         refusals.append(found)
     remedy = "keep checkpoints of every stage at a common round, and begin again from what is left"
     raise Unrecoverable(f"stage {stage} cannot be recovered: {'; '.join(refusals)}; {remedy}")
 
 
-def _peer(now: Situation, stage: int) -> Source | str:
+def _peer(now: Situation, stage: int) -> StateSource | str:
     if living := now.living[stage]:
-        return Source("peer", (stage,), now.round, f"{living} of stage {stage} {'is' if living == 1 else 'are'} there")
+        return StateSource(
+            "peer", (stage,), now.round, f"{living} of stage {stage} {'is' if living == 1 else 'are'} there"
+        )
     return f"nobody of stage {stage} is left"
 
 
-def _snapshot(now: Situation, stage: int) -> Source | str:
+def _snapshot(now: Situation, stage: int) -> StateSource | str:
     taken = now.snapshots[stage]
     if taken is None:
         return "no snapshot of it can be had"
     age = now.round - taken
     if age >= now.max_age_rounds:
         return f"its freshest snapshot is {age} rounds old, {now.max_age_rounds} or more"
-    return Source("snapshot", (stage,), taken, f"its snapshot of round {taken} is {age} rounds old")
+    return StateSource("snapshot", (stage,), taken, f"its snapshot of round {taken} is {age} rounds old")
 
 
-def _neighbours(now: Situation, stage: int) -> Source | str:
+def _neighbours(now: Situation, stage: int) -> StateSource | str:
     last = len(now.layers) - 1
     if stage in (0, last):
         return _end(now, stage)
@@ -104,11 +106,11 @@ def _neighbours(now: Situation, stage: int) -> Source | str:
     if odd := [other for other in beside if now.layers[other] != now.layers[stage]]:
         return f"{UNEQUAL}: stage {stage} has {now.layers[stage]} layers, stage {odd[0]} {now.layers[odd[0]]}"
     if twin is not None:
-        return Source("copy", beside, now.round, f"copy of stage {twin}, which was trained to stand in for it")
-    return Source("mean", beside, now.round, f"mean of stages {stage - 1} and {stage + 1}")
+        return StateSource("copy", beside, now.round, f"copy of stage {twin}, which was trained to stand in for it")
+    return StateSource("mean", beside, now.round, f"mean of stages {stage - 1} and {stage + 1}")
 
 
-def _end(now: Situation, stage: int) -> Source | str:
+def _end(now: Situation, stage: int) -> StateSource | str:
     first, last = now.ends
     part, beside, held = ("embedding", 1, first) if stage == 0 else ("head", stage - 1, last)
     if not held:
@@ -117,7 +119,7 @@ def _end(now: Situation, stage: int) -> Source | str:
         return f"{DOUBLE}: its only neighbour is lost too"
     if now.layers[beside] != now.layers[stage]:
         return f"{UNEQUAL}: stage {stage} has {now.layers[stage]} layers, stage {beside} {now.layers[beside]}"
-    return Source("copy", (beside,), now.round, f"copy of stage {beside}, and the exact copy of its {part}")
+    return StateSource("copy", (beside,), now.round, f"copy of stage {beside}, and the exact copy of its {part}")
 
 
 def _twin(now: Situation, stage: int) -> int | None:
@@ -128,8 +130,8 @@ def _twin(now: Situation, stage: int) -> int | None:
     return partners(now.layers)[stage]
 
 
-def _cut(now: Situation, stage: int) -> Source | str:
+def _cut(now: Situation, stage: int) -> StateSource | str:
     if now.cut is None:
         return "there is no round of which every stage has a checkpoint"
     everybody = tuple(range(len(now.layers)))
-    return Source("cut", everybody, now.cut, f"all stages go back to round {now.cut}")
+    return StateSource("cut", everybody, now.cut, f"all stages go back to round {now.cut}")

@@ -6,12 +6,12 @@ import collections
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from farflock.node.pipeline.passes.stage import Staged
-from farflock.node.pipeline.server.sums import Sums
+from farflock.node.pipeline.passes.stage import MicrobatchGradient
+from farflock.node.pipeline.server.sums import AccumulatorByRound
 from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.links import PeerId
-from farflock.swarm.protocol.staging import Key, Staging
+from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Taken:
     known of it (nats a token, None where no loss is known). What earlier steps took of `discarded`
     microbatches, and no round did, is to be forgotten."""
 
-    staged: Staged
+    staged: MicrobatchGradient
     loss: float | None
     discarded: int = 0
 
@@ -45,7 +45,7 @@ class StageAccounts:
 
     def __init__(
         self,
-        staging: Staging,
+        staging: GradientLeases,
         versions: WeightVersions,
         applied: Callable[[], int],
         staleness: int,
@@ -55,9 +55,9 @@ class StageAccounts:
     ) -> None:
         self._staging, self._versions, self._applied = staging, versions, applied
         self._staleness, self._tokens_each, self._knows_loss = staleness, tokens_each, knows_loss
-        self.sums = Sums()
-        self.taken: dict[Key, _Step] = {}  # by steps, and in no round yet that took my contribution
-        self.late: frozenset[Key] = frozenset()  # left out, until a round names them
+        self.sums = AccumulatorByRound()
+        self.taken: dict[GradientKey, _Step] = {}  # by steps, and in no round yet that took my contribution
+        self.late: frozenset[GradientKey] = frozenset()  # left out, until a round names them
         self.rounds_over: collections.deque[tuple[int, bytes]] = collections.deque()
         self._unclosed = 0  # microbatches that are merged and not known to count
         self.merges = self.left_out = 0  # microbatches so far
@@ -65,12 +65,12 @@ class StageAccounts:
 
     # merging
 
-    def own(self, key: Key) -> None:
+    def own(self, key: GradientKey) -> None:
         """A microbatch of this peer's own is about to be merged: nobody was asked for it, and it
         takes no place."""
         self._staging.own(key)
 
-    def add(self, key: Key, staged: Staged, loss_sum: float | None, number: int) -> None:
+    def add(self, key: GradientKey, staged: MicrobatchGradient, loss_sum: float | None, number: int) -> None:
         """Add a gradient to the sum, of the weights of round `number`; `loss_sum` is in nats,
         summed over tokens."""
         self.sums.add(key, staged, loss_sum, number)
@@ -117,7 +117,7 @@ class StageAccounts:
         self._leave_out(waiting)
         return len(waiting)
 
-    def _leave_out(self, keys: Collection[Key]) -> None:
+    def _leave_out(self, keys: Collection[GradientKey]) -> None:
         self.late |= set(keys)
         self.left_out += len(keys)
 
@@ -129,7 +129,7 @@ class StageAccounts:
         keys = self._staging.offer(number, self.taken.keys() | self.late)
         return notes.written({key: self._age(key, number) for key in keys})
 
-    def _age(self, key: Key, number: int) -> int:
+    def _age(self, key: GradientKey, number: int) -> int:
         if key in self.late:
             return notes.LATE
         step = self.taken[key]

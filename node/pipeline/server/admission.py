@@ -4,15 +4,15 @@ before those are fetched."""
 from collections.abc import Callable
 
 from farflock.node.pipeline.passes.requests import (
-    Answer,
     Backward,
     Confirm,
     Foreign,
     Forward,
     Gone,
     Refused,
-    Request,
     Revoke,
+    StageAnswer,
+    StageRequest,
     Stale,
 )
 from farflock.node.pipeline.passes.stage import Stage
@@ -39,7 +39,7 @@ class AdmissionRules:
         self._index, self._stage, self._ends, self._versions = index, stage, ends, versions
         self._applied, self._staleness = applied, staleness
 
-    def refusal(self, asked: Request, sizes: tuple[int, ...], *, known: bool) -> Answer | None:
+    def refusal(self, asked: StageRequest, sizes: tuple[int, ...], *, known: bool) -> StageAnswer | None:
         """Return why a request is not taken in, or None. `known`: the pass runs already, or its
         gradient is put aside."""
         if asked.stage != self._index:
@@ -54,7 +54,7 @@ class AdmissionRules:
             return Stale(self._applied()) if late else None
         return None if known else self._lack(asked)
 
-    def _misfit(self, asked: Forward | Backward) -> Answer | None:
+    def _misfit(self, asked: Forward | Backward) -> StageAnswer | None:
         """Return why this stage computes no such pass."""
         if (asked.source < 0) != self._stage.is_first or asked.source == self._index:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
@@ -63,7 +63,7 @@ class AdmissionRules:
         edges = self._ends.edges
         return None if edges.knows(asked.came) and edges.knows(asked.sends) else Foreign(edges.reads)
 
-    def _oversize(self, asked: Forward | Backward, sizes: tuple[int, ...]) -> Answer | None:
+    def _oversize(self, asked: Forward | Backward, sizes: tuple[int, ...]) -> StageAnswer | None:
         """Return why these are no payloads of such a request."""
         most = self._largest(asked)
         if len(sizes) == len(most) and all(size <= limit for size, limit in zip(sizes, most, strict=True)):

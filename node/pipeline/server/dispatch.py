@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from farflock.node.pipeline.passes.requests import BadRequest, Refused, decode_request, encode
 from farflock.node.pipeline.server.server import StageServer
 from farflock.swarm.links import PeerId
-from farflock.swarm.peer.serving import Reply
+from farflock.swarm.peer.call_server import CallReply
 
 
 class Dispatch:
@@ -19,7 +19,7 @@ class Dispatch:
         """As `StageServer.admit`."""
         return self._server(request).admit(caller, request, sizes)
 
-    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
         """As `StageServer.serve`."""
         return await self._server(request).serve(caller, request, payloads)
 
@@ -40,6 +40,6 @@ class Closed:
         """Refuse it."""
         return self._refusal
 
-    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
         """Refuse it: nothing was admitted."""
-        return Reply(self._refusal)
+        return CallReply(self._refusal)

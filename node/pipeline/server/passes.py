@@ -14,9 +14,9 @@ from farflock.compression.activation import Incompatible
 from farflock.compression.codec import CorruptPayload, UnencodableTensor
 from farflock.compression.subspace_versions import Superseded
 from farflock.node.pipeline.passes.requests import Backward, Forward, Gone, Lacks, Made, Refused, Stale, Version
-from farflock.node.pipeline.passes.stage import Stage, Staged
+from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
-from farflock.node.pipeline.server.weight_versions import Lacking, WeightVersions
+from farflock.node.pipeline.server.weight_versions import MissingVersion, WeightVersions
 from farflock.swarm.links import PeerId
 
 Unread = Refused | Lacks  # an activation that cannot be read
@@ -38,7 +38,7 @@ class BackwardResult:
     of its input (none of the first stage), and at the last stage the loss, in nats, summed over
     tokens."""
 
-    staged: Staged
+    staged: MicrobatchGradient
     payloads: tuple[bytes, ...]
     loss_sum: float | None
 
@@ -80,7 +80,7 @@ class StagePasses:
         try:
             with self.versions.using(asked.request.version) as version:
                 return self._backward_one(asked), version
-        except Lacking as reason:  # gone while it waited
+        except MissingVersion as reason:  # gone while it waited
             return Gone(self._applied(), reason.lack == "late"), None
         except Superseded:  # its stages before count it, or others do
             return Gone(self._applied(), late=True), None

@@ -4,9 +4,9 @@ trainers got."""
 import asyncio
 from dataclasses import dataclass
 
-from farflock.node.pipeline.passes.stage import Staged
-from farflock.swarm.peer.serving import Reply
-from farflock.swarm.protocol.staging import Begin, Key, Staging
+from farflock.node.pipeline.passes.stage import MicrobatchGradient
+from farflock.swarm.peer.call_server import CallReply
+from farflock.swarm.protocol.gradient_leases import Begin, GradientKey, GradientLeases
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,24 +14,24 @@ class PendingGradient:
     """What one microbatch asks of a stage's weights; its loss, in nats, summed over tokens, which
     the last stage knows; and the round of the weights that it is of."""
 
-    staged: Staged
+    staged: MicrobatchGradient
     loss_sum: float | None
     round: int
 
 
 class PendingGradients:
     """The table of backward passes that run and of gradients that wait for their confirmation
-    (swarm/protocol/staging.py).
+    (swarm/protocol/gradient_leases.py).
 
     `replies` has one future for each of them: a request that is repeated gets the reply of the
     first."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: GradientLeases) -> None:
         self.staging = staging
-        self.gradients: dict[Key, PendingGradient] = {}
-        self.replies: dict[Key, asyncio.Future[Reply]] = {}
+        self.gradients: dict[GradientKey, PendingGradient] = {}
+        self.replies: dict[GradientKey, asyncio.Future[CallReply]] = {}
 
-    def begin(self, key: Key, attempt: int, reply: asyncio.Future[Reply]) -> Begin:
+    def begin(self, key: GradientKey, attempt: int, reply: asyncio.Future[CallReply]) -> Begin:
         """Ask for a backward pass: `run` it, which resolves `reply`; answer `again` what `replies`
         has; or say `busy`. There is `nothing` to be done for a gradient that counts already or was
         given up."""
@@ -42,12 +42,12 @@ class PendingGradients:
             return "again"
         return begun
 
-    def drop(self, key: Key, attempt: int) -> None:
+    def drop(self, key: GradientKey, attempt: int) -> None:
         """Forget a pass that brought nothing; it may be asked for again."""
         self.staging.revoke(key, attempt)
         self.replies.pop(key, None)
 
-    def put_aside(self, key: Key, gradient: PendingGradient, now_s: float) -> int | None:
+    def put_aside(self, key: GradientKey, gradient: PendingGradient, now_s: float) -> int | None:
         """Keep what a pass brought until it is confirmed. Returns the attempt to answer, None if
         nobody wants it any more."""
         attempt = self.staging.staged(key, now_s)
@@ -57,7 +57,7 @@ class PendingGradients:
             self.gradients[key] = gradient
         return attempt
 
-    def confirm(self, key: Key, attempt: int) -> PendingGradient | bool:
+    def confirm(self, key: GradientKey, attempt: int) -> PendingGradient | bool:
         """Confirm a gradient: it is handed out, to be merged now. True if it was merged before,
         False if it is not here."""
         match self.staging.confirm(key, attempt):
@@ -70,7 +70,7 @@ class PendingGradients:
                 self.replies.pop(key, None)
                 return self.gradients.pop(key)
 
-    def revoke(self, key: Key, attempt: int) -> None:
+    def revoke(self, key: GradientKey, attempt: int) -> None:
         """Give up what was asked for up to this attempt: another server does it."""
         self.staging.revoke(key, attempt)
         self._forget_unwanted()

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import msgspec
 
 from farflock.node.pipeline.passes.requests import (
-    Answer,
     Backward,
     BadRequest,
     Busy,
@@ -27,14 +26,15 @@ from farflock.node.pipeline.passes.requests import (
     Forward,
     Merged,
     Refused,
-    Request,
     Revoke,
+    StageAnswer,
+    StageRequest,
     Unknown,
     decode_answer,
     decode_request,
     encode,
 )
-from farflock.node.pipeline.passes.stage import Stage, Staged
+from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.accounts import StageAccounts
 from farflock.node.pipeline.server.admission import AdmissionRules
 from farflock.node.pipeline.server.edge_ends import EdgeEnds
@@ -45,8 +45,8 @@ from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import Ema
-from farflock.swarm.peer.serving import Reply
-from farflock.swarm.protocol.staging import Key, Staging
+from farflock.swarm.peer.call_server import CallReply
+from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
 Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
 BACKWARD_COST = 3.0  # forward passes: one that is done again, and twice as much for two gradients
@@ -75,16 +75,16 @@ class _Job:
     """A pass that waits since `came_s`, and the reply that its caller waits for."""
 
     asked: PassRequest
-    reply: asyncio.Future[Reply]
+    reply: asyncio.Future[CallReply]
     came_s: float = 0.0
 
     @property
     def is_backward(self) -> bool:
         return isinstance(self.asked.request, Backward)
 
-    def resolve(self, answer: Answer, payloads: tuple[bytes, ...] = ()) -> None:
+    def resolve(self, answer: StageAnswer, payloads: tuple[bytes, ...] = ()) -> None:
         if not self.reply.done():
-            self.reply.set_result(Reply(encode(answer), payloads))
+            self.reply.set_result(CallReply(encode(answer), payloads))
 
 
 class StageServer:
@@ -106,7 +106,7 @@ class StageServer:
         applied: Callable[[], int],
         versions: WeightVersions,
     ) -> None:
-        staging = Staging(terms.places, terms.lease_s)
+        staging = GradientLeases(terms.places, terms.lease_s)
         self._computing, self._life, self._applied = computing, life, applied
         self.admission = AdmissionRules(index, stage, ends, versions, applied, terms.staleness)
         self.passes = StagePasses(stage, ends, versions, applied)
@@ -131,14 +131,14 @@ class StageServer:
             self._served[type(refusal).__name__.lower()] += 1
         return None if refusal is None else encode(refusal)
 
-    def _refusal(self, key: Key, asked: Request, sizes: tuple[int, ...]) -> Answer | None:
+    def _refusal(self, key: GradientKey, asked: StageRequest, sizes: tuple[int, ...]) -> StageAnswer | None:
         known = isinstance(asked, Backward) and key in self.pending.replies
         refusal = self.admission.refusal(asked, sizes, known=known)
         if refusal is not None or known or isinstance(asked, Confirm | Revoke):
             return refusal
         return None if self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()
 
-    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
         """Do what was admitted."""
         asked = decode_request(request)
         key = (caller, asked.number)
@@ -148,27 +148,27 @@ class StageServer:
             case Backward():
                 return await self._backward(key, asked.attempt, _job(caller, asked, payloads))
             case Confirm(attempt=attempt):
-                return Reply(encode(await self._confirm(key, attempt)))
+                return CallReply(encode(await self._confirm(key, attempt)))
             case Revoke(attempt=attempt):
                 self.pending.revoke(key, attempt)
-                return Reply(encode(Unknown()))
+                return CallReply(encode(Unknown()))
 
-    async def _enqueue(self, job: _Job) -> Reply:
+    async def _enqueue(self, job: _Job) -> CallReply:
         if not self._queue.has_room(backward=job.is_backward):
-            return Reply(encode(Busy()))  # others were quicker while its payloads came
+            return CallReply(encode(Busy()))  # others were quicker while its payloads came
         job.came_s = self._now()
         self._queue.put(job, backward=job.is_backward)
         self._waiting.set()
         return await job.reply
 
-    async def _backward(self, key: Key, attempt: int, job: _Job) -> Reply:
+    async def _backward(self, key: GradientKey, attempt: int, job: _Job) -> CallReply:
         """Compute it once, however often it is asked for: a repeated request gets the same reply,
         under its own attempt."""
         match self.pending.begin(key, attempt, job.reply):
             case "busy":
-                return Reply(encode(Busy()))
+                return CallReply(encode(Busy()))
             case "nothing":
-                return Reply(encode(Refused("it counts already, or was given up")))
+                return CallReply(encode(Refused("it counts already, or was given up")))
             case "run":
                 reply = await self._enqueue(job)
                 if not job.reply.done():  # no room after all
@@ -178,20 +178,20 @@ class StageServer:
             case "again":
                 return _under(await asyncio.shield(self.pending.replies[key]), attempt)
 
-    async def _confirm(self, key: Key, attempt: int) -> Answer:
+    async def _confirm(self, key: GradientKey, attempt: int) -> StageAnswer:
         found = self.pending.confirm(key, attempt)
         if isinstance(found, PendingGradient):
             await self._merge(key, found)
         return Merged() if found else Unknown()
 
-    async def contribute(self, key: Key, staged: Staged, loss: float | None, number: int) -> None:
+    async def contribute(self, key: GradientKey, staged: MicrobatchGradient, loss: float | None, number: int) -> None:
         """Merge the gradient of a microbatch that this node itself took through all stages, by the
         weights of round `number`: nobody was asked for it, and nobody else has it. `loss` is for
         the last stage, nats summed over tokens."""
         self.accounts.own(key)
         await self._merge(key, PendingGradient(staged, loss, number))
 
-    async def _merge(self, key: Key, found: PendingGradient) -> None:
+    async def _merge(self, key: GradientKey, found: PendingGradient) -> None:
         await self._computing.compute(lambda: self.accounts.add(key, found.staged, found.loss_sum, found.round))
         self.accounts.count_merge()
 
@@ -289,9 +289,9 @@ def _job(caller: PeerId, asked: Forward | Backward, payloads: tuple[bytes, ...])
     return _Job(PassRequest(caller, asked, payloads), asyncio.get_running_loop().create_future())
 
 
-def _under(reply: Reply, attempt: int) -> Reply:
+def _under(reply: CallReply, attempt: int) -> CallReply:
     """The reply to an earlier request for the same pass, for this attempt."""
     answer = decode_answer(reply.body)
     if not isinstance(answer, Done):
         return reply
-    return Reply(encode(msgspec.structs.replace(answer, attempt=attempt)), reply.payloads)
+    return CallReply(encode(msgspec.structs.replace(answer, attempt=attempt)), reply.payloads)

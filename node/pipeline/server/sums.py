@@ -5,39 +5,39 @@ stays."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from farflock.node.pipeline.passes.stage import Accumulator, Staged
-from farflock.swarm.protocol.staging import Key
+from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient
+from farflock.swarm.protocol.gradient_leases import GradientKey
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class AccumulatedGradient:
     """What a step takes: the sum, its loss (nats, summed over tokens), the round of the weights of
     each microbatch in it, and the microbatches that are left out as `late`."""
 
-    staged: Staged
+    staged: MicrobatchGradient
     loss_sum: float
-    rounds: dict[Key, int]
-    late: frozenset[Key]
+    rounds: dict[GradientKey, int]
+    late: frozenset[GradientKey]
 
 
 @dataclass(slots=True)
-class Sums:
+class AccumulatorByRound:
     """A sum for each round of weights. Only the thread that computes touches it."""
 
-    rounds: dict[Key, int] = field(default_factory=dict)
-    _sums: dict[int, Accumulator] = field(default_factory=dict)
+    rounds: dict[GradientKey, int] = field(default_factory=dict)
+    _sums: dict[int, GradientAccumulator] = field(default_factory=dict)
     _losses: dict[int, float] = field(default_factory=dict)
 
-    def add(self, key: Key, staged: Staged, loss_sum: float | None, round_number: int) -> None:
+    def add(self, key: GradientKey, staged: MicrobatchGradient, loss_sum: float | None, round_number: int) -> None:
         """Add the gradient of one more microbatch, of the weights of that round."""
-        self._sums.setdefault(round_number, Accumulator()).add(staged)
+        self._sums.setdefault(round_number, GradientAccumulator()).add(staged)
         self._losses[round_number] = self._losses.get(round_number, 0.0) + (loss_sum or 0.0)
         self.rounds[key] = round_number
 
-    def take(self, is_late: Callable[[int], bool] = lambda number: False) -> Summed:
+    def take(self, is_late: Callable[[int], bool] = lambda number: False) -> AccumulatedGradient:
         """Take all of it, oldest first, without the gradients of weights of a round that
         `is_late`."""
-        total, loss_sum = Accumulator(), 0.0
+        total, loss_sum = GradientAccumulator(), 0.0
         left_out = {number for number in self._sums if is_late(number)}
         for number in sorted(self._sums.keys() - left_out):  # in this order, for sums are rounded
             total.add(self._sums[number].take())
@@ -45,4 +45,4 @@ class Sums:
         late = frozenset(key for key, number in self.rounds.items() if number in left_out)
         rounds = {key: number for key, number in self.rounds.items() if key not in late}
         self.rounds, self._sums, self._losses = {}, {}, {}
-        return Summed(total.take(), loss_sum, rounds, late)
+        return AccumulatedGradient(total.take(), loss_sum, rounds, late)

@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.5  # for what has no event: another member's offer, a request t
 
 
 @dataclass(slots=True)
-class StageTrainee:
+class StageTask:
     """Steps made of what a stage server has merged, by its `accounts`. `tokens` are those of a
     microbatch."""
 
@@ -68,7 +68,7 @@ class StageTrainee:
 
 
 @dataclass(slots=True)
-class Batch:
+class BatchTrigger:
     """When a step is due: the group has `tokens` more than at the step before, or others bring
     theirs to the round already."""
 
@@ -130,7 +130,7 @@ async def _either(*events: asyncio.Event) -> None:
 
 
 def gated(
-    batch: Batch, train: Callable[[Callable[[], float]], Awaitable[float]]
+    batch: BatchTrigger, train: Callable[[Callable[[], float]], Awaitable[float]]
 ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
     """`train` for the loop: the step, once it is due; None if there is to be none any more."""
 

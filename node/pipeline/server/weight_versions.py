@@ -15,15 +15,15 @@ from farflock.node.pipeline.passes.requests import Version
 from farflock.optimizers.method import State
 from farflock.optimizers.parts.state import state_hash
 
-Lack = Literal["ahead", "gone", "late"]
+MissingReason = Literal["ahead", "gone", "late"]
 
 ORIGIN = "origin"  # a mark of a state (node/train/state_sync.py)
 
 
-class Lacking(LookupError):
+class MissingVersion(LookupError):
     """The version that a request names is not here; `lack` says why."""
 
-    def __init__(self, lack: Lack) -> None:
+    def __init__(self, lack: MissingReason) -> None:
         super().__init__(f"the version that is asked for is not here: {lack}")
         self.lack = lack
 
@@ -36,7 +36,7 @@ class WeightVersions(Protocol):
     1. Inside `using(version)` the stage computes, and is differentiated, with exactly the weights
        of that version; outside of it, with its own. Two servers of a stage that both have a version
        have the same weights for it, bit by bit.
-    2. `using` raises `Lacking` exactly where `lack` names a reason, unless the weights change
+    2. `using` raises `MissingVersion` exactly where `lack` names a reason, unless the weights change
        between the two.
     3. A round is `begin_round`, then the change of the weights, then `end_round`; a local step
        begins with `begin_step`. These and `using` are called by the one thread that computes, never
@@ -48,10 +48,10 @@ class WeightVersions(Protocol):
 
     def using(self, version: Version | None) -> AbstractContextManager[Version | None]:
         """Compute with these weights inside the block (None: with the newest). Gives the version
-        for the reply, None where passes name none. `Lacking` if it is not here."""
+        for the reply, None where passes name none. `MissingVersion` if it is not here."""
         ...
 
-    def lack(self, version: Version) -> Lack | None:
+    def lack(self, version: Version) -> MissingReason | None:
         """Return why a version is not here: its round is yet to come, others may have it, or it may
         be used no more."""
         ...

@@ -16,23 +16,23 @@ from farflock.swarm.links import PeerId
 WITNESSES = 2
 QUARANTINE_S = 60.0
 
-Payload = tuple[int, Made]  # the stage that it is for, and what it is there
+PayloadKey = tuple[int, Made]  # the stage that it is for, and what it is there
 
 
 @dataclass(slots=True)
-class Origins:
+class PayloadOrigins:
     """The payloads of one microbatch: which server made each, and which servers have refused it
     since."""
 
-    _makers: dict[Payload, PeerId] = field(default_factory=dict)
-    _refusals: dict[Payload, set[PeerId]] = field(default_factory=dict)
+    _makers: dict[PayloadKey, PeerId] = field(default_factory=dict)
+    _refusals: dict[PayloadKey, set[PeerId]] = field(default_factory=dict)
 
-    def made(self, payload: Payload, maker: PeerId) -> None:
+    def made(self, payload: PayloadKey, maker: PeerId) -> None:
         """Note a new payload, which no server has refused yet."""
         self._makers[payload] = maker
         self._refusals.pop(payload, None)
 
-    def refused(self, payload: Payload, by: PeerId, servers: int) -> bool:
+    def refused(self, payload: PayloadKey, by: PeerId, servers: int) -> bool:
         """Note that one of `servers` could not decode it; return whether it is useless to ask
         another one."""
         refusals = self._refusals.setdefault(payload, set())
@@ -45,7 +45,7 @@ class Origins:
         given = [refusals for (where, _), refusals in self._refusals.items() if where == stage]
         return set().union(*given)
 
-    def to_blame(self, payload: Payload) -> PeerId | None:
+    def to_blame(self, payload: PayloadKey) -> PeerId | None:
         """Its maker, if enough servers refused it; None for what the trainer made itself."""
         refusals = self._refusals.get(payload, ())
         return self._makers.get(payload) if len(refusals) >= WITNESSES else None

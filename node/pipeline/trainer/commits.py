@@ -7,14 +7,13 @@ from typing import Any
 from farflock.node.pipeline.passes.requests import Confirm, Merged, Revoke, Unknown
 from farflock.node.pipeline.trainer.in_flight import InFlight
 from farflock.node.pipeline.trainer.stage_client import StageClient
-from farflock.node.pipeline.trainer.stage_directory import Rolls, Server
+from farflock.node.pipeline.trainer.stage_directory import ServerLife, StageDirectory
+from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
+from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.ledger import Ledger
-from farflock.swarm.protocol.staging import Key
 
 REMEMBERED = 4096  # numbers named, of each stage
-
-Report = Callable[[str, dict[str, object]], None]
 
 
 class DuplicateDetector:
@@ -25,7 +24,7 @@ class DuplicateDetector:
         self._named: list[set[int]] = [set() for _ in range(stages)]
         self.doubled = 0  # named twice at one stage, which must not be
 
-    def of_round(self, stage: int, keys: Iterable[Key]) -> list[int]:
+    def of_round(self, stage: int, keys: Iterable[GradientKey]) -> list[int]:
         """The numbers of its own that a round of this stage names."""
         mine = [number for trainer, number in keys if trainer == self._me]
         named = self._named[stage]
@@ -40,10 +39,10 @@ class CommitTracker:
     """What becomes of a trainer's microbatches: `ledger` says how far each is at each stage, and
     rounds say what counts."""
 
-    def __init__(self, me: PeerId, rolls: Rolls, report: Report) -> None:
-        self._me, self._rolls, self._report = me, rolls, report
-        self.ledger = Ledger(rolls.stages)
-        self._named = DuplicateDetector(me, rolls.stages)
+    def __init__(self, me: PeerId, stage_directory: StageDirectory, report: Report) -> None:
+        self._me, self._stage_directory, self._report = me, stage_directory, report
+        self.ledger = Ledger(stage_directory.stages)
+        self._named = DuplicateDetector(me, stage_directory.stages)
         # When those microbatches set out that do not count everywhere yet.
         self.begun_s: dict[int, float] = {}
         self._dropped: set[int] = set()  # of these, those that will count at some stages alone
@@ -65,13 +64,13 @@ class CommitTracker:
     def hear(self, now_s: float) -> list[int]:
         """Take in what rounds have named and which servers have left. Returns the microbatches that
         are over, which it forgets."""
-        for stage, keys in self._rolls.named():
+        for stage, keys in self._stage_directory.named():
             self.ledger.committed(stage, self._named.of_round(stage, keys))
         self._hear_of_late()
         # Before servers that left: what may count already is not to be asked for again.
-        while (doubtful := self._rolls.skipped()) is not None:
+        while (doubtful := self._stage_directory.skipped()) is not None:
             self._give_up(doubtful)
-        for stage, server in self._rolls.left():
+        for stage, server in self._stage_directory.left():
             self.ledger.lost(stage, server)
         over = self.ledger.finish()
         for number in over:
@@ -95,10 +94,10 @@ class CommitTracker:
 
     def _hear_of_late(self) -> None:
         """What rounds named and left out counts at other stages alone."""
-        for stage, (trainer, number) in self._rolls.left_out:
+        for stage, (trainer, number) in self._stage_directory.left_out:
             if trainer == self._me and number in self.begun_s:
                 self.drop(number, stage)
-        self._rolls.left_out.clear()
+        self._stage_directory.left_out.clear()
 
     def _give_up(self, stage: int) -> None:
         """Rounds of a stage have left everybody's log before this peer heard of them: what waits
@@ -115,18 +114,18 @@ class Confirmer:
     def __init__(
         self,
         client: StageClient,
-        rolls: Rolls,
+        stage_directory: StageDirectory,
         ledger: Ledger,
         spawn: Callable[[Coroutine[Any, Any, object]], None],
     ) -> None:
-        self._client, self._rolls, self._ledger, self._spawn = client, rolls, ledger, spawn
+        self._client, self._stage_directory, self._ledger, self._spawn = client, stage_directory, ledger, spawn
 
     def confirm(self, flight: InFlight, stage: int, server: str, attempt: int) -> None:
         """Begin to ask a life of a server to merge what it computed under this attempt. It is asked
         once: whoever looks through the ledger repeats this until the answer has come."""
         self._spawn(self._confirm(flight, stage, server, attempt))
 
-    def revoke(self, server: Server, number: int, stage: int, attempt: int) -> None:
+    def revoke(self, server: ServerLife, number: int, stage: int, attempt: int) -> None:
         """Begin to tell a server that what it computed under this attempt counts nowhere."""
         self._spawn(self._client.ask(server, Revoke(number, stage, attempt)))
 
@@ -134,7 +133,7 @@ class Confirmer:
         place = flight.number, stage
         flight.asking.add(stage)
         try:
-            server = self._rolls.server(name)
+            server = self._stage_directory.server(name)
             if server is None:
                 return  # gone: its last rounds will tell
             match (await self._client.ask(server, Confirm(*place, attempt))).answer:

@@ -10,12 +10,12 @@ be. If there is none, one that some of both stages read, and the others are not 
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from farflock.compression.activation import Incompatible, Offer, agree
+from farflock.compression.activation import CodecOffer, Incompatible, agree
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import CodecId
 from farflock.swarm.paths.round_robin import Announced
-from farflock.swarm.peer.codec_offers import Told
+from farflock.swarm.peer.codec_offers import ReadableCodecs
 
 Servers = Sequence[Announced]
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class EdgeCodecs:
     """As one trainer sees them. `told` is what a life of a server reads, None if it has not said."""
 
-    def __init__(self, edges: Edges, told: Callable[[PeerId, int], Told | None]) -> None:
+    def __init__(self, edges: Edges, told: Callable[[PeerId, int], ReadableCodecs | None]) -> None:
         self.edges, self._told = edges, told
         self._reasons = set[str]()  # why choices were not what all read: each is said once
 
@@ -55,16 +55,16 @@ class EdgeCodecs:
         unfit = {peer for peer, reads in told.items() if reads is not None and not needed.issubset(reads)}
         return unfit if unfit != told.keys() else set()
 
-    def _heard(self, servers: Servers) -> list[Told]:
+    def _heard(self, servers: Servers) -> list[ReadableCodecs]:
         """What those read who have said it."""
         heard = (self._told(server.peer, server.sequence) for server in servers)
         return [told for told in heard if told is not None]
 
 
-def read_by_all(mine: Told, told: Sequence[Told]) -> list[CodecId]:
+def read_by_all(mine: ReadableCodecs, told: Sequence[ReadableCodecs]) -> list[CodecId]:
     """Those of mine that everybody reads."""
     return [one for one in mine if all(one in each for each in told)]
 
 
-def _offers(codecs: Collection[CodecId]) -> list[Offer]:
-    return [Offer(codec.name, codec.version, codec.digest) for codec in codecs]
+def _offers(codecs: Collection[CodecId]) -> list[CodecOffer]:
+    return [CodecOffer(codec.name, codec.version, codec.digest) for codec in codecs]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version, Visit
-from farflock.node.pipeline.trainer.blame import Origins
+from farflock.node.pipeline.trainer.blame import PayloadOrigins
 from farflock.swarm.messages import CodecId
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
 
@@ -173,7 +173,7 @@ class InFlight:
     inputs: dict[int, KeptInput] = field(default_factory=dict)
     codecs: dict[int, CodecId | None] = field(default_factory=dict)
     lacked: collections.Counter[int] = field(default_factory=collections.Counter)
-    origins: Origins = field(default_factory=Origins)
+    origins: PayloadOrigins = field(default_factory=PayloadOrigins)
     asking: set[int] = field(default_factory=set)
     trip_s: float = 0.0
 

@@ -10,11 +10,11 @@ from fractions import Fraction
 
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.links import PeerId
-from farflock.swarm.paths.policy import Serving
+from farflock.swarm.paths.policy import StageServers
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol import axes
-from farflock.swarm.protocol.staging import Key
+from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.roles import EVERY
 
@@ -22,7 +22,7 @@ HOPE_S = 20.0  # for the notes of a round all of whose servers are gone: who loo
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerLife:
     """One life of a peer that serves a stage."""
 
     peer: PeerId
@@ -45,7 +45,7 @@ class StreamName:
     share: Fraction = Fraction(1)
 
 
-class Rolls:
+class StageDirectory:
     """As one trainer sees them. `streams` are those of the stages, in order; `whole` says whether full replicas serve passes of
     others."""
 
@@ -53,10 +53,12 @@ class Rolls:
         self._peer, self._streams, self._whole = peer, dict(streams), whole
         self._heard = {stage: stream.first for stage, stream in streams.items()}  # the next round to hear of
         self._view = -1  # the number of the last view that was looked at
-        self._leaving: list[tuple[int, Server, int]] = []  # stage, who, the first round without it
-        self._serving: tuple[tuple[object, ...], Serving] | None = None
+        self._leaving: list[tuple[int, ServerLife, int]] = []  # stage, who, the first round without it
+        self._serving: tuple[tuple[object, ...], StageServers] | None = None
         self._skipped: list[int] = []
-        self.left_out: list[tuple[int, Key]] = []  # by stage, what rounds named as too late; who reads it clears it
+        self.left_out: list[
+            tuple[int, GradientKey]
+        ] = []  # by stage, what rounds named as too late; who reads it clears it
         self._silent_s: dict[int, tuple[int, float]] = {}  # by stage, a round that nobody may have, and since when
 
     @property
@@ -75,7 +77,7 @@ class Rolls:
         share."""
         return min(int(self._peer.rounds.tokens(stream.name) / stream.share) for stream in self._streams.values())
 
-    def serving(self) -> Serving:
+    def serving(self) -> StageServers:
         """Who serves which stage and is not known to be gone; the same object as long as nothing changes."""
         view = self._peer.port.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
@@ -84,24 +86,24 @@ class Rolls:
         if self._serving is None or self._serving[0] != mark:
             stages = tuple(tuple(self._announced(member) for member in members) for members in alive)
             seniority = tuple(tuple(member.peer for member in members) for members in listed)
-            self._serving = (mark, Serving(view.number, stages, seniority))
+            self._serving = (mark, StageServers(view.number, stages, seniority))
         return self._serving[1]
 
     def _is_asked(self, view: View, member: Member) -> bool:
         return not self._peer.port.gone(view, member.peer) and (self._whole or member.stage != EVERY)
 
-    def at(self, stage: int, peer: PeerId) -> Server | None:
+    def at(self, stage: int, peer: PeerId) -> ServerLife | None:
         """The life of this peer that serves the stage now."""
         members = self._members(self._peer.port.views.newest, stage)
-        return next((Server(peer, member.incarnation) for member in members if member.peer == peer), None)
+        return next((ServerLife(peer, member.incarnation) for member in members if member.peer == peer), None)
 
-    def server(self, name: str) -> Server | None:
+    def server(self, name: str) -> ServerLife | None:
         """The server of this name, if it is still a member."""
         members = self._peer.port.views.newest.members
-        servers = (Server(member.peer, member.incarnation) for member in members)
+        servers = (ServerLife(member.peer, member.incarnation) for member in members)
         return next((server for server in servers if server.name == name), None)
 
-    def named(self) -> Iterator[tuple[int, list[Key]]]:
+    def named(self) -> Iterator[tuple[int, list[GradientKey]]]:
         """By stage, the keys that the rounds name which were closed since the last call, in their order."""
         rounds = self._peer.rounds
         for stage, stream in self._streams.items():
@@ -144,7 +146,7 @@ class Rolls:
             for stage in range(self.stages):
                 gone = set(self._members(before, stage)) - set(after.members)
                 self._leaving += [
-                    (stage, Server(member.peer, member.incarnation), axes.at(after.begins, stage))
+                    (stage, ServerLife(member.peer, member.incarnation), axes.at(after.begins, stage))
                     for member in sorted(gone, key=lambda member: member.peer)
                 ]
         self._view = views[-1].number

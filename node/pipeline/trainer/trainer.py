@@ -11,15 +11,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from farflock.node.pipeline.trainer.blame import Quarantine
-from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer, Report
+from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, MicrobatchSource, StageInputs, WholeInputs
 from farflock.node.pipeline.trainer.stage_client import StageClient
-from farflock.node.pipeline.trainer.stage_directory import Rolls
+from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.pipeline.trainer.walker import Walker
+from farflock.node.reporting import Report
 from farflock.node.run.terms import TrainerTerms
 from farflock.swarm.paths.policy import PathPolicy
-from farflock.swarm.peer.peer import Peer, Wait
+from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.protocol.depth import Depth
 
 TICK_S = 0.1
@@ -32,23 +33,23 @@ class Trainer:
     def __init__(
         self,
         peer: Peer,
-        rolls: Rolls,
+        stage_directory: StageDirectory,
         policy: PathPolicy,
         source: MicrobatchSource,
         terms: TrainerTerms,
         report: Report = lambda kind, fields: None,
         inputs: StageInputs | None = None,
     ) -> None:
-        self._rolls, self._terms = rolls, terms
+        self._stage_directory, self._terms = stage_directory, terms
         self.source, self.inputs = source, WholeInputs() if inputs is None else inputs
         codecs, quarantine = EdgeCodecs(source.edges, peer.codec_offers.of), Quarantine()
         timeouts_s = terms.forward_timeout_s, terms.backward_timeout_s
-        self.client = StageClient(peer, rolls, policy, codecs, quarantine, *timeouts_s)
-        self.commits = CommitTracker(peer.me, rolls, report)
-        self._confirmer = Confirmer(self.client, rolls, self.commits.ledger, self._spawn)
-        parts = self.client, rolls, codecs, self.inputs, quarantine, self.commits, self._confirmer
+        self.client = StageClient(peer, stage_directory, policy, codecs, quarantine, *timeouts_s)
+        self.commits = CommitTracker(peer.me, stage_directory, report)
+        self._confirmer = Confirmer(self.client, stage_directory, self.commits.ledger, self._spawn)
+        parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits, self._confirmer
         self._walker = Walker(*parts, report)
-        self._depth = Depth(min(rolls.stages, terms.window), terms.window)
+        self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
         self._flights: dict[int, InFlight] = {}
         self._walking: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -57,7 +58,7 @@ class Trainer:
 
     async def run(self, enough: Callable[[], bool]) -> None:
         """Train until `enough`, or until told to stop; what is in flight then is given up."""
-        self.source.skip(self._rolls.tokens())
+        self.source.skip(self._stage_directory.tokens())
         try:
             while not (self.stopping or enough()):
                 if self._failure is not None:
@@ -127,7 +128,7 @@ class Trainer:
         asking = sum(len(flight.asking) for flight in self._flights.values())
         return {"tasks": len(self._tasks), "asking": asking, "places": len(self.commits.ledger)}
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[OpenWait]:
         """What is asked of which peer now, and which stages nobody can be asked for."""
         return self.client.waits()
 
@@ -152,7 +153,7 @@ class Trainer:
 
     def _begin_more(self) -> None:
         while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:
-            flight = self.source.draw(self._rolls.epoch)
+            flight = self.source.draw(self._stage_directory.epoch)
             self._flights[flight.number] = flight
             self.commits.begin(flight.number, flight.order, _now())
             self._walking.add(flight.number)

@@ -10,13 +10,24 @@ import collections
 from collections.abc import Sequence
 
 from farflock.compression.codec import CorruptPayload
-from farflock.node.pipeline.passes.requests import Answer, Backward, Done, Foreign, Forward, Gone, Lacks, Refused, Stale
+from farflock.node.pipeline.passes.requests import (
+    Backward,
+    Done,
+    Foreign,
+    Forward,
+    Gone,
+    Lacks,
+    Refused,
+    StageAnswer,
+    Stale,
+)
 from farflock.node.pipeline.trainer.blame import Quarantine
-from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer, Report
+from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, StageInputs, WholeInput
 from farflock.node.pipeline.trainer.stage_client import PAUSE_S, Asked, StageClient
-from farflock.node.pipeline.trainer.stage_directory import Rolls, Server
+from farflock.node.pipeline.trainer.stage_directory import ServerLife, StageDirectory
+from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 
@@ -33,7 +44,7 @@ class Walker:
     def __init__(
         self,
         client: StageClient,
-        rolls: Rolls,
+        stage_directory: StageDirectory,
         codecs: EdgeCodecs,
         inputs: StageInputs,
         quarantine: Quarantine,
@@ -41,7 +52,7 @@ class Walker:
         confirmer: Confirmer,
         report: Report,
     ) -> None:
-        self._client, self._rolls, self._codecs, self._inputs = client, rolls, codecs, inputs
+        self._client, self._stage_directory, self._codecs, self._inputs = client, stage_directory, codecs, inputs
         self._quarantine, self._commits, self._confirmer = quarantine, commits, confirmer
         self._report = report
         self.losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
@@ -51,7 +62,7 @@ class Walker:
         decode, begins again."""
         last = flight.order[-1]
         while not (await self._forward(flight) and await self.backward(flight, last, first=True)):
-            flight.set_out_again(self._rolls.epoch)
+            flight.set_out_again(self._stage_directory.epoch)
         for stage in reversed(flight.order[:-1]):
             await self.backward(flight, stage)
 
@@ -98,7 +109,7 @@ class Walker:
         it brought nothing."""
         after = flight.after(stage)
         assert after is not None
-        came, stages = flight.codecs.get(flight.source(stage)), self._rolls.serving().stages
+        came, stages = flight.codecs.get(flight.source(stage)), self._stage_directory.serving().stages
         sends = self._codecs.choose(stages[stage], stages[after], came)
         server = await self._client.next_hop(flight, stage, 1.0, came, sends)
         expected = self._inputs.expect(flight, stage)
@@ -122,8 +133,8 @@ class Walker:
         self,
         flight: InFlight,
         stage: int,
-        server: Server,
-        answer: Answer | None,
+        server: ServerLife,
+        answer: StageAnswer | None,
     ) -> ForwardRefusal | None:
         """What an answer without output means for the walk; None if another server may be asked."""
         match answer:
@@ -167,9 +178,9 @@ class Walker:
     def _without_gradient(
         self,
         flight: InFlight,
-        server: Server,
+        server: ServerLife,
         request: Backward,
-        answer: Answer | None,
+        answer: StageAnswer | None,
     ) -> Refused | None:
         """What an answer that brings no gradient means for the microbatch; None if the pass is to
         be asked for again, unless the rest was dropped."""
@@ -207,13 +218,13 @@ class Walker:
 
     def _servers(self, stage: int) -> int:
         """How many servers the stage has."""
-        return len(self._rolls.serving().stages[stage])
+        return len(self._stage_directory.serving().stages[stage])
 
     # one call
 
     async def _ask(
         self,
-        server: Server,
+        server: ServerLife,
         request: Forward | Backward,
         flight: InFlight,
         rest: Sequence[bytes] = (),
@@ -246,7 +257,7 @@ class Walker:
         self,
         flight: InFlight,
         stage: int,
-        server: Server,
+        server: ServerLife,
         answer: Refused,
     ) -> bool:
         """Whether a refusal says that a payload of another stage cannot be decoded, and as many

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Count, Index, Weight
-from farflock.swarm.protocol.exchange.holdings import Item
+from farflock.swarm.protocol.exchange.availability import RoundItem
 
 
 class CloseList(msgspec.Struct, frozen=True, array_like=True):
@@ -19,7 +19,7 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
     round, `state` the hash of the state before it that most members announced.
     """
 
-    items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=MAX_SHARDS)]
+    items: Annotated[tuple[RoundItem, ...], msgspec.Meta(max_length=MAX_SHARDS)]
     members: Annotated[tuple[tuple[Index, Weight], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     tokens: Count
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
@@ -84,6 +84,6 @@ def _require_places(close: CloseList, terms: Terms, members: list[int], masks: l
         raise BadCloseList("a gathered item that is not its owner's alone")
 
 
-def told(close: CloseList, shards: int) -> list[Item]:
+def told(close: CloseList, shards: int) -> list[RoundItem]:
     """The last shards of a list's contributions, or what they were reduced to."""
     return [item for item in close.items if item.index % shards == shards - 1]

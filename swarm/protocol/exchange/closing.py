@@ -27,9 +27,9 @@ import msgspec
 
 from farflock.swarm.messages import Holds, Key, Message, Offer, Reduced
 from farflock.swarm.protocol.decide import Decision, Sends
+from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, has
 from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, decode_close_list
 from farflock.swarm.protocol.exchange.fetches import Fetches
-from farflock.swarm.protocol.exchange.holdings import Holdings, Item, has
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.timing import TAKEOVER_S, Timing
@@ -66,12 +66,12 @@ CLOSING_TABLES: dict[ClosingRole, dict[tuple[ClosingState, ClosingEvent], Closin
 class Content(Protocol):
     """What members bring to an exchange of some kind, and what one of them makes of it.
 
-    Implemented by `Mean`, `Gather` and `Voter`. Law: what `closable` names is agreed in `holdings`
+    Implemented by `Mean`, `Gather` and `Voter`. Law: what `closable` names is agreed in `availability`
     and stays so until it is put forward; `work` asks for things by actions and waits for nothing.
     """
 
     offers: Offers
-    holdings: Holdings
+    availability: Availability
     fetches: Fetches
 
     def take(self, member: int, message: Offer | Reduced) -> None:
@@ -159,7 +159,7 @@ class Closing:
             self.close = self.require_list(self.decision.decided)
             self._move("decided")
         if self.state == "fetching":
-            held = self._content.holdings.held
+            held = self._content.availability.held
             missing = [item for item in self.close.items if item.digest not in held]
             self._content.fetches.collect(missing)
             # What was in the chunk store already is here now.
@@ -198,7 +198,7 @@ class Closing:
 
     def _proposal(self, places: Iterable[int], now_s: float) -> bytes | None:
         """The close list of the agreed items at these places, or None to wait on."""
-        offers, agreed = self._content.offers, self._content.holdings.agreed
+        offers, agreed = self._content.offers, self._content.availability.agreed
         items = tuple(agreed[place] for place in places)
         if not offers.includes(self._included(items)):
             if now_s < self._timing.ends_s:
@@ -210,6 +210,6 @@ class Closing:
         tokens = (self.prior_tokens or 0) + offers.tokens(included)
         return msgspec.msgpack.encode(CloseList(items, members, tokens, offers.common_state()))
 
-    def _included(self, items: tuple[Item, ...]) -> list[int]:
+    def _included(self, items: tuple[RoundItem, ...]) -> list[int]:
         members = range(len(self._roster.peers))
         return [member for member in members if any(has(item, member) for item in items)]

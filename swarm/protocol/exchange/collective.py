@@ -33,10 +33,10 @@ from farflock.swarm.messages import (
     Rejected,
 )
 from farflock.swarm.protocol.exchange.actions import Action, Actions
+from farflock.swarm.protocol.exchange.availability import has
 from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
 from farflock.swarm.protocol.exchange.closing import Closing, Content
 from farflock.swarm.protocol.exchange.gather import Gather
-from farflock.swarm.protocol.exchange.holdings import has
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.timing import RESEND_S, Timing
@@ -105,7 +105,7 @@ class Collective:
             case Offer() | Reduced():
                 self.content.take(sender, message)
             case Holds(prefixes=prefixes):
-                self.content.holdings.hear(sender, prefixes)
+                self.content.availability.hear(sender, prefixes)
             case _:
                 self._actions.send(self.closing.decision.receive(sender, message))
         self._advance(now_s, everywhere=isinstance(message, Offer))
@@ -139,7 +139,7 @@ class Collective:
         if now_s - self._sent_s >= RESEND_S:
             self._sent_s = now_s
             self._repeat()
-        self.content.fetches.collect(self.content.holdings.wanted())
+        self.content.fetches.collect(self.content.availability.wanted())
         self._advance(now_s, everywhere=True)
 
     def take(self) -> list[Action]:
@@ -193,17 +193,17 @@ class Collective:
         Where all contribute it is a majority of all, which a decision needs anyway.
         """
         if self.roster.has_voters:
-            self.content.holdings.rely_on(self.roster.living)
+            self.content.availability.rely_on(self.roster.living)
 
     def _report(self) -> None:
         """Tell the others what I hold once I hold all there is; until then `_repeat` tells them."""
-        holdings = self.content.holdings
-        is_all = holdings.whole and (holdings.filled or self._terms.kind == "gather")
-        if is_all and holdings.report != self._reported:
+        availability = self.content.availability
+        is_all = availability.whole and (availability.filled or self._terms.kind == "gather")
+        if is_all and availability.report != self._reported:
             self._say_holdings()
 
     def _say_holdings(self) -> None:
-        report = self.content.holdings.report
+        report = self.content.availability.report
         if any(report):
             self._reported = report
             self._actions.to_others(Holds(self.key, self.view, report))

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable
 
 from farflock.swarm.protocol.exchange.actions import Actions, Fetch
-from farflock.swarm.protocol.exchange.holdings import Holdings, Item
+from farflock.swarm.protocol.exchange.availability import Availability, RoundItem
 from farflock.swarm.protocol.exchange.roster import Roster
 
 Holders = Callable[[], tuple[int, ...]]  # the members to ask now
@@ -21,20 +21,20 @@ class Fetches:
     def __init__(
         self,
         roster: Roster,
-        holdings: Holdings,
+        availability: Availability,
         actions: Actions,
         shards: int,
         holding: Callable[[bytes], bool],
-        makers: Callable[[Item], tuple[int, ...]] = lambda item: (),
+        makers: Callable[[RoundItem], tuple[int, ...]] = lambda item: (),
     ) -> None:
-        self._roster, self._holdings, self._actions = roster, holdings, actions
+        self._roster, self._holdings, self._actions = roster, availability, actions
         self._shards = shards
         self._holding, self._makers = holding, makers
         self._running: set[bytes] = set()
         # By item, the members that announced it: what a member announces it holds.
         self._announcers: dict[bytes, set[int]] = {}
 
-    def announced(self, member: int, item: Item) -> None:
+    def announced(self, member: int, item: RoundItem) -> None:
         """Note an item that a member announces, and fetch it if it is new here."""
         if self._holdings.add(item):
             self._announcers.setdefault(item.digest, set()).add(member)
@@ -42,7 +42,7 @@ class Fetches:
         elif item.digest in self._announcers:
             self._announcers[item.digest].add(member)
 
-    def collect(self, items: Iterable[Item]) -> None:
+    def collect(self, items: Iterable[RoundItem]) -> None:
         """Fetch those of these items that are not here yet."""
         for item in items:
             holders = functools.partial(self._holders, item)
@@ -67,7 +67,7 @@ class Fetches:
         elif intact:
             self._holdings.hold(digest)
 
-    def _holders(self, item: Item) -> tuple[int, ...]:
+    def _holders(self, item: RoundItem) -> tuple[int, ...]:
         """The members that announced an item or hold it; while none of them lives, its makers too.
 
         The chunk store asks the least busy of these, so no member that cannot have the item yet may

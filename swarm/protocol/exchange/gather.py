@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from farflock.swarm.messages import Message, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Actions
+from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, mask_of
 from farflock.swarm.protocol.exchange.close_list import Terms
 from farflock.swarm.protocol.exchange.fetches import Fetches
-from farflock.swarm.protocol.exchange.holdings import Holdings, Item, mask_of
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.timing import Timing
@@ -32,8 +32,8 @@ class Gather:
         self._roster, self._terms, self._timing = roster, terms, timing
         size = len(roster.peers)
         self.offers = Offers(terms.shards)
-        self.holdings = Holdings(terms.shards * size, size, roster.me)
-        self.fetches = Fetches(roster, self.holdings, actions, terms.shards, holding, self._owner)
+        self.availability = Availability(terms.shards * size, size, roster.me)
+        self.fetches = Fetches(roster, self.availability, actions, terms.shards, holding, self._owner)
         self._whole_at: tuple[int, list[int]] = (-1, [])  # as of a version of the holdings
 
     def take(self, member: int, message: Offer | Reduced) -> None:
@@ -41,9 +41,9 @@ class Gather:
         if not isinstance(message, Offer) or not self.offers.add(member, message):
             return
         if member == self._roster.me:
-            self.holdings.hold_all(message.digests)
+            self.availability.hold_all(message.digests)
         for shard, (digest, size) in enumerate(zip(message.digests, message.sizes, strict=True)):
-            item = Item(member * self._terms.shards + shard, digest, size, mask_of([member]))
+            item = RoundItem(member * self._terms.shards + shard, digest, size, mask_of([member]))
             self.fetches.announced(member, item)
 
     def fetched(self, digest: bytes) -> None:
@@ -76,12 +76,12 @@ class Gather:
     def _whole(self) -> list[int]:
         """The members all of whose shards are agreed."""
         version, whole = self._whole_at
-        if version != self.holdings.version:
+        if version != self.availability.version:
             shards = self._terms.shards
-            counts = collections.Counter(index // shards for index in self.holdings.agreed)
+            counts = collections.Counter(index // shards for index in self.availability.agreed)
             whole = sorted(member for member, count in counts.items() if count == shards)
-            self._whole_at = (self.holdings.version, whole)
+            self._whole_at = (self.availability.version, whole)
         return whole
 
-    def _owner(self, item: Item) -> tuple[int, ...]:
+    def _owner(self, item: RoundItem) -> tuple[int, ...]:
         return (item.index // self._terms.shards,)

@@ -17,9 +17,9 @@ from typing import Literal, Protocol
 
 from farflock.swarm.messages import MAX_MEMBERS, Key, Message, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Actions, Reduce
+from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, contributions, mask_of
 from farflock.swarm.protocol.exchange.close_list import Terms
 from farflock.swarm.protocol.exchange.fetches import Fetches
-from farflock.swarm.protocol.exchange.holdings import Holdings, Item, contributions, mask_of
 from farflock.swarm.protocol.exchange.offers import Input, Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.timing import Timing
@@ -39,33 +39,33 @@ SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
 class Mixture(Protocol):
     """Which contributions the shards of one mean may have in them, taken together."""
 
-    def heard(self, item: Item) -> None:
+    def heard(self, item: RoundItem) -> None:
         """Note a reduction that somebody announced."""
 
     def admits(self, member: int) -> bool:
         """Whether this member's contribution may be in what is reduced from now on."""
 
-    def allows(self, item: Item) -> bool:
+    def allows(self, item: RoundItem) -> bool:
         """Whether a reduction has only such contributions in it."""
 
     def has_shrunk(self) -> bool:
         """Whether fewer may be in than when this was asked last."""
 
-    def agrees(self, items: Collection[Item]) -> bool:
+    def agrees(self, items: Collection[RoundItem]) -> bool:
         """Whether one close list may have all these shards."""
 
 
 class Mixed:
     """Each shard stands for itself: it has whichever contributions its reducer could get."""
 
-    def heard(self, item: Item) -> None:
+    def heard(self, item: RoundItem) -> None:
         """It restricts nothing."""
 
     def admits(self, member: int) -> bool:
         """Everybody's may be in."""
         return True
 
-    def allows(self, item: Item) -> bool:
+    def allows(self, item: RoundItem) -> bool:
         """Any may be in the list."""
         return True
 
@@ -73,7 +73,7 @@ class Mixed:
         """It never does."""
         return False
 
-    def agrees(self, items: Collection[Item]) -> bool:
+    def agrees(self, items: Collection[RoundItem]) -> bool:
         """Any go together."""
         return True
 
@@ -90,7 +90,7 @@ class Uniform:
         self._common = (1 << MAX_MEMBERS) - 1
         self._is_news = False
 
-    def heard(self, item: Item) -> None:
+    def heard(self, item: RoundItem) -> None:
         """From now on only what is in this one too can be in all."""
         self._common &= int.from_bytes(item.mask, "little")
         self._is_news = True
@@ -99,7 +99,7 @@ class Uniform:
         """A member that no announced reduction lacks."""
         return bool(self._common >> member & 1)
 
-    def allows(self, item: Item) -> bool:
+    def allows(self, item: RoundItem) -> bool:
         """Whether nobody is in it whom another one lacks."""
         return not int.from_bytes(item.mask, "little") & ~self._common
 
@@ -108,7 +108,7 @@ class Uniform:
         was_news, self._is_news = self._is_news, False
         return was_news
 
-    def agrees(self, items: Collection[Item]) -> bool:
+    def agrees(self, items: Collection[RoundItem]) -> bool:
         """Whether all have the same contributions."""
         return len({item.mask for item in items}) == 1
 
@@ -130,8 +130,8 @@ class Mean:
         self._roster, self._terms, self._timing, self._actions = roster, terms, timing, actions
         self._mixture: Mixture = Uniform() if terms.uniform else Mixed()
         self.offers = Offers(terms.shards)
-        self.holdings = Holdings(terms.shards, len(roster.peers), roster.me, fewest=terms.uniform)
-        self.fetches = Fetches(roster, self.holdings, actions, terms.shards, holding, self._makers)
+        self.availability = Availability(terms.shards, len(roster.peers), roster.me, fewest=terms.uniform)
+        self.fetches = Fetches(roster, self.availability, actions, terms.shards, holding, self._makers)
         self._states: list[ShardState] = ["idle"] * terms.shards
         # By shard that I reduce or have reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
@@ -147,7 +147,7 @@ class Mean:
         if isinstance(message, Reduced):
             self._take_reduced(member, message)
         elif self.offers.add(member, message) and member == self._roster.me:
-            self.holdings.hold_all(message.digests)
+            self.availability.hold_all(message.digests)
 
     def fetched(self, digest: bytes) -> None:
         """A contribution has come, or could not be had: look again at its shards."""
@@ -157,8 +157,8 @@ class Mean:
         """Announce my reduction of a shard, without the corrupt payloads of `rejected` members."""
         self._move(shard, "reduced")
         inputs = self._inputs[shard]
-        self.holdings.spoil_all(entry for member, _, entry in inputs if member in rejected)
-        self.holdings.hold_all([digest])
+        self.availability.spoil_all(entry for member, _, entry in inputs if member in rejected)
+        self.availability.hold_all([digest])
         mask = mask_of(member for member, _, _ in inputs if member not in rejected)
         message = self._announced[shard] = Reduced(self._key, self._view, shard, digest, size, mask)
         self._take_reduced(self._roster.me, message)
@@ -167,7 +167,7 @@ class Mean:
     def unreduced(self, shard: int) -> None:
         """No payload of a reduction was usable; try again with whatever else comes."""
         self._move(shard, "spoilt")
-        self.holdings.spoil_all(digest for _, _, digest in self._inputs.pop(shard))
+        self.availability.spoil_all(digest for _, _, digest in self._inputs.pop(shard))
         self._concerned.add(shard)
 
     def _take_reduced(self, member: int, message: Reduced) -> None:
@@ -197,7 +197,7 @@ class Mean:
 
     def closable(self, now_s: float) -> Iterable[int] | None:
         """The places of all shards, once one result of each is agreed."""
-        agreed = self.holdings.agreed
+        agreed = self.availability.agreed
         if len(agreed) < self._terms.shards or not self._mixture.agrees(agreed.values()):
             return None
         return range(self._terms.shards)
@@ -217,7 +217,7 @@ class Mean:
     def _try(self, shard: int, now_s: float) -> None:
         """Fetch the contributions to a shard of mine; reduce once all that will come have come."""
         inputs = self._usable(shard)
-        held = self.holdings.held
+        held = self.availability.held
         missing = [(member, digest) for member, _, digest in inputs if digest not in held]
         for member, digest in missing:
             self._waiting.setdefault(digest, set()).add(shard)
@@ -244,9 +244,9 @@ class Mean:
         rank = line.index(self._roster.me)
         if rank == 0:
             return True
-        results = self.holdings.rivals[shard].values()
+        results = self.availability.rivals[shard].values()
         rivals = [item.digest for item in results if self._mixture.allows(item)]
-        if any(digest in self.holdings.held for digest in rivals):
+        if any(digest in self.availability.held for digest in rivals):
             return False
         if all(member in self._roster.suspects for member in line[:rank]):
             return True
@@ -257,7 +257,7 @@ class Mean:
         return tuple(
             (member, weight, digest)
             for member, weight, digest in self.offers.inputs(shard)
-            if digest not in self.holdings.corrupt and self._mixture.admits(member)
+            if digest not in self.availability.corrupt and self._mixture.admits(member)
         )
 
     def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
@@ -266,13 +266,13 @@ class Mean:
         all_here = self.offers.includes(living) and not missing - suspects
         return usable and (all_here or now_s >= self._timing.soft_s)
 
-    def _makers(self, item: Item) -> tuple[int, ...]:
+    def _makers(self, item: RoundItem) -> tuple[int, ...]:
         return self._roster.reducers(item.index)
 
 
-def item_of(message: Reduced) -> Item:
+def item_of(message: Reduced) -> RoundItem:
     """The item that a reduced shard is."""
-    return Item(message.shard, message.digest, message.size, message.mask)
+    return RoundItem(message.shard, message.digest, message.size, message.mask)
 
 
 def _only(member: int) -> tuple[int, ...]:

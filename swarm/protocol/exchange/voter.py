@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from farflock.swarm.messages import Message, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Actions
+from farflock.swarm.protocol.exchange.availability import Availability
 from farflock.swarm.protocol.exchange.close_list import Terms, decode_close_list, told
 from farflock.swarm.protocol.exchange.fetches import Fetches
-from farflock.swarm.protocol.exchange.holdings import Holdings
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
 
@@ -29,8 +29,8 @@ class Voter:
     ) -> None:
         self._roster, self._terms = roster, terms
         self.offers = Offers(terms.shards)
-        self.holdings = Holdings(0, len(roster.peers), roster.me)
-        self.fetches = Fetches(roster, self.holdings, actions, terms.shards, holding)
+        self.availability = Availability(0, len(roster.peers), roster.me)
+        self.fetches = Fetches(roster, self.availability, actions, terms.shards, holding)
 
     def take(self, member: int, message: Offer | Reduced) -> None:
         """Content does not concern a member that only votes."""
@@ -58,7 +58,7 @@ class Voter:
         """
         if not self._terms.witnessed:
             return True
-        shards, held = self._terms.shards, self.holdings.held
+        shards, held = self._terms.shards, self.availability.held
         close = decode_close_list(value, self._terms, self._roster.contributors)
         missing = [item for item in told(close, shards) if item.digest not in held]
         for item in missing:

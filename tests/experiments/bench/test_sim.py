@@ -3,7 +3,7 @@
 import math
 
 from farflock.experiments.bench import sim
-from farflock.node.simulate.simulation import Outcome
+from farflock.node.simulate.simulation import SimulationResult
 
 
 def test_both_metrics_are_there_and_sane(quick):
@@ -31,7 +31,7 @@ def test_the_plain_loop_takes_the_steps_that_the_swarm_took(monkeypatch):
         def train(self, steps):
             trained.append(self.peer)
 
-    outcome = Outcome("", 0, [], 0, 0.0, 0.0, 0, steps=7)
+    outcome = SimulationResult("", 0, [], 0, 0.0, 0.0, 0, steps=7)
     monkeypatch.setattr(sim, "Bare", Counted)
     monkeypatch.setattr(sim, "_simulated", lambda size, tokens, peers, total: outcome)
     sim._turn(sim.Size(peers=3), None)

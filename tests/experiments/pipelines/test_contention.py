@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from farflock.experiments.pipelines import contention, planned, released
 from farflock.experiments.pipelines.contention import Effects, Setting, Wires
-from farflock.experiments.placement.layout import Links
+from farflock.experiments.placement.layout import LinkCosts
 
 SIZE = 100.0
-LINKS = Links.of([[0, 0.5, 0.25], [0.5, 0, 1], [0.25, 1, 0]], [[1, 50, 100], [50, 1, 25], [100, 25, 1]])
+LINKS = LinkCosts.of([[0, 0.5, 0.25], [0.5, 0, 1], [0.25, 1, 0]], [[1, 50, 100], [50, 1, 25], [100, 25, 1]])
 
 
 def wires(shared=True, overhead=0.125):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.experiments.pipelines.rebalancing import HOUR_S, Size, Speed, played, queues, share, trace
-from farflock.swarm.protocol.rebalance import Rule
+from farflock.swarm.protocol.rebalance import RebalanceRule
 
 SMALL = {"stages": 4, "servers": 40, "lifetime_h": 4.0, "hours": 6.0, "periods_s": [300.0, 60.0], "in_flight": 32}
 
@@ -57,7 +57,7 @@ def test_no_policy_changes_who_is_there():
     """The best that is possible is the same for all: moves only move."""
     events = list(trace(size(), random.Random(3)))
     still, moved = (
-        {speed.since_s: speed for speed in played(size(), events, policy)} for policy in (None, (60.0, Rule()))
+        {speed.since_s: speed for speed in played(size(), events, policy)} for policy in (None, (60.0, RebalanceRule()))
     )
     assert all(moved[when_s].best == speed.best for when_s, speed in still.items())
     assert all(speed.least <= speed.best for speed in moved.values())
@@ -69,7 +69,7 @@ def test_without_churn_nothing_moves_and_nothing_is_lost(table):
     quiet = [value for name, values in found.items() if "overall" in name for value in values]
     assert min(quiet) > 40
     everybody = [(0.0, "join", f"{number}", number % 4) for number in range(8)]
-    speeds = played(size(), everybody, (60.0, Rule()))
+    speeds = played(size(), everybody, (60.0, RebalanceRule()))
     assert share(speeds, 60.0, 6 * HOUR_S) == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from farflock.experiments.pipelines import planned, released
 from farflock.experiments.pipelines.released import Start
 from farflock.experiments.pipelines.skippipe import Released, reproduce, simulate
-from farflock.swarm.paths.skippipe import BadPlan, Work, require_paths, require_timetable
+from farflock.swarm.paths.skippipe import BadPlan, ScheduledPass, require_paths, require_timetable
 
 PUBLISHED = Released(79.93971963540922, 48.915682705668054, 35.43481420147051, 33.31379002209655)
 
@@ -53,7 +53,8 @@ def test_no_node_computes_twice_at_a_time_or_holds_too_much_and_all_come_back():
         assert len(outcome.finished_s) == count
         assert not outcome.forgotten
         works = [
-            Work(planned.NAMES[w.node], (w.number // 100, w.number % 100), w.start_s, w.end_s) for w in outcome.worked
+            ScheduledPass(planned.NAMES[w.node], (w.number // 100, w.number % 100), w.start_s, w.end_s)
+            for w in outcome.worked
         ]
         require_timetable(works, released.MEMORY)
 

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
-from farflock.swarm.protocol.depth import HopTime, Pipeline, StageTime, gpipe_s
+from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime, gpipe_s
 
 seconds = st.floats(0, 2, allow_nan=False)
 
 
 def pipeline(stages, hop, times):
-    return Pipeline((times,) * stages, (hop,) * (stages - 1))
+    return PipelineTimes((times,) * stages, (hop,) * (stages - 1))
 
 
 @given(stages=st.integers(1, 5), microbatches=st.integers(1, 9), wire_s=seconds, latency_s=seconds, each_s=seconds)

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.experiments.placement.asymmetric import Machine, Model, assigned, parts, split
+from farflock.experiments.placement.asymmetric import MachineProfile, ModelCosts, assigned, parts, split
 
 GB = 1e9
-PLAIN = Model(layers=12, layer_bytes=1 * GB, embedding_bytes=0, head_bytes=0, head_layers=0, edge_bytes=0)
+PLAIN = ModelCosts(layers=12, layer_bytes=1 * GB, embedding_bytes=0, head_bytes=0, head_layers=0, edge_bytes=0)
 FAST = 1e12
 
 
 def machine(rate=1.0, memory=100 * GB, up=FAST, down=FAST):
-    return Machine(rate, memory, up, down)
+    return MachineProfile(rate, memory, up, down)
 
 
 def by_hand(model, layers, machines, teams):
@@ -52,7 +52,7 @@ def exhaustive(model, machines, stages, replicas):
 def drawn(seed):
     """A model, a few machines and a number of stages."""
     chance = random.Random(seed)
-    model = Model(
+    model = ModelCosts(
         layers=chance.randint(3, 6),
         layer_bytes=GB,
         embedding_bytes=chance.choice([0, GB]),
@@ -63,7 +63,7 @@ def drawn(seed):
         in_flight=chance.choice([1, 3]),
     )
     machines = [
-        Machine(
+        MachineProfile(
             chance.uniform(1, 4),
             chance.choice([2.5, 3.5, 5, 9]) * GB,
             chance.uniform(5e5, 5e6),
@@ -87,7 +87,7 @@ def test_layers_that_do_not_divide_differ_by_one():
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage():
-    model = Model(12, GB, 0, 0, head_layers=3, edge_bytes=0)
+    model = ModelCosts(12, GB, 0, 0, head_layers=3, edge_bytes=0)
     found = split(model, [machine() for _ in range(3)], stages=3, replicas=1)
     assert found.layers == (5, 5, 2)
 
@@ -107,7 +107,7 @@ def test_memory_decides_where_rates_are_equal():
 
 
 def test_a_slow_link_is_a_bottleneck_and_the_ends_carry_half():
-    model = Model(6, GB, 0, 0, 0, edge_bytes=1e6)
+    model = ModelCosts(6, GB, 0, 0, 0, edge_bytes=1e6)
     first, inner, last = parts(model, (2, 2, 2))
     slow = [machine(rate=100.0, up=1e6, down=3e6)]
     assert first.samples_per_s(slow) == last.samples_per_s(slow) == 1.0
@@ -117,7 +117,7 @@ def test_a_slow_link_is_a_bottleneck_and_the_ends_carry_half():
 
 
 def test_memory_is_counted_to_the_last_part():
-    model = Model(6, 100, 30, 50, 0, edge_bytes=7, inner_bytes=2, microbatch=4, in_flight=5)
+    model = ModelCosts(6, 100, 30, 50, 0, edge_bytes=7, inner_bytes=2, microbatch=4, in_flight=5)
     first, inner, last = parts(model, (1, 2, 3))
     assert first.memory_bytes == 100 + 30 + 4 * 2
     assert inner.memory_bytes == 200 + 4 * (5 * 7 + 2 * 2)
@@ -131,7 +131,7 @@ def test_who_fits_nowhere_is_spare():
 
 def test_the_only_large_machine_is_kept_for_the_stage_that_nobody_else_can_hold():
     """By speed alone the first, fastest machine would go to the slowest stage of all, which small ones can serve too."""
-    model = Model(4, GB, 0, head_bytes=5 * GB, head_layers=0, edge_bytes=0)
+    model = ModelCosts(4, GB, 0, head_bytes=5 * GB, head_layers=0, edge_bytes=0)
     machines = [machine(rate=4, memory=8 * GB), machine(rate=3, memory=2.5 * GB), machine(rate=2, memory=2.5 * GB)]
     found = assigned(parts(model, (2, 2)), machines, replicas=1)
     assert found.machines == ((1, 2), (0,))
@@ -226,6 +226,6 @@ def test_impossible_measurements_are_refused_by_name(wrong):
 
 def test_an_impossible_model_is_refused_by_name():
     with pytest.raises(ValueError, match="edge_bytes of nan"):
-        Model(2, GB, 0, 0, 0, edge_bytes=float("nan"))
+        ModelCosts(2, GB, 0, 0, 0, edge_bytes=float("nan"))
     with pytest.raises(ValueError, match="0 layers"):
-        Model(0, GB, 0, 0, 0, 0)
+        ModelCosts(0, GB, 0, 0, 0, 0)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from farflock.experiments.placement import genetic
 from farflock.experiments.placement.genetic import Refine, Setting, Stages, crossed, mended, search, stages_of
-from farflock.experiments.placement.layout import Costs, Links, Traffic
+from farflock.experiments.placement.layout import Costs, LinkCosts, StepTraffic
 
 
 def drawn(nodes, seed):
     chance = np.random.default_rng(seed)
-    links = Links.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
-    return Costs(links, Traffic(6e6, 2e6))
+    links = LinkCosts.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
+    return Costs(links, StepTraffic(6e6, 2e6))
 
 
 def symmetric(nodes, seed):
@@ -98,8 +98,8 @@ def test_local_search_keeps_the_sizes_and_helps_more_often_than_not(gain, seed):
 
 
 def test_local_search_leaves_alone_what_it_cannot_improve():
-    links = Links.of(np.zeros((6, 6)), np.ones((6, 6)))
-    assert Refine(Costs(links, Traffic(1, 1)), (3, 3), "circular")([0, 1, 0, 1, 0, 1]) == [0, 1, 0, 1, 0, 1]
+    links = LinkCosts.of(np.zeros((6, 6)), np.ones((6, 6)))
+    assert Refine(Costs(links, StepTraffic(1, 1)), (3, 3), "circular")([0, 1, 0, 1, 0, 1]) == [0, 1, 0, 1, 0, 1]
 
 
 def test_longer_search_is_no_worse_and_the_same_seed_gives_the_same():

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.experiments.placement.layout import MAX_STAGES, Costs, Links, Traffic, bottleneck, cheapest_order
+from farflock.experiments.placement.layout import MAX_STAGES, Costs, LinkCosts, StepTraffic, bottleneck, cheapest_order
 
-TRAFFIC = Traffic(gradient_bytes=6e6, activation_bytes=2e6)
+TRAFFIC = StepTraffic(gradient_bytes=6e6, activation_bytes=2e6)
 
 
 def links(nodes, seed):
     """Both directions drawn apart."""
     chance = np.random.default_rng(seed)
-    return Links.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
+    return LinkCosts.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
 
 
 def twin_data_parallel(measured, traffic, stage):
@@ -78,7 +78,7 @@ def test_its_stages_come_in_an_order_that_costs_this(seed):
 
 def test_two_nodes_by_hand():
     """Latencies 10 and 30 ms, rates 1 and 3 MB/s: symmetrised 20 ms and 2 MB/s."""
-    measured = Links.of([[0, 0.01], [0.03, 0]], [[1, 1e6], [3e6, 1]])
+    measured = LinkCosts.of([[0, 0.01], [0.03, 0]], [[1, 1e6], [3e6, 1]])
     costs = Costs(measured, TRAFFIC)
     assert costs.layout([(0, 1)]).seconds == pytest.approx(2 * (0.02 + 6e6 / 2 / 2e6))
     assert costs.layout([(0,), (1,)]).seconds == pytest.approx(2 * (0.02 + 2e6 / 2e6))
@@ -176,7 +176,7 @@ def test_the_diagonal_is_never_read():
     latency, rate = np.full((3, 3), 0.1), np.full((3, 3), 1e6)
     np.fill_diagonal(latency, np.nan)
     np.fill_diagonal(rate, -1)
-    assert Costs(Links.of(latency, rate), TRAFFIC).layout([(0, 1, 2)]).seconds == pytest.approx(2 * 2 * (0.1 + 2))
+    assert Costs(LinkCosts.of(latency, rate), TRAFFIC).layout([(0, 1, 2)]).seconds == pytest.approx(2 * 2 * (0.1 + 2))
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_the_diagonal_is_never_read():
 )
 def test_impossible_links_are_refused_with_the_place(latency, rate, reason):
     with pytest.raises(ValueError, match=reason):
-        Links.of(latency, rate)
+        LinkCosts.of(latency, rate)
 
 
 @pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf")])
 def test_impossible_traffic_is_refused(size):
     with pytest.raises(ValueError, match="gradient of"):
-        Traffic(size, 1)
+        StepTraffic(size, 1)
     with pytest.raises(ValueError, match="activations of"):
-        Traffic(1, size)
+        StepTraffic(1, size)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from farflock.experiments.placement import genetic, planner
-from farflock.experiments.placement.layout import MAX_STAGES, Costs, Links, Traffic
+from farflock.experiments.placement.layout import MAX_STAGES, Costs, LinkCosts, StepTraffic
 from farflock.experiments.placement.planner import balanced, partition_count, partitions, plan
 
 
 def scattered(nodes, seed):
     chance = np.random.default_rng(seed)
-    links = Links.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
-    return Costs(links, Traffic(*chance.uniform(1e5, 1e7, 2)))
+    links = LinkCosts.of(chance.uniform(0.001, 0.3, (nodes, nodes)), chance.uniform(1e5, 1e8, (nodes, nodes)))
+    return Costs(links, StepTraffic(*chance.uniform(1e5, 1e7, 2)))
 
 
 def clustered(nodes, seed, places=3):
@@ -23,7 +23,7 @@ def clustered(nodes, seed, places=3):
     at, spots = chance.integers(0, places, nodes), chance.random((places, 2))
     far = np.linalg.norm(spots[at][:, None] - spots[at], axis=2)
     rate = np.where(at[:, None] == at, 1e8, 1e6) * chance.uniform(0.8, 1.2, (nodes, nodes))
-    return Costs(Links.of(0.002 + 0.2 * far, rate), Traffic(*chance.uniform(1e6, 1e7, 2)))
+    return Costs(LinkCosts.of(0.002 + 0.2 * far, rate), StepTraffic(*chance.uniform(1e6, 1e7, 2)))
 
 
 def exhaustive(costs, stages):
@@ -126,16 +126,16 @@ def test_the_work_is_a_bound(monkeypatch):
 def test_near_nodes_share_a_stage_when_gradients_are_what_is_sent_and_a_pipeline_when_they_are_not():
     at = np.arange(64) % 8
     rate = np.where(at[:, None] == at, 1e9, 1e6)
-    links = Links.of(np.full((64, 64), 0.01), rate)
-    gradients = plan(Costs(links, Traffic(1e8, 1e3)), balanced(64, 8), 0)
+    links = LinkCosts.of(np.full((64, 64), 0.01), rate)
+    gradients = plan(Costs(links, StepTraffic(1e8, 1e3)), balanced(64, 8), 0)
     assert all(len({node % 8 for node in stage}) == 1 for stage in gradients.stages)
-    activations = plan(Costs(links, Traffic(1e3, 1e8)), balanced(64, 8), 0)
+    activations = plan(Costs(links, StepTraffic(1e3, 1e8)), balanced(64, 8), 0)
     assert all(len({node % 8 for node in stage}) == 8 for stage in activations.stages)
 
 
 def test_links_that_cost_nothing_are_planned_too():
-    links = Links.of(np.zeros((16, 16)), np.ones((16, 16)))
-    assert plan(Costs(links, Traffic(0, 0)), balanced(16, 4), 0, work=200).seconds == 0
+    links = LinkCosts.of(np.zeros((16, 16)), np.ones((16, 16)))
+    assert plan(Costs(links, StepTraffic(0, 0)), balanced(16, 4), 0, work=200).seconds == 0
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 4), (2, 2, 2, 2), (1, 2, 3), (3, 1, 1), (5,), (2, 2, 3)])

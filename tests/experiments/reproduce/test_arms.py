@@ -11,7 +11,7 @@ from farflock.experiments.reproduce import swarm_arm
 from farflock.experiments.reproduce.job import RUN, Diverged
 from farflock.experiments.reproduce.swarm_arm import correlation, spread
 from farflock.experiments.reproduce.text import measure, texts
-from farflock.node.demo.baselines import train_arm
+from farflock.node.demo.baselines import train_baseline
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}
 
@@ -26,7 +26,7 @@ def line_of(job):
 
 def test_the_line_is_the_demo_s_single_model_bit_by_bit(line):
     job = line()
-    model = train_arm(job.plan("local", {}, job.batch), texts()[0], [RUN], 1, job.steps, lambda share: None)
+    model = train_baseline(job.plan("local", {}, job.batch), texts()[0], [RUN], 1, job.steps, lambda share: None)
     loss_of = measure(job.model, job.seed, job.seq, job.held_out, "cpu")
     assert line_of(job).metrics["loss"] == loss_of(dict(model.named_parameters()))
 
@@ -41,7 +41,7 @@ def test_a_line_has_its_points_its_tokens_and_its_perplexity(line):
 
 
 def test_a_line_that_diverges_says_so(line, monkeypatch):
-    monkeypatch.setattr(lines.LanguageModel, "forward_backward", lambda *given: math.nan)
+    monkeypatch.setattr(lines.LanguageModelTask, "forward_backward", lambda *given: math.nan)
     with pytest.raises(Diverged, match="at step 0"):
         line_of(line())
 
@@ -113,7 +113,7 @@ def test_replicas_that_swap_in_pairs_are_apart_in_the_end(swarm):
 
 
 def test_a_swarm_that_diverges_says_so(swarm, monkeypatch):
-    monkeypatch.setattr("farflock.node.train.task.LanguageModel.forward_backward", lambda *given: math.inf)
+    monkeypatch.setattr("farflock.node.train.task.LanguageModelTask.forward_backward", lambda *given: math.inf)
     with pytest.raises((Diverged, ExceptionGroup)):
         run(swarm())
 

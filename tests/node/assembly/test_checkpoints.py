@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from farflock.node.assembly.checkpoints import KEPT, Keeper, last_of
+from farflock.node.assembly.checkpoints import KEPT, CheckpointManager, last_of
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointCorrupt, CheckpointError
 from farflock.node.state.paths import RunFolder
@@ -19,7 +19,7 @@ def kept_by(bench, text, folder, every_s, work, run="a" * 32):
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
-            keeper = Keeper(node, RunFolder(folder), run, "text", every_s)
+            keeper = CheckpointManager(node, RunFolder(folder), run, "text", every_s)
             await work(keeper, node)
 
     asyncio.run(main())  # real time: checkpoints are written by a thread
@@ -96,12 +96,12 @@ def test_what_is_written_says_where_the_run_is(bench, text, tmp_path):
         async with made.peer(0).running() as peer:
             node = made.node(peer)
             node.peer.found()
-            node.seat.open()
+            node.state_sync.open()
             await node.loop.run(640)
             return node
 
     node = run_virtual(main())
-    keeper = Keeper(node, RunFolder(tmp_path), "a" * 32, "text", 0.0)
+    keeper = CheckpointManager(node, RunFolder(tmp_path), "a" * 32, "text", 0.0)
     saved = checkpoint.load(asyncio.run(keeper.save()))
     assert saved.meta["tokens"] == 640
     assert saved.meta["step"] == saved.step == node.loop.step

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farflock.node.assembly.resume import cursors_of, memory_of, take_up, take_up_moments
+from farflock.node.assembly.resume import checkpoint_state, cursors_of, load_moments, load_state
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import CheckpointCorrupt
 from farflock.node.train.driver import Pending
-from farflock.optimizers.method import Key, Result
+from farflock.optimizers.method import ExchangeKey, Result
 from farflock.swarm.sim.virtual_time import run_virtual
 
 EMBED = "model.embed_tokens.weight"
@@ -24,13 +24,13 @@ EVERY_DAY = {("diloco", 1700), ("noloco", 1700), ("lean", 1700)}
 
 
 def write(node, folder):
-    parts, cursors = memory_of(node)
+    parts, cursors = checkpoint_state(node)
     return checkpoint.load(checkpoint.save(folder, node.loop.step, parts, {"node": cursors}))
 
 
 async def begun(bench, node, until):
     node.peer.found()
-    node.seat.open()
+    node.state_sync.open()
     await node.loop.run(until)
     return node
 
@@ -56,7 +56,7 @@ def stopped(bench, folder, at):
         async with bench.peer(0, incarnation=2).running() as peer:
             node = bench.node(peer)
             node.peer.found()
-            take_up(node, saved)
+            load_state(node, saved)
             assert node.loop.step == saved.step
             await node.loop.run(bench.total)
             return write(node, folder / "second")
@@ -88,7 +88,7 @@ def with_pending(bench, node):
     """A node with three exchanges on their way: answered by a mean, answered by a gather, not answered."""
     driver = node.loop.driver
     node.loop.step = 9
-    specimen = driver.method.streams(driver.replica)[0]
+    template = driver.method.streams(driver.replica)[0]
     filled = {name: torch.full(shape, 0.5) for name, shape in driver.replica.shapes.items()}
     halves = {name: tensor / 2 for name, tensor in filled.items()}
     taken = {name: [(0, tensor.numel())] for name, tensor in filled.items()}
@@ -98,10 +98,10 @@ def with_pending(bench, node):
     table = []
     for number, result in enumerate(results):
         exchange = replace(
-            specimen, key=Key(specimen.key.stream, 4 + number), tensors=filled, weight=3.0, apply_after=7
+            template, key=ExchangeKey(template.key.stream, 4 + number), tensors=filled, weight=3.0, apply_after=7
         )
         table.append(Pending(exchange, since_step=5 + number, since_s=0.0, result=result))
-    driver.take_up(table)
+    driver.load_state(table)
     return table
 
 
@@ -120,7 +120,7 @@ def test_pending_exchanges_keep_their_results_and_their_age(bench, text, tmp_pat
             saved = write(node, tmp_path)
             other = made.node(peer)
             other.peer.found()
-            take_up(other, saved)
+            load_state(other, saved)
             return table, other.loop.driver.table
 
     before, after = run_virtual(main())
@@ -148,7 +148,7 @@ def test_an_exchange_without_an_answer_has_failed_once(bench, text, tmp_path):
             saved = write(node, tmp_path)
             other = made.node(peer)
             other.peer.found()
-            take_up(other, saved)
+            load_state(other, saved)
             return other.loop.driver.table[-1].result
 
     assert run_virtual(main()).status == "failed"
@@ -164,7 +164,7 @@ def test_who_goes_back_into_a_swarm_takes_its_cursor_and_moments_only(bench, tex
         async with made.peer(0, incarnation=2).running() as peer:
             other = made.node(peer)
             fresh = other.loop.driver.replica.read(other.loop.driver.replica.names, "param")
-            take_up_moments(other, saved)
+            load_moments(other, saved)
             now = other.loop.driver.replica
             same(now.read(now.names, "param"), fresh)
             return saved.step, other.loop.step, moments, now.read([EMBED], "exp_avg")
@@ -182,13 +182,13 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(bench, text, tmp
     async def main():
         async with made.peer(0).running() as peer:
             node = await begun(made, made.node(peer), 640)
-            parts, cursors = memory_of(node)
+            parts, cursors = checkpoint_state(node)
             parts[part] = {
                 name: tensor for name, tensor in parts[part].items() if not name.endswith(("embed", "since"))
             }
             parts[part] = {name.replace("embed", "other"): tensor for name, tensor in parts[part].items()}
             saved = checkpoint.load(checkpoint.save(tmp_path, 1, parts, {"node": cursors}))
-            take_up(made.node(peer), saved)
+            load_state(made.node(peer), saved)
 
     with pytest.raises(CheckpointCorrupt, match="does not fit this run"):
         run_virtual(main())

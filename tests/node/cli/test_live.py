@@ -7,7 +7,7 @@ import pytest
 
 from farflock.node.cli.live import LINE_EVERY_SHOWS, live, watching
 from farflock.node.demo.demo import Child, Moment
-from farflock.node.process.status import Partner, Status, Waiting
+from farflock.node.process.status import PartnerStatus, Status, Waiting
 
 ME, OTHER, THIRD = (f"12D3KooW{name}" for name in ("memememe", "otherone", "thirdone"))
 STATUS = Status(
@@ -22,7 +22,7 @@ STATUS = Status(
     view=3,
     members=(ME, OTHER),
     is_member=True,
-    partners=(Partner(OTHER, "suspect", "forwarded", 12.3),),
+    partners=(PartnerStatus(OTHER, "suspect", "forwarded", 12.3),),
     waits=(Waiting("delta", 5, (OTHER,), 4.2),),
     sent_bytes=1_500_000,
     received_bytes=2_500_000,
@@ -97,7 +97,7 @@ def test_on_a_terminal_a_node_is_a_table_with_its_partners(terminal):
 def test_what_peers_are_called_is_never_read_as_markup(terminal):
     look = terminal()
     with watching("t") as show:
-        show(msgspec.structs.replace(STATUS, partners=(Partner("x[bold]", "alive", "[red]", None),)))
+        show(msgspec.structs.replace(STATUS, partners=(PartnerStatus("x[bold]", "alive", "[red]", None),)))
     shown = look()
     assert "[red]" in shown
     assert "[bold]" in shown

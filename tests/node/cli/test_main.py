@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from farflock.node.cli import main as cli
-from farflock.node.errors import Failure, Refused, Terminated, Usage
+from farflock.node.errors import Failure, RefusedByRun, Terminated, Usage
 from farflock.node.model.llama import PRESETS, build
 from farflock.node.state import checkpoint
 
@@ -112,14 +112,14 @@ def test_wrong_usage_is_exit_code_2_and_names_what_was_wrong(farflock, arguments
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (Refused, 3)])
+@pytest.mark.parametrize(("kind", "code"), [(Failure, 1), (Usage, 2), (RefusedByRun, 3)])
 def test_errors_of_ours_are_one_sentence_with_their_exit_code(farflock, failing, kind, code):
     failing(kind("the tide is out", "it is noon", "wait"))
     assert farflock("fail") == (code, "", "farflock: the tide is out: it is noon; wait\n")
 
 
 def test_with_json_the_last_line_of_output_is_the_error(farflock, failing):
-    failing(Refused("the tide is out", "it is noon", "wait"))
+    failing(RefusedByRun("the tide is out", "it is noon", "wait"))
     code, out, err = farflock("fail", "--json")
     assert json.loads(out.splitlines()[-1]) == {"error": "the tide is out: it is noon; wait", "exit_code": code}
     assert err.startswith("farflock: the tide is out")

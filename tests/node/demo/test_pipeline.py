@@ -177,7 +177,7 @@ def test_the_report_holds_the_pipelines_model_against_the_unsplit_one_on_the_fou
         progress(1.0)
         return build(plan.model, 98)
 
-    monkeypatch.setattr(pipeline_demo, "train_arm", train_arm)
+    monkeypatch.setattr(pipeline_demo, "train_baseline", train_arm)
     children, shown = [left("a", 0, 1, 2), left("b", 1)], []
     for child in children:
         with History.open(child.folder, lambda: 0.0) as history:

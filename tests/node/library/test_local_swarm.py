@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import farflock
-from farflock.node.errors import Refused, Usage
+from farflock.node.errors import RefusedByRun, Usage
 from farflock.swarm.sim.network import LinkModel
 
 torch.set_num_threads(1)
@@ -161,7 +161,7 @@ def test_ranks_that_name_other_terms_are_told():
     def work(rank, optimize):
         optimize(net(), period=5 + rank)
 
-    with farflock.local_swarm(2, "diloco") as swarm, pytest.raises(Refused, match="period: it is 6 here and 5"):
+    with farflock.local_swarm(2, "diloco") as swarm, pytest.raises(RefusedByRun, match="period: it is 6 here and 5"):
         swarm.train(work)
 
 

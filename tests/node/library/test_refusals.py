@@ -270,7 +270,7 @@ def adamw(parameters):
 class NoDoor:
     """A door that must not be opened."""
 
-    def enter(self, entrant):
+    def enter(self, join_request):
         raise AssertionError("something was started")
 
 
@@ -296,7 +296,7 @@ class NoDoor:
 def test_an_optimizer_that_cannot_work_starts_nothing(invite, options, says, offers, monkeypatch):
     import farflock.node.library.door as network_door
 
-    monkeypatch.setattr(network_door.NetworkDoor, "enter", NoDoor().enter)
+    monkeypatch.setattr(network_door.NetworkEntryPoint, "enter", NoDoor().enter)
     with pytest.raises(Usage) as refused:
         SwarmOptimizer(stack(6), invite=invite, **options)
     assert says in str(refused.value)

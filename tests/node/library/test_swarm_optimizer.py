@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import farflock
-from farflock.node.errors import Failure, Refused, Usage
+from farflock.node.errors import Failure, RefusedByRun, Usage
 from farflock.node.library.local_swarm import _LocalDoor
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
 
@@ -371,16 +371,16 @@ def test_ctrl_c_leaves_a_step_that_waits_and_the_next_one_goes_on(alone):
     model = net()
     optimizer = alone(model, period=1)
     loop, background = optimizer._life.value.loop, optimizer._life._loop
-    carry, slow = loop.seat.carry, [True]
+    run_exchange, slow = loop.state_sync.run_exchange, [True]
 
     async def slowly(exchange):
         if slow:
             slow.clear()
             background.call_later(0.1, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
             await asyncio.sleep(0.5)
-        return await carry(exchange)
+        return await run_exchange(exchange)
 
-    loop.seat.carry = slowly
+    loop.state_sync.run_exchange = slowly
     with pytest.raises(KeyboardInterrupt):
         train(optimizer, model, [0])
     assert optimizer.last_round is None
@@ -419,5 +419,5 @@ def test_ranks_with_other_models_are_told_apart():
     def work(rank, optimize):
         optimize(nn.Linear(3, 1 + rank))
 
-    with pytest.raises(Refused, match="this model is not the run's"):
+    with pytest.raises(RefusedByRun, match="this model is not the run's"):
         two(work, "diloco")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, Part
+from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, LocalStage
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.pipeline.trainer.in_flight import NUMBERS
@@ -50,7 +50,7 @@ class World:
         self.servers = [Server(span) for span in even(MODEL, STAGES)]
         self.closed, self.doubtful, self.events, self.costs, self.agreed = [], [], [], [], agreed
         self.left_out = []
-        parts = [Part(server, server) for server in self.servers]
+        parts = [LocalStage(server, server) for server in self.servers]
         report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
         self.order, self.tokens_each = order, TOKENS
         self.trainer = FullTrainer(self, self, parts, self, FullLimits(ahead, kept), self, report, first=FIRST)

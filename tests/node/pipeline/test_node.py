@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from farflock.node.assembly.resume import memory_of
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.model.llama import build
 from farflock.node.model.stage_tensors import joined
 from farflock.node.pipeline.lifecycle.assembly import of_share
@@ -27,11 +27,11 @@ from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import TrainerTerms
-from farflock.node.simulate.pipeline import Part, PipelineWorld, identity_of, parts
+from farflock.node.simulate.pipeline import PeerRole, PipelineWorld, identity_of, parts
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
-from farflock.swarm.paths.policy import Microbatch, Serving
+from farflock.swarm.paths.policy import Microbatch, StageServers
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import EVERY, NOTHING, role_of
@@ -90,8 +90,8 @@ class Accounts(Audit):
             self._note_states(serving)
 
     def _note_states(self, serving):
-        seat, driver, index = serving.seat, serving.loop.driver, serving.index
-        applied = seat.applied
+        state_sync, driver, index = serving.state_sync, serving.loop.driver, serving.index
+        applied = state_sync.applied
 
         def noting(key, result):
             applied(key, result)
@@ -100,7 +100,7 @@ class Accounts(Audit):
                 self.agreed[index, key.stream, key.round].add(mark)
                 self.noted[index, key.round] += 1
 
-        seat.applied = noting
+        state_sync.applied = noting
 
     def _check_round(self, stage, number, results):
         """No mean of gradients here."""
@@ -123,7 +123,7 @@ def now():
 
 def test_a_process_sees_what_each_node_is_how_far_it_is_and_what_it_has_done():
     steps = 6
-    one = audit((Part(0, trains=True), Part(1), Part(trains=True)), plan(steps * BATCH * TOKENS), 2)
+    one = audit((PeerRole(0, trains=True), PeerRole(1), PeerRole(trains=True)), plan(steps * BATCH * TOKENS), 2)
     one.run().check()
     both, server, trainer = (one.sim.nodes[number] for number in range(3))
     assert [node.role for node in (both, server, trainer)] == ["stage:0", "stage:1", "trainer"]
@@ -181,7 +181,7 @@ def test_a_node_that_is_told_to_stop_does_and_the_others_go_on():
 
 
 def test_a_server_that_fails_ends_its_nodes_run():
-    one = audit((Part(0, trains=True), Part(1)), plan(), 2)
+    one = audit((PeerRole(0, trains=True), PeerRole(1)), plan(), 2)
 
     def with_a_bug(number, node):
         look(number, node)
@@ -204,7 +204,7 @@ def test_a_server_that_fails_ends_its_nodes_run():
 def test_who_is_a_member_before_it_runs_lets_calls_wait():
     """A founder waits for others; they need not wait an hour for it because their first call failed."""
     steps = 3
-    one = audit((Part(0), Part(1), Part(trains=True)), plan(steps * BATCH * TOKENS), 2)
+    one = audit((PeerRole(0), PeerRole(1), PeerRole(trains=True)), plan(steps * BATCH * TOKENS), 2)
     began = []
 
     def late_founder(number, node):
@@ -289,8 +289,8 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "mean")}  # one, or two at once
     later = [life for life in one.lives[6:] if life.stage == 1]
     assert len(later) >= 2
-    assert {life.serving.trainee.rate_factor() for life in later} == {LR_BUMP}, "all of the stage learn as fast"
-    assert {life.serving.trainee.rate_factor() for life in one.lives if life not in later} == {1.0}
+    assert {life.serving.training_task.rate_factor() for life in later} == {LR_BUMP}, "all of the stage learn as fast"
+    assert {life.serving.training_task.rate_factor() for life in one.lives if life not in later} == {1.0}
     rounds, stride = [number for number in sorted(one.named[1]) if number > begun[0]["round"]], stride_of(one)
     assert len(rounds) >= 3
     assert rounds == list(range(rounds[0], rounds[-1] + 1, stride)), "rounds are missing"
@@ -298,7 +298,7 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
 
 
 def stride_of(one):
-    return one.sim.nodes[0].rolls._streams[1].stride
+    return one.sim.nodes[0].stage_directory._streams[1].stride
 
 
 def parameters(node):
@@ -347,11 +347,11 @@ def test_a_life_that_is_over_says_why_and_where_to():
 
 
 def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_stage_ends_with_one_state():
-    total, over_s, rolls = 6 * BATCH * TOKENS, [], []
-    one = audit((Part(EVERY, trains=True), Part(0), Part(1)), plan(total, rate=1e-3), 2)
+    total, over_s, stage_directory = 6 * BATCH * TOKENS, [], []
+    one = audit((PeerRole(EVERY, trains=True), PeerRole(0), PeerRole(1)), plan(total, rate=1e-3), 2)
 
     def late(number, node):
-        tokens = node.rolls.tokens
+        tokens = node.stage_directory.tokens
 
         def heard():
             over_s.extend([asyncio.get_running_loop().time()] if tokens() >= total else [])
@@ -360,8 +360,8 @@ def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_sta
             )
 
         if number == 0:
-            rolls.append(tokens)
-            node.rolls.tokens = heard
+            stage_directory.append(tokens)
+            node.stage_directory.tokens = heard
         look(number, node)
 
     look, one._look = one._look, late
@@ -370,9 +370,9 @@ def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_sta
     for node in one.sim.nodes.values():
         for serving in node.servings:
             assert serving.loop.stopping
-            ended[serving.index].add(serving.seat.applied_round)
+            ended[serving.index].add(serving.state_sync.applied_round)
     assert all(len(rounds) == 1 for rounds in ended.values()), ended
-    assert rolls[0]() > total + BATCH * TOKENS, "nothing came after the end"
+    assert stage_directory[0]() > total + BATCH * TOKENS, "nothing came after the end"
 
 
 # from a checkpoint
@@ -380,20 +380,20 @@ def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_sta
 
 def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stopped(tmp_path):
     steps = 5
-    one = audit((Part(0, trains=True), Part(1)), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
+    one = audit((PeerRole(0, trains=True), PeerRole(1)), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
     one.run().check()
     saved = []
     for number in (0, 1):
-        tensors, cursors = memory_of(one.sim.nodes[number].serving)
+        tensors, cursors = checkpoint_state(one.sim.nodes[number].serving)
         folder = checkpoint.save(
             tmp_path / str(number), 5, tensors, {"node": cursors, "tokens": steps * BATCH * TOKENS}
         )
         saved.append(checkpoint.load(folder))
 
-    again = audit((Part(0, trains=True), Part(1)), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
+    again = audit((PeerRole(0, trains=True), PeerRole(1)), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
     begun = {}
 
-    def take_up(number, node):
+    def load_state(number, node):
         node._saved = {number: saved[number]}
         look(number, node)
 
@@ -403,7 +403,7 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
         for number in (0, 1):
             begun[number] = one.sim.nodes[number].tokens
 
-    look, again._look = again._look, take_up
+    look, again._look = again._look, load_state
     again.run(watch)
     for stage, rounds in again.named.items():
         before = max(one.named[stage])
@@ -418,7 +418,7 @@ def test_a_founder_goes_on_from_its_checkpoint_at_the_round_where_its_stage_stop
 
 def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_are_not_of_one_moment(tmp_path):
     steps = 5
-    one = audit((Part(EVERY, trains=True),), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
+    one = audit((PeerRole(EVERY, trains=True),), plan(steps * BATCH * TOKENS, rate=1e-3), 2)
     saved, last = {}, steps - 1
 
     async def save(sim):
@@ -426,22 +426,22 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
             await asyncio.sleep(0.01)
         for stage, number in ((0, 2), (1, 3)):
             serving = sim.nodes[0].servings[stage]
-            while serving.seat.applied_round < number:  # noqa: ASYNC110
+            while serving.state_sync.applied_round < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            tensors, cursors = memory_of(serving)
+            tensors, cursors = checkpoint_state(serving)
             meta = {"node": cursors, "tokens": (number + 1) * BATCH * TOKENS}
             saved[stage] = checkpoint.load(checkpoint.save(tmp_path / str(stage), number, tensors, meta))
 
     one.run(save).check()
     before = {stage: round_of(each) for stage, each in saved.items()}
     assert before[0] < before[1] <= last
-    again = audit((Part(EVERY, trains=True),), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
+    again = audit((PeerRole(EVERY, trains=True),), plan(2 * steps * BATCH * TOKENS, rate=1e-3), 2)
 
-    def take_up(number, node):
+    def load_state(number, node):
         node._saved = saved
         look(number, node)
 
-    look, again._look = again._look, take_up
+    look, again._look = again._look, load_state
     again.run().check().check_finished()
     for stage, rounds in again.named.items():
         assert min(rounds) == before[stage] + 1
@@ -464,10 +464,10 @@ def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness
 
 
 def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options):
-    from farflock.node.pipeline.lifecycle.assembly import Means
+    from farflock.node.pipeline.lifecycle.assembly import NodeServices
 
     async def build_it():
-        return PipelineNode(made, cut, bench(TEXT).peer(0), Means(None, None, None, report), stage, **options)
+        return PipelineNode(made, cut, bench(TEXT).peer(0), NodeServices(None, None, None, report), stage, **options)
 
     return asyncio.run(build_it())
 
@@ -475,7 +475,7 @@ def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options
 def test_a_full_replica_holds_all_stages_and_answers_for_each(bench):
     cut = _AUDIT["pipeline"](3, BATCH)
     node = node_of(bench, plan(), cut, EVERY, tokens=TEXT)
-    assert (node.role, list(node.rolls._streams)) == ("replica", [0, 1, 2])
+    assert (node.role, list(node.stage_directory._streams)) == ("replica", [0, 1, 2])
     assert [serving.model.span for serving in node.servings] == list(cut.stages)
     together = joined(serving.model.state_dict() for serving in node.servings)
     whole = build(MODEL, plan().run_seed).double().state_dict()
@@ -516,7 +516,7 @@ def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
     cut = _AUDIT["pipeline"](3, BATCH)
     node = node_of(bench, plan(), cut, stage, tokens=TEXT if stage == NOTHING else None)
     assert node.role == role_of(stage)
-    assert list(node.rolls._streams) == [0, 1, 2]
+    assert list(node.stage_directory._streams) == [0, 1, 2]
     assert (node.serving is None) == (stage == NOTHING) == (node.trainer is not None)
     if stage != NOTHING:
         assert node.serving.model.span == cut.stages[stage]
@@ -526,7 +526,7 @@ def test_a_node_holds_its_stage_and_knows_the_streams_of_all(bench, stage):
 def test_a_server_counts_its_steps_on_from_its_checkpoint_and_learns_as_a_newcomer_does(bench):
     saved = {1: SimpleNamespace(step=500)}
     serving = node_of(bench, plan(), _AUDIT["pipeline"](2, BATCH), 1, saved=saved).serving
-    assert (serving.loop.step, serving.trainee.joined_at) == (500, 500)
+    assert (serving.loop.step, serving.training_task.joined_at) == (500, 500)
 
 
 def test_the_stages_tensors_together_are_the_models():
@@ -545,7 +545,7 @@ def test_all_agree_on_what_goes_over_an_edge():
 @pytest.mark.parametrize("name", [*POLICIES, "skip:4"])
 def test_every_policy_names_a_server_of_each_stage_and_the_same_one_to_who_asks_alike(name):
     layers = [1, 2, 2, 1]
-    serving = Serving(1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4)))
+    serving = StageServers(1, tuple(tuple(Announced(f"{stage}{place}", 1) for place in "abc") for stage in range(4)))
     walks = []
     for _ in range(2):
         policy = policy_of(name, layers, 5, "me")
@@ -570,8 +570,8 @@ def test_of_stages_that_others_serve_a_node_knows_shapes_and_holds_no_tensors(be
     options = {"fragments": 1} if name == "streaming" else {}  # a stage of one layer has no more
     node = node_of(bench, plan(method=name, options=options), _AUDIT["pipeline"](3, BATCH), 1)
     assert set(node._exchanges._specimens) == {0, 1, 2}, "its own ones too are asked for shapes alone"
-    for specimens in node._exchanges._specimens.values():
-        tensors = [x for specimen in specimens for x in specimen.tensors.values()]
+    for templates in node._exchanges._specimens.values():
+        tensors = [x for template in templates for x in template.tensors.values()]
         assert tensors
         assert all(x.device.type == "meta" for x in tensors)
 

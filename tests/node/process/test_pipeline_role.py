@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.node.assembly.checkpoints import folder_of
-from farflock.node.assembly.resume import memory_of
+from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.errors import Usage
 from farflock.node.process import pipeline_role as pipeline_part
-from farflock.node.process.network import Machine
+from farflock.node.process.network import MachineOptions
 from farflock.node.process.pipeline_role import emptiest, founders, held, joiners, last_of_part, part_of
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import resolve
@@ -149,7 +149,7 @@ def made(bench, text, folder, stage, trains, manifest=MANIFEST, look=lambda node
 
     async def main():
         async with swarm.peer(0).running() as peer:
-            machine = Machine(RunFolder(folder), checkpoint_s=7.0)
+            machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0)
             node, keeper = part_of(machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains)
             found = look(node, keeper)
             return await found if asyncio.iscoroutine(found) else found
@@ -191,7 +191,7 @@ def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_sta
 
 def test_a_checkpoint_of_another_run_is_not_written_over(bench, text, tmp_path):
     async def save(node, keeper):
-        parts, cursors = memory_of(node.serving)
+        parts, cursors = checkpoint_state(node.serving)
         checkpoint.save(folder_of(RunFolder(tmp_path), "stage:1"), 3, parts, {"run": "4" * 64, "node": cursors})
 
     made(bench, text, tmp_path, 1, False, look=save)
@@ -267,7 +267,7 @@ def test_a_replica_was_as_far_as_its_stage_that_was_furthest_behind(bench, text,
 
     async def save(node, keeper):
         for index, tokens in ((0, 900), (1, 300), (2, 600)):
-            parts, cursors = memory_of(node.servings[index])
+            parts, cursors = checkpoint_state(node.servings[index])
             meta = {"run": RUN, "node": cursors, "tokens": tokens}
             if index < 2 or len(written):
                 checkpoint.save(folder_of(folder, f"stage:{index}"), 3 + len(written), parts, meta)

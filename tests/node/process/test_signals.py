@@ -10,7 +10,7 @@ import time
 import pytest
 
 from farflock.node.process import signals as module
-from farflock.node.process.signals import ASKING, Ending, run_until_asked
+from farflock.node.process.signals import ASKING, GracefulStop, run_until_asked
 
 STUBBORN = """
 import asyncio, sys
@@ -45,7 +45,7 @@ def test_work_that_nobody_interrupts_gives_its_result():
         await asyncio.sleep(0)
         return 7
 
-    ending = Ending()
+    ending = GracefulStop()
     assert run_until_asked(ending, work) == 7
     assert ending.asked is None
 
@@ -61,7 +61,7 @@ def test_a_signal_breaks_off_what_does_not_know_how_to_end(number):
         finally:
             cleaned.append(True)
 
-    ending = Ending()
+    ending = GracefulStop()
     assert run_until_asked(ending, work) is None
     assert ending.asked == number
     assert cleaned
@@ -77,7 +77,7 @@ def test_what_fails_after_the_signal_is_its_doing():
         except asyncio.CancelledError:
             raise OSError("the daemon ended") from None
 
-    ending = Ending()
+    ending = GracefulStop()
     assert run_until_asked(ending, work) is None
     assert ending.asked == signal.SIGINT
 
@@ -87,7 +87,7 @@ def test_a_failure_that_nobody_asked_for_is_one_and_so_is_one_while_it_saves():
         raise OSError("no disk")
 
     with pytest.raises(OSError, match="no disk"):
-        run_until_asked(Ending(), fails)
+        run_until_asked(GracefulStop(), fails)
 
     async def saves():
         stop = asyncio.Event()
@@ -96,7 +96,7 @@ def test_a_failure_that_nobody_asked_for_is_one_and_so_is_one_while_it_saves():
         await asyncio.wait_for(stop.wait(), 10)
         raise OSError("no disk")
 
-    ending = Ending()
+    ending = GracefulStop()
     with pytest.raises(OSError, match="no disk"):
         run_until_asked(ending, saves)
 
@@ -109,7 +109,7 @@ def test_a_signal_asks_gently_where_it_can_and_the_result_comes():
         await asyncio.wait_for(stop.wait(), 10)
         return "saved"
 
-    ending = Ending()
+    ending = GracefulStop()
     assert run_until_asked(ending, work) == "saved"
     assert ending.asked == signal.SIGTERM
 
@@ -122,7 +122,7 @@ def test_who_does_not_end_in_time_is_broken_off(monkeypatch):
         send(signal.SIGINT)
         await asyncio.sleep(60)
 
-    ending = Ending()
+    ending = GracefulStop()
     began_s = time.monotonic()
     assert run_until_asked(ending, work) is None
     assert time.monotonic() - began_s < 10
@@ -134,7 +134,7 @@ def test_work_that_is_cancelled_by_somebody_else_is_no_end_of_ours():
         await asyncio.sleep(1)
 
     with pytest.raises(asyncio.CancelledError):
-        run_until_asked(Ending(), work)
+        run_until_asked(GracefulStop(), work)
 
 
 def test_a_signal_that_the_program_was_told_to_ignore_is_ignored():
@@ -146,7 +146,7 @@ def test_a_signal_that_the_program_was_told_to_ignore_is_ignored():
             await asyncio.sleep(0.05)
             return "went on"
 
-        ending = Ending()
+        ending = GracefulStop()
         assert run_until_asked(ending, work) == "went on"
         assert ending.asked is None
     finally:

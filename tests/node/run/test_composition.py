@@ -9,7 +9,7 @@ from farflock.node.errors import Usage
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.composition import (
     RULES,
-    Parts,
+    Composition,
     Uncomposable,
     least_kept,
     require_composable,
@@ -19,12 +19,11 @@ from farflock.node.run.composition import (
 )
 from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import split
-from farflock.node.run.terms import Asynchronous, PipelinePlan, Plan, ServerTerms, TrainerTerms
+from farflock.node.run.terms import Asynchronous, PipelinePlan, RunPlan, ServerTerms, TrainerTerms
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
-from farflock.swarm.paths.skippipe import Following, Stop
-from farflock.swarm.paths.skippipe import Plan as SkipPlan
+from farflock.swarm.paths.skippipe import PathPlan, PlannedPaths, Stop
 
 MODEL = ModelConfig(dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=32, context=64, tied=False)
 SIZES = (1, 2, 2, 1)
@@ -64,7 +63,9 @@ def parts(
     table_every=0,
     **plan,
 ):
-    run = Plan(1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": batch_size, "seq": 8} | plan))
+    run = RunPlan(
+        1, MODEL, inner, Schedule(1e-3, 1000), name, options or {}, **({"batch": batch_size, "seq": 8} | plan)
+    )
     trainer, server = TrainerTerms(window=window, kept=kept), ServerTerms(staleness=staleness)
     called = policy if isinstance(policy, str) else "planned"
     terms = {"end_copies": end_copies, "asynchronous": late, "cache_bytes": cache_bytes}
@@ -72,7 +73,7 @@ def parts(
     cut, tokens = split(MODEL, sizes), batch * run.batch * run.seq
     pipeline = PipelinePlan(cut, tokens, codec, called, server, trainer, **terms)
     made = policy_of(policy, sizes, 1, "me") if isinstance(policy, str) else policy
-    return Parts(run, pipeline, method(name, **run.options), made)
+    return Composition(run, pipeline, method(name, **run.options), made)
 
 
 def refusal(given):
@@ -126,7 +127,7 @@ def test_a_pipeline_of_one_stage_is_one():
 
 def skipping(*orders):
     paths = tuple(tuple(Stop(stage, "somebody") for stage in order) for order in orders)
-    return Following(SkipPlan((paths,), 1), len(SIZES))
+    return PlannedPaths(PathPlan((paths,), 1), len(SIZES))
 
 
 SEEN = {"codec": "aqsgd4", "policy": "fixed", "samples": 20}

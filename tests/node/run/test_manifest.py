@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.node.errors import FarflockError, Refused, Usage
+from farflock.node.errors import FarflockError, RefusedByRun, Usage
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.manifest import (
@@ -348,7 +348,7 @@ def test_a_file_that_is_no_manifest_is_refused_with_its_name(tmp_path, text):
 
 def test_another_protocol_is_refused_before_anything_else_is_looked_at(written, described):
     written.write_text(described + "\n[future]\nx = 1\n")
-    with pytest.raises(Refused, match="update farflock"):
+    with pytest.raises(RefusedByRun, match="update farflock"):
         load(written, (f"run.protocol={PROTOCOL + 1}",))
 
 
@@ -381,13 +381,13 @@ def tampered(old, new):
     ],
 )
 def test_a_strangers_manifest_that_cannot_run_is_refused_by_the_joiner(old, new):
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedByRun):
         parse(tampered(old, new))
 
 
 def test_a_founder_cannot_name_a_file_without_saying_what_is_in_it():
     text = "\n".join(line for line in resolved().canonical().decode().splitlines() if not line.startswith("sha256"))
-    with pytest.raises(Refused, match="sha256"):
+    with pytest.raises(RefusedByRun, match="sha256"):
         parse(text.replace('"shakespeare"', '"/srv/diary.txt"'))
 
 
@@ -406,7 +406,7 @@ def test_any_change_of_a_manifest_is_another_one_or_is_refused(data):
     changed = text[:place] + data.draw(st.binary(max_size=3)) + text[place + 1 :]
     try:
         manifest = parse(changed)
-    except Refused:
+    except RefusedByRun:
         return
     assert parse(manifest.canonical()) == manifest
     assert manifest.plan()
@@ -468,9 +468,9 @@ def test_a_head_without_a_protocol_is_of_this_one_and_one_with_more_fields_is_st
 
 def test_another_protocol_is_refused_with_both_numbers():
     require_same_protocol(PROTOCOL)
-    with pytest.raises(Refused, match=f"another protocol: {PROTOCOL + 1}, this program speaks {PROTOCOL}; update"):
+    with pytest.raises(RefusedByRun, match=f"another protocol: {PROTOCOL + 1}, this program speaks {PROTOCOL}; update"):
         require_same_protocol(PROTOCOL + 1)
-    with pytest.raises(Refused, match="use the version that made it"):
+    with pytest.raises(RefusedByRun, match="use the version that made it"):
         require_same_protocol(PROTOCOL - 1)
 
 

@@ -8,14 +8,21 @@ from hypothesis import strategies as st
 
 from farflock.compression.activation import Incompatible
 from farflock.compression.subspace_versions import SubspaceVersions
-from farflock.node.errors import Refused, Usage
+from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.run.basis import basis_of, run_basis
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import load, parse, resolve
 from farflock.node.run.pipeline_section import CACHE_BYTES, TABLE_EVERY
 from farflock.node.run.policies import POLICIES
-from farflock.node.run.terms import Asynchronous, Balance, PipelinePlan, ServerTerms, TrainerTerms, Turns
+from farflock.node.run.terms import (
+    Asynchronous,
+    EmbeddingSchedule,
+    PipelinePlan,
+    RebalanceTerms,
+    ServerTerms,
+    TrainerTerms,
+)
 
 SHA = "0" * 64
 
@@ -78,7 +85,7 @@ def test_the_basis_of_a_subspace_codec_is_named_and_follows_from_the_seed_and_th
 def test_a_resolved_manifest_without_its_basis_is_refused():
     text = resolved({"stages": 2, "codec": "subspace:8"}).canonical().decode()
     lines = [line for line in text.splitlines() if not line.startswith("basis")]
-    with pytest.raises(Refused, match=r"'shared basis'.*does not name its digest; found the run"):
+    with pytest.raises(RefusedByRun, match=r"'shared basis'.*does not name its digest; found the run"):
         parse("\n".join(lines))
 
 
@@ -88,7 +95,9 @@ def test_the_plan_is_what_the_terms_say():
     terms |= {"places": 3, "lease_s": 7.5, "staleness": 2, "window": 6, "kept": 99}
     terms |= {"forward_timeout_s": 4, "backward_timeout_s": 9, "rebalance_s": 60}
     manifest = resolved(terms, "train.batch=2", "train.seq=32")
-    expected = PipelinePlan((range(3), range(3, 4)), 4 * 2 * 32, "int4,int8", "noloco", server, trainer, Balance(60.0))
+    expected = PipelinePlan(
+        (range(3), range(3, 4)), 4 * 2 * 32, "int4,int8", "noloco", server, trainer, RebalanceTerms(60.0)
+    )
     assert manifest.pipeline_plan() == expected
 
 
@@ -98,10 +107,10 @@ def test_free_replicas_are_spelt_out_with_a_new_table_after_so_many_rounds():
     manifest = resolved(given, *overrides)
     assert (manifest.pipeline.constrain, manifest.pipeline.table_every) == ("pipelines", TABLE_EVERY)
     plan = manifest.pipeline_plan()
-    assert plan.turns == Turns(TABLE_EVERY, 2)
+    assert plan.turns == EmbeddingSchedule(TABLE_EVERY, 2)
     assert isinstance(edges_of(manifest.plan(), plan).codec, SubspaceVersions)
     late = resolved(given | {"table_every": 9, "staleness": 5}, *overrides).pipeline_plan()
-    assert late.turns == Turns(9, 6), "as long as a forward pass may come late"
+    assert late.turns == EmbeddingSchedule(9, 6), "as long as a forward pass may come late"
     plain = resolved({"stages": 2, "codec": "subspace:8"}).pipeline_plan()
     assert plain.turns is None
     assert not isinstance(edges_of(manifest.plan(), plain).codec, SubspaceVersions)
@@ -303,5 +312,5 @@ def test_a_model_that_cannot_be_is_refused_as_such():
 def test_a_strangers_pipeline_that_cannot_run_is_refused_by_the_joiner(old, new):
     text = resolved({"stages": 3}, "train.batch=300").canonical().decode()
     assert text.count(old) == 1
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedByRun):
         parse(text.replace(old, new))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.node.errors import Refused, Usage
+from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run import planned_paths
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import MAX_LINE_CHARS, load, parse, resolve
@@ -269,5 +269,5 @@ def test_what_is_no_plan_at_all_is_refused(plan):
 def test_a_strangers_plan_that_nobody_can_follow_is_refused_by_the_joiner(old, new):
     text = resolved({"lanes": GOOD}).canonical().decode()
     assert text.count(old) == 1
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedByRun):
         parse(text.replace(old, new))

@@ -6,9 +6,9 @@ import pytest
 
 from farflock.node.run.planned_paths import plan_of_texts
 from farflock.node.run.policies import NAMES, PLANNED, POLICIES, UnknownPolicy, lane_of, policy_of, shares_of
-from farflock.swarm.paths.checkfree import BadSwap, Swapped
-from farflock.swarm.paths.partial import BadSkip, Partial
-from farflock.swarm.paths.skippipe import BadPlan, Following
+from farflock.swarm.paths.checkfree import BadSwap, SwappedPaths
+from farflock.swarm.paths.partial_paths import BadSkip, PartialPaths
+from farflock.swarm.paths.skippipe import BadPlan, PlannedPaths
 
 LAYERS = (1, 2, 2, 1)
 
@@ -19,8 +19,8 @@ def test_those_that_visit_every_stage_say_so(name):
 
 
 def test_a_policy_that_skips_names_how_many_stages_it_visits():
-    assert isinstance(policy_of("skip:3", LAYERS, 1, "me"), Partial)
-    assert isinstance(policy_of("swap", LAYERS, 1, "me"), Swapped)
+    assert isinstance(policy_of("skip:3", LAYERS, 1, "me"), PartialPaths)
+    assert isinstance(policy_of("swap", LAYERS, 1, "me"), SwappedPaths)
     assert shares_of("skip:3", LAYERS) == (1, Fraction(1, 2), Fraction(1, 2), 1)
     assert shares_of("skip:4", LAYERS) == (1, 1, 1, 1)
     assert NAMES[-1] == "skip:K"
@@ -43,7 +43,7 @@ def test_what_is_not_known_or_does_not_fit_the_stages_is_refused():
 
 def test_planned_paths_go_with_their_policy_and_no_other():
     paths = plan_of_texts([["0:0 1:0 3:0", "0:0 2:0 3:0"]])
-    assert isinstance(policy_of(PLANNED, LAYERS, 1, "me", paths), Following)
+    assert isinstance(policy_of(PLANNED, LAYERS, 1, "me", paths), PlannedPaths)
     assert shares_of(PLANNED, LAYERS, paths) == (1, Fraction(1, 2), Fraction(1, 2), 1)
     with pytest.raises(BadPlan, match="there are no paths to follow"):
         policy_of(PLANNED, LAYERS, 1, "me")

@@ -12,8 +12,8 @@ from farflock.node.run.manifest import resolve
 from farflock.node.run.memory import (
     needed_replica_bytes,
     needed_stage_bytes,
-    require_replica_room,
-    require_stage_room,
+    require_replica_memory,
+    require_stage_memory,
     stage_parameters,
 )
 
@@ -71,15 +71,15 @@ def test_what_a_codec_remembers_of_samples_is_counted_at_each_end_that_a_stage_h
 def test_a_stage_that_fits_no_machine_is_refused_by_the_rules_name_with_one_that_fits():
     plan, pipeline = planned([1, 4, 1])
     small, large = (needed_stage_bytes(plan, pipeline, stage) for stage in (0, 1))
-    require_stage_room(plan, pipeline, 1, large)
-    require_stage_room(plan, pipeline, 1, small, large)
+    require_stage_memory(plan, pipeline, 1, large)
+    require_stage_memory(plan, pipeline, 1, small, large)
     with pytest.raises(Uncomposable) as refused:
-        require_stage_room(plan, pipeline, 1, small, large - 1)
+        require_stage_memory(plan, pipeline, 1, small, large - 1)
     assert refused.value.rule == "stage that fits nobody"
     assert f"takes about {large / 1e6:,.0f} MB of memory" in refused.value.why
     assert refused.value.remedy.startswith("serve stage 0, or cut the model into more stages")
     with pytest.raises(Uncomposable, match="; cut the model into more stages"):
-        require_stage_room(plan, pipeline, 1)
+        require_stage_memory(plan, pipeline, 1)
 
 
 def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead():
@@ -87,14 +87,14 @@ def test_a_replica_that_fits_no_machine_is_refused_with_what_it_may_do_instead()
     stages = [needed_stage_bytes(plan, pipeline, stage) for stage in range(3)]
     needed = needed_replica_bytes(plan, pipeline)
     assert needed == sum(stages)
-    require_replica_room(plan, pipeline, needed)
+    require_replica_memory(plan, pipeline, needed)
     with pytest.raises(Uncomposable) as refused:
-        require_replica_room(plan, pipeline, stages[0], needed - 1)
+        require_replica_memory(plan, pipeline, stages[0], needed - 1)
     assert refused.value.rule == "replica that fits nobody"
     assert f"{plan.model.parameters():,} parameters, and takes about {needed / 1e6:,.0f} MB" in refused.value.why
     assert refused.value.remedy.startswith("serve one stage (--role stage, or stage:0)")
     with pytest.raises(Uncomposable) as refused:
-        require_replica_room(plan, pipeline)
+        require_replica_memory(plan, pipeline)
     assert refused.value.remedy.startswith("train without weights (--role trainer)")
 
 

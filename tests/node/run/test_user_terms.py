@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from farflock.node.errors import Refused, Usage
+from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run import manifest
 from farflock.node.run.user_terms import fingerprint, founded, joined, run_id, wish
 
@@ -64,14 +64,14 @@ def test_a_joiner_may_name_what_the_founder_named_or_nothing():
     ],
 )
 def test_a_joiner_that_names_something_else_is_told_what_and_what_to_do(named, says):
-    with pytest.raises(Refused, match="; ") as refusal:
+    with pytest.raises(RefusedByRun, match="; ") as refusal:
         joined(TERMS.canonical(), wished(**named))
     assert says in str(refusal.value)
 
 
 def test_another_inner_optimizer_is_refused():
     mine = wish(print_of(net(), torch.optim.SGD), None, {}, {})
-    with pytest.raises(Refused, match=r"user_model\.inner: it is 'SGD' here and 'AdamW'"):
+    with pytest.raises(RefusedByRun, match=r"user_model\.inner: it is 'SGD' here and 'AdamW'"):
         joined(TERMS.canonical(), mine)
 
 
@@ -122,9 +122,9 @@ def test_a_founder_s_mistakes_are_named(named, says):
 
 def test_a_node_s_run_and_a_program_s_run_name_the_right_way_in():
     raw = manifest.resolve({"model": {"preset": "tiny"}}).canonical()
-    with pytest.raises(Refused, match="farflock join"):
+    with pytest.raises(RefusedByRun, match="farflock join"):
         joined(raw, wished())
-    with pytest.raises(Refused, match="SwarmOptimizer"):
+    with pytest.raises(RefusedByRun, match="SwarmOptimizer"):
         manifest.parse(TERMS.canonical())
 
 
@@ -137,7 +137,7 @@ def test_the_run_s_id_depends_on_terms_and_founder():
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: b"[user_model]\n" + text.encode()))
 def test_any_other_bytes_are_refused(raw):
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedByRun):
         joined(raw, wished())
 
 
@@ -145,5 +145,5 @@ def test_terms_that_claim_too_much_are_refused():
     table = msgspec.to_builtins(TERMS)
     for place, value in (("protocol", 99), ("seed", 2**40)):
         text = TERMS.canonical().decode().replace(f"{place} = {table['run'][place]}", f"{place} = {value}").encode()
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedByRun):
             joined(text, wished())

@@ -7,7 +7,7 @@ import pytest
 
 from farflock.node.simulate import chaos
 from farflock.node.simulate.chaos import CELLS, FAULTS, KINDS, Chaos, empty_cells, faults_of, run_seed, run_seeds
-from farflock.node.simulate.chaos_methods import PAIR_PHASES, PHASES, arm_of
+from farflock.node.simulate.chaos_methods import PAIR_PHASES, PHASES, case_of
 from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
 EXACT, GATHERS, SILENT, PAIRS = 0, 1, 16, 43  # seeds
@@ -22,7 +22,7 @@ def test_so_many_seeds_in_a_row_have_every_kind_of_fault_in_every_phase_once():
 
 
 def test_the_seeds_named_here_run_methods_of_each_kind():
-    assert [arm_of(seed).method for seed in (EXACT, GATHERS, SILENT, PAIRS)] == [
+    assert [case_of(seed).method for seed in (EXACT, GATHERS, SILENT, PAIRS)] == [
         "diloco",
         "sparseloco",
         "local",
@@ -42,7 +42,7 @@ def until_all_are_in(seed, main):
     """Run `main(disaster)` once all peers of a seed have come in."""
 
     async def whole():
-        disaster = Chaos(seed, arm_of(seed))
+        disaster = Chaos(seed, case_of(seed))
         for index in range(len(disaster.population.identities)):
             disaster.population.begin(index)
             await asyncio.sleep(0.3)
@@ -64,7 +64,7 @@ def test_each_kind_of_fault_hits_something(seed):
 
     until_all_are_in(seed, main)
     assert hits.keys() == set(KINDS)
-    assert all(hits.values()) or len(Chaos(seed, arm_of(seed)).population.identities) == 4
+    assert all(hits.values()) or len(Chaos(seed, case_of(seed)).population.identities) == 4
 
 
 @pytest.mark.parametrize(("seed", "peers", "may_die"), [(EXACT, 8, 3), (PAIRS, 8, 3), (9, 4, 1)])
@@ -198,5 +198,5 @@ def test_a_stream_that_stands_still_is_a_violation_though_others_go_on():
         await disaster._progress(1, "the fault")
 
     violations = until_all_are_in(EXACT, main).watch.violations
-    assert len(violations) == len(Chaos(EXACT, arm_of(EXACT)).population.identities)
+    assert len(violations) == len(Chaos(EXACT, case_of(EXACT)).population.identities)
     assert "has made" in violations[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from farflock.node.simulate.chaos_methods import ARMS, PHASES, Arm, CountingReplica, CountingTrainee, arm_of
+from farflock.node.simulate.chaos_methods import ARMS, PHASES, ChaosCase, CountingReplica, CountingTask, case_of
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Progress
 
@@ -12,22 +12,22 @@ FEW_STEPS = 6  # in which each stream has a round
 
 def test_every_method_has_an_arm_and_every_arm_its_turn():
     assert {arm.method for arm in ARMS} == METHODS.keys()
-    assert [arm_of(seed) for seed in range(len(ARMS), 2 * len(ARMS))] == list(ARMS)
+    assert [case_of(seed) for seed in range(len(ARMS), 2 * len(ARMS))] == list(ARMS)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_of_one_method_only_its_own_arms_take_turns(name):
     own = [arm for arm in ARMS if arm.method == name]
-    assert [arm_of(seed, name) for seed in range(2 * len(own))] == own * 2
+    assert [case_of(seed, name) for seed in range(2 * len(own))] == own * 2
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=[arm.method for arm in ARMS])
 def test_an_arm_begins_its_rounds_within_a_few_steps(arm):
     method, replica = arm.make(), arm.replica(3)
-    trainee, asked = CountingTrainee(replica), []
+    training_task, asked = CountingTask(replica), []
     first = min((entry.key for entry in arm.streams()), key=lambda key: key.round, default=None)
     for step in range(FEW_STEPS):
-        trainee.forward_backward(step, Progress(step))
+        training_task.forward_backward(step, Progress(step))
         method.local_step(replica, Progress(step, run_time_s=float(step)))
         asked += method.due(replica, Progress(step + 1, run_time_s=float(step + 1)))
     assert [exchange.key for exchange in asked[:1]] == [first] * (first is not None)
@@ -44,7 +44,7 @@ def test_an_arm_begins_its_rounds_within_a_few_steps(arm):
     ],
 )
 def test_an_arm_knows_the_phases_that_its_exchanges_have(name, missing):
-    assert set(arm_of(0, name).phases()) == set(PHASES.values()) - missing
+    assert set(case_of(0, name).phases()) == set(PHASES.values()) - missing
 
 
 def test_a_step_tells_whose_it_was_and_which():
@@ -60,7 +60,7 @@ def test_a_step_tells_whose_it_was_and_which():
 
 
 def test_what_is_read_is_a_copy_and_moments_are_kept_only_where_they_are_asked_for():
-    plain, keeping = Arm("diloco").replica(0), Arm("desloc").replica(0)
+    plain, keeping = ChaosCase("diloco").replica(0), ChaosCase("desloc").replica(0)
     for replica in (plain, keeping):
         replica.add_gradient(0)
         replica.inner_step()

@@ -8,8 +8,8 @@ from farflock.node.model.corpus import load_corpus
 from farflock.node.model.data import evaluation
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.run.terms import Plan
-from farflock.node.simulate.simulation import Outcome, World, held_out, simulate
+from farflock.node.run.terms import RunPlan
+from farflock.node.simulate.simulation import SimulationResult, World, held_out, simulate
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
@@ -37,19 +37,19 @@ def run(
     folder=None,
     total=TOKENS,
     **more,
-) -> Outcome:
+) -> SimulationResult:
     world = World(peers, total, LinkModel(loss=loss), churn_s=churn_s, view_s=3.0, **more)
     return simulate(plan_of(method, seed, codec, total), world, text, progress, folder)
 
 
-def plan_of(method: str, seed=1, codec="fp16", total=TOKENS) -> Plan:
+def plan_of(method: str, seed=1, codec="fp16", total=TOKENS) -> RunPlan:
     options = {"codec": codec, "deadline_s": 8.0} if method != "local" else {}
     options |= {"period": 4} if method in ("noloco", "diloco") else {}
     inner, schedule = InnerConfig(lr=1e-2), Schedule(1e-2, total)
-    return Plan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
+    return RunPlan(seed, PRESETS["tiny"], inner, schedule, method, options, batch=2, seq=32)
 
 
-def facts(outcome: Outcome):
+def facts(outcome: SimulationResult):
     return outcome.state_hash, outcome.rounds, outcome.losses, outcome.bytes, outcome.virtual_s, outcome.kills
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from farflock.node.state.history import History
-from farflock.node.state.run_log import Journal
+from farflock.node.state.run_log import RunRecorder
 
 
 class Links:
@@ -27,7 +27,7 @@ def history(tmp_path):
 
 def test_a_round_is_an_event_in_short_and_a_receipt_in_full(history):
     links = Links()
-    journal = Journal(history, links.total_bytes)
+    journal = RunRecorder(history, links.total_bytes)
     links.sent, links.received = 130, 70
     journal.report("round", round_of(4))
     (event,) = history.events()
@@ -47,7 +47,7 @@ def test_a_round_is_an_event_in_short_and_a_receipt_in_full(history):
 
 def test_receipts_add_up_and_rounds_are_counted_by_status(history):
     links = Links()
-    journal = Journal(history, links.total_bytes)
+    journal = RunRecorder(history, links.total_bytes)
     assert (journal.rounds, journal.last_round) == ({}, None)
     for number, status in enumerate(["ok", "partial", "ok", "failed"]):
         links.sent += 10 * number
@@ -60,13 +60,13 @@ def test_receipts_add_up_and_rounds_are_counted_by_status(history):
 
 
 def test_a_round_of_the_largest_group_fits_a_line(history):
-    journal = Journal(history, Links().total_bytes)
+    journal = RunRecorder(history, Links().total_bytes)
     journal.report("round", round_of(1, who=[f"12D3KooW{'x' * 42}{number:02}" for number in range(64)]))
     assert len(history.receipts()[0]["participants"]) == 64
 
 
 def test_steps_are_numbers_and_whatever_else_happens_is_an_event(history):
-    journal = Journal(history, Links().total_bytes)
+    journal = RunRecorder(history, Links().total_bytes)
     journal.report("step", {"step": 3, "loss": 2.5})
     journal.report("adopt", {"reason": "too far behind"})
     history.flush()
@@ -77,7 +77,7 @@ def test_steps_are_numbers_and_whatever_else_happens_is_an_event(history):
 
 def test_what_cannot_be_written_is_said_once_and_ends_nothing(history, tmp_path, caplog):
     links = Links()
-    journal = Journal(history, links.total_bytes)
+    journal = RunRecorder(history, links.total_bytes)
     blocked = tmp_path / "events.jsonl"
     blocked.mkdir()
     for number in range(3):

@@ -4,14 +4,19 @@ import pytest
 import torch
 
 from farflock.node.train.driver import Apply, Driver, Wait
-from farflock.optimizers.method import All, Exchange, Key, Progress, Result
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Result
 
 OK = Result("ok", 1, ("a",), (1.0,), mean={})
 
 
 def ask(stream="x", number=0, *, apply_after=0, deadline_s=30.0):
     return Exchange(
-        Key(stream, number), "mean", All(), {"w": torch.zeros(1)}, apply_after=apply_after, deadline_s=deadline_s
+        ExchangeKey(stream, number),
+        "mean",
+        All(),
+        {"w": torch.zeros(1)},
+        apply_after=apply_after,
+        deadline_s=deadline_s,
     )
 
 
@@ -64,8 +69,8 @@ def test_what_the_method_asks_for_is_started_and_pending_until_it_is_applied(dri
 
 def test_a_blocking_exchange_waits_until_its_deadline_and_no_longer(driver, notes):
     notes.stepped(driver, ask(deadline_s=30.0), step=4, now_s=100.0)
-    assert driver.next(Progress(4, run_time_s=100.0)) == Wait(Key("x", 0), 130.0)
-    assert driver.next(Progress(4, run_time_s=129.9)) == Wait(Key("x", 0), 130.0)
+    assert driver.next(Progress(4, run_time_s=100.0)) == Wait(ExchangeKey("x", 0), 130.0)
+    assert driver.next(Progress(4, run_time_s=129.9)) == Wait(ExchangeKey("x", 0), 130.0)
     assert driver.next(Progress(4, run_time_s=130.0)) is None
 
 
@@ -102,7 +107,7 @@ def test_after_the_last_step_a_result_is_due_when_it_is_there(driver, notes):
 def test_training_goes_on_without_waiting_until_a_streamed_result_is_wanted(driver, notes):
     notes.stepped(driver, ask(apply_after=2, deadline_s=30.0), step=0, now_s=0.0)
     assert driver.next(Progress(1, run_time_s=1.0)) is None
-    assert driver.next(Progress(2, run_time_s=2.0)) == Wait(Key("x", 0), 30.0)
+    assert driver.next(Progress(2, run_time_s=2.0)) == Wait(ExchangeKey("x", 0), 30.0)
 
 
 def test_results_of_one_stream_are_applied_in_round_order(driver, notes):
@@ -149,7 +154,7 @@ def test_no_result_is_taken_twice(driver, notes):
 
 def test_a_result_that_nobody_asked_for_is_refused(driver):
     with pytest.raises(AssertionError, match="not pending"):
-        driver.resolve(Key("x", 7), OK)
+        driver.resolve(ExchangeKey("x", 7), OK)
 
 
 def test_a_key_that_is_pending_cannot_be_asked_for_again(driver, notes):
@@ -159,16 +164,16 @@ def test_a_key_that_is_pending_cannot_be_asked_for_again(driver, notes):
 
 
 def test_a_replayed_round_has_no_tensors_of_ours_and_needs_no_exchange(driver, notes):
-    driver.replay(Key("x", 3), OK, Progress(1))
+    driver.replay(ExchangeKey("x", 3), OK, Progress(1))
     ((exchange, result),) = notes.applied
-    assert (exchange.key, dict(exchange.tensors), result) == (Key("x", 3), {}, OK)
+    assert (exchange.key, dict(exchange.tensors), result) == (ExchangeKey("x", 3), {}, OK)
     assert driver.pending == ()
 
 
 def test_a_pending_round_cannot_be_replayed(driver, notes):
     notes.stepped(driver, ask(number=3))
     with pytest.raises(AssertionError, match="pending"):
-        driver.replay(Key("x", 3), OK, Progress(1))
+        driver.replay(ExchangeKey("x", 3), OK, Progress(1))
     assert notes.applied == []
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from farflock.node.train.end_barrier import CUT_OFF_S, END_S, LOOK_EVERY_S, Together
+from farflock.node.train.end_barrier import CUT_OFF_S, END_S, LOOK_EVERY_S, EndBarrier
 from farflock.swarm.messages import Key
-from farflock.swarm.peer.tallies import Told
+from farflock.swarm.peer.tallies import TallyReport
 from farflock.swarm.sim.virtual_time import run_virtual
 
 TOTAL = 100
@@ -23,7 +23,7 @@ class Here:
         self.newest = SimpleNamespace(members=[None] * members)
         self.port = self.views = self.rounds = self.tallies = self
         self.is_busy, self.patience_s, self.next_rounds = False, PATIENCE_S, {"delta": 4}
-        self.said = {"delta": {"mate": Told(True, 4)}}
+        self.said = {"delta": {"mate": TallyReport(True, 4)}}
         self.ended, self.heard, self.open_rounds = {}, collections.Counter(), set()
 
     def now(self):
@@ -41,7 +41,7 @@ class Here:
         self.ended[name] = number
 
     def told(self, name):
-        return {"me": Told(True, self.ended[name]), **self.said[name]}  # who has told nothing has no book
+        return {"me": TallyReport(True, self.ended[name]), **self.said[name]}  # who has told nothing has no book
 
     def called(self, name):
         return name in self.open_rounds
@@ -61,15 +61,15 @@ def due(together, here, agreed, estimate, time_s=0.0):
 
 
 def test_the_run_is_over_with_its_agreed_tokens_whatever_a_node_has_done_since(here):
-    together = Together(here, here)
+    together = EndBarrier(here, here)
     assert not due(together, here, 99, 99)
     assert not due(together, here, 99, 150)
     assert due(together, here, 100, 150)
-    assert due(Together(here, here), here, 130, 130), "also for who comes in only then"
+    assert due(EndBarrier(here, here), here, 130, 130), "also for who comes in only then"
 
 
 def test_who_has_heard_nobody_for_long_goes_by_its_estimate(here):
-    together, here.alone = Together(here, here), True
+    together, here.alone = EndBarrier(here, here), True
     assert not due(together, here, 50, 120, 1.0)
     assert not due(together, here, 50, 120, 0.9 + CUT_OFF_S)
     assert due(together, here, 50, 120, 1.0 + CUT_OFF_S)
@@ -77,7 +77,7 @@ def test_who_has_heard_nobody_for_long_goes_by_its_estimate(here):
 
 
 def test_who_was_slow_to_answer_is_not_gone(here):
-    together = Together(here, here)
+    together = EndBarrier(here, here)
     for time_s, alone in ((0.0, True), (CUT_OFF_S - 1, False), (CUT_OFF_S + 1, True), (2 * CUT_OFF_S, True)):
         here.alone = alone
         assert not due(together, here, 50, 120, time_s), time_s
@@ -86,13 +86,13 @@ def test_who_was_slow_to_answer_is_not_gone(here):
 
 def test_a_run_of_one_member_is_not_cut_off():
     here = Here(members=1)
-    together, here.alone = Together(here, here), True
+    together, here.alone = EndBarrier(here, here), True
     assert not due(together, here, 50, 120, 0.0)
     assert not due(together, here, 50, 120, 10 * CUT_OFF_S)
 
 
 def test_where_nothing_is_ever_agreed_upon_a_run_ends_when_it_could_have_been_trained_again(here):
-    together = Together(here, here)
+    together = EndBarrier(here, here)
     assert not due(together, here, 0, 10)
     assert not due(together, here, 40, 60)
     assert not due(together, here, 40, 159)
@@ -103,7 +103,7 @@ def test_where_nothing_is_ever_agreed_upon_a_run_ends_when_it_could_have_been_tr
 
 def ended_after_s(here, changes=(), stopping=lambda: False):
     """How long it waits, and what it said it waited for just before each change."""
-    together, taken, waits = Together(here, here), [], []
+    together, taken, waits = EndBarrier(here, here), [], []
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -132,7 +132,7 @@ def test_it_goes_at_once_where_all_have_ended_with_its_rounds(here):
 
 
 def test_before_it_has_told_anything_it_waits_for_nobody(here):
-    together, seen = Together(here, here), []
+    together, seen = EndBarrier(here, here), []
 
     async def take_in():
         seen.append(together.waits())
@@ -142,8 +142,8 @@ def test_before_it_has_told_anything_it_waits_for_nobody(here):
 
 
 def test_it_waits_for_who_has_not_ended(here):
-    here.said["delta"]["mate"] = Told(False, 4)
-    took_s, ((wait,),) = ended_after_s(here, [(3.02, lambda: here.said["delta"].update(mate=Told(True, 4)))])
+    here.said["delta"]["mate"] = TallyReport(False, 4)
+    took_s, ((wait,),) = ended_after_s(here, [(3.02, lambda: here.said["delta"].update(mate=TallyReport(True, 4)))])
     assert took_s == pytest.approx(3.05)
     assert (wait.what, wait.whom) == (Key("delta", 4), ("mate",))
     assert wait.left_s == pytest.approx(PATIENCE_S + END_S - 3.02)
@@ -162,7 +162,7 @@ def test_it_tells_nothing_while_an_exchange_of_its_own_is_open(here):
 
 
 def test_it_asks_for_a_round_that_somebody_has_and_it_has_not_and_goes_once_that_is_in_its_state(here):
-    here.said["delta"]["mate"] = Told(True, 5)
+    here.said["delta"]["mate"] = TallyReport(True, 5)
 
     def apply():
         assert here.heard["delta"] == 5
@@ -174,13 +174,13 @@ def test_it_asks_for_a_round_that_somebody_has_and_it_has_not_and_goes_once_that
 
 def test_all_streams_must_agree_and_none_be_open(here):
     here.next_rounds = {"delta": 4, "mask": 9}
-    here.said["mask"] = {"mate": Told(True, 8)}
+    here.said["mask"] = {"mate": TallyReport(True, 8)}
     here.open_rounds = {"delta"}
-    changes = [(1.02, lambda: here.said["mask"].update(mate=Told(True, 9))), (2.02, here.open_rounds.clear)]
+    changes = [(1.02, lambda: here.said["mask"].update(mate=TallyReport(True, 9))), (2.02, here.open_rounds.clear)]
     assert ended_after_s(here, changes)[0] == pytest.approx(2.05)
 
 
 def test_it_waits_no_longer_than_a_round_and_a_little_and_not_at_all_for_the_user(here):
-    here.said["delta"]["mate"] = Told(False, 4)
+    here.said["delta"]["mate"] = TallyReport(False, 4)
     assert ended_after_s(here)[0] == pytest.approx(PATIENCE_S + END_S, abs=2 * LOOK_EVERY_S)
     assert ended_after_s(here, stopping=lambda: True)[0] == 0.0

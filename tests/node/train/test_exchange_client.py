@@ -7,15 +7,22 @@ import torch
 
 from farflock.compression.codec import UnencodableTensor
 from farflock.node.train import microbatch_ids as notes
-from farflock.node.train.exchange_client import Courier, OutOfStep
-from farflock.optimizers.method import All, Exchange, Key, Members, RandomGroups
+from farflock.node.train.exchange_client import ExchangeClient, OutOfStep
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Members, RandomGroups
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
 def exchange(values, number=0, kind="mean", group=None, **options):
     tensors = {"a": torch.as_tensor(values, dtype=torch.float32), "b": torch.full((2, 2), float(values[0]))}
     return Exchange(
-        Key("s", number), kind, group or All(), tensors, codec="fp32", return_codec="fp32", deadline_s=8.0, **options
+        ExchangeKey("s", number),
+        kind,
+        group or All(),
+        tensors,
+        codec="fp32",
+        return_codec="fp32",
+        deadline_s=8.0,
+        **options,
     )
 
 
@@ -34,7 +41,7 @@ def between(bench, text, work):
             while not (one.membership.is_member and other.membership.is_member):  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.5)
             first = max(peer.port.views.newest.first_round for peer in (one, other))
-            couriers = [Courier(peer, 3, inline) for peer in (one, other)]
+            couriers = [ExchangeClient(peer, 3, inline) for peer in (one, other)]
             return await work(couriers, first)
 
     return run_virtual(main())
@@ -43,10 +50,10 @@ def between(bench, text, work):
 def carried(bench, text, *exchanges, states=(b"", b"")):
     async def work(couriers, first):
         jobs = []
-        for courier, make, state in zip(couriers, exchanges, states, strict=True):
+        for exchange_client, make, state in zip(couriers, exchanges, states, strict=True):
             asked = make(first)
-            courier.open(asked, first - 1)
-            jobs.append(courier.carry(asked, 10, state))
+            exchange_client.open(asked, first - 1)
+            jobs.append(exchange_client.run_exchange(asked, 10, state))
         return await asyncio.gather(*jobs)
 
     return between(bench, text, work)
@@ -98,10 +105,10 @@ def test_a_pair_swaps(bench, text):
 def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
     async def work(couriers, first):
         jobs = []
-        for courier, state in zip(couriers, (b"x" * 32, b"y" * 32), strict=True):
+        for exchange_client, state in zip(couriers, (b"x" * 32, b"y" * 32), strict=True):
             asked = exchange([1.0, 2.0], first)
-            courier.open(asked, first - 1)
-            jobs.append(courier.carry(asked, 10, state))
+            exchange_client.open(asked, first - 1)
+            jobs.append(exchange_client.run_exchange(asked, 10, state))
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     answers = between(bench, text, work)
@@ -113,7 +120,7 @@ def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
         asked = exchange([float("nan"), 1.0], first)
         couriers[0].open(asked, first - 1)
         with pytest.raises(UnencodableTensor):
-            await couriers[0].carry(asked, 10, b"")
+            await couriers[0].run_exchange(asked, 10, b"")
 
     between(bench, text, work)
 
@@ -134,18 +141,24 @@ def means_of_rounds(bench, text, rounds, *, compensate):
         moved = torch.zeros(4)
         for number in range(first, first + rounds):
             jobs = []
-            for courier, sign in zip(couriers, (1.0, 3.0), strict=True):
+            for exchange_client, sign in zip(couriers, (1.0, 3.0), strict=True):
                 tensors = {"x": sign * torch.tensor([1.0, 0.1, 0.0, -0.02])}
                 asked = Exchange(
-                    Key("s", number), "mean", All(), tensors, codec="fp32", return_codec="sign", compensate=compensate
+                    ExchangeKey("s", number),
+                    "mean",
+                    All(),
+                    tensors,
+                    codec="fp32",
+                    return_codec="sign",
+                    compensate=compensate,
                 )
                 if number == first:
-                    courier.open(asked, first - 1)
-                jobs.append(courier.carry(asked, 10, b""))
+                    exchange_client.open(asked, first - 1)
+                jobs.append(exchange_client.run_exchange(asked, 10, b""))
             one, other = await asyncio.gather(*jobs)
             assert torch.equal(one.mean["x"], other.mean["x"])
             moved += one.mean["x"]
-        return moved / rounds, [courier.memory() for courier in couriers]
+        return moved / rounds, [exchange_client.memory() for exchange_client in couriers]
 
     return between(bench, text, work)
 
@@ -154,8 +167,8 @@ def test_over_many_rounds_a_compensated_mean_loses_nothing_and_another_one_does(
     wanted = torch.tensor([2.0, 0.2, 0.0, -0.04])
     mean, memories = means_of_rounds(bench, text, 40, compensate=True)
     torch.testing.assert_close(mean, wanted, atol=0.1, rtol=0)
-    (owed,) = [memory for memory in memories if memory]  # one of them reduces, in all rounds
-    torch.testing.assert_close(mean + owed["s.0.0"] / 40, wanted, atol=1e-5, rtol=0)
+    (feedback,) = [memory for memory in memories if memory]  # one of them reduces, in all rounds
+    torch.testing.assert_close(mean + feedback["s.0.0"] / 40, wanted, atol=1e-5, rtol=0)
     mean, memories = means_of_rounds(bench, text, 40, compensate=False)
     assert float((mean - wanted).abs().max()) > 0.5
     assert not any(memories)
@@ -170,12 +183,12 @@ def noted(bench, text, one, other, kind="mean", number=0):
     """What comes of two contributions to a round of stage 2: (values, notes) each; None brings nothing but replays."""
 
     async def work(couriers, first):
-        couriers = [Courier(courier._peer, 3, inline, 2) for courier in couriers]
+        couriers = [ExchangeClient(exchange_client._peer, 3, inline, 2) for exchange_client in couriers]
         jobs = []
-        for courier, part in zip(couriers, (one, other), strict=True):
-            courier.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
+        for exchange_client, part in zip(couriers, (one, other), strict=True):
+            exchange_client.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
             if part is not None:
-                jobs.append(courier.carry(exchange(part[0], number, kind), 10, b"", part[1]))
+                jobs.append(exchange_client.run_exchange(exchange(part[0], number, kind), 10, b"", part[1]))
         results = await asyncio.gather(*jobs)
         if other is None:
             while (missed := couriers[1].replay("s", number)) is None:  # noqa: ASYNC110 - virtual time
@@ -227,9 +240,9 @@ def test_the_notes_of_a_round_that_failed_are_empty(bench, text):
 @pytest.mark.parametrize(("with_notes", "wants"), [(True, "last"), (False, "none")])
 def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
     async def work(couriers, first):
-        courier = Courier(couriers[0]._peer, 3, inline, 5)
-        name = courier.look_on(exchange([0.0, 0.0]), noted=with_notes)
-        return name, courier._peer.rounds._streams[name].stream
+        exchange_client = ExchangeClient(couriers[0]._peer, 3, inline, 5)
+        name = exchange_client.look_on(exchange([0.0, 0.0]), noted=with_notes)
+        return name, exchange_client._peer.rounds._streams[name].stream
 
     name, stream = between(bench, text, work)
     assert name == "s/5"

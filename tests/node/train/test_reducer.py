@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from farflock.compression.catalog import codec
 from farflock.node.train.reducer import Reducer
-from farflock.node.train.shards import MAX_ABS, Cut, weighted_mean
+from farflock.node.train.shards import MAX_ABS, ShardLayout, weighted_mean
 from farflock.optimizers.parts.state import WrongState
 
 reducer = partial(Reducer, compensate=False)
-EXACT = Cut.of({"x": (4,)}, codec("fp32"))
+EXACT = ShardLayout.of({"x": (4,)}, codec("fp32"))
 SIGNS = codec("sign")  # of 4 values: one magnitude, their mean
 
 
@@ -32,12 +32,12 @@ def tensors_of(shapes, seed):
 
 def test_the_reducer_takes_the_mean_in_peer_order_whatever_the_order_of_arrival():
     shapes = {"x": (99,)}
-    cut = Cut.of(shapes, codec("fp16"))
+    cut = ShardLayout.of(shapes, codec("fp16"))
     weights = {"a": 0.3, "b": 7.0, "c": 1.0, "d": 0.1}
     inputs = [(peer, weights[peer], cut.encode(0, 0, tensors_of(shapes, seed))) for seed, peer in enumerate("dacb")]
     made = reducer(cut, codec("fp32"))
     (result,) = {made.reduce(0, 0, order) for order in itertools.permutations(inputs)}
-    decoded = Cut(cut.shards, codec("fp32"), 0).decode(0, 0, result.data)[0]
+    decoded = ShardLayout(cut.shards, codec("fp32"), 0).decode(0, 0, result.data)[0]
     values = {peer: (weight, cut.decode(0, 0, payload)) for peer, weight, payload in inputs}
     assert torch.equal(decoded, weighted_mean([values[peer] for peer in "abcd"])[0])
     assert not torch.equal(decoded, weighted_mean([values[peer] for peer in "dcba"])[0])
@@ -66,14 +66,14 @@ def test_what_comes_back_of_the_largest_values_is_let_in_by_everybody(back, peer
     """Rounding may lift a mean of values at the limit over it; then the round would fail for all."""
     huge = [(f"{peer:02}", 1.0, packed(MAX_ABS, -MAX_ABS, 1.0, 0.0)) for peer in range(peers)]
     result = reducer(EXACT, codec(back)).reduce(0, 0, huge)
-    decoded = Cut(EXACT.shards, codec(back), 0).decode(0, 0, result.data)[0]
+    decoded = ShardLayout(EXACT.shards, codec(back), 0).decode(0, 0, result.data)[0]
     assert decoded[:2].tolist() == pytest.approx([65504, -65504] if back == "fp16" else [MAX_ABS / 2, -MAX_ABS / 2])
 
 
 def test_the_mean_travels_back_in_the_return_codec():
     result = reducer(EXACT, codec("bf16")).reduce(0, 0, [("a", 1.0, packed(1.0, 1.001, 2.0, 3.0))])
     assert len(result.data) == 4 + 2 * 4
-    back = Cut(EXACT.shards, codec("bf16"), 0)
+    back = ShardLayout(EXACT.shards, codec("bf16"), 0)
     assert back.decode(0, 0, result.data)[0].tolist() == [1.0, 1.0, 2.0, 3.0]
 
 
@@ -95,7 +95,7 @@ def test_all_weights_that_a_message_can_hold_give_a_finite_mean(weight):
 
 
 def unpacked(payload, back=SIGNS):
-    return Cut(EXACT.shards, back, 0).decode(0, 0, payload)[0]
+    return ShardLayout(EXACT.shards, back, 0).decode(0, 0, payload)[0]
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def keeper():
     return made, reduce
 
 
-def owed(made):
+def feedback(made):
     return {name: x.tolist() for name, x in made.memory().items()}
 
 
@@ -118,11 +118,11 @@ def test_what_is_left_out_comes_with_the_next_mean(keeper):
     first = reduce(0, 4.0, 0.0, 0.0, 0.0)
     assert unpacked(first).tolist() == [1, 1, 1, 1]
     made.settle(0, [first])
-    assert owed(made) == {"0.0": [3, -1, -1, -1]}
+    assert feedback(made) == {"0.0": [3, -1, -1, -1]}
     second = reduce(1, 1.0, 0.0, 0.0, 0.0)  # and so 4, -1, -1, -1
     assert unpacked(second).tolist() == [1.75, -1.75, -1.75, -1.75]
     made.settle(1, [second])
-    assert owed(made) == {"0.0": [2.25, 0.75, 0.75, 0.75]}
+    assert feedback(made) == {"0.0": [2.25, 0.75, 0.75, 0.75]}
 
 
 @given(st.lists(st.lists(st.integers(-99, 99), min_size=4, max_size=4), min_size=1, max_size=20))
@@ -150,7 +150,7 @@ def test_of_a_round_that_failed_only_what_was_owed_before_is_owed_still(keeper):
     made.settle(0, [reduce(0, 4.0, 0.0, 0.0, 0.0)])
     reduce(1, 9.0, 9.0, 9.0, -9.0)
     made.settle(1, None)
-    assert owed(made) == {"0.0": [3, -1, -1, -1]}
+    assert feedback(made) == {"0.0": [3, -1, -1, -1]}
 
 
 def test_who_was_not_chosen_owes_nothing_any_more(keeper):
@@ -158,14 +158,14 @@ def test_who_was_not_chosen_owes_nothing_any_more(keeper):
     made.settle(0, [reduce(0, 4.0, 0.0, 0.0, 0.0)])
     reduce(1, 1.0, 0.0, 0.0, 0.0)
     made.settle(1, [b"another's"])
-    assert owed(made) == {}
+    assert feedback(made) == {}
 
 
 def test_who_did_not_reduce_owes_nothing_any_more(keeper):
     made, reduce = keeper
     made.settle(0, [reduce(0, 4.0, 0.0, 0.0, 0.0)])
     made.settle(1, [b"another's"])
-    assert owed(made) == {}
+    assert feedback(made) == {}
 
 
 def test_a_second_reduction_of_a_round_replaces_the_first(keeper):
@@ -175,7 +175,7 @@ def test_a_second_reduction_of_a_round_replaces_the_first(keeper):
     payload = reduce(1, 1.0, 0.0, 0.0, 0.0)
     assert payload != useless
     made.settle(1, [payload])
-    assert owed(made) == {"0.0": [2.25, 0.75, 0.75, 0.75]}
+    assert feedback(made) == {"0.0": [2.25, 0.75, 0.75, 0.75]}
 
 
 def test_what_is_on_loan_is_not_lent_twice(keeper):
@@ -186,7 +186,7 @@ def test_what_is_on_loan_is_not_lent_twice(keeper):
     assert unpacked(second).tolist() == [1, 1, 1, 1]  # as if nothing had been owed
     made.settle(1, [first])
     made.settle(2, [second])
-    assert owed(made) == {"0.0": [2.25 + 3, 0.75 - 1, 0.75 - 1, 0.75 - 1]}
+    assert feedback(made) == {"0.0": [2.25 + 3, 0.75 - 1, 0.75 - 1, 0.75 - 1]}
 
 
 def test_rounds_that_were_passed_over_give_their_loans_back(keeper):
@@ -194,7 +194,7 @@ def test_rounds_that_were_passed_over_give_their_loans_back(keeper):
     made.settle(0, [reduce(0, 4.0, 0.0, 0.0, 0.0)])
     reduce(1, 1.0, 0.0, 0.0, 0.0)
     made.settle(2, None)
-    assert owed(made) == {"0.0": [3, -1, -1, -1]}
+    assert feedback(made) == {"0.0": [3, -1, -1, -1]}
 
 
 def test_an_exact_codec_leaves_nothing_out_and_keeps_the_sign_of_zero():
@@ -211,18 +211,18 @@ def test_the_memory_goes_into_another_reducer_and_a_loan_counts_as_not_given(kee
     made.settle(0, [reduce(0, 4.0, 0.0, 0.0, 0.0)])
     reduce(1, 9.0, 9.0, 9.0, -9.0)
     other = Reducer(EXACT, SIGNS, compensate=True)
-    other.take_up(made.memory())
-    assert owed(other) == {"0.0": [3, -1, -1, -1]}
+    other.load_state(made.memory())
+    assert feedback(other) == {"0.0": [3, -1, -1, -1]}
     assert other.reduce(1, 0, [("a", 1.0, packed(1.0, 0.0, 0.0, 0.0))]).data == reduce(1, 1.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("wrong", [{"1.0": torch.zeros(4)}, {"0.0": torch.zeros(3)}, {"x": torch.zeros(4)}])
 def test_the_memory_of_another_cut_is_refused(wrong):
     with pytest.raises(WrongState, match="another cut"):
-        Reducer(EXACT, SIGNS, compensate=True).take_up(wrong)
+        Reducer(EXACT, SIGNS, compensate=True).load_state(wrong)
 
 
 def test_half_a_shards_memory_is_refused():
-    two = Cut.of({"x": (4,), "y": (2,)}, codec("fp32"))
+    two = ShardLayout.of({"x": (4,), "y": (2,)}, codec("fp32"))
     with pytest.raises(WrongState, match="parts are missing"):
-        Reducer(two, SIGNS, compensate=True).take_up({"0.1": torch.ones(2)})
+        Reducer(two, SIGNS, compensate=True).load_state({"0.1": torch.ones(2)})

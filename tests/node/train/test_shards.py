@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 
 from farflock.compression.catalog import CODECS, codec
 from farflock.compression.codec import Context, CorruptPayload, UnencodableTensor
-from farflock.node.train.shards import (
-    MAX_ABS,
-    SHARD_VALUES,
-    Cut,
-    Segment,
-    checker,
-    decode_all,
-    weighted_mean,
-)
+from farflock.node.train.shards import MAX_ABS, SHARD_VALUES, Segment, ShardLayout, checker, decode_all, weighted_mean
 
 each_codec = pytest.mark.parametrize("name", [*CODECS, "int8:100", "topk:3/10"])
 SHAPES = {"embed": (300, 2), "norm": (7,), "scalar": (), "empty": (0, 4), "head": (5, 3)}
@@ -30,7 +22,7 @@ some_shapes = st.dictionaries(
     min_size=1,
     max_size=5,
 )
-EXACT = Cut.of({"x": (4,)}, codec("fp32"))
+EXACT = ShardLayout.of({"x": (4,)}, codec("fp32"))
 
 
 def tensors_of(shapes, seed=1):
@@ -64,7 +56,7 @@ def covers_once(cut, shapes):
 @each_codec
 def test_the_cut_covers_every_value_once_in_order(name):
     shapes = {"big": (SHARD_VALUES * 2 + 5,), "small": (3,), "wide": (1000, 700), "none": (0,)}
-    cut = Cut.of(shapes, codec(name))
+    cut = ShardLayout.of(shapes, codec(name))
     covers_once(cut, shapes)
     assert all(sum(part.count for part in shard) <= SHARD_VALUES for shard in cut.shards)
     assert len(cut.shards) >= 5
@@ -74,16 +66,16 @@ def test_the_cut_covers_every_value_once_in_order(name):
 def test_tensors_are_cut_at_multiples_of_the_codecs_granule_only(name):
     shapes = {"big": (SHARD_VALUES * 3 + 1,)}
     granule = codec(name).granule(shapes["big"])
-    starts = [part.start for shard in Cut.of(shapes, codec(name)).shards for part in shard]
+    starts = [part.start for shard in ShardLayout.of(shapes, codec(name)).shards for part in shard]
     assert len(starts) >= 4
     assert all(start % granule == 0 for start in starts)
 
 
 def test_the_cut_is_a_function_of_names_shapes_and_codec():
-    assert Cut.of(SHAPES, codec("int8"), 3) == Cut.of(dict(SHAPES), codec("int8"), 3)
+    assert ShardLayout.of(SHAPES, codec("int8"), 3) == ShardLayout.of(dict(SHAPES), codec("int8"), 3)
     assert (
-        Cut.of({"a": (SHARD_VALUES + 1,)}, codec("int8:100")).shards
-        != Cut.of({"a": (SHARD_VALUES + 1,)}, codec("int8")).shards
+        ShardLayout.of({"a": (SHARD_VALUES + 1,)}, codec("int8:100")).shards
+        != ShardLayout.of({"a": (SHARD_VALUES + 1,)}, codec("int8")).shards
     )
 
 
@@ -106,12 +98,12 @@ def test_the_cut_is_that_of_the_page_on_the_wire_format(counts, name):
                 left = 262_144
             shards[-1].append((what, start, start + size))
             left -= size
-    cut = Cut.of(shapes, codec(name))
+    cut = ShardLayout.of(shapes, codec(name))
     assert [[(part.tensor, part.start, part.stop) for part in shard] for shard in cut.shards] == shards
 
 
 def test_small_tensors_share_a_shard_and_a_full_one_is_closed():
-    cut = Cut.of({"a": (10,), "b": (SHARD_VALUES - 10,), "c": (1,)}, codec("fp32"))
+    cut = ShardLayout.of({"a": (10,), "b": (SHARD_VALUES - 10,), "c": (1,)}, codec("fp32"))
     assert cut.shards == (
         (Segment("a", 0, 10), Segment("b", 0, SHARD_VALUES - 10)),
         (Segment("c", 0, 1),),
@@ -121,7 +113,7 @@ def test_small_tensors_share_a_shard_and_a_full_one_is_closed():
 @settings(max_examples=40, deadline=None)
 @given(shapes=some_shapes, name=st.sampled_from([*CODECS]), seed=st.integers(0, 9))
 def test_whatever_the_shapes_shards_decode_to_what_the_codec_makes_of_each_tensor(shapes, name, seed):
-    cut, tensors = Cut.of(shapes, codec(name), 5), tensors_of(shapes, seed)
+    cut, tensors = ShardLayout.of(shapes, codec(name), 5), tensors_of(shapes, seed)
     covers_once(cut, shapes)
     payloads = [cut.encode(index, 2, tensors) for index in range(len(cut.shards))]
     assert all(len(payload) <= cut.max_shard_bytes for payload in payloads)
@@ -138,13 +130,13 @@ def test_whatever_the_shapes_shards_decode_to_what_the_codec_makes_of_each_tenso
 
 def test_many_shards_of_one_tensor_come_back_in_their_places():
     shapes = {"big": (SHARD_VALUES * 2 + 9,), "tail": (2, 2)}
-    cut, tensors = Cut.of(shapes, codec("fp32")), tensors_of(shapes)
+    cut, tensors = ShardLayout.of(shapes, codec("fp32")), tensors_of(shapes)
     decoded = decode_all(cut, 0, [cut.encode(index, 0, tensors) for index in range(len(cut.shards))], shapes)
     assert all(torch.equal(decoded[name], x) for name, x in tensors.items())
 
 
 def test_a_payload_is_a_length_and_the_codecs_bytes_for_each_segment():
-    cut = Cut.of({"a": (2,), "b": (1,)}, codec("fp32"))
+    cut = ShardLayout.of({"a": (2,), "b": (1,)}, codec("fp32"))
     payload = cut.encode(0, 0, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([-3.0])})
     assert payload == struct.pack("<I2fIf", 8, 1.0, 2.0, 4, -3.0)
 
@@ -154,7 +146,7 @@ def test_a_payload_is_a_length_and_the_codecs_bytes_for_each_segment():
 
 @each_codec
 def test_a_payload_cut_short_or_too_long_is_refused(name):
-    cut = Cut.of(SHAPES, codec(name))
+    cut = ShardLayout.of(SHAPES, codec(name))
     payload = cut.encode(0, 0, tensors_of(SHAPES))
     for wrong in (*(payload[:end] for end in range(0, len(payload), 7)), payload[:-1], payload + b"\0"):
         with pytest.raises(CorruptPayload):
@@ -165,7 +157,7 @@ def test_a_payload_cut_short_or_too_long_is_refused(name):
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_flipped_bits_and_arbitrary_bytes_decode_to_bounded_values_or_are_refused(name, data):
-    cut = Cut.of(SHAPES, codec(name))
+    cut = ShardLayout.of(SHAPES, codec(name))
     payload = bytearray(cut.encode(0, 0, tensors_of(SHAPES)))
     if data.draw(st.booleans()):
         for _ in range(3):
@@ -207,7 +199,7 @@ def test_a_sender_refuses_what_is_not_finite(name, value):
     tensors = tensors_of(SHAPES)
     tensors["norm"][3] = value
     with pytest.raises(UnencodableTensor, match="1 of 7"):
-        Cut.of(SHAPES, codec(name)).encode(0, 0, tensors)
+        ShardLayout.of(SHAPES, codec(name)).encode(0, 0, tensors)
 
 
 # the mean

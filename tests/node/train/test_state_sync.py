@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 
 from farflock.node.train import microbatch_ids as notes
-from farflock.node.train.exchange_client import Courier
-from farflock.node.train.state_sync import CorruptSnapshot, Place, Seat, decode_state, most_state_bytes
-from farflock.optimizers.method import Key, Result
+from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.state_sync import CorruptSnapshot, RunPosition, StateSync, decode_state, most_state_bytes
+from farflock.optimizers.method import ExchangeKey, Result
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Member, View
@@ -54,44 +54,46 @@ def seated(bench, text, work, method="diloco", peers=1):
 
 def test_progress_is_the_agreed_tokens_and_what_everybody_has_presumably_trained_since(bench, text):
     async def work(node):
-        node.seat.take_up(Place({"delta": 4}, 1000, 30, 5), {})
-        return node.seat.progress(7), node.seat.place
+        node.state_sync.load_state(RunPosition({"delta": 4}, 1000, 30, 5), {})
+        return node.state_sync.progress(7), node.state_sync.place
 
     progress, place = seated(bench, text, work)
     assert (progress.step, progress.tokens) == (7, 1000 + 30 * 5)
-    assert place == Place({"delta": 4}, 1000, 30, 5)
+    assert place == RunPosition({"delta": 4}, 1000, 30, 5)
 
 
 def test_tokens_that_did_not_count_stay_mine(bench, text):
     async def work(node):
-        seat, key = node.seat, Key("delta", 0)
-        seat.trained(64)
-        seat._offered[key] = 64
-        seat.applied(key, Result("failed", 1))
-        kept = seat.progress(0).tokens
-        seat._offered[key] = 64
-        seat.applied(key, Result("ok", 1, ("me",), (1.0,), taken={"a": [(0, 1)]}, tokens=100))
-        return kept, seat.progress(0).tokens
+        state_sync, key = node.state_sync, ExchangeKey("delta", 0)
+        state_sync.trained(64)
+        state_sync._offered[key] = 64
+        state_sync.applied(key, Result("failed", 1))
+        kept = state_sync.progress(0).tokens
+        state_sync._offered[key] = 64
+        state_sync.applied(key, Result("ok", 1, ("me",), (1.0,), taken={"a": [(0, 1)]}, tokens=100))
+        return kept, state_sync.progress(0).tokens
 
     assert seated(bench, text, work) == (64, 100)
 
 
 def test_the_next_rounds_are_those_after_the_ones_in_the_state_by_the_swarms_names(bench, text):
     async def work(node):
-        seat = node.seat
-        first = dict(seat.next_rounds)
-        seat.take_up(Place({"delta": 4}), {})
-        return first, seat.next_rounds, seat.is_busy, seat.patience_s
+        state_sync = node.state_sync
+        first = dict(state_sync.next_rounds)
+        state_sync.load_state(RunPosition({"delta": 4}), {})
+        return first, state_sync.next_rounds, state_sync.is_busy, state_sync.patience_s
 
     assert seated(bench, text, work) == ({"delta": 0}, {"delta": 5}, False, 30.0)
 
 
 def test_a_round_that_failed_for_all_is_over_and_one_that_nobody_knows_of_is_asked_for_again(bench, text):
     async def work(node):
-        node.seat.applied(Key("delta", 0), Result("failed", 0))  # as a node that was restored says of its open exchange
-        before = dict(node.seat.place.rounds)
-        node.seat.applied(Key("delta", 0), Result("failed", 1))
-        return before, node.seat.place.rounds
+        node.state_sync.applied(
+            ExchangeKey("delta", 0), Result("failed", 0)
+        )  # as a node that was restored says of its open exchange
+        before = dict(node.state_sync.place.rounds)
+        node.state_sync.applied(ExchangeKey("delta", 0), Result("failed", 1))
+        return before, node.state_sync.place.rounds
 
     assert seated(bench, text, work) == ({"delta": -1}, {"delta": 0})
 
@@ -121,7 +123,7 @@ def joined(bench, text, broken):
             serve(first, [broken(served), snapshot(served)])
             await second.join([made.record(0)], 60.0)
             other = second.loop.driver
-            assert second.seat.place.rounds == {"delta": 3}
+            assert second.state_sync.place.rounds == {"delta": 3}
             return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.port.counters
 
     return run_virtual(main())
@@ -201,29 +203,29 @@ class Books:
 
 
 def test_the_books_bring_notes_to_each_round_and_are_told_what_it_named(bench, text):
-    made, books = bench(text, "diloco", total=3200, period=10), Books()
+    made, contributions = bench(text, "diloco", total=3200, period=10), Books()
 
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
-            node.seat._books = books
+            node.state_sync._contributions = contributions
             node.found()
             await node.loop.run(made.total, 30.0)
 
     run_virtual(main())
-    assert len(books.told) >= 4
-    assert books.told == [(number, notes.written([("t", number)])) for number in range(len(books.told))]
-    assert books.announced == books.told
-    assert books.brought_to == list(range(len(books.told)))
+    assert len(contributions.told) >= 4
+    assert contributions.told == [(number, notes.written([("t", number)])) for number in range(len(contributions.told))]
+    assert contributions.announced == contributions.told
+    assert contributions.brought_to == list(range(len(contributions.told)))
 
 
 def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench, text):
-    made, books = bench(text, "streaming", total=3200, period=8, fragments=2, overlap=1), Books()
+    made, contributions = bench(text, "streaming", total=3200, period=8, fragments=2, overlap=1), Books()
 
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
-            node.seat._books = books
+            node.state_sync._contributions = contributions
             node.found()
             first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
             shards = [peer.rounds._streams[entry.key.stream].stream.terms.shards for entry in (first, *others)]
@@ -232,11 +234,11 @@ def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench,
             return first
 
     first = run_virtual(main())
-    assert len(books.told) >= 2
-    assert books.brought_to[: len(books.told)] == [number for number, _ in books.told]
-    assert len(books.brought_to) <= len(books.told) + 1
-    assert {number % first.stride for number, _ in books.told} == {first.key.round % first.stride}
-    assert all(noted == notes.written([("t", number)]) for number, noted in books.told)
+    assert len(contributions.told) >= 2
+    assert contributions.brought_to[: len(contributions.told)] == [number for number, _ in contributions.told]
+    assert len(contributions.brought_to) <= len(contributions.told) + 1
+    assert {number % first.stride for number, _ in contributions.told} == {first.key.round % first.stride}
+    assert all(noted == notes.written([("t", number)]) for number, noted in contributions.told)
 
 
 def test_a_stage_s_state_has_a_name_of_its_own_and_only_its_members_count(bench, text):
@@ -245,16 +247,16 @@ def test_a_stage_s_state_has_a_name_of_its_own_and_only_its_members_count(bench,
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
-            courier = Courier(peer, 3, node.seat._compute, 1)
+            exchange_client = ExchangeClient(peer, 3, node.state_sync._compute, 1)
             peer.found()
-            seat = Seat(peer, node.loop.driver, courier, node.seat._compute, 1, Books())
+            state_sync = StateSync(peer, node.loop.driver, exchange_client, node.state_sync._compute, 1, Books())
             newest = peer.port.views.newest
             others = (Member("a", 1, 1), Member("b", 1, 0), Member("c", 1, NOTHING))
             members = (*newest.members, *others)
             peer.port.chain.views.append(Certified(View(1, newest.hash, 0, members)))
-            seat.open()
-            seat.trained(64)
-            return set(peer.snapshots._providers), seat.members, seat.progress(0).tokens
+            state_sync.open()
+            state_sync.trained(64)
+            return set(peer.snapshots._providers), state_sync.members, state_sync.progress(0).tokens
 
     served, members, tokens = run_virtual(main())
     assert served == {"state/1"}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.optimizers.contrib.asynchronous import FASTEST, HEARD_ROUNDS, STREAM, Async
-from farflock.optimizers.method import All, Exchange, Key, Progress, Result
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Result
 from farflock.optimizers.parts.outer import OuterNesterov
 from farflock.optimizers.parts.state import WrongState, state_hash
 
@@ -50,7 +50,7 @@ def arrive(made, replica, **payloads):
     number = made._book.number
     found = dict(sorted(payloads.items()))
     result = Result("ok", number + 1, tuple(found), (1.0,) * len(found), {}, found)
-    assert made.apply(replica, Exchange(Key(STREAM, number), "gather", All(), {}), result) == []
+    assert made.apply(replica, Exchange(ExchangeKey(STREAM, number), "gather", All(), {}), result) == []
 
 
 def answer(made, replica, asked, taken=True, **others):
@@ -220,7 +220,7 @@ def test_staleness_counts_the_rounds_of_others_since_the_pull():
         arrive(made, replica, a=payload(torch.ones(SIZE) * number), b=payload(torch.ones(SIZE)))
     made.local_step(replica, Progress(1))
     (asked,) = made.due(replica, Progress(2))
-    assert asked.key == Key(STREAM, 3)
+    assert asked.key == ExchangeKey(STREAM, 3)
     assert asked.tensors["staleness"].tolist() == [3.0]
 
 
@@ -323,7 +323,7 @@ def test_a_message_that_was_not_taken_is_asked_for_again_at_the_next_round_as_it
     made, replica = Async(period=3, lr=1.0, momentum=0.0, buffer=1), Still()
     (asked,) = train(made, replica, 3)
     (again,) = answer(made, replica, asked, taken=False, you=payload(torch.ones(SIZE)))
-    assert again.key == Key(STREAM, 1)
+    assert again.key == ExchangeKey(STREAM, 1)
     assert torch.equal(again.tensors["delta.x"], asked.tensors["delta.x"])
     assert replica.held["x"].tolist() == [-3.0] * SIZE
     assert answer(made, replica, again) == []
@@ -337,7 +337,7 @@ def test_after_a_failed_round_the_message_waits_for_the_next_local_step():
     assert phi(made, replica).tolist() == [0.0] * SIZE
     made.local_step(replica, Progress(3))
     (again,) = made.due(replica, Progress(4))
-    assert again.key == Key(STREAM, 1)
+    assert again.key == ExchangeKey(STREAM, 1)
     assert torch.equal(again.tensors["delta.x"], asked.tensors["delta.x"])
     assert made.due(replica, Progress(4)) == []
 

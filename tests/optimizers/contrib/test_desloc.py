@@ -336,8 +336,8 @@ def test_moments_travel_at_their_own_periods_on_the_axis_of_x():
     assert [step for step, stream in asked if stream == "exp_avg"] == [6, 12, 18, 24]
     assert [step for step, stream in asked if stream == "exp_avg_sq"] == [12, 24]
     method, replica = swarm.peers[0]
-    specimens = {one.key.stream: (one.key.round, one.stride) for one in method.streams(replica)}
-    assert specimens == {"param": (0, 1), "exp_avg": (2, 3), "exp_avg_sq": (5, 6)}
+    templates = {one.key.stream: (one.key.round, one.stride) for one in method.streams(replica)}
+    assert templates == {"param": (0, 1), "exp_avg": (2, 3), "exp_avg_sq": (5, 6)}
 
 
 def test_at_the_papers_periods_it_sends_half_of_what_local_adam_sends():

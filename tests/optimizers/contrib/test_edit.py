@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from farflock.optimizers.contrib.anomaly import HUGE, UNIT
 from farflock.optimizers.contrib.edit import DELTA, FAINTEST, NORMS, ONLOOKER, EDiT
-from farflock.optimizers.contrib.judge import HUGE, UNIT
-from farflock.optimizers.method import All, Exchange, Key, Progress, Result
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Result
 from farflock.optimizers.parts.outer import OuterSGD
 from farflock.optimizers.parts.state import WrongState, state_hash
 
@@ -56,7 +56,7 @@ def replayed(result):
 
 
 def replay(stream, number):
-    return Exchange(Key(stream, number), "mean", All(), {})
+    return Exchange(ExchangeKey(stream, number), "mean", All(), {})
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def phi(made, replica):
 
 def test_the_norm_of_each_layer_is_sent_and_how_many_steps_it_took(replica):
     (asked,) = work(plain(period=3), replica, a=2.0, b=3.0, steps=3)
-    assert (asked.key, asked.kind, asked.codec) == (Key(NORMS, 0), "gather", "fp32")
+    assert (asked.key, asked.kind, asked.codec) == (ExchangeKey(NORMS, 0), "gather", "fp32")
     torch.testing.assert_close(asked.tensors["norms"], torch.tensor([4.0, 3.0 * math.sqrt(3)]))
     assert asked.tensors["steps"].tolist() == [3.0]
 
@@ -96,7 +96,7 @@ def test_the_second_phase_sends_the_pseudo_gradient_times_weight_over_mean_weigh
     asked = first_phase(made, replica)
     mine = asked.tensors["norms"].tolist()
     (delta,) = made.apply(replica, asked, gathered(asked, you=norms(mine[0] + math.log(3), mine[1])))
-    assert (delta.key, delta.kind, delta.weight) == (Key(DELTA, 0), "mean", 1.0)
+    assert (delta.key, delta.kind, delta.weight) == (ExchangeKey(DELTA, 0), "mean", 1.0)
     torch.testing.assert_close(delta.tensors["a"], torch.full((4,), 2 * 0.75))
     assert delta.tensors["b"].tolist() == [1.0] * 3
 
@@ -282,7 +282,7 @@ def test_a_mean_that_came_before_its_norms_leaves_my_work_for_the_next_round(vec
 def test_an_old_round_that_is_replayed_while_another_mean_is_open_asks_for_nothing(vectors):
     _, pupil, (_, mine), rounds = teacher_and_pupil(vectors)
     (delta,) = pupil.apply(mine, replay(NORMS, 0), replayed(rounds[0][2]))
-    assert (delta.key, delta.weight) == (Key(DELTA, 0), ONLOOKER)
+    assert (delta.key, delta.weight) == (ExchangeKey(DELTA, 0), ONLOOKER)
     assert pupil.apply(mine, replay(NORMS, 1), replayed(rounds[2][2])) == []
 
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from farflock.optimizers.method import Exchange, Key, RandomGroups, Result
+from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Result
 from farflock.optimizers.noloco import NoLoCo, stability_bound
 from farflock.optimizers.parts.outer import OuterHeavyBall
 
@@ -144,7 +144,7 @@ def test_biased_codecs_are_refused():
 
 def test_it_asks_for_pairs(loopback):
     world = pairs(loopback, 1)
-    specimen = world.methods[0].streams(world.replicas[0])[0]
-    assert specimen.group == RandomGroups(2)
-    assert isinstance(specimen, Exchange)
-    assert specimen.key == Key("pairs", 0)
+    template = world.methods[0].streams(world.replicas[0])[0]
+    assert template.group == RandomGroups(2)
+    assert isinstance(template, Exchange)
+    assert template.key == ExchangeKey("pairs", 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from farflock.optimizers.method import All, Exchange, Key, Progress
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress
 
 
 @dataclass
@@ -14,7 +14,7 @@ class Probe:
     """Asks, after every `every`-th step, in each of its specimens' streams for the next round, and remembers all results.
     Every value that it sends is the number of steps it has taken."""
 
-    specimens: list
+    templates: list
     every: int = 1
     equality: str = "exact"
     second: Exchange | None = None  # asked for when a result of the first stream is applied
@@ -25,7 +25,7 @@ class Probe:
     seen: list = field(default_factory=list)
 
     def streams(self, replica):
-        return self.specimens + ([self.second] if self.second else [])
+        return self.templates + ([self.second] if self.second else [])
 
     def local_step(self, replica, progress):
         assert isinstance(progress, Progress)
@@ -36,10 +36,10 @@ class Probe:
         self.pending.add(one.key.stream)
         tensors = {name: torch.full_like(x, float(self.steps)) for name, x in one.tensors.items()}
         fields = {name: getattr(one, name) for name in ("codec", "return_codec", "stride", "enough", "weight")}
-        return Exchange(Key(one.key.stream, number), one.kind, one.group, tensors, **fields)
+        return Exchange(ExchangeKey(one.key.stream, number), one.kind, one.group, tensors, **fields)
 
     def due(self, replica, progress):
-        idle = [one for one in self.specimens if one.key.stream not in self.pending]
+        idle = [one for one in self.templates if one.key.stream not in self.pending]
         return [self.ask(one) for one in idle] if self.steps % self.every == 0 else []
 
     def apply(self, replica, exchange, result):
@@ -47,7 +47,7 @@ class Probe:
         self.rounds[stream] = result.next_round
         self.pending.discard(stream)
         self.seen.append((exchange.key, bool(exchange.tensors), result))
-        first = bool(exchange.tensors) and stream == self.specimens[0].key.stream
+        first = bool(exchange.tensors) and stream == self.templates[0].key.stream
         return [self.ask(self.second)] if self.second and first else []
 
     def snapshot(self, replica):
@@ -58,7 +58,9 @@ class Probe:
 
 
 def one(stream, kind="gather", first=0, **more):
-    return Exchange(Key(stream, first), kind, All(), {"x": torch.zeros(3)}, codec="fp32", return_codec="fp32", **more)
+    return Exchange(
+        ExchangeKey(stream, first), kind, All(), {"x": torch.zeros(3)}, codec="fp32", return_codec="fp32", **more
+    )
 
 
 def results(peer, stream):
@@ -79,7 +81,9 @@ def test_a_gather_gives_everybodys_tensors_in_sorted_order_and_their_mean(loopba
 
 
 def test_what_is_gathered_is_what_the_codec_makes_of_it(loopback):
-    swarm = loopback(lambda: Probe([Exchange(Key("g", 0), "gather", All(), {"x": torch.zeros(64)}, codec="topk:1/64")]))
+    swarm = loopback(
+        lambda: Probe([Exchange(ExchangeKey("g", 0), "gather", All(), {"x": torch.zeros(64)}, codec="topk:1/64")])
+    )
     swarm.steps(1)
     (result,) = results(swarm.peers["a"], "g")
     assert sorted(result.gathered["b"]["x"].tolist()) == [0.0] * 63 + [1.0]
@@ -105,7 +109,7 @@ def test_a_second_phase_is_carried_in_the_same_tick(loopback):
     swarm.steps(4)
     for peer in swarm.peers.values():
         assert [key for key, _, _ in peer.method.seen] == [
-            Key(stream, number) for number in (0, 1) for stream in ("first", "second")
+            ExchangeKey(stream, number) for number in (0, 1) for stream in ("first", "second")
         ]
 
 
@@ -128,7 +132,7 @@ def test_who_asks_when_a_round_is_closed_gets_its_result_and_who_never_asks_has_
     swarm.steps(3)
     b = swarm.peers["b"]
     swarm.steps(1)
-    assert b.replayed == [Key("g", 0), Key("g", 1), Key("g", 2)]
+    assert b.replayed == [ExchangeKey("g", 0), ExchangeKey("g", 1), ExchangeKey("g", 2)]
     told = [(key.round, asked, result.participants) for key, asked, result in b.method.seen]
     assert told[:3] == [(number, False, ("a",)) for number in range(3)]
     assert told[3][:2] == (3, True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from farflock.optimizers.ddp import DDP
 from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.method import Key, Result
+from farflock.optimizers.method import ExchangeKey, Result
 from farflock.optimizers.noloco import NoLoCo
 from farflock.optimizers.parts.outer import OuterSGD
 
@@ -96,11 +96,11 @@ def test_feedback_is_settled_when_the_result_is_known_and_not_before(loopback, s
     peer = swarm.peers["a"]
     settled = {name: x.clone() for name, x in peer.method._memory.residual.items()}
     swarm.steps(2)
-    assert peer.driver.pending == (Key("delta", 1),)
+    assert peer.driver.pending == (ExchangeKey("delta", 1),)
     assert same(peer.method._memory.residual, settled)
     message = dict(peer.offered[-1][1].tensors)
     swarm.steps(2)
-    assert peer.driver.pending == (Key("delta", 2),) or not peer.driver.pending
+    assert peer.driver.pending == (ExchangeKey("delta", 2),) or not peer.driver.pending
     sent = peer.results[1].sent
     assert same(peer.method._memory.residual, {name: message[name] - sent[name] for name in message})
 
@@ -202,7 +202,7 @@ def test_a_replayed_round_moves_phi_and_keeps_local_work(loopback, same):
     b.asleep = True
     swarm.steps(2)
     before = b.theta()
-    swarm.replay("b", Key("delta", 0))
+    swarm.replay("b", ExchangeKey("delta", 0))
     assert same(b.theta(), before)
     assert same(phi_of(b), phi_of(swarm.peers["a"]))
     assert same(b.outer(), swarm.peers["a"].outer())
@@ -217,7 +217,7 @@ def test_a_peer_that_slept_and_replayed_is_as_one_whose_rounds_were_dropped(loop
     slept.steps(3)
     slept.peers["b"].asleep = True
     slept.steps(1)
-    slept.replay("b", Key("delta", 0))
+    slept.replay("b", ExchangeKey("delta", 0))
     assert same(slept.peers["b"].outer(), dropped.peers["b"].outer())
 
 
@@ -307,7 +307,7 @@ def test_a_round_between_others_means_nothing_to_a_pair(loopback, same):
     peer = swarm.peers["a"]
     before, theta = peer.outer(), peer.theta()
     mean = {name: x + 1 for name, x in theta.items()}
-    peer.driver.replay(Key("pairs", 1), Result("ok", 2, ("x", "y"), (1.0, 1.0), mean=mean), peer.progress)
+    peer.driver.replay(ExchangeKey("pairs", 1), Result("ok", 2, ("x", "y"), (1.0, 1.0), mean=mean), peer.progress)
     assert same(peer.theta(), theta)
     after = peer.outer()
     assert int(after.pop("round")) == 2

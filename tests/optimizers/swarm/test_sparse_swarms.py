@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farflock.optimizers.contrib.flexdemo import FlexDeMo
-from farflock.optimizers.demo import DeMo
+from farflock.optimizers.demo_optimizer import DeMo
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.local import Local
 from farflock.optimizers.parts.outer import OuterSGD

@@ -1,15 +1,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.swarm.dht.item_store import Item, Shelf
+from farflock.swarm.dht.item_store import ItemStore, StoredItem
 
 
 def item(owner=b"a", value=b"v", expires_s=10.0):
-    return Item(owner, value, expires_s)
+    return StoredItem(owner, value, expires_s)
 
 
 def test_what_was_put_is_there_until_it_expires():
-    shelf = Shelf()
+    shelf = ItemStore()
     assert shelf.put(b"k", item(expires_s=10.0), now_s=0.0)
     assert shelf.items(b"k", now_s=9.9) == [item(expires_s=10.0)]
     assert shelf.items(b"k", now_s=10.0) == []
@@ -17,14 +17,14 @@ def test_what_was_put_is_there_until_it_expires():
 
 
 def test_a_later_expiry_replaces_an_earlier_one():
-    shelf = Shelf()
+    shelf = ItemStore()
     shelf.put(b"k", item(value=b"old", expires_s=10.0), now_s=0.0)
     assert shelf.put(b"k", item(value=b"new", expires_s=11.0), now_s=0.0)
     assert [each.value for each in shelf.items(b"k", now_s=0.0)] == [b"new"]
 
 
 def test_a_replayed_older_item_neither_replaces_nor_shortens_the_newer_one():
-    shelf = Shelf()
+    shelf = ItemStore()
     shelf.put(b"k", item(value=b"new", expires_s=11.0), now_s=0.0)
     assert not shelf.put(b"k", item(value=b"old", expires_s=10.0), now_s=0.0)
     assert not shelf.put(b"k", item(value=b"same age", expires_s=11.0), now_s=0.0)
@@ -32,11 +32,11 @@ def test_a_replayed_older_item_neither_replaces_nor_shortens_the_newer_one():
 
 
 def test_an_expired_item_is_not_taken():
-    assert not Shelf().put(b"k", item(expires_s=1.0), now_s=1.0)
+    assert not ItemStore().put(b"k", item(expires_s=1.0), now_s=1.0)
 
 
 def test_a_full_key_refuses_new_owners_and_still_serves_the_known_ones():
-    shelf = Shelf(max_items_per_key=1)
+    shelf = ItemStore(max_items_per_key=1)
     assert shelf.put(b"k", item(b"a"), now_s=0.0)
     assert not shelf.put(b"k", item(b"b"), now_s=0.0)
     assert shelf.put(b"k", item(b"a", expires_s=20.0), now_s=0.0)
@@ -44,7 +44,7 @@ def test_a_full_key_refuses_new_owners_and_still_serves_the_known_ones():
 
 
 def test_a_full_shelf_makes_room_of_what_has_expired():
-    shelf = Shelf(max_items=2)
+    shelf = ItemStore(max_items=2)
     shelf.put(b"k", item(b"a", expires_s=5.0), now_s=0.0)
     shelf.put(b"k", item(b"b", expires_s=50.0), now_s=0.0)
     assert not shelf.put(b"k", item(b"c"), now_s=4.0)
@@ -53,7 +53,7 @@ def test_a_full_shelf_makes_room_of_what_has_expired():
 
 
 def test_bytes_are_bounded_also_when_an_owner_grows():
-    shelf = Shelf(max_bytes=10)
+    shelf = ItemStore(max_bytes=10)
     assert shelf.put(b"k", item(b"a", b"x" * 6), now_s=0.0)
     assert not shelf.put(b"k", item(b"b", b"x" * 5), now_s=0.0)
     assert not shelf.put(b"k", item(b"a", b"x" * 11, expires_s=20.0), now_s=0.0)
@@ -63,14 +63,14 @@ def test_bytes_are_bounded_also_when_an_owner_grows():
 
 puts = st.tuples(
     st.sampled_from([b"k", b"l", b"m"]),
-    st.builds(Item, st.sampled_from([b"a", b"b", b"c", b"d"]), st.binary(max_size=8), st.floats(0, 30)),
+    st.builds(StoredItem, st.sampled_from([b"a", b"b", b"c", b"d"]), st.binary(max_size=8), st.floats(0, 30)),
     st.floats(0, 3),
 )
 
 
 @given(st.lists(puts, max_size=60))
 def test_the_books_are_right_and_the_bounds_hold_after_any_history(history):
-    shelf, now_s, newest = Shelf(max_items_per_key=3, max_items=6, max_bytes=30), 0.0, {}
+    shelf, now_s, newest = ItemStore(max_items_per_key=3, max_items=6, max_bytes=30), 0.0, {}
     for key, each, wait_s in history:
         now_s += wait_s
         if shelf.put(key, each, now_s):

@@ -27,7 +27,7 @@ from farflock.swarm.dht import kademlia as dht
 from farflock.swarm.dht.daemon import BoundDaemon
 from farflock.swarm.dht.files import IdentityInUse, PortTaken
 from farflock.swarm.dht.greeting import ClockSkew, DirectoryUnreachable
-from farflock.swarm.dht.item_store import Item
+from farflock.swarm.dht.item_store import StoredItem
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.dht.validator import cell_name, head_name, key_hash, pack_items, unpack_items, wrap
 from farflock.swarm.identity import Identity, peer_id
@@ -595,9 +595,9 @@ def test_other_users_of_hivemind_in_the_process_keep_their_protocol():
 
 
 def test_our_form_of_a_dictionary_is_hivemind_s():
-    items = [Item(identity(number).public, b"\xc4\x01v", time.time() + 60 + number) for number in (1, 2)]
+    items = [StoredItem(identity(number).public, b"\xc4\x01v", time.time() + 60 + number) for number in (1, 2)]
     theirs = MSGPackSerializer.loads(pack_items(items))
-    assert [Item(subkey, *entry) for subkey, entry in theirs.items()] == items
+    assert [StoredItem(subkey, *entry) for subkey, entry in theirs.items()] == items
     assert MSGPackSerializer.dumps(theirs) == pack_items(items)
     assert unpack_items(MSGPackSerializer.dumps(theirs)) == items
     assert DHTID.generate(source=HEAD).to_bytes() == key_hash(HEAD)

@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from farflock.swarm.dht.item_store import Item
-from farflock.swarm.dht.lookup import MAX_ASKED, PARALLEL_CALLS, WIDTH, Reply, Walk
+from farflock.swarm.dht.item_store import StoredItem
+from farflock.swarm.dht.lookup import MAX_ASKED, PARALLEL_CALLS, WIDTH, LookupReply, Walk
 
-HIT = Item(b"owner", b"value", 1.0)
+HIT = StoredItem(b"owner", b"value", 1.0)
 
 
 class Table:
@@ -23,7 +23,7 @@ class Table:
         self.running -= 1
         if peer in self.silent:
             return None
-        return Reply([HIT] if peer in self.stores else [], [(near, near) for near in self.knows.get(peer, ())])
+        return LookupReply([HIT] if peer in self.stores else [], [(near, near) for near in self.knows.get(peer, ())])
 
 
 def walk(table, friends, target=0, me=-1):
@@ -95,7 +95,7 @@ def test_only_so_many_calls_run_at_once():
 def test_a_cancelled_walk_keeps_what_it_found_and_leaves_no_task():
     async def ask(peer):
         if peer == 1:
-            return Reply([HIT], [])
+            return LookupReply([HIT], [])
         await asyncio.Event().wait()
 
     async def main():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.swarm.dht import validator as dht_validator
-from farflock.swarm.dht.item_store import MAX_ITEMS_PER_KEY, Item
+from farflock.swarm.dht.item_store import MAX_ITEMS_PER_KEY, StoredItem
 from farflock.swarm.dht.validator import (
     CLOCK_SLACK_S,
     MAX_CELLS,
@@ -147,8 +147,8 @@ def test_the_memory_of_verified_items_is_bounded(monkeypatch):
 @given(st.binary(min_size=20, max_size=20), st.binary(max_size=40), st.binary(max_size=200), st.floats())
 def test_garbage_is_refused_without_an_error(key, subkey, value, expires_s):
     rules = Rules(RUN)
-    assert not rules.allows(key, Item(subkey, value, expires_s), NOW_S)
-    assert not rules.allows(key_hash(CELL), Item(subkey, value, expires_s), NOW_S)
+    assert not rules.allows(key, StoredItem(subkey, value, expires_s), NOW_S)
+    assert not rules.allows(key_hash(CELL), StoredItem(subkey, value, expires_s), NOW_S)
 
 
 @given(st.integers(0, len(FAIR.value) - 1), st.integers(1, 255))
@@ -178,13 +178,16 @@ def test_a_number_of_cells_that_cannot_be_doubled_into_is_refused(cells):
 
 def test_the_largest_record_fits():
     body = record()
-    largest = Item(ALICE.public, msgspec.msgpack.encode(bytes(64 + 4096)), NOW_S + 1)
+    largest = StoredItem(ALICE.public, msgspec.msgpack.encode(bytes(64 + 4096)), NOW_S + 1)
     assert len(largest.value) == MAX_VALUE_BYTES
     assert len(FAIR.value) == len(body) + 64 + (2 if len(body) + 64 < 256 else 3)
 
 
 items = st.builds(
-    Item, st.binary(min_size=32, max_size=32), st.binary(max_size=100), st.floats(allow_nan=False, allow_infinity=False)
+    StoredItem,
+    st.binary(min_size=32, max_size=32),
+    st.binary(max_size=100),
+    st.floats(allow_nan=False, allow_infinity=False),
 )
 
 
@@ -214,7 +217,7 @@ def dictionary(entries):
 def test_entries_of_other_programs_are_left_out_one_by_one():
     good = (ALICE.public, b"value", 1.0)
     strange = [("text", b"", 1.0), (ALICE.public, "text", 1.0), (ALICE.public, b""), 7, None, (b"short", b"", 1.0)]
-    assert unpack_items(dictionary([*strange, good, *strange])) == [Item(*good)]
+    assert unpack_items(dictionary([*strange, good, *strange])) == [StoredItem(*good)]
 
 
 def test_a_dictionary_with_too_many_entries_is_refused_before_they_are_read():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.swarm.paths.checkfree import BadSwap, Swapped, partners
-from farflock.swarm.paths.policy import Call, Microbatch, Serving, Wired, fixed, mixed
+from farflock.swarm.paths.checkfree import BadSwap, SwappedPaths, partners
+from farflock.swarm.paths.policy import FinishedCall, Microbatch, StageServers, SwarmPaths, fixed, mixed
 from farflock.swarm.paths.round_robin import Announced
 
 SIX = (2, 3, 3, 1, 1, 4)
@@ -15,7 +15,7 @@ seeds = st.none() | st.integers(0, 2**64)
 
 
 def serving(stages, each=2):
-    return Serving(1, tuple(tuple(Announced(f"s{s}-{n}", 1, 1.0) for n in range(each)) for s in range(stages)))
+    return StageServers(1, tuple(tuple(Announced(f"s{s}-{n}", 1, 1.0) for n in range(each)) for s in range(stages)))
 
 
 def orders(policy, microbatches):
@@ -31,7 +31,7 @@ def orders(policy, microbatches):
     ],
 )
 def test_the_first_two_and_the_last_two_block_stages_change_places(layers, order):
-    policy = Swapped(fixed(len(layers)), layers)
+    policy = SwappedPaths(fixed(len(layers)), layers)
     usual = tuple(range(len(layers)))
     assert orders(policy, [Microbatch(0, index, 0) for index in range(4)]) == [usual, order, usual, order]
 
@@ -64,36 +64,36 @@ def test_partners_are_equal_stages_between_the_ends_and_of_each_other(layers):
 )
 def test_other_layouts_are_refused_by_the_rules_name(layers, reason):
     with pytest.raises(BadSwap, match=f"^swap of unequal stages: .*{reason}"):
-        Swapped(fixed(max(1, len(layers))), layers)
+        SwappedPaths(fixed(max(1, len(layers))), layers)
 
 
 @given(seed=seeds, step=st.integers(0, 99), lane=st.integers(0, 9), start=st.integers(0, 50), half=st.integers(1, 20))
 def test_exactly_half_of_each_2n_microbatches_is_swapped(seed, step, lane, start, half):
     """Invariant 5 of specs 3.5, whatever the seed, lane and step."""
-    policy = Swapped(fixed(6), SIX, seed)
+    policy = SwappedPaths(fixed(6), SIX, seed)
     batch = [Microbatch(step, 2 * start + index, lane) for index in range(2 * half)]
     assert sum(policy.is_swapped(microbatch) for microbatch in batch) == half
     assert sum(order != tuple(range(6)) for order in orders(policy, batch)) == half
 
 
 def test_without_a_seed_lanes_and_steps_of_one_microbatch_alternate_too():
-    policy = Swapped(fixed(6), SIX)
+    policy = SwappedPaths(fixed(6), SIX)
     assert [policy.is_swapped(Microbatch(step, 0, 0)) for step in range(4)] == [False, True, False, True]
     assert [policy.is_swapped(Microbatch(0, 0, lane)) for lane in range(4)] == [False, True, False, True]
 
 
 def test_with_a_seed_chance_takes_one_of_each_pair_alike_on_every_machine():
     batch = [Microbatch(step, index, 0) for step in range(50) for index in range(4)]
-    drawn = {seed: [Swapped(fixed(6), SIX, seed).is_swapped(one) for one in batch] for seed in (1, 2)}
+    drawn = {seed: [SwappedPaths(fixed(6), SIX, seed).is_swapped(one) for one in batch] for seed in (1, 2)}
     assert drawn[1] != drawn[2]
-    assert drawn[1] == [Swapped(mixed(6, 3), SIX, 1).is_swapped(one) for one in batch]
+    assert drawn[1] == [SwappedPaths(mixed(6, 3), SIX, 1).is_swapped(one) for one in batch]
     assert "".join(str(int(swapped)) for swapped in drawn[1][:16]) == "1010100101101001"
     assert 30 < sum(drawn[1][::2]) < 70  # of 100 first ones of a pair
 
 
 @given(seed=seeds, step=st.integers(0, 99), index=st.integers(0, 9), lane=st.integers(0, 20))
 def test_orders_obey_the_law_of_path_policies(seed, step, index, lane):
-    order = Swapped(mixed(6, 5), SIX, seed).stage_order(Microbatch(step, index, lane))
+    order = SwappedPaths(mixed(6, 5), SIX, seed).stage_order(Microbatch(step, index, lane))
     assert order[0] == 0
     assert order[-1] == 5
     assert sorted(order) == list(range(6))
@@ -107,22 +107,22 @@ class Skipping:
 
 
 def test_what_the_wrapped_policy_leaves_out_stays_out_by_place():
-    assert orders(Swapped(Skipping(), SIX), [Microbatch(0, 0, 0), Microbatch(0, 1, 0)]) == [
+    assert orders(SwappedPaths(Skipping(), SIX), [Microbatch(0, 0, 0), Microbatch(0, 1, 0)]) == [
         (0, 1, 3, 4, 5),
         (0, 2, 4, 3, 5),
     ]
 
 
 def test_who_serves_a_stage_is_the_wrapped_policys_choice_and_no_lane_is_pinned():
-    here, there = Wired(6, random.Random(1)), Wired(6, random.Random(1))
-    swapped, known = Swapped(here, SIX), serving(6)
+    here, there = SwarmPaths(6, random.Random(1)), SwarmPaths(6, random.Random(1))
+    swapped, known = SwappedPaths(here, SIX), serving(6)
     assert not swapped.pinned
-    assert not Swapped(fixed(6), SIX).pinned
+    assert not SwappedPaths(fixed(6), SIX).pinned
     for number in range(12):
         microbatch, stage = Microbatch(0, number, 0), number % 6
         peer = swapped.next_hop(microbatch, stage, known, float(number), 1.0, {f"s{stage}-0"})
         assert peer == there.next_hop(microbatch, stage, known, float(number), 1.0, {f"s{stage}-0"})
         for policy in (swapped, there):
-            policy.on_result(Call(peer, stage, 1.0, float(number)), "dial", number + 0.5)
+            policy.on_result(FinishedCall(peer, stage, 1.0, float(number)), "dial", number + 0.5)
         assert swapped.retry_s(stage) == there.retry_s(stage)
     assert swapped.retry_s(0) is not None

@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm.paths.draft import MAX_MICROBATCHES, Draft, Instance, even_paths
-from farflock.swarm.paths.skippipe import Kind, Plan, Stop, Terms, require_order, require_paths
+from farflock.swarm.paths.skippipe import PathPlan, PlanTerms, StageKind, Stop, require_order, require_paths
 
-HIDDEN = Kind("hidden", "hidden")
+HIDDEN = StageKind("hidden", "hidden")
 
 
 def instance(sizes=(3, 2, 2, 2, 2), visited=3, headed=False, memory=2, turns=4, swaps=True):
     kinds = [HIDDEN] * len(sizes)
     if headed:
-        kinds[0], kinds[-1] = Kind("tokens", "hidden"), Kind("hidden", "logits")
+        kinds[0], kinds[-1] = StageKind("tokens", "hidden"), StageKind("hidden", "logits")
     serving = tuple(tuple(f"s{stage}-{number}" for number in range(many)) for stage, many in enumerate(sizes))
     peers = [peer for each in serving for peer in each]
     hops = {a: {b: 1.0 + (3 * i + 5 * j) % 7 for j, b in enumerate(peers)} for i, a in enumerate(peers)}
-    terms = Terms(tuple(kinds), visited)
+    terms = PlanTerms(tuple(kinds), visited)
     return Instance(serving, terms, dict.fromkeys(peers, 1.0), hops, memory, turns, turns, swaps, not headed)
 
 
@@ -134,7 +134,7 @@ def test_mending_takes_the_nearest_server():
     }
     wanted = Instance(wanted.serving, wanted.terms, wanted.forward_s, hops, 2, 4, 4)
     draft = Draft(wanted, 4, random.Random(0))
-    draft.adopt(Plan((((Stop(0, "s0-0"), Stop(1, "s1-0")),) * 4,), 4))
+    draft.adopt(PathPlan((((Stop(0, "s0-0"), Stop(1, "s1-0")),) * 4,), 4))
     assert sorted(path[1].peer for path in draft.paths) == ["s1-0"] * 3 + ["s2-1"]
 
 

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from farflock.swarm.paths.draft import Draft, Instance
-from farflock.swarm.paths.planner import Estimate, plan_paths, require
-from farflock.swarm.paths.skippipe import BadPlan, Kind, Plan, Stop, Terms
+from farflock.swarm.paths.planner import LaneBounds, plan_paths, require
+from farflock.swarm.paths.skippipe import BadPlan, PathPlan, PlanTerms, StageKind, Stop
 
-HIDDEN = Kind("hidden", "hidden")
+HIDDEN = StageKind("hidden", "hidden")
 
 
 def instance(sizes, visited, seed=0, memory=2, turns=2, swaps=True, head_is_first=True):
@@ -18,7 +18,7 @@ def instance(sizes, visited, seed=0, memory=2, turns=2, swaps=True, head_is_firs
     peers = [peer for each in serving for peer in each]
     hops = {here: {there: chance.uniform(0.1, 9.0) for there in peers} for here in peers}
     seconds = {peer: chance.uniform(0.2, 1.0) for peer in peers}
-    terms = Terms((HIDDEN,) * len(sizes), visited)
+    terms = PlanTerms((HIDDEN,) * len(sizes), visited)
     return Instance(serving, terms, seconds, hops, memory, turns, turns, swaps, head_is_first)
 
 
@@ -46,7 +46,7 @@ def every_plan(case):
     for order in orders:
         for peers in itertools.product(*(case.serving[stage] for stage in order)):
             stops = (Stop(0, case.serving[0][0]), *map(Stop, order, peers))
-            plan = Plan(((stops,),), 1)
+            plan = PathPlan(((stops,),), 1)
             try:
                 require(plan, case)
             except BadPlan:
@@ -73,7 +73,7 @@ def test_two_lanes_get_the_best_pair_of_paths(seed):
         for peers in itertools.product(*(case.serving[stage] for stage in order))
     ]
     plans = [
-        Plan((((Stop(0, "s0-0"), *one),), ((Stop(0, "s0-1"), *other),)), 1)
+        PathPlan((((Stop(0, "s0-0"), *one),), ((Stop(0, "s0-1"), *other),)), 1)
         for one, other in itertools.product(tails, repeat=2)
     ]
     assert len(plans) == 64
@@ -119,7 +119,7 @@ def test_of_one_microbatch_the_estimate_is_its_time_and_a_tenth(head_is_first):
     draft = Draft(case, 1, random.Random(1))
     for _ in range(20):
         draft.apply(draft.propose())
-        assert Estimate(case)(draft.paths) == pytest.approx(1.1 * case.timetable(draft.plan()).makespan_s)
+        assert LaneBounds(case)(draft.paths) == pytest.approx(1.1 * case.timetable(draft.plan()).makespan_s)
 
 
 def test_the_estimate_sees_lanes_that_are_in_each_others_way():
@@ -127,7 +127,7 @@ def test_the_estimate_sees_lanes_that_are_in_each_others_way():
     apart = [(Stop(0, f"s0-{lane}"), Stop(1, f"s1-{lane}")) for lane in range(2)]
     together = [apart[0], (Stop(0, "s0-1"), Stop(1, "s1-0"))]
     level = dict.fromkeys(case.forward_s, dict.fromkeys(case.forward_s, 1.0))
-    estimate = Estimate(Instance(case.serving, case.terms, dict.fromkeys(case.forward_s, 1.0), level, 1, 2, 2))
+    estimate = LaneBounds(Instance(case.serving, case.terms, dict.fromkeys(case.forward_s, 1.0), level, 1, 2, 2))
     assert estimate(together) > 1.3 * estimate(apart)
 
 
@@ -137,7 +137,7 @@ def test_a_plan_that_never_ends_is_refused():
     level = dict.fromkeys(case.forward_s, dict.fromkeys(case.forward_s, 1.0))
     even = Instance(case.serving, case.terms, dict.fromkeys(case.forward_s, 1.0), level, 1, 1, 1)
     with pytest.raises(BadPlan, match="memory: 2 microbatches wait for each other's room for ever"):
-        require(Plan(tuple((path,) for path in paths), 1), even)
+        require(PathPlan(tuple((path,) for path in paths), 1), even)
     require(plan_paths(even, 0, 40), even)
 
 

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm.paths import noloco as mixing
-from farflock.swarm.paths.partial import Partial
-from farflock.swarm.paths.policy import Call, Microbatch, Serving, Wired, fixed, mixed
+from farflock.swarm.paths.partial_paths import PartialPaths
+from farflock.swarm.paths.policy import FinishedCall, Microbatch, StageServers, SwarmPaths, fixed, mixed
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE, DIAL_BAN_S, Announced
 
 STAGES = 3
 POLICIES = {
-    "wired": lambda: Wired(STAGES, random.Random(5)),
+    "wired": lambda: SwarmPaths(STAGES, random.Random(5)),
     "fixed": lambda: fixed(STAGES),
     "mixed": lambda: mixed(STAGES, seed=5),
-    "partial": lambda: Partial(Wired(STAGES, random.Random(5)), STAGES, 3, "a"),
+    "partial": lambda: PartialPaths(SwarmPaths(STAGES, random.Random(5)), STAGES, 3, "a"),
 }
 OUTCOMES = ("done", "busy", "dial", "rpc", "deadline")
 
@@ -26,7 +26,7 @@ def serving(*sizes, membership=1, rate=1.0):
     stages = tuple(
         tuple(Announced(f"s{stage}-{number}", 1, rate) for number in range(size)) for stage, size in enumerate(sizes)
     )
-    return Serving(membership, stages)
+    return StageServers(membership, stages)
 
 
 each_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
@@ -49,7 +49,7 @@ def test_each_stage_is_visited_as_often_as_it_is_said(make):
 def test_law(make, sizes, history, data):
     here, there = make(), make()
     known = serving(*sizes)
-    shuffled = Serving(1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages))
+    shuffled = StageServers(1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages))
     for number, (microbatch, stage, excluded, outcome) in enumerate(history):
         now_s, exclude = 0.5 * number, {f"s{stage}-{peer}" for peer in excluded}
         order = here.stage_order(microbatch)
@@ -66,7 +66,7 @@ def test_law(make, sizes, history, data):
             continue
         assert peer in allowed
         for policy in (here, there):
-            policy.on_result(Call(peer, stage, 1.0, now_s), outcome, now_s + 0.25)
+            policy.on_result(FinishedCall(peer, stage, 1.0, now_s), outcome, now_s + 0.25)
 
 
 @each_policy
@@ -78,7 +78,7 @@ def test_pinned_policies_keep_a_lane_on_its_servers_whatever_happened(make, hist
     for microbatch, where, _, outcome in history:
         peer = policy.next_hop(microbatch, where, known, 0.0)
         if peer is not None:
-            policy.on_result(Call(peer, where, 1.0, 0.0), outcome, 1.0)
+            policy.on_result(FinishedCall(peer, where, 1.0, 0.0), outcome, 1.0)
     if policy.pinned:
         assert policy.next_hop(Microbatch(7, 3, lane), stage, known, 2.0) == first
 
@@ -97,12 +97,12 @@ def test_a_new_list_of_servers_is_in_force_at_once(make):
     policy = make()
     assert policy.next_hop(Microbatch(0, 0, 0), 1, serving(1, 2, 1), 0.0) in {"s1-0", "s1-1"}
     assert policy.next_hop(Microbatch(0, 0, 0), 1, serving(1, 0, 1, membership=2), 0.0) is None
-    newer = Serving(3, ((Announced("a", 1),), (Announced("b", 1),), (Announced("c", 1),)))
+    newer = StageServers(3, ((Announced("a", 1),), (Announced("b", 1),), (Announced("c", 1),)))
     assert policy.next_hop(Microbatch(0, 0, 0), 1, newer, 0.0) == "b"
 
 
 def test_a_pipeline_without_stages_is_refused():
-    for refused in (lambda: Wired(0, random.Random(0)), lambda: fixed(0), lambda: mixed(0, 1)):
+    for refused in (lambda: SwarmPaths(0, random.Random(0)), lambda: fixed(0), lambda: mixed(0, 1)):
         with pytest.raises(ValueError, match="at least one stage, got 0"):
             refused()
 
@@ -138,10 +138,10 @@ def test_mixing_takes_the_holder_of_the_lane_and_draws_anew_when_the_membership_
 
 
 def test_wiring_gives_each_stage_work_by_measured_speed_and_counts_backward_calls_for_more():
-    policy, known = Wired(STAGES, random.Random(0)), serving(1, 2, 1)
+    policy, known = SwarmPaths(STAGES, random.Random(0)), serving(1, 2, 1)
     for peer, taken_s in (("s1-0", 1.0), ("s1-1", 3.0)):
         policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0)
-        policy.on_result(Call(peer, 1, 1.0, 0.0), "done", taken_s)
+        policy.on_result(FinishedCall(peer, 1, 1.0, 0.0), "done", taken_s)
     counts = collections.Counter(policy.next_hop(Microbatch(0, 0, 0), 1, known, 9.0) for _ in range(400))
     assert counts["s1-0"] == pytest.approx(300, abs=3)
     busiest = policy.next_hop(Microbatch(0, 0, 0), 1, known, 9.0, 100 * BACKWARD_SIZE)
@@ -149,15 +149,15 @@ def test_wiring_gives_each_stage_work_by_measured_speed_and_counts_backward_call
 
 
 def test_wiring_bans_at_the_stage_where_a_call_failed_and_says_when_to_ask_again():
-    policy, known = Wired(STAGES, random.Random(0)), serving(1, 1, 1)
+    policy, known = SwarmPaths(STAGES, random.Random(0)), serving(1, 1, 1)
     assert policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0) == "s1-0"
     for outcome in ("busy", "deadline", "done"):
-        policy.on_result(Call("s1-0", 1, 1.0, 0.0), outcome, 1.0)
+        policy.on_result(FinishedCall("s1-0", 1, 1.0, 0.0), outcome, 1.0)
         assert policy.next_hop(Microbatch(0, 0, 0), 1, known, 2.0) == "s1-0"
-    policy.on_result(Call("s1-0", 1, 1.0, 0.0), "dial", 5.0)
+    policy.on_result(FinishedCall("s1-0", 1, 1.0, 0.0), "dial", 5.0)
     assert policy.next_hop(Microbatch(0, 0, 0), 1, known, 6.0) is None
     assert policy.retry_s(1) == 5.0 + DIAL_BAN_S
     assert policy.retry_s(0) is None
     assert policy.next_hop(Microbatch(0, 0, 0), 0, known, 6.0) == "s0-0"
-    newer = Serving(1, (*known.stages[:1], (Announced("s1-0", 2),), *known.stages[2:]))
+    newer = StageServers(1, (*known.stages[:1], (Announced("s1-0", 2),), *known.stages[2:]))
     assert policy.next_hop(Microbatch(0, 0, 0), 1, newer, 7.0) == "s1-0"

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.paths.policy import Microbatch, Serving
+from farflock.swarm.paths.policy import Microbatch, StageServers
 from farflock.swarm.paths.round_robin import Announced
 from farflock.swarm.paths.skippipe import (
     BadPlan,
-    Following,
-    Kind,
-    Plan,
+    PathPlan,
+    PlannedPaths,
+    PlanTerms,
+    ScheduledPass,
+    StageKind,
     Stop,
-    Terms,
-    Work,
     require_order,
     require_paths,
     require_timetable,
 )
 
-HIDDEN = Kind("hidden", "hidden", ((8, 8),))
-BODY = Terms((HIDDEN,) * 5, visited=3)  # whoever begins also ends
-HEADED = Terms((Kind("tokens", "hidden"), HIDDEN, HIDDEN, HIDDEN, Kind("hidden", "logits")), visited=4)
+HIDDEN = StageKind("hidden", "hidden", ((8, 8),))
+BODY = PlanTerms((HIDDEN,) * 5, visited=3)  # whoever begins also ends
+HEADED = PlanTerms((StageKind("tokens", "hidden"), HIDDEN, HIDDEN, HIDDEN, StageKind("hidden", "logits")), visited=4)
 SERVERS = [{f"s{stage}-{number}" for number in range(2)} for stage in range(5)]
 
 
@@ -33,11 +33,11 @@ def path(*stages, number=0):
 
 
 def plan(*lanes, per_step=1):
-    return Plan(tuple(tuple(lane) for lane in lanes), per_step)
+    return PathPlan(tuple(tuple(lane) for lane in lanes), per_step)
 
 
 def serving(*sizes, membership=1):
-    return Serving(
+    return StageServers(
         membership, tuple(tuple(Announced(f"s{s}-{n}", 1) for n in range(many)) for s, many in enumerate(sizes))
     )
 
@@ -63,8 +63,8 @@ def test_a_plan_that_keeps_to_all_rules_is_accepted():
         (BODY, [[path(0, 1, 2, 3)]], "skip ratio", "visit 3"),
         (BODY, [[path(0, 1)]], "skip ratio", "visit 3"),
         (HEADED, [[path(0, 1, 2, 3)]], "missing stage", "whose output is of another kind"),
-        (Terms((HIDDEN,) * 5, 4), [[path(0, 3, 1, 2)]], "swap bound", "displace 2 at most, each by 1"),
-        (Terms((HIDDEN,) * 5, 5), [[path(0, 2, 1, 4, 3)]], "swap bound", "displace 2 at most, each by 1"),
+        (PlanTerms((HIDDEN,) * 5, 4), [[path(0, 3, 1, 2)]], "swap bound", "displace 2 at most, each by 1"),
+        (PlanTerms((HIDDEN,) * 5, 5), [[path(0, 2, 1, 4, 3)]], "swap bound", "displace 2 at most, each by 1"),
         (HEADED, [[path(0, 1, 4, 3)]], "swap of unequal stages", "in their own order"),
         (BODY, [[path(0, 1, 2), path(0, 1, 3)], [path(0, 1, 4), path(0, 1, 2)]], "stage balance", "train every stage"),
     ],
@@ -77,9 +77,11 @@ def test_a_plan_that_breaks_a_rule_is_refused_with_its_name_and_the_remedy(terms
     assert str(refused.value) == f"{rule}: {refused.value.why}; {refused.value.remedy}"
 
 
-@pytest.mark.parametrize("other", [Kind("hidden", "hidden", ((9, 8),)), Kind("hidden", "hidden", ((8, 8), (8,)))])
+@pytest.mark.parametrize(
+    "other", [StageKind("hidden", "hidden", ((9, 8),)), StageKind("hidden", "hidden", ((8, 8), (8,)))]
+)
 def test_stages_of_other_shapes_cannot_change_places_but_may_be_skipped(other):
-    terms = Terms((HIDDEN, HIDDEN, other, HIDDEN), visited=3)
+    terms = PlanTerms((HIDDEN, HIDDEN, other, HIDDEN), visited=3)
     require_order([0, 2, 3], terms)
     require_order([0, 3, 1], terms)  # the unequal one is not there
     for order in ([0, 2, 1], [0, 3, 2]):
@@ -89,12 +91,12 @@ def test_stages_of_other_shapes_cannot_change_places_but_may_be_skipped(other):
 
 
 def test_visiting_all_stages_without_swaps_is_the_order_of_the_model():
-    terms = Terms((HIDDEN,) * 4, visited=4)
+    terms = PlanTerms((HIDDEN,) * 4, visited=4)
     require_order([0, 1, 2, 3], terms)
     with pytest.raises(BadPlan, match="skip ratio"):
         require_order([0, 1, 2], terms)
     assert terms.mean_visits(10) == 10
-    assert Terms((Kind("tokens", "hidden"), Kind("hidden", "logits")), 2).mean_visits(10) == 0
+    assert PlanTerms((StageKind("tokens", "hidden"), StageKind("hidden", "logits")), 2).mean_visits(10) == 0
 
 
 @pytest.mark.parametrize("visited", [0, 1, 6])
@@ -102,7 +104,7 @@ def test_a_number_of_stages_that_no_path_can_visit_is_refused(visited):
     with pytest.raises(
         BadPlan, match=f"cannot visit {visited} of 5 stages, 2 of which none may skip; take a number from 2 to 5"
     ):
-        Terms(HEADED.kinds, visited)
+        PlanTerms(HEADED.kinds, visited)
 
 
 @pytest.mark.parametrize(("lanes", "per_step"), [([], 1), ([[]], 1), ([[path(0)], [path(0)] * 2], 1), ([[path(0)]], 0)])
@@ -122,17 +124,21 @@ def test_a_stage_may_be_visited_once_more_or_less_than_the_mean(counts):
 
 
 def test_work_that_touches_is_no_collision_and_work_that_overlaps_is_one():
-    works = [Work("a", (0, 0), 0.0, 1.0), Work("a", (1, 0), 1.0, 2.0), Work("b", (0, 0), 0.5, 1.5)]
+    works = [
+        ScheduledPass("a", (0, 0), 0.0, 1.0),
+        ScheduledPass("a", (1, 0), 1.0, 2.0),
+        ScheduledPass("b", (0, 0), 0.5, 1.5),
+    ]
     require_timetable(works, memory=2)
     with pytest.raises(
         BadPlan, match=r"collision: a is to work on \(1, 0\) until 2.0000 s and on \(0, 1\) from 1.9000 s"
     ):
-        require_timetable([*works, Work("a", (0, 1), 1.9, 2.5)], memory=2)
+        require_timetable([*works, ScheduledPass("a", (0, 1), 1.9, 2.5)], memory=2)
 
 
 def test_a_microbatch_is_held_from_its_forward_to_its_backward_pass():
-    works = [Work("a", (0, turn), turn, turn + 0.5) for turn in range(3)]
-    works += [Work("a", (0, turn), 10 + turn, 10.5 + turn) for turn in range(3)]
+    works = [ScheduledPass("a", (0, turn), turn, turn + 0.5) for turn in range(3)]
+    works += [ScheduledPass("a", (0, turn), 10 + turn, 10.5 + turn) for turn in range(3)]
     require_timetable(works, memory=3)
     with pytest.raises(
         BadPlan, match=r"memory: a is to hold 3 microbatches at 2.0000 s and has room for 2; start them later"
@@ -141,7 +147,7 @@ def test_a_microbatch_is_held_from_its_forward_to_its_backward_pass():
 
 
 def test_room_is_free_as_soon_as_a_backward_pass_ends():
-    works = [Work("a", (0, 0), 0.0, 1.0), Work("a", (0, 1), 1.0, 2.0)]
+    works = [ScheduledPass("a", (0, 0), 0.0, 1.0), ScheduledPass("a", (0, 1), 1.0, 2.0)]
     require_timetable(works, memory=1)
 
 
@@ -155,7 +161,10 @@ def test_refusals_are_those_of_counting_at_every_moment(drawn, memory):
     works, spans = [], []
     for number, (start, forward, gap, backward) in enumerate(drawn):
         end = start + forward + gap + backward
-        works += [Work("a", (0, number), start, start + forward), Work("a", (0, number), end - backward, end)]
+        works += [
+            ScheduledPass("a", (0, number), start, start + forward),
+            ScheduledPass("a", (0, number), end - backward, end),
+        ]
         spans.append((start, end))
     moments = [half + 0.5 for half in range(40)]
     busiest = max(sum(work.start_s < at < work.end_s for work in works) for at in moments)
@@ -172,7 +181,7 @@ def test_refusals_are_those_of_counting_at_every_moment(drawn, memory):
 
 
 def test_a_microbatch_takes_the_path_of_its_lane_and_turn():
-    policy, known = Following(GOOD, 5), serving(2, 2, 2, 2, 2)
+    policy, known = PlannedPaths(GOOD, 5), serving(2, 2, 2, 2, 2)
     for step in range(4):
         for lane in range(4):
             microbatch = Microbatch(step, 0, lane)
@@ -184,7 +193,7 @@ def test_a_microbatch_takes_the_path_of_its_lane_and_turn():
 
 def test_a_step_of_several_microbatches_goes_on_where_the_last_one_ended():
     paths = [path(0, 1, 2), path(0, 3, 4), path(0, 1, 4)]
-    policy = Following(plan(paths, per_step=2), 5)
+    policy = PlannedPaths(plan(paths, per_step=2), 5)
     orders = [policy.stage_order(Microbatch(step, index, 0)) for step in range(3) for index in range(2)]
     assert orders == [tuple(stop.stage for stop in paths[turn % 3]) for turn in range(6)]
 
@@ -198,11 +207,11 @@ def test_a_step_of_several_microbatches_goes_on_where_the_last_one_ended():
 )
 @settings(max_examples=80, deadline=None)
 def test_the_law_of_path_policies(microbatch, stage, sizes, excluded, data):
-    policy, known = Following(GOOD, 5), serving(*sizes)
-    shuffled = Serving(1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages))
+    policy, known = PlannedPaths(GOOD, 5), serving(*sizes)
+    shuffled = StageServers(1, tuple(tuple(data.draw(st.permutations(servers))) for servers in known.stages))
     exclude = {f"s{stage}-{number}" for number in excluded}
     peer = policy.next_hop(microbatch, stage, known, 0.0, 1.0, exclude)
-    assert peer == Following(GOOD, 5).next_hop(microbatch, stage, shuffled, 9.0, 1.0, exclude)
+    assert peer == PlannedPaths(GOOD, 5).next_hop(microbatch, stage, shuffled, 9.0, 1.0, exclude)
     allowed = set(known.peers(stage)) - exclude
     assert peer in allowed if allowed else peer is None
     assert policy.retry_s(stage) is None
@@ -212,9 +221,9 @@ def test_the_law_of_path_policies(microbatch, stage, sizes, excluded, data):
 
 
 def test_a_place_is_who_came_that_early_and_a_peers_name_that_peer():
-    policy = Following(plan([(Stop(0, "0:0"), Stop(1, "1:1"), Stop(2, "s2-0"))]), 3)
+    policy = PlannedPaths(plan([(Stop(0, "0:0"), Stop(1, "1:1"), Stop(2, "s2-0"))]), 3)
     servers = serving(1, 3, 2).stages
-    known = Serving(1, servers, (("s0-0",), ("s1-2", "s1-0", "s1-1"), ("s2-1", "s2-0")))
+    known = StageServers(1, servers, (("s0-0",), ("s1-2", "s1-0", "s1-1"), ("s2-1", "s2-0")))
     asked = [policy.next_hop(Microbatch(0, 0, 0), stage, known, 0.0) for stage in range(3)]
     assert asked == ["s0-0", "s1-0", "s2-0"]
     assert policy.next_hop(Microbatch(0, 0, 0), 1, serving(1, 3, 2), 0.0) == "s1-1", (
@@ -223,14 +232,14 @@ def test_a_place_is_who_came_that_early_and_a_peers_name_that_peer():
 
 
 def test_a_place_whose_server_is_gone_or_that_nobody_has_is_taken_over_by_mates():
-    policy = Following(plan([(Stop(0, "0:0"), Stop(1, "1:1")), (Stop(0, "0:0"), Stop(1, "1:7"))]), 2)
-    without = Serving(1, serving(1, 2).stages, (("s0-0",), ("s1-0", "gone", "s1-1")))
+    policy = PlannedPaths(plan([(Stop(0, "0:0"), Stop(1, "1:1")), (Stop(0, "0:0"), Stop(1, "1:7"))]), 2)
+    without = StageServers(1, serving(1, 2).stages, (("s0-0",), ("s1-0", "gone", "s1-1")))
     heirs = {policy.next_hop(Microbatch(step, 0, 0), 1, without, 0.0) for step in range(8)}
     assert heirs == {"s1-0", "s1-1"}, "the one who had the place is not among those that are there"
 
 
 def test_stage_mates_take_over_one_after_the_other_until_nobody_is_left():
-    policy, known, tried = Following(GOOD, 5), serving(2, 5, 2, 2, 2), []
+    policy, known, tried = PlannedPaths(GOOD, 5), serving(2, 5, 2, 2, 2), []
     while (peer := policy.next_hop(Microbatch(0, 0, 0), 1, known, 0.0, 1.0, tried)) is not None:
         tried.append(peer)
     assert tried[0] == "s1-0"
@@ -239,7 +248,7 @@ def test_stage_mates_take_over_one_after_the_other_until_nobody_is_left():
 
 def test_a_dead_servers_work_is_shared_out_among_its_mates():
     lanes = [[path(0, 1, 2), path(0, 1, 3), path(0, 1, 4)]] * 4
-    policy, known = Following(plan(*lanes), 5), serving(1, 4, 1, 1, 1)
+    policy, known = PlannedPaths(plan(*lanes), 5), serving(1, 4, 1, 1, 1)
     heirs = collections.Counter(
         policy.next_hop(Microbatch(step, 0, lane), 1, known, 0.0, 1.0, {"s1-0"})
         for step in range(30)
@@ -252,8 +261,8 @@ def test_a_lane_with_one_path_is_pinned_even_where_its_server_is_gone():
     pinned = plan([path(0, 1, 2)] * 2, [path(0, 3, 4)] * 2)
     assert pinned.pinned
     assert not GOOD.pinned
-    policy, known = Following(pinned, 5), serving(2, 4, 2, 2, 2)
-    without = Serving(2, (known.stages[0], known.stages[1][1:], *known.stages[2:]))
+    policy, known = PlannedPaths(pinned, 5), serving(2, 4, 2, 2, 2)
+    without = StageServers(2, (known.stages[0], known.stages[1][1:], *known.stages[2:]))
     chance = random.Random(0)
     for lane in range(6):
         for view in (known, without):

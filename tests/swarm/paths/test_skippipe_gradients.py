@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from farflock.node.model.llama import PRESETS, build
-from farflock.node.pipeline.passes.stage import Accumulator, Stage
+from farflock.node.pipeline.passes.stage import GradientAccumulator, Stage
 from farflock.node.run.split import split
 from farflock.swarm.paths.draft import Instance
 from farflock.swarm.paths.planner import plan_paths
-from farflock.swarm.paths.policy import Microbatch, Serving
+from farflock.swarm.paths.policy import Microbatch, StageServers
 from farflock.swarm.paths.round_robin import Announced
-from farflock.swarm.paths.skippipe import Following, Kind, Plan, Stop, Terms, require_paths
+from farflock.swarm.paths.skippipe import PathPlan, PlannedPaths, PlanTerms, StageKind, Stop, require_paths
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=6, tied=False, vocab_size=40)
 STAGES = 6
@@ -32,7 +32,7 @@ def kinds():
     found = []
     for stage in stages():
         takes, gives = "tokens" if stage.is_first else "hidden", "logits" if stage.is_last else "hidden"
-        found.append(Kind(takes, gives, tuple(tuple(weight.shape) for weight in stage.model.parameters())))
+        found.append(StageKind(takes, gives, tuple(tuple(weight.shape) for weight in stage.model.parameters())))
     return tuple(found)
 
 
@@ -80,9 +80,9 @@ def require_equal(sums, expected):
 )
 def test_a_paths_gradient_is_that_of_the_model_of_its_layers_in_its_order(order):
     require_paths(
-        Plan(((tuple(Stop(stage, "a") for stage in order),),), 1), [{"a"}] * STAGES, Terms(kinds(), len(order))
+        PathPlan(((tuple(Stop(stage, "a") for stage in order),),), 1), [{"a"}] * STAGES, PlanTerms(kinds(), len(order))
     )
-    sums = [Accumulator() for _ in range(STAGES)]
+    sums = [GradientAccumulator() for _ in range(STAGES)]
     walk(order, tokens(0), stages(), sums)
     require_equal(sums, twin([order], [tokens(0)]))
     for stage, accumulator in enumerate(sums):
@@ -102,7 +102,7 @@ def test_a_planned_step_gives_each_stage_the_sum_over_those_that_visited_it():
     peers = [peer for each in serving for peer in each]
     instance = Instance(
         serving,
-        Terms(kinds(), 4),
+        PlanTerms(kinds(), 4),
         dict.fromkeys(peers, 1.0),
         {here: {there: 0.1 + (i * 7 + j * 5) % 11 for j, there in enumerate(peers)} for i, here in enumerate(peers)},
         memory=2,
@@ -110,9 +110,9 @@ def test_a_planned_step_gives_each_stage_the_sum_over_those_that_visited_it():
         per_step=4,
         head_is_first=False,
     )
-    policy = Following(plan_paths(instance, seed=1, work=30), STAGES)
-    known = Serving(1, tuple(tuple(Announced(peer, 1) for peer in each) for each in serving))
-    servers, sums, orders, batches = stages(), [Accumulator() for _ in range(STAGES)], [], []
+    policy = PlannedPaths(plan_paths(instance, seed=1, work=30), STAGES)
+    known = StageServers(1, tuple(tuple(Announced(peer, 1) for peer in each) for each in serving))
+    servers, sums, orders, batches = stages(), [GradientAccumulator() for _ in range(STAGES)], [], []
     for lane in range(2):
         for index in range(4):
             microbatch = Microbatch(0, index, lane)

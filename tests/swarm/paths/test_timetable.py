@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.paths.skippipe import Plan, Stop, require_timetable
+from farflock.swarm.paths.skippipe import PathPlan, Stop, require_timetable
 from farflock.swarm.paths.timetable import constant, timetable
 
 
 def plan(*lanes):
     """Paths of (stage, peer)."""
-    return Plan(tuple(tuple(tuple(Stop(*stop) for stop in path) for path in lane) for lane in lanes), 1)
+    return PathPlan(tuple(tuple(tuple(Stop(*stop) for stop in path) for path in lane) for lane in lanes), 1)
 
 
 def even(peers, seconds):

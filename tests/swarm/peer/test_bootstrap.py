@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from farflock.swarm.chunks import PIECE_BYTES, Store, digest_of
 from farflock.swarm.frame import Frame, pack, unpack
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Ping, Want
 from farflock.swarm.peer.bootstrap import fetch_chunk
-from farflock.swarm.peer.chunks import PIECE_BYTES, Store, digest_of
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual

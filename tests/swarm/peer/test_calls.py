@@ -10,10 +10,10 @@ import pytest
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_PAYLOADS, Answer, Call, Heard, Piece, Want
-from farflock.swarm.peer import serving as server_module
+from farflock.swarm.peer import call_server as server_module
+from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.peer.serving import LEASE_S, Reply
 from farflock.swarm.sim.network import DEAD_S, Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -35,7 +35,7 @@ def test_a_call_brings_back_what_its_handler_returns(sizes):
     async def main(world):
         caller, server = world.pair()
         payloads = tuple(data_of(size, place) for place, size in enumerate(sizes))
-        assert await caller.ask("server", b"do", payloads) == Reply(b"do", backwards(*payloads))
+        assert await caller.ask("server", b"do", payloads) == CallReply(b"do", backwards(*payloads))
         assert server.calls.handler.served == {("caller", b"do"): 1}
         await world.empty(within_s=RTT_S + 0.1)
 
@@ -47,8 +47,8 @@ def test_a_call_brings_back_what_its_handler_returns(sizes):
     [
         (Echo(), (), 1),
         (Echo(refuse=b"busy"), (b"much",), 1),
-        (Echo(answer=Reply(b"done")), (b"much",), 2),
-        (Echo(answer=Reply(b"", (b"more",))), (), 2),
+        (Echo(answer=CallReply(b"done")), (b"much",), 2),
+        (Echo(answer=CallReply(b"", (b"more",))), (), 2),
         (Echo(), (b"much", b"more"), 3),
     ],
     ids=["no payload", "refused", "payload there", "payload back", "payloads both ways"],
@@ -67,7 +67,7 @@ def test_a_call_takes_a_round_trip_and_one_more_for_the_payloads_of_each_way(han
 @in_a_world
 async def test_a_refusal_comes_before_any_payload_travels(world):
     caller, server = world.pair(Echo(refuse=b"busy"))
-    assert await caller.ask("server", b"do", (data_of(1_000_000),)) == Reply(b"busy")
+    assert await caller.ask("server", b"do", (data_of(1_000_000),)) == CallReply(b"busy")
     assert not server.calls.handler.served
     assert world.sent[Want] == world.sent[Piece] == 0
 
@@ -77,13 +77,13 @@ async def test_many_calls_at_once_get_each_their_own_answer(world):
     caller, server = world.pair(Echo(slow_s=1.0))
     requests = [b"%d" % number for number in range(50)]
     replies = await asyncio.gather(*(caller.ask("server", request, (request * 100,)) for request in requests))
-    assert replies == [Reply(request, backwards(request * 100)) for request in requests]
+    assert replies == [CallReply(request, backwards(request * 100)) for request in requests]
     assert set(server.calls.handler.served.values()) == {1}
 
 
 @in_a_world
 async def test_the_same_payload_twice_travels_once(world):
-    caller, _ = world.pair(Echo(answer=Reply(b"done")))
+    caller, _ = world.pair(Echo(answer=CallReply(b"done")))
     await caller.ask("server", b"do", (b"x" * 1000,) * 4)
     assert world.sent[Piece] == 1
 
@@ -97,8 +97,8 @@ async def test_the_same_payload_twice_travels_once(world):
         (None, b"do"),
         (Echo(), b"bad"),
         (Echo(), b"worse"),
-        (Echo(answer=Reply(bytes(MAX_BODY_BYTES + 1))), b"do"),
-        (Echo(answer=Reply(b"", (b"",) * (MAX_PAYLOADS + 1))), b"do"),
+        (Echo(answer=CallReply(bytes(MAX_BODY_BYTES + 1))), b"do"),
+        (Echo(answer=CallReply(b"", (b"",) * (MAX_PAYLOADS + 1))), b"do"),
         (Echo(refuse=bytes(MAX_BODY_BYTES + 1)), b"do"),
     ],
     ids=["no handler", "admit raises", "serve raises", "body too long", "too many payloads", "refusal too long"],
@@ -129,7 +129,7 @@ async def test_what_a_handler_raises_is_logged(world):
 @pytest.mark.parametrize("callee", ["server", "caller"])
 def test_an_answer_with_more_payload_than_agreed_fails_unfetched(callee):
     async def main(world):
-        caller, server = world.pair(Echo(answer=Reply(b"", (data_of(600), data_of(500)))))
+        caller, server = world.pair(Echo(answer=CallReply(b"", (data_of(600), data_of(500)))))
         caller.calls.handler = server.calls.handler
         assert await caller.fails(callee, max_reply_bytes=1099) == "rpc"
         assert world.sent[Want] == 0
@@ -267,7 +267,7 @@ async def test_a_call_that_is_given_up_as_it_comes_is_not_even_judged(world):
 
 @in_a_world
 async def test_while_answers_fill_the_room_nothing_new_begins(world):
-    caller, server = world.pair(Echo(answer=Reply(b"", (data_of(3000),))), room_bytes=3000)
+    caller, server = world.pair(Echo(answer=CallReply(b"", (data_of(3000),))), room_bytes=3000)
     world.lose(Heard)
     await caller.ask("server")
     assert await caller.fails("server", b"do", (b"payload",), timeout_s=LEASE_S / 2) == "deadline"
@@ -287,7 +287,7 @@ async def test_a_pause_of_either_side_is_waited_for(world):
         await asyncio.sleep(STALE_S)
         assert caller.port.life("server") == "suspect"
         world.network.cont("server")
-    assert await asking == Reply(b"do", backwards(data_of(900_000)))
+    assert await asking == CallReply(b"do", backwards(data_of(900_000)))
     assert now() > 6.0 + STALE_S
     assert set(server.calls.handler.served.values()) == {1}
 
@@ -302,7 +302,7 @@ async def test_a_call_to_myself_goes_to_my_handler_and_over_no_link(world):
     payload = data_of(1000)
     assert (await me.ask("me", b"do", (payload,))).payloads == backwards(payload)
     echo.refuse = b"busy"
-    assert await me.ask("me", b"do", (payload,)) == Reply(b"busy")
+    assert await me.ask("me", b"do", (payload,)) == CallReply(b"busy")
     assert echo.served == {("me", b"do"): 1}
     assert not world.sent
 
@@ -336,7 +336,7 @@ def test_peers_carry_calls_between_their_links_and_their_handlers():
                 reply = await caller.calls.ask(
                     server.me, b"%d" % number, (payload,), timeout_s=60.0, max_reply_bytes=1000
                 )
-                assert reply == Reply(b"%d" % number, backwards(payload))
+                assert reply == CallReply(b"%d" % number, backwards(payload))
             assert set(server.calls.handler.served.values()) == {1}
             server.port.links.send(caller.me, pack(Frame(2, Answer(1, 99, "ok"))))
             await asyncio.sleep(1.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from farflock.swarm.messages import Answer, Call, Heard, Piece, Want
+from farflock.swarm.peer.call_server import LEASE_S, CallReply
 from farflock.swarm.peer.calls import KEEP_S, RESEND_S, CallFailed
-from farflock.swarm.peer.serving import LEASE_S, Reply
 from farflock.swarm.sim.network import Faults, LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -28,7 +28,7 @@ def test_a_lost_message_of_any_kind_costs_time_only(kind):
     async def main(world):
         caller, server = world.pair()
         world.lose(kind, times=2)
-        assert await caller.ask("server", b"do", (b"payload",)) == Reply(b"do", backwards(b"payload"))
+        assert await caller.ask("server", b"do", (b"payload",)) == CallReply(b"do", backwards(b"payload"))
         assert world.sent[kind] >= 2 if kind is not Heard else world.sent[kind] == 1
         assert set(server.calls.handler.served.values()) == {1}
 
@@ -52,7 +52,7 @@ async def test_an_answer_that_nobody_hears_is_kept_for_its_lease_only_and_never_
 @in_a_world
 async def test_an_answer_that_takes_longer_than_its_lease_to_fetch_is_kept_meanwhile(world):
     world.network.set_link("caller", LinkModel(down_bytes_per_s=3e5))
-    caller, server = world.pair(Echo(answer=Reply(b"", tuple(data_of(3_000_000, place) for place in range(4)))))
+    caller, server = world.pair(Echo(answer=CallReply(b"", tuple(data_of(3_000_000, place) for place in range(4)))))
     reply = await caller.ask("server", timeout_s=120.0)
     assert sum(map(len, reply.payloads)) == 12_000_000
     assert now() > LEASE_S + KEEP_S / 2
@@ -98,7 +98,7 @@ def test_on_bad_links_every_call_is_answered_rightly_and_served_once(seed):
             sizes = [chance.choice([0, 10, 200_000]) for _ in range(chance.randrange(3))]
             payloads = tuple(data_of(size, f"{caller.name}{number}") for size in sizes)
             request = b"%d" % number
-            assert await caller.ask("server", request, payloads, timeout_s=300.0) == Reply(
+            assert await caller.ask("server", request, payloads, timeout_s=300.0) == CallReply(
                 request, backwards(*payloads)
             )
 
@@ -143,7 +143,7 @@ def test_after_deaths_cancellations_and_losses_nothing_is_kept_anywhere(seed):
             try:
                 async with asyncio.timeout(chance.choice([0.3, 2.0, 100.0])):
                     reply = await caller.ask(callee, b"%d" % number, payloads, timeout_s=chance.choice([1.0, 20.0]))
-                assert reply == Reply(b"%d" % number, backwards(*payloads))
+                assert reply == CallReply(b"%d" % number, backwards(*payloads))
                 ends["ok"] += 1
             except CallFailed as failure:
                 ends[failure.reason] += 1
@@ -171,14 +171,14 @@ async def test_a_server_that_comes_back_is_asked_anew_and_knows_nothing_of_befor
     server.kill()
     await asyncio.sleep(0.5)
     successor = world.peer("server", Echo(slow_s=2.0))
-    assert await asking == Reply(b"do", backwards(b"payload"))
+    assert await asking == CallReply(b"do", backwards(b"payload"))
     assert set(successor.calls.handler.served.values()) == {1}
     assert not server.calls.handler.ended
 
 
 @in_a_world
 async def test_a_server_that_comes_back_without_what_it_answered_fails_the_call(world):
-    caller, server = world.pair(Echo(answer=Reply(b"", (data_of(1000),))))
+    caller, server = world.pair(Echo(answer=CallReply(b"", (data_of(1000),))))
     world.lose(Want, times=1)
     asking = asyncio.create_task(caller.fails("server", timeout_s=60.0))
     await asyncio.sleep(1.5 * RTT_S)

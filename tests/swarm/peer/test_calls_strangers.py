@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from farflock.swarm.chunks import digest_of
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Answer, Call, Heard
-from farflock.swarm.peer import serving as server_module
+from farflock.swarm.peer import call_server as server_module
+from farflock.swarm.peer.call_server import FETCH_S, FORGET_S, MAX_CALLS, MAX_CALLS_EACH, MAX_LIVES, MAX_OVER
 from farflock.swarm.peer.calls import RESEND_S, CallFailed
-from farflock.swarm.peer.chunks import digest_of
-from farflock.swarm.peer.serving import FETCH_S, FORGET_S, MAX_CALLS, MAX_CALLS_EACH, MAX_LIVES, MAX_OVER
 
 _BOARD = runpy.run_path(str(Path(__file__).parents[2] / "worlds" / "switchboard.py"))
 RTT_S, data_of, backwards, Echo, in_a_world, now = (

@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import (
     Key,
@@ -19,7 +20,6 @@ from farflock.swarm.messages import (
     Piece,
     Want,
 )
-from farflock.swarm.peer.chunks import Store
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import DONE_KEPT, MAX_JUMP, Pairing
 from farflock.swarm.peer.streams import Reduction, Stream, work_pin

@@ -12,13 +12,13 @@ import pytest
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
-from farflock.swarm.peer.following import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
+from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.peer.streams import Reduction, Stream, work_pin
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.decide import signed_text
+from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
-from farflock.swarm.protocol.exchange.holdings import Item
 from farflock.swarm.protocol.views import Certified, View, signature_domain, view_key
 from farflock.swarm.sim.network import Faults, LinkModel
 
@@ -276,7 +276,7 @@ async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_be
 
 def close_of(item_count, members):
     mask = sum(1 << member for member in members).to_bytes(8, "little")
-    items = tuple(Item(shard, bytes([shard]) * 32, 10, mask) for shard in range(item_count))
+    items = tuple(RoundItem(shard, bytes([shard]) * 32, 10, mask) for shard in range(item_count))
     return msgspec.msgpack.encode(CloseList(items, tuple((member, 1.0) for member in members), 10**6))
 
 
@@ -322,7 +322,7 @@ def test_a_member_that_puts_forward_or_announces_nonsense_is_ignored_and_the_rou
 async def test_an_item_larger_than_a_shard_may_be_is_not_fetched(herd):
     node, liar = herd.nodes[0], herd.nodes[1]
     await calm(herd, 0, 1, 2)
-    huge = Item(0, bytes(32), 4 * 2**20, bytes([3]) + bytes(7))
+    huge = RoundItem(0, bytes(32), 4 * 2**20, bytes([3]) + bytes(7))
     items = (huge, *(msgspec.structs.replace(huge, index=shard) for shard in (1, 2)))
     value = msgspec.msgpack.encode(CloseList(items, ((0, 1.0), (1, 1.0)), 10))
     wants = []

@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
+from farflock.swarm.chunks import Store
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import MAX_CHUNK_BYTES, StateOffer, StateQuery
-from farflock.swarm.peer.chunks import Store
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import (
     ASK_EVERY_S,

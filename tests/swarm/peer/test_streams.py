@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farflock.swarm.chunks import Store
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key
-from farflock.swarm.peer.chunks import Store
-from farflock.swarm.peer.streams import Cadence, Logged, Reduction, Stream, outcome, work_pin
+from farflock.swarm.peer.streams import Cadence, LoggedRound, Reduction, Stream, outcome, work_pin
+from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
-from farflock.swarm.protocol.exchange.holdings import Item
 
 GROUP = ("p3", "p1", "p2")  # in seeded order, as views give it
 
@@ -43,9 +43,11 @@ def test_rounds_that_no_stream_can_have_are_refused(options):
 
 def logged(store, members, contents, *, group=GROUP, taken=(True, True), tokens=70, state=b"s"):
     """A round that was decided on these contents, by item index."""
-    items = tuple(Item(index, store.put(data, "test"), len(data), bytes(8)) for index, data in sorted(contents.items()))
+    items = tuple(
+        RoundItem(index, store.put(data, "test"), len(data), bytes(8)) for index, data in sorted(contents.items())
+    )
     close = CloseList(members=tuple(members.items()), items=items, tokens=tokens, state=state)
-    return Logged(close, group, len(group), Decided(Key("weights", 4), bytes(32), b""), taken)
+    return LoggedRound(close, group, len(group), Decided(Key("weights", 4), bytes(32), b""), taken)
 
 
 def test_a_mean_of_everybody_gives_the_reduced_shards_and_all_in_sorted_order():

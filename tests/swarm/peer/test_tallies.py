@@ -3,7 +3,7 @@
 import collections
 
 from farflock.swarm.messages import Key, Tally
-from farflock.swarm.peer.tallies import REPEAT_S, Tallies, Told
+from farflock.swarm.peer.tallies import REPEAT_S, Tallies, TallyReport
 from farflock.swarm.protocol.views import Certified, Chain, Member, View, genesis
 from farflock.swarm.roles import EVERY, NOTHING
 
@@ -147,7 +147,11 @@ def test_the_end_is_told_with_the_next_round_and_again_with_a_later_one():
     tallies.end(STREAM, 1, 7)
     assert port.sent[-1][1] == Tally(Key(STREAM, 7), 0, over=True)
     over(tallies, "mate")
-    assert tallies.told(STREAM) == {"me": Told(True, 7, 0), "mate": Told(True, 4, 3), "all": Told()}
+    assert tallies.told(STREAM) == {
+        "me": TallyReport(True, 7, 0),
+        "mate": TallyReport(True, 4, 3),
+        "all": TallyReport(),
+    }
     port.dead.add("mate")
     assert tallies.told(STREAM).keys() == {"me", "all"}
 

@@ -7,9 +7,9 @@ import pytest
 
 from farflock.swarm.messages import Decided, Key, Offer, Promise, Propose, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
+from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, Terms, decode_close_list
 from farflock.swarm.protocol.exchange.collective import Collective
-from farflock.swarm.protocol.exchange.holdings import Item
 from farflock.swarm.protocol.exchange.roster import Roster
 
 KEY, VIEW = Key("weights", 3), bytes(32)
@@ -30,7 +30,7 @@ def mask(*members):
 
 
 def items(*masks, first=0):
-    return tuple(Item(first + index, digest_of(b"%d" % index), 5, entry) for index, entry in enumerate(masks))
+    return tuple(RoundItem(first + index, digest_of(b"%d" % index), 5, entry) for index, entry in enumerate(masks))
 
 
 def encoded(close):
@@ -95,7 +95,7 @@ def test_an_announcement_of_an_impossible_shard_or_member_is_ignored():
     machine = Collective(KEY, VIEW, Roster(("a", "b"), 1, (0, 1)), TERMS, 0.0)
     for shard, entry in ((2, mask(0)), (0, mask(2)), (0, mask())):
         machine.receive(0.1, 0, Reduced(KEY, VIEW, shard, digest_of(b"x"), 5, entry))
-    assert not any(machine.content.holdings.rivals)
+    assert not any(machine.content.availability.rivals)
 
 
 def test_an_offer_of_another_number_of_shards_is_ignored():
@@ -108,7 +108,7 @@ def test_rival_announcements_of_one_shard_are_bounded():
     machine = Collective(KEY, VIEW, Roster(("a", "b"), 1, (0, 1)), TERMS, 0.0)
     for number in range(1000):
         machine.receive(0.1, 0, Reduced(KEY, VIEW, 0, digest_of(b"%d" % number), 5, mask(0)))
-    assert len(machine.content.holdings.rivals[0]) <= 2
+    assert len(machine.content.availability.rivals[0]) <= 2
     assert sum(isinstance(action, Fetch) for action in machine.take()) <= 2
 
 
@@ -116,12 +116,12 @@ def test_the_largest_mean_fits_one_value():
     from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, MAX_VALUE_BYTES
 
     everybody = mask(*range(MAX_MEMBERS))
-    rows = tuple(Item(shard, bytes(32), 2**22, everybody) for shard in range(MAX_SHARDS))
+    rows = tuple(RoundItem(shard, bytes(32), 2**22, everybody) for shard in range(MAX_SHARDS))
     close = CloseList(rows, tuple((member, 1.5) for member in range(MAX_MEMBERS)), 2**62, STATE)
     assert len(encoded(close)) <= MAX_VALUE_BYTES
     assert decode_close_list(encoded(close), Terms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS)) == close
     shards = MAX_SHARDS // MAX_MEMBERS
-    rows = tuple(Item(index, bytes(32), 2**22, mask(index // shards)) for index in range(MAX_SHARDS))
+    rows = tuple(RoundItem(index, bytes(32), 2**22, mask(index // shards)) for index in range(MAX_SHARDS))
     close = CloseList(rows, close.members, 2**62, STATE)
     assert len(encoded(close)) <= MAX_VALUE_BYTES
     assert decode_close_list(encoded(close), Terms("gather", shards, 1.0), range(MAX_MEMBERS)) == close

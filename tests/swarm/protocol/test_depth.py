@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.protocol.depth import SLACK, Depth, HopTime, Pipeline, StageTime, gpipe_s
+from farflock.swarm.protocol.depth import SLACK, Depth, HopTime, PipelineTimes, StageTime, gpipe_s
 
 STAGES, MICROBATCHES = 8, 64
 HOP = HopTime(0.67109, 0.05)  # 100 Mbit/s under 8 MiB
 NO_TIME = StageTime(0.0, 0.0)
-SLOW = Pipeline((NO_TIME,) * STAGES, (HOP,) * (STAGES - 1))
+SLOW = PipelineTimes((NO_TIME,) * STAGES, (HOP,) * (STAGES - 1))
 
 
 class Simulation:
@@ -123,7 +123,7 @@ def test_gpipes_closed_form_holds_with_compute_too(
     stages, microbatches, wire_s, latency_s, forward_s, back_s, weight_s
 ):
     hop, times = HopTime(wire_s, latency_s), StageTime(forward_s, back_s, weight_s)
-    pipeline = Pipeline((times,) * stages, (hop,) * (stages - 1))
+    pipeline = PipelineTimes((times,) * stages, (hop,) * (stages - 1))
     simulated_s = Simulation(pipeline, microbatches, all_forward_then_back(microbatches)).run()
     assert simulated_s == pytest.approx(gpipe_s(stages, microbatches, hop, times))
 
@@ -156,9 +156,9 @@ def test_room_for_fewer_bounds_the_depth_and_costs_time():
 
 
 def test_without_links_the_rule_is_that_of_1f1b():
-    pipeline = Pipeline((StageTime(1.0, 2.0),) * 5, (HopTime(0.0),) * 4)
+    pipeline = PipelineTimes((StageTime(1.0, 2.0),) * 5, (HopTime(0.0),) * 4)
     assert [pipeline.wanted_depth(stage) for stage in range(5)] == [5, 4, 3, 2, 1]
-    tenths = Pipeline((StageTime(0.1, 0.0),) * 3, (HopTime(0.0),) * 2)
+    tenths = PipelineTimes((StageTime(0.1, 0.0),) * 3, (HopTime(0.0),) * 2)
     assert [tenths.wanted_depth(stage) for stage in range(3)] == [3, 2, 1]  # 3 x 0.1 is a little more than 0.3
     pick = one_forward_one_back(lambda stage: 5 - stage, 20)
     assert Simulation(pipeline, 20, pick).run() == pytest.approx((20 + 5 - 1) * 3.0)
@@ -166,15 +166,15 @@ def test_without_links_the_rule_is_that_of_1f1b():
 
 def test_the_slowest_of_stages_and_wires_is_the_bottleneck():
     stages = (StageTime(0.1, 0.2, 0.3), StageTime(0.1, 0.1), StageTime(0.2, 0.2))
-    assert Pipeline(stages, (HopTime(0.4), HopTime(0.5, 9.0))).bottleneck_s == pytest.approx(0.6)
-    assert Pipeline(stages, (HopTime(0.4), HopTime(0.7, 9.0))).bottleneck_s == 0.7
-    assert Pipeline(stages, (HopTime(0.4), HopTime(0.7, 9.0))).round_trip_s(1) == pytest.approx(2 * 9.7 + 0.6)
+    assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.5, 9.0))).bottleneck_s == pytest.approx(0.6)
+    assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.7, 9.0))).bottleneck_s == 0.7
+    assert PipelineTimes(stages, (HopTime(0.4), HopTime(0.7, 9.0))).round_trip_s(1) == pytest.approx(2 * 9.7 + 0.6)
 
 
 times_s = st.floats(0.01, 2.0)
 pipelines = st.integers(1, 5).flatmap(
     lambda count: st.builds(
-        Pipeline,
+        PipelineTimes,
         st.tuples(*[st.builds(StageTime, times_s, times_s, times_s)] * count),
         st.tuples(*[st.builds(HopTime, times_s, times_s)] * (count - 1)),
     )
@@ -240,15 +240,15 @@ def test_a_trainer_keeps_within_its_terms_and_follows_what_changes():
         (lambda: StageTime(-1.0, 0.0), "not negative"),
         (lambda: HopTime(math.nan), "finite"),
         (lambda: HopTime(0.0, math.inf), "finite"),
-        (lambda: Pipeline((), ()), "one hop fewer"),
-        (lambda: Pipeline((NO_TIME,), (HOP,)), "one hop fewer"),
+        (lambda: PipelineTimes((), ()), "one hop fewer"),
+        (lambda: PipelineTimes((NO_TIME,), (HOP,)), "one hop fewer"),
         (lambda: SLOW.depth(0, memory=0), "room for a microbatch"),
         (lambda: SLOW.step_bound_s(0, 1), "microbatches"),
         (lambda: SLOW.step_bound_s(1, 0), "in flight"),
         (lambda: gpipe_s(0, 1, HOP, NO_TIME), "stages"),
         (lambda: Depth(0, 4), "no range"),
         (lambda: Depth(5, 4), "no range"),
-        (lambda: Pipeline((NO_TIME,) * 2, (HopTime(0.0, 1.0),)).wanted_depth(), "takes any time"),
+        (lambda: PipelineTimes((NO_TIME,) * 2, (HopTime(0.0, 1.0),)).wanted_depth(), "takes any time"),
     ],
 )
 def test_times_and_counts_that_make_no_sense_are_refused(make, why):

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from farflock.swarm.protocol.gradient_leases import GradientLeases
 from farflock.swarm.protocol.ledger import Ledger
-from farflock.swarm.protocol.staging import Staging
 
 STAGES, SERVERS, TRAINERS, MICROBATCHES = 2, 3, 2, 6
 EVERYTHING = {
@@ -19,7 +19,7 @@ EVERYTHING = {
 
 class Server:
     def __init__(self, name, stage):
-        self.name, self.stage, self.staging = name, stage, Staging(places=3, lease_s=5.0)
+        self.name, self.stage, self.staging = name, stage, GradientLeases(places=3, lease_s=5.0)
         self.alive, self.applied, self.offered = True, -1, {}
 
     def offer(self, number):
@@ -251,12 +251,12 @@ def test_a_trainer_that_asks_again_too_early_is_caught(monkeypatch):
 
 def test_a_server_that_merges_what_an_older_confirmation_meant_is_caught(monkeypatch):
     """A planted bug: it does not look at which attempt is confirmed."""
-    confirm = Staging.confirm
+    confirm = GradientLeases.confirm
 
     def careless(self, key, attempt):
         return confirm(self, key, self._slots[key].attempt if key in self._slots else attempt)
 
-    monkeypatch.setattr(Staging, "confirm", careless)
+    monkeypatch.setattr(GradientLeases, "confirm", careless)
     assert violations(range(100)) > 0
 
 
@@ -269,5 +269,5 @@ def test_a_trainer_that_hears_answers_to_older_attempts_is_caught(monkeypatch):
 def test_a_server_that_forgets_what_it_refused_is_caught(monkeypatch):
     """A planted bug: a request that comes once more after its confirmation was refused is computed, and a late confirmation
     merges it."""
-    monkeypatch.setattr(Staging, "_refuse", lambda self, key, attempt: None)
+    monkeypatch.setattr(GradientLeases, "_refuse", lambda self, key, attempt: None)
     assert violations(range(100)) > 0

@@ -9,15 +9,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.protocol.rebalance import MIN_RESIDENCE_S, Move, Rule, Server, Snapshot, next_move, snapshot_number
+from farflock.swarm.protocol.rebalance import (
+    MIN_RESIDENCE_S,
+    LoadSnapshot,
+    Move,
+    RebalanceRule,
+    ServerLoad,
+    next_move,
+    snapshot_number,
+)
 
 
 def server(peer, queue=0.0, rate=1.0, memory_bytes=100, resident_s=1e6):
-    return Server(peer, queue, rate, memory_bytes, resident_s)
+    return ServerLoad(peer, queue, rate, memory_bytes, resident_s)
 
 
 def snapshot(*stages, needs=None, number=4):
-    return Snapshot(number, tuple(tuple(stage) for stage in stages), tuple(needs or [100] * len(stages)))
+    return LoadSnapshot(number, tuple(tuple(stage) for stage in stages), tuple(needs or [100] * len(stages)))
 
 
 def after(known, move):
@@ -46,7 +54,7 @@ def snapshots(draw):
     return snapshot(*stages, needs=[draw(few) for _ in sizes])
 
 
-rules = st.builds(Rule, st.sampled_from(["wait", "queue"]), st.floats(0, 1), st.sampled_from([0.0, 300.0]))
+rules = st.builds(RebalanceRule, st.sampled_from(["wait", "queue"]), st.floats(0, 1), st.sampled_from([0.0, 300.0]))
 
 
 def test_the_server_with_the_least_to_do_goes_from_the_idlest_stage_to_the_busiest():
@@ -61,15 +69,15 @@ def test_the_server_with_the_least_to_do_goes_from_the_idlest_stage_to_the_busie
 def test_load_is_a_time_and_by_request_the_length_of_the_queue_as_in_the_paper():
     fast, slow = [server("a", 30, rate=30), server("b", 10, rate=10)], [server("c", 9, rate=3)]
     spare = [server("d", 0, rate=90), server("e", 0, rate=50)]
-    assert next_move(snapshot(fast, slow, spare), Rule("queue")).target == 0
-    assert next_move(snapshot(fast, slow, spare), Rule("wait")).target == 1
+    assert next_move(snapshot(fast, slow, spare), RebalanceRule("queue")).target == 0
+    assert next_move(snapshot(fast, slow, spare), RebalanceRule("wait")).target == 1
 
 
 def test_within_a_stage_the_shortest_wait_goes_or_by_request_the_shortest_queue():
     source = [server("a", 4, rate=8), server("b", 2, rate=2), server("c", 5, rate=9), server("z", 5, rate=1)]
     known = snapshot(source, [server("t", 90)])
     assert next_move(known).peer == "a"
-    assert next_move(known, Rule("queue")).peer == "b"
+    assert next_move(known, RebalanceRule("queue")).peer == "b"
 
 
 def test_ties_go_by_peer_id_whatever_the_order_of_the_list():
@@ -135,14 +143,14 @@ def test_hysteresis_a_little_more_load_moves_nobody():
     source = [server(peer, 4) for peer in "abc"]
     assert next_move(snapshot(source, [server("t", 5)])) is None
     assert next_move(snapshot(source, [server("t", 5.1)])) == Move(4, "a", 0, 1)
-    assert next_move(snapshot(source, [server("t", 5)]), Rule(hysteresis=0.2)) is not None
+    assert next_move(snapshot(source, [server("t", 5)]), RebalanceRule(hysteresis=0.2)) is not None
 
 
 def test_who_has_just_come_stays_for_a_while():
     young = [server(peer, resident_s=MIN_RESIDENCE_S - 1) for peer in "ab"]
     known = snapshot([*young, server("c", 3, resident_s=MIN_RESIDENCE_S)], [server("t", 90)])
     assert next_move(known).peer == "c"
-    assert next_move(known, Rule(min_residence_s=0)).peer == "a"
+    assert next_move(known, RebalanceRule(min_residence_s=0)).peer == "a"
     assert next_move(snapshot([*young, server("c", 3, resident_s=0)], [server("t", 90)])) is None
 
 
@@ -194,7 +202,7 @@ def test_moments_of_one_period_share_its_number(now_s, period_s, number):
         (lambda: server("a", resident_s=-1.0), "residence"),
         (lambda: snapshot([server("a")], [server("a")]), "one stage only"),
         (lambda: snapshot([server("a")], needs=[1, 2]), "1 stages, but the needs of 2"),
-        (lambda: Rule(hysteresis=-0.1), "hysteresis"),
+        (lambda: RebalanceRule(hysteresis=-0.1), "hysteresis"),
     ],
 )
 def test_a_snapshot_that_makes_no_sense_is_refused(make, why):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import MAX_FRAME_BYTES
 from farflock.swarm.zmq import forward
-from farflock.swarm.zmq.forward import Meter, Tunnel, Window, is_hello, pack_forward, unpack_forward
+from farflock.swarm.zmq.forward import CreditWindow, Meter, Tunnel, is_hello, pack_forward, unpack_forward
 from farflock.swarm.zmq.outbox import BULK, CONTROL
 from farflock.swarm.zmq.sealed import BadSeal
 
@@ -240,7 +240,7 @@ def test_bulk_waits_for_confirmation_and_goes_on_after_it():
 
 
 def test_bulk_that_was_lost_stops_counting_after_a_while():
-    window = Window()
+    window = CreditWindow()
     while window.room(0.0):
         window.send(256 * 1024, 0.0)
     assert not window.room(forward.WINDOW_STALL_S - 0.1)
@@ -249,7 +249,7 @@ def test_bulk_that_was_lost_stops_counting_after_a_while():
 
 @given(position=st.integers(0, 2**64 - 1))
 def test_a_partner_that_confirms_what_was_never_sent_gains_nothing(position):
-    window = Window()
+    window = CreditWindow()
     while window.room(0.0):
         window.send(256 * 1024, 0.0)
     window.heard(position, 1.0)

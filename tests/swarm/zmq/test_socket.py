@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from farflock.swarm.record import Record
 from farflock.swarm.zmq import partner as zmq_partner
 from farflock.swarm.zmq.outbox import Outbox, Pool
-from farflock.swarm.zmq.partner import DEAD_S, WANTED_S, Partner, Route, Table, Traffic, endpoint_pairs
+from farflock.swarm.zmq.partner import DEAD_S, WANTED_S, Partner, PartnerTable, Route, Traffic, endpoint_pairs
 from farflock.swarm.zmq.socket import multiaddress, zmq_endpoint
 from farflock.swarm.zmq.zap import Gate
 
@@ -98,8 +98,8 @@ def test_traffic_with_a_partner_that_is_dropped_stays_counted():
     assert book.past == Traffic(7, 22)
 
 
-def table() -> Table:
-    return Table("me", Gate("run", "me", refuse=["enemy"]))
+def table() -> PartnerTable:
+    return PartnerTable("me", Gate("run", "me", refuse=["enemy"]))
 
 
 def test_an_expired_record_is_not_used_but_keeps_older_ones_away():

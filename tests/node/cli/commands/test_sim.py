@@ -6,7 +6,7 @@ import json
 import pytest
 
 from farflock.node.simulate import chaos, simulation
-from farflock.node.simulate.chaos import CELLS, ENOUGH_SEEDS, Report
+from farflock.node.simulate.chaos import CELLS, ENOUGH_SEEDS, SeedReport
 
 SHORT = ("--peers", "2", "--set", "run.total_tokens=2048")
 
@@ -78,7 +78,7 @@ def reports(monkeypatch):
     def run_seeds(first, count, workers, name):
         asked.append((first, count, workers) if name is None else (first, count, workers, name))
         for seed in range(first, first + count):
-            yield made.get(seed, Report(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100))
+            yield made.get(seed, SeedReport(seed, [], collections.Counter(CELLS), 5, "hash", 2.0 + seed / 100))
 
     monkeypatch.setattr(chaos, "run_seeds", run_seeds)
     made["asked"] = asked
@@ -99,7 +99,7 @@ def test_one_seed_of_disasters_reports_what_was_promised(farflock):
 
 
 def test_a_violation_comes_with_the_command_that_brings_it_back_and_ends_in_failure(farflock, reports):
-    reports[8] = Report(8, ["two are one", "and more"], collections.Counter(CELLS), 5, "hash", 30.0)
+    reports[8] = SeedReport(8, ["two are one", "and more"], collections.Counter(CELLS), 5, "hash", 30.0)
     code, found, _ = disasters(farflock, "--seeds", "5", "--first-seed", "6", "--workers", "2")
     again = "farflock sim --chaos --seeds 1 --first-seed 8"
     assert code == 1
@@ -109,7 +109,7 @@ def test_a_violation_comes_with_the_command_that_brings_it_back_and_ends_in_fail
 
 
 def test_one_method_may_be_chosen_and_is_part_of_the_command_that_brings_a_violation_back(farflock, reports):
-    reports[8] = Report(8, ["two are one"], collections.Counter(CELLS), 5, "hash", 30.0)
+    reports[8] = SeedReport(8, ["two are one"], collections.Counter(CELLS), 5, "hash", 30.0)
     _, found, _ = disasters(farflock, "--seeds", "1", "--first-seed", "8", "--method", "demo")
     assert found["failures"][0]["command"] == "farflock sim --chaos --seeds 1 --first-seed 8 --method demo"
     assert reports["asked"] == [(8, 1, 1, "demo")]
@@ -118,7 +118,7 @@ def test_one_method_may_be_chosen_and_is_part_of_the_command_that_brings_a_viola
 
 
 def test_one_method_alone_need_not_meet_every_phase_in_every_fault(farflock, reports):
-    reports.update({seed: Report(seed, [], collections.Counter(), 5, "hash") for seed in range(ENOUGH_SEEDS)})
+    reports.update({seed: SeedReport(seed, [], collections.Counter(), 5, "hash") for seed in range(ENOUGH_SEEDS)})
     code, _, _ = disasters(farflock, "--seeds", str(ENOUGH_SEEDS), "--method", "local")
     assert code == 0
 
@@ -141,7 +141,7 @@ def test_more_workers_than_seeds_are_not_started(farflock, reports):
 def test_a_fault_that_never_met_a_phase_fails_where_there_were_seeds_enough(farflock, reports, seeds, code):
     fired = collections.Counter(CELLS)
     del fired["kill", "vote"]
-    reports.update({seed: Report(seed, [], fired, 5, "hash") for seed in range(seeds)})
+    reports.update({seed: SeedReport(seed, [], fired, 5, "hash") for seed in range(seeds)})
     ended, found, _ = disasters(farflock, "--seeds", str(seeds))
     assert (ended, found["empty"]) == (code, ["kill in vote"])
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from farflock.node.cli.commands.status import _seen
-from farflock.node.process.inspect_run import Seen, Sight
-from farflock.node.process.status import Partner, Status, Waiting
+from farflock.node.process.inspect_run import MemberInspection, RunInspection
+from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.run.manifest import load
 
 STATUS = Status(
@@ -22,7 +22,7 @@ STATUS = Status(
     view=3,
     members=("12D3KooWme", "12D3KooWother"),
     is_member=True,
-    partners=(Partner("12D3KooWother", "suspect", "direct", None),),
+    partners=(PartnerStatus("12D3KooWother", "suspect", "direct", None),),
     waits=(Waiting("pairs", 5, ("12D3KooWother",), 4.2),),
     sent_bytes=1234567,
     received_bytes=10,
@@ -120,8 +120,11 @@ def test_an_invite_that_is_none_is_refused_before_anything_is_opened(farflock, t
 
 def test_a_run_seen_from_outside_is_told_in_lines(manifest):
     plan = load(manifest)
-    members = (Seen("12D3KooWhere", ("/ip4/192.0.2.7/tcp/4001",), True, 12.4), Seen("12D3KooWgone", (), False, None))
-    said = _seen("ab" * 16, Sight(plan, 4, "0badcafe", members)).splitlines()
+    members = (
+        MemberInspection("12D3KooWhere", ("/ip4/192.0.2.7/tcp/4001",), True, 12.4),
+        MemberInspection("12D3KooWgone", (), False, None),
+    )
+    said = _seen("ab" * 16, RunInspection(plan, 4, "0badcafe", members)).splitlines()
     assert said[1] == "view 4, on branch 0badcafe: 2 members, 1 of them answer"
     assert said[2].split() == ["D3KooWhere"[-8:], "12", "ms", "/ip4/192.0.2.7/tcp/4001"]
     assert "does not answer" in said[3]

@@ -10,7 +10,7 @@ from torch import nn
 
 from farflock.node.pipeline.contrib.kept_versions import DELAY, FINENESS, Versions, corrected, mean_delay
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.server.weight_versions import ORIGIN, Lacking, origin_of
+from farflock.node.pipeline.server.weight_versions import ORIGIN, MissingVersion, origin_of
 from farflock.node.run.terms import Asynchronous
 from farflock.optimizers.parts.corrections import TREND, Age
 
@@ -89,7 +89,7 @@ def test_a_version_is_the_weights_of_its_round_or_is_named_as_lacking(keep, even
             if expected is None:
                 assert server.used(version) == known[version.round, origin]
             else:
-                with pytest.raises(Lacking, match=expected):
+                with pytest.raises(MissingVersion, match=expected):
                     server.used(version)
         assert server.used() == known[server.round, origin]
         assert server.versions.newest == Version(server.round, origin)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from farflock.node.model.llama import PRESETS, build
-from farflock.node.pipeline.contrib.stash import Ahead, Stale, Stash, swapped
+from farflock.node.pipeline.contrib.stash import Stash, VersionAhead, VersionGone, swapped
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.run.terms import MAX_VERSIONS
 
@@ -97,14 +97,14 @@ def test_the_last_versions_are_kept_and_older_ones_are_stale():
             assert module.value == epoch
             assert age == 10 - epoch
     for epoch in (7, 0, -1, -(1 << 70)):
-        with pytest.raises(Stale, match="here are 8 to 10"), stash.version(epoch):
+        with pytest.raises(VersionGone, match="here are 8 to 10"), stash.version(epoch):
             pass
 
 
 @pytest.mark.parametrize("epoch", [11, 1 << 63, 1 << 200])
 def test_an_epoch_that_has_not_begun_is_told_apart_from_one_that_is_gone(epoch):
     _, stash = aged(keep=3, epochs=10)
-    with pytest.raises(Ahead, match="it is 10"):
+    with pytest.raises(VersionAhead, match="it is 10"):
         stash.delay(epoch)
 
 
@@ -197,7 +197,7 @@ def test_adopted_weights_have_no_past():
     module.fill(100.0)
     stash.begin_anew(100)
     assert (stash.epochs, stash.size_bytes) == (range(100, 101), 0)
-    with pytest.raises(Stale):
+    with pytest.raises(VersionGone):
         stash.delay(4)
     with stash.version(100):
         assert module.value == 100.0
@@ -239,7 +239,7 @@ def test_it_is_a_dictionary_of_the_last_versions_whatever_happens(keep, actions)
             with stash.version(action) as age:
                 assert (module.value, age) == (model[action], now - action)
         else:
-            with pytest.raises(Ahead if action > now else Stale):
+            with pytest.raises(VersionAhead if action > now else VersionGone):
                 stash.delay(action)
         assert list(stash.epochs) == sorted(model)
         assert stash.size_bytes <= keep * SIZE_BYTES

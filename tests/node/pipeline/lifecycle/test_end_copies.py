@@ -84,7 +84,7 @@ def test_an_end_stage_that_dies_out_has_its_embedding_or_head_again_bit_for_bit(
     came_from = [number for number in rounds if any(same(first, ends) for ends in died[number])]
     assert came_from, "it is of no round of the stage"
     assert max(came_from) >= after - 2, "the copy was old"
-    assert later[0].serving.trainee.rate_factor() == LR_BUMP
+    assert later[0].serving.training_task.rate_factor() == LR_BUMP
     newest = max(one.named[lost])
     assert newest >= after + 3, "the stage did not go on"
 

@@ -7,22 +7,22 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.node.pipeline.lifecycle.rebalancer import RESCUE_EVERY, LifeOver, Rebalancer
-from farflock.node.run.terms import EMERGENCY_S, Balance
+from farflock.node.run.terms import EMERGENCY_S, RebalanceTerms
 from farflock.swarm.messages import Load
-from farflock.swarm.protocol.rebalance import Server, Snapshot
+from farflock.swarm.protocol.rebalance import LoadSnapshot, ServerLoad
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
 def server(peer, queue=1.0, resident_s=1000.0):
-    return Server(peer, queue, 1.0, 1000, resident_s)
+    return ServerLoad(peer, queue, 1.0, 1000, resident_s)
 
 
 def snapshot(number, *stages):
-    return Snapshot(number, tuple(tuple(server(peer) for peer in stage) for stage in stages), (1,) * len(stages))
+    return LoadSnapshot(number, tuple(tuple(server(peer) for peer in stage) for stage in stages), (1,) * len(stages))
 
 
 def test_a_stage_that_lost_its_servers_gets_one_after_two_looks_and_then_not_another_at_once():
-    balance = Balance(every_s=0.0)
+    balance = RebalanceTerms(every_s=0.0)
     first = RESCUE_EVERY * 5
     moves = []
     for number in range(first - 2, first + RESCUE_EVERY + 1):
@@ -33,14 +33,14 @@ def test_a_stage_that_lost_its_servers_gets_one_after_two_looks_and_then_not_ano
 
 
 def test_a_stage_that_is_empty_for_the_first_time_may_be_waiting_for_its_first_server():
-    balance, number = Balance(), RESCUE_EVERY * 3
+    balance, number = RebalanceTerms(), RESCUE_EVERY * 3
     assert balance.move(snapshot(number, ["a", "b"], []), snapshot(number - 1, ["a", "b"], ["c"])) is None
     assert balance.move(snapshot(number, ["a", "b"], []), snapshot(number - 2, ["a", "b"], [])) is None
     assert balance.move(snapshot(number, ["a", "b"], []), None) is None
 
 
 def test_a_stage_that_a_full_replica_holds_is_not_lost():
-    balance, number = Balance(every_s=0.0), RESCUE_EVERY * 3
+    balance, number = RebalanceTerms(every_s=0.0), RESCUE_EVERY * 3
     held = replace(snapshot(number, ["a", "b"], []), replicas=1)
     assert balance.move(held, replace(held, number=number - 1)) is None
     gone = snapshot(number + RESCUE_EVERY, ["a", "b"], [])
@@ -49,19 +49,19 @@ def test_a_stage_that_a_full_replica_holds_is_not_lost():
 
 
 def test_for_load_a_server_moves_only_in_every_so_many_periods():
-    balance = Balance(every_s=300.0)
+    balance = RebalanceTerms(every_s=300.0)
     loaded = [
-        Snapshot(number, ((server("a", 0.0), server("b", 0.0), server("c", 0.0)), (server("d", 90.0),)), (1, 1))
+        LoadSnapshot(number, ((server("a", 0.0), server("b", 0.0), server("c", 0.0)), (server("d", 90.0),)), (1, 1))
         for number in range(61)
     ]
     assert [entry.number for entry in loaded if balance.move(entry, None)] == [0, 30, 60]
-    assert not any(Balance(every_s=0.0).move(entry, None) for entry in loaded)
+    assert not any(RebalanceTerms(every_s=0.0).move(entry, None) for entry in loaded)
 
 
 @pytest.mark.parametrize("every_s", [-1.0, 3.0, float("nan")])
 def test_periods_that_are_none_are_refused(every_s):
     with pytest.raises(ValueError, match="usually 300"):
-        Balance(every_s=every_s)
+        RebalanceTerms(every_s=every_s)
 
 
 def test_the_mover_ends_its_life_with_where_to_go_and_nobody_else_does():
@@ -70,7 +70,7 @@ def test_the_mover_ends_its_life_with_where_to_go_and_nobody_else_does():
         said = []
         loads = SimpleNamespace(say=said.append, snapshot=lambda number, needs: snapshots(number))
         peer = SimpleNamespace(me=me, run_s=now, loads=loads)
-        rebalancer = Rebalancer(peer, Balance(), (1, 1), lambda number: Load(number, 0.0, 1.0, 1, 0.0))
+        rebalancer = Rebalancer(peer, RebalanceTerms(), (1, 1), lambda number: Load(number, 0.0, 1.0, 1, 0.0))
         try:
             async with asyncio.timeout(20 * EMERGENCY_S):
                 await rebalancer.run()

@@ -17,7 +17,7 @@ from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.pipeline.recovery.policy import MAX_AGE_ROUNDS
 from farflock.node.pipeline.recovery.rebuild import GradientScale
-from farflock.node.run.terms import Plan
+from farflock.node.run.terms import RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.state_sync import CHUNK_BYTES, MARK, NEXT, STATE, most_state_bytes
 from farflock.optimizers.catalog import method
@@ -41,7 +41,7 @@ METHODS = {
 
 
 def plan_of(name="ddp", model=MODEL):
-    return Plan(7, model, InnerConfig(), Schedule(1e-2, 1000), name, METHODS[name])
+    return RunPlan(7, model, InnerConfig(), Schedule(1e-2, 1000), name, METHODS[name])
 
 
 class Swarm:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from farflock.compression.subspace import outside, settled
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.contrib.table_versions import drifted
+from farflock.node.pipeline.contrib.embedding_versions import drifted
 from farflock.node.pipeline.passes.constraint import (
     EMBEDDING,
     ConstrainedReplica,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farflock.node.model.llama import PRESETS, build, next_token_loss
-from farflock.node.pipeline.passes.stage import Accumulator, Stage, Staged, backward_through
+from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient, Stage, backward_through
 from farflock.node.run.split import BadSplit, even, split
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=5, tied=False, vocab_size=50)
@@ -60,7 +60,9 @@ def test_gradients_are_those_of_the_unsplit_model_through_random_paths(sizes, se
     """E1: fp64, three replicas a stage, another one for each backward pass."""
     chance, batches = random.Random(seed), microbatches(7, seed)
     spans = split(CONFIG, sizes)
-    stages = [[(Stage(build(CONFIG, 7, span).double()), Accumulator()) for _ in range(REPLICAS)] for span in spans]
+    stages = [
+        [(Stage(build(CONFIG, 7, span).double()), GradientAccumulator()) for _ in range(REPLICAS)] for span in spans
+    ]
     losses = 0.0
     for x, targets in chance.sample(batches, len(batches)):
         path = [(chance.choice(replicas), chance.choice(replicas)) for replicas in stages]
@@ -83,7 +85,7 @@ def test_what_is_lost_at_one_stage_is_divided_by_what_that_stage_has():
     """N_s: a microbatch that never reached the first stage does not shrink that stage's gradient."""
     batches = microbatches(3)
     first, last = (Stage(build(CONFIG, 7, span).double()) for span in split(CONFIG, [2, 3]))
-    sums = Accumulator(), Accumulator()
+    sums = GradientAccumulator(), GradientAccumulator()
     for number, (x, targets) in enumerate(batches):
         done = last.backward(first.forward(x), targets)
         sums[1].add(done.staged)
@@ -120,11 +122,11 @@ def test_a_whole_model_is_one_stage_and_agrees_with_the_training_loss():
 
 
 def test_what_was_taken_and_did_not_count_goes_back():
-    accumulator = Accumulator()
-    accumulator.add(Staged({"w": torch.ones(2)}, 5))
+    accumulator = GradientAccumulator()
+    accumulator.add(MicrobatchGradient({"w": torch.ones(2)}, 5))
     taken = accumulator.take()
     assert (accumulator.sums, accumulator.tokens) == ({}, 0)
-    accumulator.add(Staged({"w": torch.full((2,), 3.0)}, 7))
+    accumulator.add(MicrobatchGradient({"w": torch.full((2,), 3.0)}, 7))
     accumulator.add(taken)
     assert accumulator.tokens == 12
     assert accumulator.take().gradients["w"].tolist() == [4, 4]
@@ -163,7 +165,7 @@ def test_more_stages_than_layers_are_refused(stages):
 def test_through_all_stages_at_once_each_has_what_it_has_pass_by_pass(sizes, dtype):
     stages = [Stage(build(CONFIG, 7, span).to(dtype)) for span in split(CONFIG, sizes)]
     for x, targets in microbatches(3):
-        sums = [Accumulator() for _ in stages]
+        sums = [GradientAccumulator() for _ in stages]
         path = [((stage, total), (stage, total)) for stage, total in zip(stages, sums, strict=True)]
         loss = through(path, x, targets)
         staged, loss_sum = backward_through(stages, x, targets)

@@ -29,7 +29,7 @@ from farflock.node.run.split import split
 from farflock.node.state import checkpoint
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.state import state_hash
-from farflock.swarm.paths.checkfree import Swapped
+from farflock.swarm.paths.checkfree import SwappedPaths
 from farflock.swarm.paths.policy import Microbatch, fixed
 
 CONFIG = msgspec.structs.replace(PRESETS["tiny"], layers=6, tied=False, vocab_size=50)
@@ -288,7 +288,7 @@ def test_a_swapped_microbatchs_gradient_is_that_of_the_reordered_model():
     """Invariant 5, in float64, with pairs of one and of two layers."""
     config = msgspec.structs.replace(CONFIG, layers=8)
     sizes = [1, 2, 2, 1, 1, 1]
-    spans, policy = split(config, sizes), Swapped(fixed(6), sizes)
+    spans, policy = split(config, sizes), SwappedPaths(fixed(6), sizes)
     stages = [Stage(build(config, 4, span).double()) for span in spans]
     order = policy.stage_order(Microbatch(0, 1, 0))
     assert order == (0, 2, 1, 4, 3, 5)

@@ -16,7 +16,7 @@ from farflock.node.pipeline.server.server import StageServer
 from farflock.node.pipeline.server.weight_versions import SingleVersion
 from farflock.node.run.split import even
 from farflock.node.run.terms import ServerTerms
-from farflock.swarm.peer.serving import Reply
+from farflock.swarm.peer.call_server import CallReply
 
 MODEL = ModelConfig(vocab_size=16, dim=8, layers=3, heads=2, kv_heads=1, ffn_dim=16, context=8, tied=False)
 
@@ -31,7 +31,7 @@ class Server:
         return f"{self.stage} {caller} {sizes}".encode()
 
     async def serve(self, caller, request, payloads):
-        return Reply(f"{self.stage} {caller}".encode(), payloads)
+        return CallReply(f"{self.stage} {caller}".encode(), payloads)
 
 
 DISPATCH = Dispatch({stage: Server(stage) for stage in (1, 2, 5)})
@@ -43,7 +43,7 @@ def test_each_kind_of_call_goes_to_the_server_of_its_stage():
         for request in map(encode, requests):
             assert DISPATCH.admit("caller", request, (9,)) == f"{stage} caller (9,)".encode()
             reply = asyncio.run(DISPATCH.serve("caller", request, (b"x",)))
-            assert reply == Reply(f"{stage} caller".encode(), (b"x",))
+            assert reply == CallReply(f"{stage} caller".encode(), (b"x",))
 
 
 def test_a_stage_that_is_not_here_goes_to_the_first_one():
@@ -71,4 +71,4 @@ def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
 def test_a_node_that_serves_no_passes_says_why_to_whatever_comes(request):
     closed = Closed("it is free")
     assert decode_answer(closed.admit("caller", request, ())) == Refused("it is free")
-    assert asyncio.run(closed.serve("caller", request, ())) == Reply(encode(Refused("it is free")))
+    assert asyncio.run(closed.serve("caller", request, ())) == CallReply(encode(Refused("it is free")))

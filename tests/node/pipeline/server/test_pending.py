@@ -3,7 +3,7 @@
 import pytest
 
 from farflock.node.pipeline.server.pending import PendingGradient, PendingGradients
-from farflock.swarm.protocol.staging import Staging
+from farflock.swarm.protocol.gradient_leases import GradientLeases
 
 KEY, LEASE_S = ("t", 1), 10.0
 GRADIENT = PendingGradient("its gradient", None, 3)
@@ -11,7 +11,7 @@ GRADIENT = PendingGradient("its gradient", None, 3)
 
 @pytest.fixture
 def table():
-    return PendingGradients(Staging(2, LEASE_S))
+    return PendingGradients(GradientLeases(2, LEASE_S))
 
 
 def begun(table, key=KEY, attempt=1):

@@ -32,7 +32,7 @@ from farflock.node.pipeline.passes.requests import (
     decode_answer,
     encode,
 )
-from farflock.node.pipeline.passes.stage import Accumulator, Stage
+from farflock.node.pipeline.passes.stage import GradientAccumulator, Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST, StageServer
 from farflock.node.pipeline.server.weight_versions import SingleVersion
 from farflock.node.run.split import even
@@ -564,7 +564,7 @@ def test_a_step_is_made_of_what_was_merged_and_of_nothing_else(index):
         for number in (1, 2):
             await bench.merge(number)
         await bench.put_aside(3)
-        taken, wanted, losses = bench.server.accounts.take(), Accumulator(), 0.0
+        taken, wanted, losses = bench.server.accounts.take(), GradientAccumulator(), 0.0
         for number in (1, 2):
             back = bench.stage.backward(bench.inside(number), bench.outside(number))
             wanted.add(back.staged)
@@ -602,7 +602,7 @@ async def test_a_contribution_names_what_was_taken_for_steps_and_a_round_s_notes
 
 @served(2)
 async def test_what_this_node_trained_by_itself_counts_beside_what_others_asked_for_and_takes_no_place(bench):
-    server, wanted = bench.server, Accumulator()
+    server, wanted = bench.server, GradientAccumulator()
     for number in range(1, 8):  # more than there are places
         back = bench.stage.backward(bench.inside(number), bench.outside(number))
         server.accounts.merged.clear()

@@ -9,9 +9,9 @@ import torch
 
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.pipeline.passes.stage import Stage, Staged
+from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.accounts import Taken
-from farflock.node.pipeline.server.task import LOOK_EVERY_S, Batch, StageTrainee, gated
+from farflock.node.pipeline.server.task import LOOK_EVERY_S, BatchTrigger, StageTask, gated
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
@@ -59,7 +59,7 @@ def waiting(main):
     def test():
         async def whole():
             server, group, stopped = Merged(), Group(), []
-            batch = Batch(server, group, group, "grad/2", 2, 3 * MICROBATCH, stopping=lambda: bool(stopped))
+            batch = BatchTrigger(server, group, group, "grad/2", 2, 3 * MICROBATCH, stopping=lambda: bool(stopped))
             await main(batch, server, group, lambda: stopped.append(True))
 
         run_virtual(whole())
@@ -180,18 +180,18 @@ async def test_waiting_leaves_no_tasks_behind(batch, server, group, stop):
 # What a step is made of.
 
 
-def trainee(summing, *batches, schedule=None):
+def training_task(summing, *batches, schedule=None):
     model = build(MODEL, 1)
     server = Merged()
     server.batches = list(batches)
     replica = PlainReplica(model, InnerConfig(lr=1.0).build(model), None)
     schedule = schedule or Schedule(1.0, 10**6, floor=1.0)
-    return StageTrainee(server, Stage(model), replica, schedule, MICROBATCH, summing), model
+    return StageTask(server, Stage(model), replica, schedule, MICROBATCH, summing), model
 
 
 def taken(model, value, microbatches, loss=None):
     gradients = {name: torch.full_like(x, value) for name, x in model.named_parameters()}
-    return Taken(Staged(gradients if microbatches else {}, microbatches * MICROBATCH), loss)
+    return Taken(MicrobatchGradient(gradients if microbatches else {}, microbatches * MICROBATCH), loss)
 
 
 def gradients_of(model):
@@ -199,7 +199,7 @@ def gradients_of(model):
 
 
 def test_where_gradients_are_exchanged_it_is_the_sum_over_microbatches_and_weighs_as_many():
-    made, model = trainee(True)
+    made, model = training_task(True)
     made.accounts.batches = [taken(model, 48.0, 3, loss=2.5), taken(model, 16.0, 1)]
     assert made.forward_backward(0, Progress(0)) == 2.5
     assert (made.tokens_per_step, made.weight) == (3 * MICROBATCH, 3.0)
@@ -210,7 +210,7 @@ def test_where_gradients_are_exchanged_it_is_the_sum_over_microbatches_and_weigh
 
 
 def test_where_this_server_steps_itself_it_is_the_mean_over_tokens():
-    made, model = trainee(False)
+    made, model = training_task(False)
     made.accounts.batches = [taken(model, 48.0, 3)]
     made.forward_backward(0, Progress(0))
     assert (made.tokens_per_step, made.weight) == (3 * MICROBATCH, 1.0)
@@ -219,7 +219,7 @@ def test_where_this_server_steps_itself_it_is_the_mean_over_tokens():
 
 @pytest.mark.parametrize("summing", [True, False])
 def test_a_step_of_nothing_leaves_a_gradient_of_zeros(summing):
-    made, model = trainee(summing)
+    made, model = training_task(summing)
     made.accounts.batches = [taken(model, 0.0, 0)]
     assert math.isnan(made.forward_backward(0, Progress(0)))
     assert gradients_of(model) == {0.0}
@@ -227,14 +227,14 @@ def test_a_step_of_nothing_leaves_a_gradient_of_zeros(summing):
 
 
 def test_a_loss_that_is_not_known_is_the_last_one_that_was():
-    made, model = trainee(True)
+    made, model = training_task(True)
     made.accounts.batches = [taken(model, 1.0, 1, loss=2.0), taken(model, 0.0, 0), taken(model, 1.0, 1, loss=1.0)]
     assert [made.forward_backward(step, Progress(step)) for step in range(3)] == [2.0, 2.0, 1.0]
 
 
 def test_the_rate_is_the_schedule_s_and_a_round_s_step_is_alike_for_newcomers():
     schedule = Schedule(1.0, 1000, warmup_tokens=100, joiner_steps=10)
-    made, model = trainee(True, schedule=schedule)
+    made, model = training_task(True, schedule=schedule)
     made.accounts.batches = [taken(model, 1.0, 1)]
     made.joined_at = 5
     made.forward_backward(6, Progress(6, tokens=500))
@@ -244,7 +244,7 @@ def test_the_rate_is_the_schedule_s_and_a_round_s_step_is_alike_for_newcomers():
 
 
 def test_what_is_given_up_leaves_the_sum_and_its_weight():
-    made, model = trainee(summing=True)
+    made, model = training_task(summing=True)
     made.accounts.batches = [taken(model, 1.0, 3), replace(taken(model, 2.0, 1), discarded=3)]
     weight = tokens = 0.0
     for step in range(2):

@@ -2,35 +2,35 @@
 
 import pytest
 
-from farflock.node.pipeline.trainer.blame import QUARANTINE_S, WITNESSES, Origins, Quarantine
+from farflock.node.pipeline.trainer.blame import QUARANTINE_S, WITNESSES, PayloadOrigins, Quarantine
 
 INPUT = (1, "input")
 
 
 @pytest.mark.parametrize(("servers", "words"), [(1, 1), (2, 2), (5, 2)])
 def test_two_servers_must_refuse_it_or_the_only_one(servers, words):
-    origins = Origins()
+    origins = PayloadOrigins()
     origins.made(INPUT, "maker")
     said = [origins.refused(INPUT, f"server {number}", servers) for number in range(words)]
     assert said == [False] * (words - 1) + [True]
 
 
 def test_one_server_is_one_word_however_often_it_refuses():
-    origins = Origins()
+    origins = PayloadOrigins()
     origins.made(INPUT, "maker")
     assert not any(origins.refused(INPUT, "server", 2) for _ in range(5))
     assert origins.to_blame(INPUT) is None
 
 
 def test_the_only_server_has_it_made_anew_and_nobody_blamed():
-    origins = Origins()
+    origins = PayloadOrigins()
     origins.made(INPUT, "maker")
     assert origins.refused(INPUT, "server", 1)
     assert origins.to_blame(INPUT) is None
 
 
 def test_what_is_made_anew_was_refused_by_nobody():
-    origins = Origins()
+    origins = PayloadOrigins()
     for maker in ("one", "other"):
         origins.made(INPUT, maker)
         assert not origins.refused(INPUT, "a", 3)
@@ -40,14 +40,14 @@ def test_what_is_made_anew_was_refused_by_nobody():
 
 
 def test_for_what_the_trainer_made_nobody_is_to_blame():
-    origins = Origins()
+    origins = PayloadOrigins()
     for number in range(WITNESSES):
         origins.refused((0, "input"), f"server {number}", 2)
     assert origins.to_blame((0, "input")) is None
 
 
 def test_who_refused_it_is_known_until_it_is_made_anew():
-    origins = Origins()
+    origins = PayloadOrigins()
     origins.made(INPUT, "maker")
     origins.refused(INPUT, "a", 3)
     assert (origins.refusers(1), origins.refusers(2)) == ({"a"}, set())

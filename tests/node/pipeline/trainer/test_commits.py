@@ -45,9 +45,9 @@ class Tracked:
     """A tracker of trainer `me`, with microbatches on their way through both stages."""
 
     def __init__(self, *numbers):
-        self.rolls, self.events = Heard(), []
+        self.stage_directory, self.events = Heard(), []
         report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
-        self.commits = CommitTracker("me", self.rolls, report)
+        self.commits = CommitTracker("me", self.stage_directory, report)
         for number in numbers:
             self.commits.begin(number, (0, 1), 10.0)
 
@@ -56,7 +56,7 @@ class Tracked:
         assert ledger.replied(place, "server/1", ledger.send(place, "server/1"))
 
     def name(self, *numbers, stages=(0, 1)):
-        self.rolls.next_named += [(stage, [("me", number) for number in numbers]) for stage in stages]
+        self.stage_directory.next_named += [(stage, [("me", number) for number in numbers]) for stage in stages]
         return self.commits.hear(12.5)
 
 
@@ -70,18 +70,18 @@ def test_what_all_stages_name_is_over_and_counts():
 
 def test_what_a_stage_leaves_out_is_over_and_does_not_count():
     one = Tracked(3)
-    one.rolls.left_out += [(1, ("me", 3)), (1, ("you", 3)), (1, ("me", 9))]
+    one.stage_directory.left_out += [(1, ("me", 3)), (1, ("you", 3)), (1, ("me", 9))]
     assert one.name(3) == [3]
     assert one.events == [("dropped", {"number": 3, "stage": 1})]
     assert (one.commits.finished, one.commits.dropped) == (0, 1)
-    assert one.rolls.left_out == []
+    assert one.stage_directory.left_out == []
 
 
 def test_of_what_waits_for_rounds_that_were_missed_it_is_not_known_whether_it_counts():
     one = Tracked(3, 4)
     one.bind(3, 1)
-    one.rolls.next_skipped.append(1)
-    one.rolls.next_left.append((1, "server/1"))
+    one.stage_directory.next_skipped.append(1)
+    one.stage_directory.next_left.append((1, "server/1"))
     assert one.name(3, stages=(0,)) == [3]
     assert one.commits.lost == 1
     assert one.commits.ledger.phase((4, 1)) == "open", "it was not asked for yet"
@@ -90,7 +90,7 @@ def test_of_what_waits_for_rounds_that_were_missed_it_is_not_known_whether_it_co
 def test_what_a_server_took_with_it_is_open_again():
     one = Tracked(3)
     one.bind(3, 1)
-    one.rolls.next_left.append((1, "server/1"))
+    one.stage_directory.next_left.append((1, "server/1"))
     assert one.name() == []
     assert one.commits.ledger.phase((3, 1)) == "open"
 

@@ -2,7 +2,7 @@
 
 import collections
 
-from farflock.node.pipeline.trainer.stage_directory import HOPE_S, Rolls, Server, StreamName
+from farflock.node.pipeline.trainer.stage_directory import HOPE_S, ServerLife, StageDirectory, StreamName
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.roles import EVERY, NOTHING
@@ -56,153 +56,153 @@ class Swarm:
 
 def made(*members):
     swarm = Swarm(*(members or (A, B, C, T)))
-    return swarm, Rolls(swarm, STREAMS)
+    return swarm, StageDirectory(swarm, STREAMS)
 
 
-def serving(rolls):
-    return [[server.peer for server in stage] for stage in rolls.serving().stages]
+def serving(stage_directory):
+    return [[server.peer for server in stage] for stage in stage_directory.serving().stages]
 
 
 def test_who_serves_is_who_is_in_the_view_and_not_known_to_be_gone():
-    swarm, rolls = made(A, B, C, T, Member("all", 3, EVERY))
-    assert rolls.stages == 2
-    assert serving(rolls) == [["a", "all"], ["b", "c", "all"]]
+    swarm, stage_directory = made(A, B, C, T, Member("all", 3, EVERY))
+    assert stage_directory.stages == 2
+    assert serving(stage_directory) == [["a", "all"], ["b", "c", "all"]]
     swarm.dead.add("b")
-    assert serving(rolls) == [["a", "all"], ["c", "all"]]
+    assert serving(stage_directory) == [["a", "all"], ["c", "all"]]
 
 
 def test_replicas_that_serve_no_passes_are_not_asked_but_are_heard_of_when_they_leave():
     whole = Member("all", 3, EVERY)
     swarm = Swarm(A, B, T, whole)
-    rolls = Rolls(swarm, STREAMS, whole=False)
-    assert serving(rolls) == [["a"], ["b"]]
-    list(rolls.left())
+    stage_directory = StageDirectory(swarm, STREAMS, whole=False)
+    assert serving(stage_directory) == [["a"], ["b"]]
+    list(stage_directory.left())
     swarm.view(A, B, T)
-    assert {name for _, name in rolls.left()} == {"all/3"}
+    assert {name for _, name in stage_directory.left()} == {"all/3"}
 
 
 def test_it_is_the_same_object_as_long_as_nothing_changes():
-    swarm, rolls = made()
-    before = rolls.serving()
-    assert rolls.serving() is before
+    swarm, stage_directory = made()
+    before = stage_directory.serving()
+    assert stage_directory.serving() is before
     swarm.dead.add("b")
-    assert rolls.serving() is not before
-    again = rolls.serving()
+    assert stage_directory.serving() is not before
+    again = stage_directory.serving()
     swarm.view(A, B, C, T)
-    assert rolls.serving() is not again
-    assert rolls.serving().membership == 2
+    assert stage_directory.serving() is not again
+    assert stage_directory.serving().membership == 2
 
 
 def test_a_server_is_a_life_and_is_found_by_its_name_while_it_is_a_member():
-    swarm, rolls = made()
-    assert rolls.at(1, "b") == Server("b", 1)
-    assert rolls.at(0, "b") is None
-    assert rolls.server("b/1") == Server("b", 1)
+    swarm, stage_directory = made()
+    assert stage_directory.at(1, "b") == ServerLife("b", 1)
+    assert stage_directory.at(0, "b") is None
+    assert stage_directory.server("b/1") == ServerLife("b", 1)
     swarm.view(A, Member("b", 2, 1), T)
-    assert rolls.at(1, "b") == Server("b", 2)
-    assert rolls.server("b/1") is None
-    assert rolls.server("c/1") is None
+    assert stage_directory.at(1, "b") == ServerLife("b", 2)
+    assert stage_directory.server("b/1") is None
+    assert stage_directory.server("c/1") is None
 
 
 def test_the_epoch_is_the_newest_round_of_any_stage_and_the_tokens_are_those_of_the_slowest_one():
-    swarm, rolls = made()
-    assert rolls.epoch == -1
+    swarm, stage_directory = made()
+    assert stage_directory.epoch == -1
     swarm.close(0, 0).close(0, 1).close(1, 2)
     swarm.counted.update({"grad/0": 300, "grad/1": 200})
-    assert (rolls.epoch, rolls.tokens()) == (2, 200)
+    assert (stage_directory.epoch, stage_directory.tokens()) == (2, 200)
     for number in range(2, 6):
         swarm.close(0, number)
-    assert rolls.epoch == 5
+    assert stage_directory.epoch == 5
 
 
 def test_what_rounds_name_is_heard_once_in_their_order_and_by_their_stride():
-    swarm, rolls = made()
+    swarm, stage_directory = made()
     swarm.close(0, 0, ("t", 1)).close(1, 2, ("t", 1), ("u", 5))
-    assert list(rolls.named()) == [(0, [("t", 1)]), (1, [("t", 1), ("u", 5)])]
-    assert list(rolls.named()) == []
+    assert list(stage_directory.named()) == [(0, [("t", 1)]), (1, [("t", 1), ("u", 5)])]
+    assert list(stage_directory.named()) == []
     swarm.close(0, 1, ("t", 2)).close(0, 2).close(1, 7, ("t", 3))
-    assert list(rolls.named()) == [(0, [("t", 2)]), (0, []), (1, [("t", 3)])]
+    assert list(stage_directory.named()) == [(0, [("t", 2)]), (0, []), (1, [("t", 3)])]
 
 
 def test_a_round_whose_notes_are_not_here_yet_is_waited_for():
-    swarm, rolls = made()
+    swarm, stage_directory = made()
     swarm.close(0, 0, ("t", 1)).close(0, 1, ("t", 2)).close(0, 2, ("t", 3))
     logs = swarm.logs["grad/0"]
     logs[1], kept = None, logs[1]
-    assert list(rolls.named()) == [(0, [("t", 1)])]
+    assert list(stage_directory.named()) == [(0, [("t", 1)])]
     logs[1] = kept
-    assert list(rolls.named()) == [(0, [("t", 2)]), (0, [("t", 3)])]
-    assert rolls.skipped() is None
+    assert list(stage_directory.named()) == [(0, [("t", 2)]), (0, [("t", 3)])]
+    assert stage_directory.skipped() is None
 
 
 def test_rounds_that_have_left_all_logs_unheard_are_said_to_be_skipped():
-    swarm, rolls = made()
+    swarm, stage_directory = made()
     for number in range(6):
         swarm.close(0, number, ("t", number))
     swarm.forget(0, 4)
-    assert list(rolls.named()) == [(0, [("t", 4)]), (0, [("t", 5)])]
-    assert [rolls.skipped(), rolls.skipped()] == [0, None]
+    assert list(stage_directory.named()) == [(0, [("t", 4)]), (0, [("t", 5)])]
+    assert [stage_directory.skipped(), stage_directory.skipped()] == [0, None]
     swarm.forget(0, 1)
-    assert list(rolls.named()) == []
-    assert rolls.skipped() is None, "it was heard before it went"
+    assert list(stage_directory.named()) == []
+    assert stage_directory.skipped() is None, "it was heard before it went"
 
 
 def test_notes_that_went_with_all_servers_of_a_stage_are_skipped_after_a_while():
-    swarm, rolls = made()
+    swarm, stage_directory = made()
     swarm.close(0, 0, ("t", 1)).close(0, 1, ("t", 2)).logs["grad/0"][0] = None
-    assert list(rolls.named()) == []
+    assert list(stage_directory.named()) == []
     swarm.now_s += 2 * HOPE_S
-    assert list(rolls.named()) == [], "its server is there and will deliver them"
+    assert list(stage_directory.named()) == [], "its server is there and will deliver them"
     swarm.view(Member("a", 2, 0), B, C, T, begins=(0, 2, 0))
-    assert list(rolls.named()) == []
+    assert list(stage_directory.named()) == []
     swarm.now_s += HOPE_S / 2
-    assert list(rolls.named()) == []
+    assert list(stage_directory.named()) == []
     swarm.now_s += HOPE_S / 2
-    assert list(rolls.named()) == [(0, [("t", 2)])]
-    assert [rolls.skipped(), rolls.skipped()] == [0, None]
+    assert list(stage_directory.named()) == [(0, [("t", 2)])]
+    assert [stage_directory.skipped(), stage_directory.skipped()] == [0, None]
     swarm.now_s += HOPE_S
-    assert list(rolls.named()) == [], "there is no round to be heard of"
-    assert rolls.skipped() is None
+    assert list(stage_directory.named()) == [], "there is no round to be heard of"
+    assert stage_directory.skipped() is None
 
 
 def test_who_left_is_told_only_once_all_rounds_are_heard_that_it_could_be_in():
-    swarm, rolls = made()
-    assert list(rolls.left()) == []
+    swarm, stage_directory = made()
+    assert list(stage_directory.left()) == []
     swarm.view(A, B, T, begins=(9, 4, 7))
-    assert list(rolls.left()) == [], "rounds 2 of stage 1 may have been its"
+    assert list(stage_directory.left()) == [], "rounds 2 of stage 1 may have been its"
     swarm.close(1, 2)
-    assert list(rolls.left()) == [], "nobody has heard of that round yet"
-    list(rolls.named())
-    assert list(rolls.left()) == [(1, "c/1")]
-    assert list(rolls.left()) == []
+    assert list(stage_directory.left()) == [], "nobody has heard of that round yet"
+    list(stage_directory.named())
+    assert list(stage_directory.left()) == [(1, "c/1")]
+    assert list(stage_directory.left()) == []
 
 
 def test_another_life_and_another_stage_are_leaving_too():
-    swarm, rolls = made()
+    swarm, stage_directory = made()
     swarm.view(A, Member("b", 2, 1), Member("c", 2, 0), T)
-    assert list(rolls.left()) == [(1, "b/1"), (1, "c/1")]
+    assert list(stage_directory.left()) == [(1, "b/1"), (1, "c/1")]
 
 
 def test_who_goes_and_comes_between_two_looks_has_left_all_the_same():
-    swarm, rolls = made()
-    list(rolls.left())
+    swarm, stage_directory = made()
+    list(stage_directory.left())
     swarm.view(A, C, T)
     swarm.view(A, C, T, Member("b", 5, 1))
     swarm.view(C, T, Member("b", 5, 1))
-    assert sorted(rolls.left()) == [(0, "a/1"), (1, "b/1")]
+    assert sorted(stage_directory.left()) == [(0, "a/1"), (1, "b/1")]
 
 
 def test_a_full_replica_leaves_every_stage():
-    swarm, rolls = made(A, B, Member("all", 3, EVERY))
+    swarm, stage_directory = made(A, B, Member("all", 3, EVERY))
     swarm.view(A, B)
-    assert sorted(rolls.left()) == [(0, "all/3"), (1, "all/3")]
+    assert sorted(stage_directory.left()) == [(0, "all/3"), (1, "all/3")]
 
 
 def test_places_are_the_views_order_also_of_who_is_gone_until_the_next_view():
-    swarm, rolls = made(C, A, B, T)
-    assert rolls.serving().seniority == (("a",), ("c", "b"))
+    swarm, stage_directory = made(C, A, B, T)
+    assert stage_directory.serving().seniority == (("a",), ("c", "b"))
     swarm.dead = {"c"}
-    assert [[server.peer for server in servers] for servers in rolls.serving().stages] == [["a"], ["b"]]
-    assert rolls.serving().at(1, 0) == "c"
+    assert [[server.peer for server in servers] for servers in stage_directory.serving().stages] == [["a"], ["b"]]
+    assert stage_directory.serving().at(1, 0) == "c"
     swarm.view(A, B, T)
-    assert (rolls.serving().at(1, 0), rolls.serving().at(1, 1)) == ("b", None)
+    assert (stage_directory.serving().at(1, 0), stage_directory.serving().at(1, 1)) == ("b", None)

@@ -474,9 +474,9 @@ def test_who_does_not_know_the_tokens_before_a_round_puts_nothing_forward():
 def test_the_agreement_check_can_fail(monkeypatch):
     """With a quorum of one anywhere, members that lose sight of each other must be found to disagree."""
     from farflock.swarm.protocol import decide
-    from farflock.swarm.protocol.exchange import holdings
+    from farflock.swarm.protocol.exchange import availability
 
-    for module in (decide, holdings):
+    for module in (decide, availability):
         monkeypatch.setattr(module, "is_quorum", lambda members, size: len(members) >= 1)
     with pytest.raises(AssertionError, match="two close lists"):
         offering_world(1, n=4, kind="gather", loss=1.0).run()
@@ -597,7 +597,7 @@ def test_a_result_with_a_member_whose_offer_no_survivor_knows_fails_at_the_deadl
 
     def fetch(me, wanted, until_s, fetch=world.fetch):
         fetch(me, wanted, until_s)
-        reduced.update({wanted.digest} & set(world.machines[reducer].content.holdings.rivals[0]))
+        reduced.update({wanted.digest} & set(world.machines[reducer].content.availability.rivals[0]))
         if reduced and all(reduced <= world.holds[survivor] for survivor in survivors):
             world.crash(reducer)
             world.crash(stranger)

@@ -14,9 +14,9 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.filling import HOPELESS_S, Filling
 from farflock.swarm.peer.machines import Machines
 from farflock.swarm.peer.round_log import RoundLog
-from farflock.swarm.peer.streams import Logged, StreamState
+from farflock.swarm.peer.streams import LoggedRound, StreamState
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, decode_close_list
-from farflock.swarm.protocol.forgetting import newest_of
+from farflock.swarm.protocol.log_truncation import newest_of
 from farflock.swarm.protocol.views import View
 from farflock.swarm.quota import Quota, units
 
@@ -28,7 +28,7 @@ TOLD_AT_ONCE = 4
 ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
 
 
-class Following:
+class CatchUp:
     """One peer's part in keeping up with what is decided without it, and in helping others to."""
 
     def __init__(self, port: PeerContext, log: RoundLog, machines: Machines, filling: Filling) -> None:
@@ -168,6 +168,6 @@ class Following:
             self._port.drop("bad close list")
             return
         nothing = (False,) * state.stream.terms.shards
-        self._log.enter(state, decided.key.round, Logged(close, view.peers, len(serving), decided, nothing))
+        self._log.enter(state, decided.key.round, LoggedRound(close, view.peers, len(serving), decided, nothing))
         state.asked_s = 0.0  # the next one at once, if there is one
         self._filling.begin(state, decided.key)

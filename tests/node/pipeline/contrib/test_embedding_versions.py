@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.contrib.table_versions import FirstStage, Tables, finite_table
+from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions, VersionedContributions, finite_table
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica, Constraint
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
-from farflock.node.run.terms import FIRST_VERSION, VERSION_LEAD, Turns
+from farflock.node.run.terms import FIRST_VERSION, VERSION_LEAD, EmbeddingSchedule
 
 MODEL = ModelConfig(vocab_size=30, dim=16, layers=6, heads=2, kv_heads=1, ffn_dim=24, context=8, tied=False)
 STAGES = even(MODEL, 3)
@@ -26,7 +26,7 @@ BASIS = run_basis(4, 16, 5, 30)
 
 @given(st.integers(1, 20), st.integers(2, 6), st.integers(-1, 200))
 def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(every, overlap, applied):
-    turns = Turns(every, overlap)
+    turns = EmbeddingSchedule(every, overlap)
     known = range(FIRST_VERSION, 210)
     made = [version for version in known if turns.made(version) <= applied]
     spoken = [version for version in known if version == FIRST_VERSION or turns.made(version) + VERSION_LEAD <= applied]
@@ -39,7 +39,7 @@ def test_each_version_is_made_then_spoken_then_read_on_and_few_are_held_at_once(
 
 @given(st.integers(1, 20), st.integers(0, 200))
 def test_versions_are_made_after_every_so_many_rounds(every, applied):
-    turns = Turns(every)
+    turns = EmbeddingSchedule(every)
     assert (turns.newest(applied) != turns.newest(applied - 1)) == ((applied + 1) % every == 0)
     assert turns.made(FIRST_VERSION) == -1
 
@@ -48,7 +48,7 @@ def test_versions_are_made_after_every_so_many_rounds(every, applied):
 
 
 def tables(every=1, overlap=2):
-    return Tables(SubspaceVersions(Subspace(BASIS, None, None)), Turns(every, overlap))
+    return EmbeddingVersions(SubspaceVersions(Subspace(BASIS, None, None)), EmbeddingSchedule(every, overlap))
 
 
 def table(seed):
@@ -129,14 +129,14 @@ class First:
         self.replica = ConstrainedReplica(model, torch.optim.SGD(model.parameters(), 0.1), None, constraint)
         self.tables, self.under, self.average = tables(every), Books(), BASIS.fixed_VD
         replica = None if free else self.replica
-        self.books = FirstStage(self.under, self.tables, lambda: self.average, replica)
+        self.contributions = VersionedContributions(self.under, self.tables, lambda: self.average, replica)
 
     def round(self, number, average, *, taken=True):
-        self.books.closing(number, b"x")
+        self.contributions.closing(number, b"x")
         self.average = average
         if taken:
             self.replica.write({EMBEDDING: average}, "param")
-        self.books.closed(number, b"x")
+        self.contributions.closed(number, b"x")
 
     @property
     def embedding(self):
@@ -157,7 +157,7 @@ def test_a_round_makes_a_version_of_the_average_and_the_next_one_projects_around
         torch.testing.assert_close(first.embedding, around(before, table(number)), rtol=0, atol=2e-6)
         before = table(number)
         assert torch.equal(first.tables.table(number + 2), before)
-    assert first.books.brought(3) == b"notes 3"
+    assert first.contributions.brought(3) == b"notes 3"
     assert first.under.said[:3] == [("closing", 0, b"x"), ("closed", 0, b"x"), ("closing", 1, b"x")]
 
 
@@ -192,18 +192,18 @@ def test_who_lacks_the_version_in_effect_stays_in_its_own_and_says_so_until_it_h
     assert first.tables.lacking(5)[0] == 6
     mine = first.embedding
     first.tables.hold(6, table(9))
-    first.books.follow_late(5)
+    first.contributions.follow_late(5)
     assert first.tables.codec.spoken == 6
     torch.testing.assert_close(first.embedding, around(table(9), mine), rtol=0, atol=2e-6)
 
 
 def test_a_free_replica_makes_versions_and_keeps_its_weights():
     first = First(free=True)
-    first.books.closing(0, b"")
+    first.contributions.closing(0, b"")
     first.average = table(0)
     before = first.embedding
-    first.books.closed(0, b"")
-    first.books.follow_late(1)
+    first.contributions.closed(0, b"")
+    first.contributions.follow_late(1)
     assert torch.equal(first.tables.table(2), table(0))
     assert torch.equal(first.embedding, before)
 
@@ -211,13 +211,13 @@ def test_a_free_replica_makes_versions_and_keeps_its_weights():
 def test_where_all_are_gone_who_had_a_version_the_embedding_as_it_is_takes_its_place():
     first = First(every=2)
     first.average = table(3)
-    assert not first.books.begin_anew(-1), "the run's first needs none"
-    assert first.books.begin_anew(8)
+    assert not first.contributions.begin_anew(-1), "the run's first needs none"
+    assert first.contributions.begin_anew(8)
     assert all(torch.equal(first.tables.table(version), table(3)) for version in (4, 5))
     first = First(every=2)
     first.tables.hold(4, table(4))
     first.average = table(3)
-    assert not first.books.begin_anew(7), "somebody had the version in effect"
+    assert not first.contributions.begin_anew(7), "somebody had the version in effect"
     assert torch.equal(first.tables.table(4), table(4))
     assert torch.equal(first.tables.table(5), table(3)), "made with the state that is gone"
     assert first.tables.table(3) is None

@@ -13,7 +13,7 @@ SHORTEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class SyncSchedule:
     """Rounds of `period` steps, or with `round_s` of so many seconds and at least `min_steps` of this peer's steps.
 
     A slot is an interval of `round_s`, counted from 1; 0 is not known yet, and always where steps are counted.

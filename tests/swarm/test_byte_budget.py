@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from farflock.swarm.peer.window import Window
+from farflock.swarm.byte_budget import ByteBudget
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
 def test_what_is_free_is_given_at_once_up_to_what_was_asked_for():
     async def main():
-        window = Window(100)
+        window = ByteBudget(100)
         assert await window.take(10, 70) == 70
         assert await window.take(10, 70) == 30
         assert window.free_bytes == 0
@@ -23,7 +23,7 @@ def test_what_is_free_is_given_at_once_up_to_what_was_asked_for():
 
 def test_who_waits_goes_in_order_even_if_a_later_one_would_fit():
     async def main():
-        window, order = Window(100), []
+        window, order = ByteBudget(100), []
 
         async def user(name, size):
             taken = await window.take(size, size)
@@ -42,7 +42,7 @@ def test_who_waits_goes_in_order_even_if_a_later_one_would_fit():
 
 def test_who_has_begun_goes_ahead_of_who_waits_and_takes_no_more_than_there_is():
     async def main():
-        window, order = Window(100), []
+        window, order = ByteBudget(100), []
 
         async def user(name, size, ahead):
             taken = await window.take(size, size, ahead=ahead)
@@ -67,14 +67,14 @@ def test_who_has_begun_goes_ahead_of_who_waits_and_takes_no_more_than_there_is()
 def test_more_than_the_whole_window_is_a_bug():
     async def main():
         with pytest.raises(AssertionError):
-            await Window(100).take(101, 101)
+            await ByteBudget(100).take(101, 101)
 
     run_virtual(main())
 
 
 def test_under_chance_and_cancellation_it_is_never_overdrawn_and_ends_whole():
     async def main(seed):
-        chance, window, most = random.Random(seed), Window(1000), 0
+        chance, window, most = random.Random(seed), ByteBudget(1000), 0
 
         async def user():
             nonlocal most
@@ -103,7 +103,7 @@ def test_under_chance_and_cancellation_it_is_never_overdrawn_and_ends_whole():
 
 def test_bytes_given_back_in_the_moment_of_cancellation_go_to_the_next():
     async def main():
-        window = Window(10)
+        window = ByteBudget(10)
         await window.take(10, 10)
         waiters = [asyncio.create_task(window.take(10, 10)) for _ in range(2)]
         await asyncio.sleep(0)
@@ -118,7 +118,7 @@ def test_bytes_given_back_in_the_moment_of_cancellation_go_to_the_next():
 
 def test_a_turn_that_comes_in_the_moment_of_cancellation_is_not_lost():
     async def main():
-        window = Window(10)
+        window = ByteBudget(10)
         await window.take(10, 10)
         waiter = asyncio.create_task(window.take(10, 10))
         await asyncio.sleep(0)

@@ -7,11 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from farflock.node.simulate import watch as limits
-from farflock.node.simulate.watch import DEADLINE_S, MAX_ITEMS, MAX_STORE_BYTES, MAX_TASKS, OVERDUE_S, Watch
-from farflock.optimizers.method import All, Exchange, Key, Result
-from farflock.swarm.messages import Key as SwarmKey
-from farflock.swarm.peer.peer import Wait
+from farflock.node.simulate import invariants as limits
+from farflock.node.simulate.invariants import (
+    DEADLINE_S,
+    MAX_ITEMS,
+    MAX_STORE_BYTES,
+    MAX_TASKS,
+    OVERDUE_S,
+    InvariantChecker,
+)
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
+from farflock.swarm.messages import Key
+from farflock.swarm.peer.peer import OpenWait
 from farflock.swarm.sim.virtual_time import run_virtual
 
 PEERS = ["one", "two", "three"]
@@ -22,19 +29,19 @@ class Scene:
     """A watch, and couriers of three peers whose results the test makes up."""
 
     def __init__(self, arm="diloco"):
-        self.watch, self.state = Watch(arm, PEERS), torch.zeros(2)
+        self.watch, self.state = InvariantChecker(arm, PEERS), torch.zeros(2)
         snapshot = lambda replica: {"phi": self.state}  # noqa: E731
         self.driver = SimpleNamespace(method=SimpleNamespace(snapshot=snapshot, feedback=None), replica=None)
         self.results = {}
-        self.couriers = [self.courier(index) for index in range(3)]
+        self.couriers = [self.exchange_client(index) for index in range(3)]
 
-    def courier(self, index, birth=1):
-        async def carry(exchange, tokens, state):
+    def exchange_client(self, index, birth=1):
+        async def run_exchange(exchange, tokens, state):
             await asyncio.sleep(0.1)  # until everybody has offered
             return self.results[PEERS[index]]
 
-        inner = SimpleNamespace(carry=carry, replay=lambda stream, number: self.results[PEERS[index]])
-        return self.watch.courier(SimpleNamespace(me=PEERS[index]), index, birth, self.driver, inner)
+        inner = SimpleNamespace(run_exchange=run_exchange, replay=lambda stream, number: self.results[PEERS[index]])
+        return self.watch.exchange_client(SimpleNamespace(me=PEERS[index]), index, birth, self.driver, inner)
 
     def train(self, index, steps=STEPS, birth=1):
         for _ in range(steps):
@@ -42,8 +49,8 @@ class Scene:
 
     async def offer(self, index, value, number=0, tokens=10 * STEPS, codec="fp32"):
         tensors = {"w": torch.full((2,), float(value))}
-        exchange = Exchange(Key("delta", number), "mean", All(), tensors, codec=codec)
-        return await self.couriers[index].carry(exchange, tokens, b"")
+        exchange = Exchange(ExchangeKey("delta", number), "mean", All(), tensors, codec=codec)
+        return await self.couriers[index].run_exchange(exchange, tokens, b"")
 
     def result(self, value, participants, tokens=0, number=0, status="ok"):
         mean = {"w": torch.full((2,), float(value))}
@@ -99,7 +106,7 @@ def test_a_round_key_that_is_used_again_is_found_and_in_another_life_it_is_not()
 
     async def reborn(scene):
         await scene.round([1, 2, 3])
-        scene.couriers[0] = scene.courier(0, birth=2)
+        scene.couriers[0] = scene.exchange_client(0, birth=2)
         await scene.offer(0, 1)
 
     assert violations(reborn) == []
@@ -259,7 +266,7 @@ def test_work_that_counts_twice_is_found_though_the_sums_are_right():
 
 
 def test_at_most_twenty_violations_are_kept():
-    watch = Watch("diloco", PEERS)
+    watch = InvariantChecker("diloco", PEERS)
     for number in range(50):
         watch.violate(str(number))
     assert watch.violations == [str(number) for number in range(20)]
@@ -286,7 +293,7 @@ def a_peer(waits=(), size_bytes=0, tasks=0):
 
 
 def wait(left_s=1.0, whom=("two",), number=0):
-    return Wait(SwarmKey("delta", number), whom, left_s)
+    return OpenWait(Key("delta", number), whom, left_s)
 
 
 @pytest.mark.parametrize(
@@ -301,13 +308,13 @@ def wait(left_s=1.0, whom=("two",), number=0):
     ],
 )
 def test_a_look_finds_waits_without_end_and_whatever_has_grown(peer, words):
-    watch = Watch("diloco", PEERS)
+    watch = InvariantChecker("diloco", PEERS)
     watch.look(peer)
     the_only(watch.violations, words)
 
 
 def test_a_look_lets_pass_what_is_at_its_bound():
-    watch = Watch("diloco", PEERS)
+    watch = InvariantChecker("diloco", PEERS)
     watch.look(a_peer([wait(DEADLINE_S), wait(-100.0)], MAX_STORE_BYTES, MAX_TASKS))
     assert watch.violations == []
 
@@ -315,14 +322,14 @@ def test_a_look_lets_pass_what_is_at_its_bound():
 @pytest.mark.parametrize(("count", "found"), [(MAX_ITEMS, 0), (MAX_ITEMS + 1, 1)])
 def test_a_container_that_has_grown_is_a_violation(monkeypatch, count, found):
     monkeypatch.setattr(limits, "longest", lambda peer: (count, "peer.somewhere"))
-    watch = Watch("diloco", PEERS)
+    watch = InvariantChecker("diloco", PEERS)
     watch.check_memory(a_peer())
     assert len(watch.violations) == found
 
 
 def a_loop(age_s, done=False):
     """One exchange that is open since so many seconds before 100."""
-    key = Key("delta", 4)
+    key = ExchangeKey("delta", 4)
     exchange = SimpleNamespace(key=key, deadline_s=DEADLINE_S)
     table = (SimpleNamespace(exchange=exchange, since_s=100.0 - age_s),)
     carrying = {key: SimpleNamespace(done=lambda: done)}
@@ -341,7 +348,7 @@ def a_loop(age_s, done=False):
     ],
 )
 def test_at_the_end_nothing_is_open_long_after_its_deadline_or_without_a_name(age_s, named, done, words):
-    watch = Watch("diloco", PEERS)
+    watch = InvariantChecker("diloco", PEERS)
     watch.check_waits(a_peer([wait(number=4)] if named else []), a_loop(age_s, done))
     assert len(watch.violations) == (words is not None)
     assert words is None or words in watch.violations[0]

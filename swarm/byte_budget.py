@@ -7,7 +7,7 @@ import asyncio
 import collections
 
 
-class Window:
+class ByteBudget:
     """`size_bytes` in all; what is taken must be given back."""
 
     def __init__(self, size_bytes: int) -> None:

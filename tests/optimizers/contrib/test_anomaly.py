@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.optimizers.contrib.judge import BLOCK, HUGE, UNIT, Judge, norm_of, sum_of_squares
+from farflock.optimizers.contrib.anomaly import BLOCK, HUGE, UNIT, AnomalyFilter, norm_of, sum_of_squares
 
 FRESH = [0.0, 0.0, 0.0, 0.0]
 norms_of_peers = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=8)
 
 
 def judge(temperature=1.0, relative=False, threshold=3.0, warmup=0, alpha=0.02, step_ratio=0.0):
-    return Judge(temperature, relative, threshold, warmup, alpha, step_ratio)
+    return AnomalyFilter(temperature, relative, threshold, warmup, alpha, step_ratio)
 
 
 def nobody(norms):

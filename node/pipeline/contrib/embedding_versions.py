@@ -4,7 +4,7 @@ made, spoken and given up.
 Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of
 the first stage the averaged embedding, which all servers of that stage hold with the same bits,
 becomes the next E_fix (`drifted`). One round later the weights of pipelines go over to it;
-meanwhile the others download it (node/pipeline/contrib/table_keeper.py), and node/run/terms.py says when. Which
+meanwhile the others download it (node/pipeline/contrib/embedding_sync.py), and node/run/terms.py says when. Which
 version a payload is in goes by the weights that made it, not by the clock, and it says so itself: a
 peer that comes late speaks the old one, which is read for a while, and no peer reads what it has
 not got.
@@ -21,8 +21,8 @@ from torch import Tensor
 from farflock.compression.subspace import Basis
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.passes.constraint import ConstrainedReplica
-from farflock.node.run.terms import Turns
-from farflock.node.train.state_sync import Books
+from farflock.node.run.terms import EmbeddingSchedule
+from farflock.node.train.state_sync import ContributionLog
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
     return Basis(version, basis.columns_DK, table_VD.detach().to("cpu", torch.float32, copy=True), basis.fixed_LD)
 
 
-class Tables:
+class EmbeddingVersions:
     """The versions that one node holds, in its codec; touched by what computes alone."""
 
-    def __init__(self, codec: SubspaceVersions, turns: Turns) -> None:
+    def __init__(self, codec: SubspaceVersions, turns: EmbeddingSchedule) -> None:
         self.codec, self.turns = codec, turns
         self.embeds = False  # whether this node's own weights are in some version
 
@@ -75,31 +75,35 @@ class Tables:
         self.codec.give_up(self.turns.oldest(applied))
 
 
-class FirstStage:
+class VersionedContributions:
     """The books of the first stage, where rounds make versions and weights follow them. `embedding`
     is the averaged one, as of the last round in the method's state; `replica` is None at who is
     free."""
 
     def __init__(
-        self, books: Books, tables: Tables, embedding: Callable[[], Tensor], replica: ConstrainedReplica | None
+        self,
+        contributions: ContributionLog,
+        tables: EmbeddingVersions,
+        embedding: Callable[[], Tensor],
+        replica: ConstrainedReplica | None,
     ) -> None:
-        self._books, self._tables, self._embedding, self._replica = books, tables, embedding, replica
+        self._contributions, self._tables, self._embedding, self._replica = contributions, tables, embedding, replica
         tables.embeds = replica is not None
         self._changed = False  # with the round that is being applied
 
     def brought(self, number: int) -> bytes:
-        """As `Books.brought`."""
-        return self._books.brought(number)
+        """As `ContributionLog.brought`."""
+        return self._contributions.brought(number)
 
     def closing(self, number: int, noted: bytes) -> None:
-        """As `Books.closing`. What the round writes is projected as the version has it that takes
+        """As `ContributionLog.closing`. What the round writes is projected as the version has it that takes
         effect with it."""
-        self._books.closing(number, noted)
+        self._contributions.closing(number, noted)
         self._changed = self.follow(number)
 
     def closed(self, number: int, noted: bytes) -> None:
-        """As `Books.closed`. The embedding as it is now may be the next version."""
-        self._books.closed(number, noted)
+        """As `ContributionLog.closed`. The embedding as it is now may be the next version."""
+        self._contributions.closed(number, noted)
         version = self._tables.turns.newest(number)
         if self._tables.turns.made(version) == number:
             self._tables.hold(version, self._embedding())

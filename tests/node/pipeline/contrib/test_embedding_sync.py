@@ -9,15 +9,15 @@ import torch
 from farflock.compression.subspace import Subspace
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.contrib import table_keeper
-from farflock.node.pipeline.contrib.table_keeper import FIND_TIMEOUT_S, HEAD_BYTES, NAME, TableKeeper
-from farflock.node.pipeline.contrib.table_versions import Tables
+from farflock.node.pipeline.contrib import embedding_sync
+from farflock.node.pipeline.contrib.embedding_sync import FIND_TIMEOUT_S, HEAD_BYTES, NAME, EmbeddingSync
+from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions
 from farflock.node.pipeline.lifecycle.features import frozen_embedding
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica, Constraint
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
-from farflock.node.run.terms import Turns
+from farflock.node.run.terms import EmbeddingSchedule
 from farflock.node.train.state_sync import decode_state, encode_state
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -55,9 +55,9 @@ class World:
         self.there, self.asked, self.served, self.versions, self.distrusted = {}, [], {}, {}, []
         self.computing = False
         codec = SubspaceVersions(Subspace(BASIS, None, None))
-        self.tables = Tables(codec, Turns(every))
-        self.keeper = TableKeeper(self, self.tables, MODEL, 3, "delta/0", self.compute)
-        monkeypatch.setattr(table_keeper, "living", lambda peer, stages: self.others)
+        self.tables = EmbeddingVersions(codec, EmbeddingSchedule(every))
+        self.keeper = EmbeddingSync(self, self.tables, MODEL, 3, "delta/0", self.compute)
+        monkeypatch.setattr(embedding_sync, "living", lambda peer, stages: self.others)
 
     async def compute(self, work):
         self.computing = True
@@ -188,9 +188,9 @@ def test_tables_are_read_and_written_where_everything_is_computed(world, monkeyp
     """A table may have gigabytes: hashed in the loop, it would keep the peer silent until the others take it for dead."""
     one, done = world(0), []
     for name in ("decode_state", "encode_state", "finite_table"):
-        inner = getattr(table_keeper, name)
+        inner = getattr(embedding_sync, name)
         monkeypatch.setattr(
-            table_keeper,
+            embedding_sync,
             name,
             lambda *given, inner=inner, name=name: done.append((name, one.computing)) or inner(*given),
         )
@@ -266,5 +266,5 @@ def test_there_is_a_keeper_only_where_versions_change(world):
     codec = one.tables.codec
     node = one, MODEL, 3, "delta/0", one.compute
     assert type(frozen_embedding(None, codec, *node)) is FixedEmbedding
-    assert type(frozen_embedding(Turns(1), codec.first, *node)) is FixedEmbedding
-    assert type(frozen_embedding(Turns(1), codec, *node)) is TableKeeper
+    assert type(frozen_embedding(EmbeddingSchedule(1), codec.first, *node)) is FixedEmbedding
+    assert type(frozen_embedding(EmbeddingSchedule(1), codec, *node)) is EmbeddingSync

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
-from farflock.swarm.links import Life, PeerId
+from farflock.swarm.byte_budget import ByteBudget
+from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
-from farflock.swarm.peer.window import Window
 
 PIECE_BYTES = 64 * 1024
 WINDOW_BYTES = 2 * 1024 * 1024  # asked for and not yet here, per holder
@@ -41,7 +41,7 @@ class ChunkCarrier(Protocol):
         """Send a piece with its bytes; False if there was no room for it in time."""
         ...
 
-    def life(self, peer: PeerId, /) -> Life:
+    def life(self, peer: PeerId, /) -> Liveness:
         """How alive a peer seems."""
         ...
 
@@ -134,7 +134,7 @@ class _Fetching:
     refused: set[PeerId] = field(default_factory=set)  # silent or without it: asked again when nobody else is left
     served: set[PeerId] = field(default_factory=set)
     holder: PeerId | None = None  # who is asked now
-    window: Window | None = None  # its window, of which
+    window: ByteBudget | None = None  # its window, of which
     room_bytes: int = 0  # are taken for what it has not sent yet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -159,8 +159,8 @@ class Chunks:
         self._carrier = carrier
         self._incoming: dict[bytes, _Fetching] = {}
         self._wants: dict[PeerId, collections.deque[Want]] = {}
-        self._inbound = Window(INBOUND_BYTES)
-        self._windows: dict[PeerId, Window] = {}  # of the holders that are asked now
+        self._inbound = ByteBudget(INBOUND_BYTES)
+        self._windows: dict[PeerId, ByteBudget] = {}  # of the holders that are asked now
         self._heard_s: dict[PeerId, float] = {}
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -273,7 +273,7 @@ class Chunks:
             fetching.refused.clear()
             await asyncio.sleep(STALL_S / 2)
             return bool(living)
-        window = self._windows.setdefault(holder, Window(WINDOW_BYTES))
+        window = self._windows.setdefault(holder, ByteBudget(WINDOW_BYTES))
         fetching.room_bytes = await window.take(*self._wanted(fetching), ahead=bool(fetching.served))
         fetching.holder, fetching.window = holder, window
         try:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from farflock.swarm.links import PeerId
 
-Key = tuple[PeerId, int]  # trainer, microbatch
+GradientKey = tuple[PeerId, int]  # trainer, microbatch
 REMEMBERED = 4096  # committed keys, and refused ones, for who asks again
 
 Begin = Literal["run", "again", "busy", "nothing"]
@@ -34,17 +34,19 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class Staging:
+class GradientLeases:
     """The gradients of one stage at one server. `places` bounds those that are running or staged, `lease_s` how long one waits
     for its confirmation."""
 
     places: int
     lease_s: float
-    _slots: dict[Key, _Slot] = field(default_factory=dict)
-    _committed: collections.OrderedDict[Key, None] = field(default_factory=collections.OrderedDict)
-    _refused: collections.OrderedDict[Key, int] = field(default_factory=collections.OrderedDict)  # the last attempt
+    _slots: dict[GradientKey, _Slot] = field(default_factory=dict)
+    _committed: collections.OrderedDict[GradientKey, None] = field(default_factory=collections.OrderedDict)
+    _refused: collections.OrderedDict[GradientKey, int] = field(
+        default_factory=collections.OrderedDict
+    )  # the last attempt
 
-    def begin(self, key: Key, attempt: int) -> Begin:
+    def begin(self, key: GradientKey, attempt: int) -> Begin:
         """A backward pass is asked for: `run` it, answer `again` what was answered, or say `busy`; `nothing` is to be done
         while it is running, and for a late request that counts already or was refused."""
         slot = self._slots.get(key)
@@ -60,7 +62,7 @@ class Staging:
         slot.attempt = max(slot.attempt, attempt)
         return "again" if slot.phase == "staged" else "nothing"
 
-    def staged(self, key: Key, now_s: float) -> int | None:
+    def staged(self, key: GradientKey, now_s: float) -> int | None:
         """It is computed: the attempt to answer. None if nobody wants it any more, and it is to be dropped."""
         slot = self._slots.get(key)
         if slot is None or slot.phase != "running":
@@ -68,7 +70,7 @@ class Staging:
         slot.phase, slot.until_s = "staged", now_s + self.lease_s
         return slot.attempt
 
-    def confirm(self, key: Key, attempt: int) -> Confirmed:
+    def confirm(self, key: GradientKey, attempt: int) -> Confirmed:
         """Its trainer has the answer and wants it to count: `merge` it into the sum now; it is `merged`; or it is `unknown`."""
         slot = self._slots.get(key)
         if key in self._committed or (slot is not None and slot.phase in ("merged", "offered")):
@@ -79,12 +81,12 @@ class Staging:
         self._refuse(key, attempt)
         return "unknown"
 
-    def own(self, key: Key) -> None:
+    def own(self, key: GradientKey) -> None:
         """A microbatch of this peer's own, which it has in its sum without being asked: it takes no place."""
         assert key not in self._slots, f"{key} is here already"
         self._slots[key] = _Slot(0, "merged")
 
-    def revoke(self, key: Key, attempt: int) -> None:
+    def revoke(self, key: GradientKey, attempt: int) -> None:
         """Its trainer has gone on with another server's: nobody wants what was asked for up to this attempt."""
         slot = self._slots.get(key)
         if slot is not None and slot.phase in ("running", "staged") and slot.attempt <= attempt:
@@ -95,7 +97,7 @@ class Staging:
         for key in [key for key, slot in self._slots.items() if slot.phase == "staged" and slot.until_s <= now_s]:
             del self._slots[key]
 
-    def offer(self, number: int, made_of: Collection[Key] | None = None) -> list[Key]:
+    def offer(self, number: int, made_of: Collection[GradientKey] | None = None) -> list[GradientKey]:
         """A contribution goes into this round, made of these keys (None: of all that are merged); returns them in order."""
         merged = {key for key, slot in self._slots.items() if slot.phase == "merged"}
         keys = sorted(merged if made_of is None else merged.intersection(made_of))
@@ -104,7 +106,7 @@ class Staging:
             slot.phase, slot.round = "offered", number
         return keys
 
-    def close(self, number: int, named: Collection[Key]) -> list[Key]:
+    def close(self, number: int, named: Collection[GradientKey]) -> list[GradientKey]:
         """A round is over, and its close list names these keys. Returns what I had offered and it does not name: that waits
         for the next round again, and so must its gradient."""
         offered = [key for key, slot in self._slots.items() if slot.phase == "offered" and slot.round == number]
@@ -120,13 +122,13 @@ class Staging:
         """This server left its group or adopted another state: nothing that it has put aside will ever count."""
         self._slots.clear()
 
-    def is_offered(self, key: Key) -> bool:
+    def is_offered(self, key: GradientKey) -> bool:
         """Whether a contribution with it is on its way into a round."""
         slot = self._slots.get(key)
         return slot is not None and slot.phase == "offered"
 
     @property
-    def kept(self) -> set[Key]:
+    def kept(self) -> set[GradientKey]:
         """Whose gradients are put aside: all others may be dropped."""
         return {key for key, slot in self._slots.items() if slot.phase == "staged"}
 
@@ -135,14 +137,14 @@ class Staging:
         """Places that are taken."""
         return sum(slot.phase in ("running", "staged") for slot in self._slots.values())
 
-    def _refuse(self, key: Key, attempt: int) -> None:
+    def _refuse(self, key: GradientKey, attempt: int) -> None:
         """Never merge anything that was asked for up to this attempt."""
         self.revoke(key, attempt)
         self._refused[key] = max(attempt, self._refused.pop(key, -1))
         if len(self._refused) > REMEMBERED:
             self._refused.popitem(last=False)
 
-    def _remember(self, key: Key) -> None:
+    def _remember(self, key: GradientKey) -> None:
         self._committed[key] = None
         if len(self._committed) > REMEMBERED:
             self._committed.popitem(last=False)

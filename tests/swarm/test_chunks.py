@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
-from farflock.swarm.peer import chunks as module
-from farflock.swarm.peer.chunks import (
+from farflock.swarm import chunks as module
+from farflock.swarm.chunks import (
     INBOUND_BYTES,
     MAX_ASKERS,
     MAX_WANTS,
@@ -19,6 +18,7 @@ from farflock.swarm.peer.chunks import (
     Store,
     digest_of,
 )
+from farflock.swarm.messages import MAX_CHUNK_BYTES, Miss, Piece, Want
 from farflock.swarm.sim.virtual_time import run_virtual
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.optimizers.decoupled import Decoupled
-from farflock.optimizers.method import All, Exchange, Key, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Tensors
 from farflock.optimizers.parts.dct import Grid
 from farflock.optimizers.parts.state import Shapes
 from farflock.optimizers.trial_options import Disaster, TrialOptions
@@ -59,7 +59,7 @@ class DeMo(Decoupled):
         return {name: self._grid(shape).inverse(part[name]) for name, shape in shapes.items()}
 
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
-        key = Key(STREAM, self._book.number)
+        key = ExchangeKey(STREAM, self._book.number)
         return Exchange(key, "gather", All(), tensors, codec=self.codec, deadline_s=self.deadline_s)
 
     def _grid(self, shape: tuple[int, ...]) -> Grid:

@@ -11,14 +11,14 @@ may come and go.
 import random
 from fractions import Fraction
 
-from farflock.swarm.paths.policy import Microbatch, PathPolicy, Reordered
+from farflock.swarm.paths.policy import Microbatch, PathPolicy, ReorderedPaths
 
 
 class BadSkip(ValueError):
     """So many of these stages cannot be visited; the message says how many can."""
 
 
-class Partial(Reordered):
+class PartialPaths(ReorderedPaths):
     """Any policy, on paths of `visited` of its `stages`. `BadSkip` if that leaves out one of the ends, or stages between that
     nobody would ever train."""
 

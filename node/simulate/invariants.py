@@ -20,7 +20,7 @@ from farflock.compression.codec import Context
 from farflock.node.loop import Loop
 from farflock.node.simulate.memory_audit import longest
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import Courier
+from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Exchange, Result, State, Tensors
 from farflock.optimizers.parts.state import state_hash
@@ -35,9 +35,9 @@ MAX_ITEMS = 160  # in any one table, list or queue of a peer: a store of that si
 OVERDUE_S = DEADLINE_S  # a wait may outlast its deadline by so much once all hear each other again
 TOLERANCE = 1e-3
 
-Life = tuple[str, int]  # a peer and which of its lives
-Round = tuple[str, int]  # a stream and a round's number
-Rounds = tuple[Round, ...]  # of each stream the last one in a state
+LifeId = tuple[str, int]  # a peer and which of its lives
+RoundId = tuple[str, int]  # a stream and a round's number
+RoundIds = tuple[RoundId, ...]  # of each stream the last one in a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,24 @@ class _Feedback:
     message: dict[str, Tensor]
 
 
-class Watch:
+class InvariantChecker:
     """Collects what all peers do, and the violations."""
 
     def __init__(self, arm: str, peers: Sequence[str]) -> None:
         self._equality, self._pairs_only = METHODS[arm].equality, arm == "noloco"
         self._peers = peers
-        self._sent: dict[Round, dict[Life, _Sent]] = {}
-        self._hashes: dict[Rounds, dict[bytes, str]] = {}
-        self._states: dict[Rounds, State] = {}  # of the first who had applied these (close methods)
-        self._means: dict[tuple[Round, tuple[str, ...]], Tensors] = {}  # as the first of the participants decoded it
-        self._pairs: dict[tuple[Round, str], tuple[str, ...]] = {}
-        self._applied: set[tuple[Life, Round]] = set()  # what is in each life's state
-        self._rounds: set[Round] = set()
-        self._closes: dict[Round, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens
-        self._counted: Counter[Life] = Counter()  # tokens in close lists
-        self._trained: Counter[Life] = Counter()
+        self._sent: dict[RoundId, dict[LifeId, _Sent]] = {}
+        self._hashes: dict[RoundIds, dict[bytes, str]] = {}
+        self._states: dict[RoundIds, State] = {}  # of the first who had applied these (close methods)
+        self._means: dict[tuple[RoundId, tuple[str, ...]], Tensors] = {}  # as the first of the participants decoded it
+        self._pairs: dict[tuple[RoundId, str], tuple[str, ...]] = {}
+        self._applied: set[tuple[LifeId, RoundId]] = set()  # what is in each life's state
+        self._rounds: set[RoundId] = set()
+        self._closes: dict[RoundId, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens
+        self._counted: Counter[LifeId] = Counter()  # tokens in close lists
+        self._trained: Counter[LifeId] = Counter()
         self._times: list[tuple[float, str, str]] = []  # of applied rounds: when, who, of which stream
-        self._feedback: dict[Life, _Feedback] = {}
+        self._feedback: dict[LifeId, _Feedback] = {}
         self.statuses: Counter[str] = Counter()  # of applied rounds
         self.calm_until_s = 0.0  # only a death has happened: until then no round may fail
         self.violations: list[str] = []
@@ -103,10 +103,12 @@ class Watch:
 
     # what the harness tells
 
-    def courier(self, peer: Peer, index: int, birth: int, driver: Driver, inner: Courier) -> Courier:
+    def exchange_client(
+        self, peer: Peer, index: int, birth: int, driver: Driver, inner: ExchangeClient
+    ) -> ExchangeClient:
         """The same courier, with every exchange noted on its way out and every result on its way in."""
         watch = self
-        carry, replay = inner.carry, inner.replay
+        run_exchange, replay = inner.run_exchange, inner.replay
 
         async def noted_carry(exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
             place = watch._sent.setdefault((exchange.key.stream, exchange.key.round), {})
@@ -114,7 +116,7 @@ class Watch:
                 watch.violate(f"peer {index} offered {exchange.key} twice: a round key was used again")
             place[peer.me, birth] = sent = _Sent(_decoded(exchange), exchange.weight, tokens)
             watch._check_feedback(index, (peer.me, birth), driver, exchange)
-            result = await carry(exchange, tokens, state)
+            result = await run_exchange(exchange, tokens, state)
             watch._check_result(index, exchange.key.stream, exchange.key.round, result)
             watch._settle_feedback((peer.me, birth), sent, result)
             return result
@@ -125,7 +127,7 @@ class Watch:
                 watch._check_result(index, stream, round_number, result)
             return result
 
-        inner.carry, inner.replay = noted_carry, noted_replay  # type: ignore[method-assign]
+        inner.run_exchange, inner.replay = noted_carry, noted_replay  # type: ignore[method-assign]
         return inner
 
     def reported(
@@ -158,7 +160,7 @@ class Watch:
             self.violate(f"round {number} of {stream} failed although only a peer had died")
         self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
 
-    def _compare(self, index: int, key: Round, driver: Driver, rounds: Rounds) -> None:
+    def _compare(self, index: int, key: RoundId, driver: Driver, rounds: RoundIds) -> None:
         """Members of an exact method that have applied the same rounds hold the same bits, of a close one nearly the same."""
         if self._equality == "per-peer":
             self._hashes.setdefault(rounds, {})
@@ -224,7 +226,7 @@ class Watch:
         if not self._pairs_only:
             self._check_tokens(key, result, sent)
 
-    def _check_pair(self, key: Round, participants: tuple[str, ...]) -> None:
+    def _check_pair(self, key: RoundId, participants: tuple[str, ...]) -> None:
         """In pairs, a contribution counts with one partner only."""
         for peer in participants if self._pairs_only and len(participants) == 2 else ():
             known = self._pairs.setdefault((key, peer), participants)
@@ -243,14 +245,14 @@ class Watch:
             if error > TOLERANCE + largest / 100:
                 self.violate(f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}")
 
-    def _check_gathered(self, index: int, key: Round, result: Result, sent: Mapping[Life, _Sent]) -> None:
+    def _check_gathered(self, index: int, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
         """What was gathered of a participant is what one of its lives sent, bit by bit."""
         for who, tensors in (result.gathered or {}).items():
             lives = [entry.values for life, entry in sent.items() if life[0] == who]
             if not any(all(torch.equal(values[name], x) for name, x in tensors.items()) for values in lives):
                 self.violate(f"peer {index} has gathered of {who} what it never sent in round {key[1]} of {key[0]}")
 
-    def _check_tokens(self, key: Round, result: Result, sent: Mapping[Life, _Sent]) -> None:
+    def _check_tokens(self, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
         """Tokens after a round are those before it and those of its participants; all peers say the same, and no life's
         tokens count more often than it has trained them."""
         now, (stream, number) = (result.participants, result.tokens), key

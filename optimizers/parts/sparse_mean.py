@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import PeerId, Tensors
+from farflock.optimizers.method import MemberId, Tensors
 
 
-def mean_of_senders(gathered: Mapping[PeerId, Tensors]) -> dict[str, Tensor]:
+def mean_of_senders(gathered: Mapping[MemberId, Tensors]) -> dict[str, Tensor]:
     """At each coordinate the sum of what came, in sorted order of peers, divided by how many values were not zero; zero
     where all were. Separately rounded float32 operations, so the same bits on every machine.
 

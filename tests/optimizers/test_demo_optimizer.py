@@ -6,9 +6,9 @@ import scipy.fft
 import torch
 
 from farflock.compression.catalog import codec
-from farflock.node.train.shards import Cut, decode_all
-from farflock.optimizers.demo import DeMo
-from farflock.optimizers.method import Exchange, Key, Progress, Result
+from farflock.node.train.shards import ShardLayout, decode_all
+from farflock.optimizers.demo_optimizer import DeMo
+from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Result
 from farflock.optimizers.parts.dct import Grid
 
 SHAPES = {"w": (16, 24), "v": (40,)}
@@ -38,7 +38,7 @@ def step(made, replica, gradient, number=0):
 def through(name, exchange):
     """The tensors as every peer decodes them, cut as the product cuts them, and the bytes that travel."""
     shapes = {key: tuple(x.shape) for key, x in exchange.tensors.items()}
-    cut = Cut.of(shapes, codec(name), 0)
+    cut = ShardLayout.of(shapes, codec(name), 0)
     payloads = [cut.encode(index, exchange.key.round, exchange.tensors) for index in range(len(cut.shards))]
     return decode_all(cut, exchange.key.round, payloads, shapes), sum(map(len, payloads))
 
@@ -161,7 +161,7 @@ def test_a_round_that_this_peer_slept_through_moves_its_parameters_alike(vectors
     result = answer(exchange, {"a": through("topk:3/64", exchange)[0]})
     awake.apply(one, exchange, result)
     replayed = Result("ok", 1, ("a",), (1.0,), None, result.gathered)
-    asleep.apply(other, Exchange(Key(exchange.key.stream, 0), "mean", exchange.group, {}), replayed)
+    asleep.apply(other, Exchange(ExchangeKey(exchange.key.stream, 0), "mean", exchange.group, {}), replayed)
     assert all(torch.equal(x, theta(other)[name]) for name, x in theta(one).items())
     assert int(asleep.snapshot(other)["round"]) == 1
 

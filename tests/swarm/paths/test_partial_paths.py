@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.swarm.paths.checkfree import Swapped
-from farflock.swarm.paths.partial import BadSkip, Partial
-from farflock.swarm.paths.policy import Microbatch, Wired, fixed
+from farflock.swarm.paths.checkfree import SwappedPaths
+from farflock.swarm.paths.partial_paths import BadSkip, PartialPaths
+from farflock.swarm.paths.policy import Microbatch, SwarmPaths, fixed
 
 
 def partial(stages, visited, seed="s"):
-    return Partial(Wired(stages, random.Random(1)), stages, visited, seed)
+    return PartialPaths(SwarmPaths(stages, random.Random(1)), stages, visited, seed)
 
 
 @st.composite
@@ -61,14 +61,14 @@ def test_what_would_leave_out_an_end_or_train_no_stage_between_is_refused(stages
 
 
 def test_no_lane_keeps_its_edges():
-    assert not Partial(fixed(4), 4, 3, "s").pinned
-    policy = Partial(fixed(5), 5, 4, "s")
+    assert not PartialPaths(fixed(4), 4, 3, "s").pinned
+    policy = PartialPaths(fixed(5), 5, 4, "s")
     edges = {edge for step in range(9) for edge in itertools.pairwise(policy.stage_order(Microbatch(step, 0, 0)))}
     assert len(edges) > 4
 
 
 def test_swapped_stages_change_places_where_both_are_visited_and_stand_in_where_one_is():
-    policy = Swapped(Partial(fixed(4), 4, 3, "s"), [1, 2, 2, 1])
+    policy = SwappedPaths(PartialPaths(fixed(4), 4, 3, "s"), [1, 2, 2, 1])
     orders = {policy.stage_order(Microbatch(step, 0, 0)) for step in range(16)}
     assert orders == {(0, 1, 3), (0, 2, 3)}
     assert [policy.share(stage) for stage in range(4)] == [1, Fraction(1, 2), Fraction(1, 2), 1]

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from farflock.optimizers.parts.senders import mean_of_senders
+from farflock.optimizers.parts.sparse_mean import mean_of_senders
 
 
 def gathered(**rows):

@@ -15,7 +15,7 @@ ANSWER_TIMEOUT_S = 3.0  # in which whoever has a round can tell it
 
 
 @dataclass(slots=True)
-class Forgetting:
+class LogTruncation:
     """What members say of the one round that a peer wants next; a word about another round takes the place of all."""
 
     round: int = -1

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from farflock.swarm.messages import Forgotten, Key
-from farflock.swarm.protocol.forgetting import ANSWER_TIMEOUT_S, Forgetting, newest_of, oldest_of
+from farflock.swarm.protocol.log_truncation import ANSWER_TIMEOUT_S, LogTruncation, newest_of, oldest_of
 
 ABCDE = ("a", "b", "c", "d", "e")
 
@@ -15,7 +15,7 @@ def word(number=7, oldest=20, newest=27):
 
 
 def told(*peers, number=7, members=ABCDE):
-    forgetting = Forgetting()
+    forgetting = LogTruncation()
     for peer in peers:
         forgetting.note(peer, word(number), members, 1.0)
     return forgetting

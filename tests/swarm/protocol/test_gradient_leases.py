@@ -2,15 +2,15 @@
 
 import pytest
 
-from farflock.swarm.protocol import staging
-from farflock.swarm.protocol.staging import Staging
+from farflock.swarm.protocol import gradient_leases
+from farflock.swarm.protocol.gradient_leases import GradientLeases
 
 KEY, OTHER = ("t", 4), ("t", 5)
 
 
 @pytest.fixture
 def book():
-    return Staging(places=2, lease_s=5.0)
+    return GradientLeases(places=2, lease_s=5.0)
 
 
 def put_aside(book, key=KEY, attempt=1, now_s=0.0):
@@ -112,7 +112,7 @@ def test_a_server_that_left_its_group_has_nothing(book):
 
 
 def test_what_is_remembered_is_bounded(book, monkeypatch):
-    monkeypatch.setattr(staging, "REMEMBERED", 3)
+    monkeypatch.setattr(gradient_leases, "REMEMBERED", 3)
     for number in range(9):
         key = ("t", number)
         put_aside(book, key)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Answer, Call, Heard, Verdict
+from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 
@@ -34,7 +34,7 @@ _Key = tuple[PeerId, int, int]  # and which of its calls
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CallReply:
     """What a call brings: a body of at most 8 KiB, and at most 4 payloads of at most 64 MiB each."""
 
     body: bytes = b""
@@ -48,7 +48,7 @@ class Handler(Protocol):
         """Before any payload (of `sizes` bytes each) is fetched: None to go on, else the answer's body, a refusal."""
         ...
 
-    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> Reply:
+    async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
         """Do it, once for each call. It may go on for `SERVE_S` even if its caller is gone; then nobody gets the reply."""
         ...
 
@@ -85,7 +85,7 @@ class _Seen:
         return number < self.floor or number in self.over
 
 
-class Serving:
+class CallServer:
     """The calls that others make to this peer, and its own to itself."""
 
     def __init__(self, port: PeerContext, room_bytes: int) -> None:
@@ -135,29 +135,29 @@ class Serving:
         request: bytes,
         sizes: tuple[int, ...],
         payloads: Callable[[], Awaitable[tuple[bytes, ...] | None]],
-    ) -> tuple[Verdict, Reply]:
+    ) -> tuple[CallVerdict, CallReply]:
         """Have the handler do it; `payloads` gets them, or None. Whatever the handler raises fails this one call."""
         handler = self.handler
         if handler is None:
-            return "failed", Reply()
+            return "failed", CallReply()
         try:
             refusal = handler.admit(caller, request, sizes)
             require_sendable(refusal or b"")
         except Exception:
             log.exception("a call of %s could not be judged", caller)
-            return "failed", Reply()
+            return "failed", CallReply()
         if refusal is not None:
-            return "ok", Reply(refusal)
+            return "ok", CallReply(refusal)
         whole = await payloads()
         if whole is None:
-            return "late", Reply()
+            return "late", CallReply()
         try:
             async with asyncio.timeout(SERVE_S):
                 reply = await handler.serve(caller, request, whole)
             require_sendable(reply.body, reply.payloads)
         except Exception:
             log.exception("a call of %s failed", caller)
-            return "failed", Reply()
+            return "failed", CallReply()
         return "ok", reply
 
     async def _serve(self, key: _Key, call: Call) -> None:
@@ -182,7 +182,7 @@ class Serving:
             served.fetching = None
             self._port.store.release(key)
 
-    def _answer(self, key: _Key, served: _Served, verdict: Verdict, reply: Reply) -> None:
+    def _answer(self, key: _Key, served: _Served, verdict: CallVerdict, reply: CallReply) -> None:
         """Answer, and keep the answer until it is heard."""
         size = sum(map(len, reply.payloads))
         self._held_bytes += size - served.held_bytes
@@ -195,7 +195,7 @@ class Serving:
             served.until_s = self._port.now() + LEASE_S
             self._port.send(key[0], served.answer)
 
-    def _say(self, key: _Key, verdict: Verdict) -> None:
+    def _say(self, key: _Key, verdict: CallVerdict) -> None:
         self._port.send(key[0], Answer(key[1], key[2], verdict))
 
     def _end(self, key: _Key) -> None:

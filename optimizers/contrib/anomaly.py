@@ -43,7 +43,7 @@ def average(values: list[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class AnomalyFilter:
     """The arithmetic of one layer; the state of a layer is (mu, sigma², and the same of recent z)."""
 
     temperature: float | None

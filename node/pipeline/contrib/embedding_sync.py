@@ -1,4 +1,4 @@
-"""Brings versions of the frozen embedding (node/pipeline/contrib/table_versions.py) to all servers of a run, and keeps
+"""Brings versions of the frozen embedding (node/pipeline/contrib/embedding_versions.py) to all servers of a run, and keeps
 them there.
 
 Who serves the first stage makes them; every server of any stage, and every full replica, downloads what it lacks and hands on
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from farflock.compression.subspace_versions import SubspaceVersions
-from farflock.node.assembly.node import Compute
 from farflock.node.model.llama import ModelConfig
-from farflock.node.pipeline.contrib.table_versions import FirstStage, Tables, finite_table
+from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions, VersionedContributions, finite_table
 from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica
-from farflock.node.run.terms import FIRST_VERSION, Turns
+from farflock.node.run.terms import FIRST_VERSION, EmbeddingSchedule
 from farflock.node.train.driver import Driver
-from farflock.node.train.state_sync import Books, CorruptSnapshot, decode_state, encode_state
+from farflock.node.train.state_sync import ContributionLog, CorruptSnapshot, decode_state, encode_state
+from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
@@ -36,32 +36,34 @@ HEAD_BYTES = 1 << 12  # of a name and a shape before the values
 log = logging.getLogger(__name__)
 
 
-def keeper_of(
+def embedding_sync_of(
     codec: SubspaceVersions,
-    turns: Turns,
+    turns: EmbeddingSchedule,
     peer: Peer,
     config: ModelConfig,
     stages: int,
     stream: str,
     compute: Compute,
-) -> "TableKeeper":
+) -> "EmbeddingSync":
     """Make the keeper of a node."""
-    return TableKeeper(peer, Tables(codec, turns), config, stages, stream, compute)
+    return EmbeddingSync(peer, EmbeddingVersions(codec, turns), config, stages, stream, compute)
 
 
-class TableKeeper:
+class EmbeddingSync:
     """One node's part. `stream` is that of the first of so many `stages`."""
 
     def __init__(
-        self, peer: Peer, tables: Tables, config: ModelConfig, stages: int, stream: str, compute: Compute
+        self, peer: Peer, tables: EmbeddingVersions, config: ModelConfig, stages: int, stream: str, compute: Compute
     ) -> None:
         self._peer, self._tables, self._config, self._compute = peer, tables, config, compute
         self._stages, self._stream = stages, stream
-        self._first: FirstStage | None = None
+        self._first: VersionedContributions | None = None
         self._applied: Callable[[], int] = self._heard
         self._rewrite: Callable[[], None] = lambda: None
 
-    def at_first(self, books: Books, driver: Driver, applied: Callable[[], int]) -> FirstStage:
+    def at_first(
+        self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]
+    ) -> VersionedContributions:
         """This node serves the first stage: its books, with versions made and followed."""
         replica = driver.replica if isinstance(driver.replica, ConstrainedReplica) else None
 
@@ -69,7 +71,7 @@ class TableKeeper:
             return dict(driver.method.eval_params(driver.replica))
 
         self._applied, self._rewrite = applied, lambda: driver.replica.write(averaged(), "param")
-        self._first = FirstStage(books, self._tables, lambda: averaged()[EMBEDDING], replica)
+        self._first = VersionedContributions(contributions, self._tables, lambda: averaged()[EMBEDDING], replica)
         return self._first
 
     def founded(self) -> None:
@@ -90,7 +92,7 @@ class TableKeeper:
         if self._first is not None:
             await self._compute(partial(self._begun_first, self._first, anew=anew))
 
-    def _begun_first(self, first: FirstStage, *, anew: bool) -> None:
+    def _begun_first(self, first: VersionedContributions, *, anew: bool) -> None:
         applied = self._applied()
         if anew and first.begin_anew(applied):
             log.warning("nobody has the frozen embedding of round %d: it is taken from the average as it is", applied)
@@ -188,7 +190,7 @@ class TableKeeper:
         return max((version for version in held if version % self._tables.turns.most == slot), default=-1)
 
     async def _offered(self, slot: int) -> Snapshot:
-        return await self._compute(partial(self._encoded, slot))  # type: ignore[no-any-return]
+        return await self._compute(partial(self._encoded, slot))
 
     def _encoded(self, slot: int) -> Snapshot:
         version = self._in_slot(slot)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from farflock.swarm.protocol.decide import is_quorum
-from farflock.swarm.protocol.exchange.holdings import Holdings, Item
+from farflock.swarm.protocol.exchange.availability import Availability, RoundItem
 
 PLACES, MEMBERS, ME = 5, 4, 1
 
@@ -15,7 +15,7 @@ def digest(name):
 
 
 def item(index, name):
-    return Item(index, digest(name), 10, bytes([1]) + bytes(7))
+    return RoundItem(index, digest(name), 10, bytes([1]) + bytes(7))
 
 
 def place(entry):
@@ -82,27 +82,27 @@ def step(chance, quick, slow):
 def test_every_step_leaves_what_looking_through_everything_finds():
     for seed in range(200):
         chance = random.Random(seed)
-        quick, slow = Holdings(PLACES, MEMBERS, ME), Slow()
+        quick, slow = Availability(PLACES, MEMBERS, ME), Slow()
         for _ in range(40):
             step(chance, quick, slow)
             slow.check(quick)
 
 
 def test_the_version_changes_with_what_is_agreed_and_only_then():
-    holdings = Holdings(1, 2, 0)
-    holdings.add(item(0, 3))
-    assert holdings.version == 0
-    holdings.hold(digest(3))
-    assert (holdings.version, list(holdings.agreed)) == (1, [0]), "the senior member of two is a quorum"
-    holdings.hold(digest(3))
-    holdings.hear(1, digest(3)[:8])
-    assert holdings.version == 1
+    availability = Availability(1, 2, 0)
+    availability.add(item(0, 3))
+    assert availability.version == 0
+    availability.hold(digest(3))
+    assert (availability.version, list(availability.agreed)) == (1, [0]), "the senior member of two is a quorum"
+    availability.hold(digest(3))
+    availability.hear(1, digest(3)[:8])
+    assert availability.version == 1
 
 
 @pytest.mark.parametrize("prefixes", [b"", b"x", bytes(1000), b"\xff" * 37])
 def test_reports_of_any_length_are_taken(prefixes):
-    holdings = Holdings(2, 3, 0)
-    holdings.add(item(0, 3))
-    holdings.hold(digest(3))
-    holdings.hear(1, prefixes)
-    assert holdings.agreed == {}
+    availability = Availability(2, 3, 0)
+    availability.add(item(0, 3))
+    availability.hold(digest(3))
+    availability.hear(1, prefixes)
+    assert availability.agreed == {}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from farflock.swarm.messages import Load
-from farflock.swarm.peer.loads import REPEAT_S, Loads
+from farflock.swarm.peer.load_reports import REPEAT_S, LoadReports
 from farflock.swarm.protocol.rebalance import next_move
 from farflock.swarm.protocol.views import Member, View
 
@@ -44,7 +44,7 @@ def port():
 
 
 def test_a_snapshot_needs_everybody_who_serves_and_nobody_else(port):
-    loads = Loads(port)
+    loads = LoadReports(port)
     loads.say(load())
     assert loads.snapshot(7, NEEDS) is None
     loads.receive("b", 2, load(queue=4.0))
@@ -56,7 +56,7 @@ def test_a_snapshot_needs_everybody_who_serves_and_nobody_else(port):
 
 
 def test_numbers_of_another_period_are_no_numbers(port):
-    loads = Loads(port)
+    loads = LoadReports(port)
     loads.say(load())
     loads.receive("b", 2, load(6))
     loads.receive("c", 3, load())
@@ -68,7 +68,7 @@ def test_numbers_of_another_period_are_no_numbers(port):
 
 
 def test_who_is_gone_is_not_waited_for_and_serves_nothing(port):
-    loads = Loads(port)
+    loads = LoadReports(port)
     loads.say(load())
     loads.receive("b", 2, load())
     port.gone_peers = {"c"}
@@ -79,7 +79,7 @@ def test_who_is_gone_is_not_waited_for_and_serves_nothing(port):
 
 def test_full_replicas_that_live_are_counted_and_tell_nothing(port):
     port.view = View(2, bytes(32), 0, (Member("a", 1, 0), Member("r", 2, -1), Member("s", 3, -1), Member("c", 4, 1)))
-    loads = Loads(port)
+    loads = LoadReports(port)
     loads.say(load())
     loads.receive("c", 4, load())
     assert loads.snapshot(7, NEEDS).replicas == 2
@@ -91,7 +91,7 @@ def test_all_who_hear_the_same_compute_the_same_move():
     moves = set()
     for me, _life in (("a", 1), ("b", 2), ("c", 3)):
         port = Port(me)
-        loads = Loads(port)
+        loads = LoadReports(port)
         numbers = {"a": load(queue=0.0), "b": load(queue=1.0), "c": load(queue=90.0)}
         for peer, number in numbers.items():
             if peer == me:
@@ -104,7 +104,7 @@ def test_all_who_hear_the_same_compute_the_same_move():
 
 def test_a_member_that_names_a_stage_that_there_is_not_holds_nobody_up(port):
     port.view = View(1, bytes(32), 0, (*VIEW.members, Member("x", 5, 1000)))
-    loads = Loads(port)
+    loads = LoadReports(port)
     loads.say(load())
     loads.receive("b", 2, load())
     loads.receive("c", 3, load())
@@ -112,14 +112,14 @@ def test_a_member_that_names_a_stage_that_there_is_not_holds_nobody_up(port):
 
 
 def test_strangers_and_other_lives_are_not_heard(port):
-    loads = Loads(port)
+    loads = LoadReports(port)
     loads.receive("x", 1, load())
     loads.receive("b", 99, load())
     assert port.dropped == ["load of a stranger"] * 2
 
 
 def test_what_was_said_is_repeated_until_the_next_period(port):
-    loads = Loads(port)
+    loads = LoadReports(port)
     loads.tick()
     assert port.sent == []
     loads.say(load())

@@ -6,13 +6,13 @@ period, and a snapshot is complete or is none: who lacks somebody's numbers comp
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Load
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.protocol.rebalance import Server, Snapshot
+from farflock.swarm.protocol.rebalance import LoadSnapshot, ServerLoad
 from farflock.swarm.roles import EVERY
 
 REPEAT_S = 1.0
 
 
-class Loads:
+class LoadReports:
     """One peer's part."""
 
     def __init__(self, port: PeerContext) -> None:
@@ -41,12 +41,12 @@ class Loads:
         if self._mine is not None and self._port.now() - self._sent_s >= REPEAT_S:
             self._send()
 
-    def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> Snapshot | None:
+    def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> LoadSnapshot | None:
         """Who serves what in this period by the newest view, if everybody who is there has told its numbers; else None."""
         view, told = self._port.views.newest, dict(self._told)
         if self._mine is not None:
             told[self._port.me] = self._mine
-        stages: list[list[Server]] = [[] for _ in needs_bytes]
+        stages: list[list[ServerLoad]] = [[] for _ in needs_bytes]
         replicas = 0
         for member in view.members:
             gone = member.peer != self._port.me and self._port.gone(view, member.peer)
@@ -56,8 +56,10 @@ class Loads:
             load = told.get(member.peer)
             if load is None or load.number != number:
                 return None
-            stages[member.stage].append(Server(member.peer, load.queue, load.rate, load.memory_bytes, load.resident_s))
-        return Snapshot(number, tuple(map(tuple, stages)), needs_bytes, replicas)
+            stages[member.stage].append(
+                ServerLoad(member.peer, load.queue, load.rate, load.memory_bytes, load.resident_s)
+            )
+        return LoadSnapshot(number, tuple(map(tuple, stages)), needs_bytes, replicas)
 
     def _send(self) -> None:
         assert self._mine is not None

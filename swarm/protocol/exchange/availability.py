@@ -17,7 +17,7 @@ PREFIX_BYTES = 8
 _NOTHING = bytes(PREFIX_BYTES)
 
 
-class Item(msgspec.Struct, frozen=True, array_like=True):
+class RoundItem(msgspec.Struct, frozen=True, array_like=True):
     """One piece of the result: its place, its content, and the members in it (bit i: member i)."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS * MAX_MEMBERS)]
@@ -26,7 +26,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     mask: Mask
 
 
-def contributions(item: Item) -> int:
+def contributions(item: RoundItem) -> int:
     """The number of members whose contributions are in an item."""
     return int.from_bytes(item.mask, "little").bit_count()
 
@@ -36,12 +36,12 @@ def mask_of(members: Iterable[int]) -> bytes:
     return sum(1 << member for member in members).to_bytes(8, "little")
 
 
-def has(item: Item, member: int) -> bool:
+def has(item: RoundItem, member: int) -> bool:
     """Whether a member's contribution is in an item."""
     return bool(int.from_bytes(item.mask, "little") >> member & 1)
 
 
-class Holdings:
+class Availability:
     """What is here of places 0 to `places` - 1, as member `me` of `members` sees it.
 
     Rival items may be announced for one place. The rival with the smallest digest is preferred; if
@@ -52,11 +52,11 @@ class Holdings:
         self._members, self._me, self._fewest = members, me, fewest
         # The members whose majority counts, where it is not that of all.
         self._electorate: frozenset[int] | None = None
-        self.rivals: list[dict[bytes, Item]] = [{} for _ in range(places)]
+        self.rivals: list[dict[bytes, RoundItem]] = [{} for _ in range(places)]
         # Digests that are here, of items and of whatever else the exchange needs.
         self.held: set[bytes] = set()
         self.corrupt: set[bytes] = set()  # what no correct encoder wrote
-        self.agreed: dict[int, Item] = {}  # by place: what is here, and a quorum says to hold
+        self.agreed: dict[int, RoundItem] = {}  # by place: what is here, and a quorum says to hold
         self.version = 0  # changes with `agreed`
         # By announced digest, the places that it is announced for.
         self._places: dict[bytes, list[int]] = collections.defaultdict(list)
@@ -65,7 +65,7 @@ class Holdings:
         self._lacking: set[int] = set()
         self._filled: set[int] = set()
 
-    def add(self, item: Item) -> bool:
+    def add(self, item: RoundItem) -> bool:
         """Note an announced item; False if it is known already, or one rival too many."""
         rivals = self.rivals[item.index]
         if item.digest in rivals or len(rivals) >= self._members:
@@ -112,7 +112,7 @@ class Holdings:
             for index in range(len(self.rivals)):
                 self._agree(index)
 
-    def said(self, item: Item) -> list[int]:
+    def said(self, item: RoundItem) -> list[int]:
         """The other members who say to hold this item."""
         place = slice(PREFIX_BYTES * item.index, PREFIX_BYTES * (item.index + 1))
         prefix = item.digest[:PREFIX_BYTES]
@@ -133,7 +133,7 @@ class Holdings:
         """Whether everything that was announced so far is here, or cannot be used."""
         return not self._lacking
 
-    def wanted(self) -> list[Item]:
+    def wanted(self) -> list[RoundItem]:
         """The announced items that are neither here nor corrupt."""
         return [
             item
@@ -142,7 +142,7 @@ class Holdings:
             if item.digest not in self.held and item.digest not in self.corrupt
         ]
 
-    def _ranked(self, index: int) -> list[tuple[bytes, Item]]:
+    def _ranked(self, index: int) -> list[tuple[bytes, RoundItem]]:
         """A place's rivals, the preferred one first."""
         rivals = self.rivals[index]
         if len(rivals) < 2:
@@ -177,7 +177,7 @@ class Holdings:
             else:
                 self.agreed[index] = agreed
 
-    def _agreed(self, index: int) -> Item | None:
+    def _agreed(self, index: int) -> RoundItem | None:
         for digest, item in self._ranked(index):
             if digest in self.held and self._suffices({self._me, *self.said(item)}):
                 return item
