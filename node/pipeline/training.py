@@ -40,7 +40,7 @@ class TrainerAssembly:
         lane, first = lane_of(self.peer.me), first_number(self.peer.port.incarnation)
         source = MicrobatchSource(batches, self.edges, policy, lane, first, pass_weights(self.pipeline.asynchronous))
         inputs = stage_inputs(self.edges, batches)
-        return Trainer(self.peer, self.stage_directory, policy, source, self._terms(), self.report, inputs)
+        return Trainer(self.peer, self.stage_directory, policy, source, self.terms, self.report, inputs)
 
     def full(self, parts: list[LocalStage], computing: Computing) -> FullTrainer:
         """Of a full replica, whose microbatches never leave it."""
@@ -59,7 +59,8 @@ class TrainerAssembly:
         given = pipeline.layers, self.plan.run_seed, me
         return policy_of(pipeline.policy, *given, pipeline.paths)
 
-    def _terms(self) -> TrainerTerms:
+    @property
+    def terms(self) -> TrainerTerms:
         """No more microbatches on their way than may be late: the last stage would get too far
         ahead of the first, and find what comes then too old."""
         terms = self.pipeline.trainer

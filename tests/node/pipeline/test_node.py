@@ -24,6 +24,7 @@ from farflock.node.pipeline.node import PipelineNode, _Together
 from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.pipeline.passes.requests import Confirm, Refused, decode_answer, encode
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
+from farflock.node.pipeline.training import TrainerAssembly
 from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import TrainerTerms
@@ -456,11 +457,12 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
 @pytest.mark.parametrize(
     ("staleness", "batch", "window", "expected"), [(1, 8, 64, 8), (3, 8, 64, 24), (0, 8, 64, 8), (2, 8, 5, 5)]
 )
-def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness, batch, window, expected):
+def test_no_more_microbatches_are_on_their_way_than_may_be_late(staleness, batch, window, expected):
     made = plan()
     base = _AUDIT["pipeline"](2, batch, trainer=TrainerTerms(window=window, kept=64))
     cut = replace(base, server=replace(base.server, staleness=staleness))
-    assert node_of(bench, made, cut, 0)._terms().window == expected
+    edges, report = edges_of(made, cut), lambda kind, fields: None
+    assert TrainerAssembly(made, cut, None, None, edges, None, report).terms.window == expected
 
 
 def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options):

@@ -1,7 +1,7 @@
 """The loopback swarm itself: rounds of several streams, gathers, second phases, closing early, replays, and the alarm when
 members that must be equal are not."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -35,7 +35,9 @@ class Probe:
         number = self.rounds.setdefault(one.key.stream, one.key.round)
         self.pending.add(one.key.stream)
         tensors = {name: torch.full_like(x, float(self.steps)) for name, x in one.tensors.items()}
-        fields = {name: getattr(one, name) for name in ("codec", "return_codec", "stride", "enough", "weight")}
+        fields = {
+            name: getattr(one, name) for name in ("codec", "return_codec", "stride", "enough", "uniform", "weight")
+        }
         return Exchange(ExchangeKey(one.key.stream, number), one.kind, one.group, tensors, **fields)
 
     def due(self, replica, progress):
@@ -172,7 +174,7 @@ def test_a_gather_takes_a_contribution_wholly_or_not_at_all(loopback):
 
 
 def test_a_uniform_mean_takes_a_contribution_wholly_or_not_at_all(loopback):
-    swarm = loopback(lambda: Probe([replace(one("m", "mean"), uniform=True)]), "ab")
+    swarm = loopback(lambda: Probe([one("m", "mean", uniform=True)]), "ab")
     swarm.taken = lambda peer, number: lambda what, n: [(0, n - 1)] if peer == "b" else [(0, n)]
     swarm.steps(1)
     (result,) = swarm.peers["b"].results
