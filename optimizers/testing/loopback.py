@@ -33,7 +33,7 @@ from farflock.optimizers.method import (
 from farflock.optimizers.parts.inner import InnerConfig, InnerName
 
 Gradient = Callable[[str, int, str, Tensor], Tensor]  # (peer, step, name, theta) -> the gradient
-Mask = np.ndarray[Any, np.dtype[np.float32]]
+TakenRanges = np.ndarray[Any, np.dtype[np.float32]]
 Taker = Callable[[str, int], Ranges]  # (name, values) -> the flat ranges of a tensor that made it
 
 
@@ -143,7 +143,7 @@ def nothing(name: str, count: int) -> Ranges:
     return []
 
 
-def mask(ranges: Ranges, x: Tensor) -> Mask:
+def mask(ranges: Ranges, x: Tensor) -> TakenRanges:
     """1 in these flat ranges, 0 elsewhere."""
     kept = np.zeros(x.numel(), np.float32)
     for start, stop in ranges:
@@ -168,7 +168,7 @@ def same(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(equal_bits(a[name], b[name]) for name in a)
 
 
-def exact_mean(contributions: Sequence[tuple[float, Tensors, Mapping[str, Mask]]]) -> dict[str, Tensor]:
+def exact_mean(contributions: Sequence[tuple[float, Tensors, Mapping[str, TakenRanges]]]) -> dict[str, Tensor]:
     """Name -> sum of share·value in the order given; where nobody is in, 0. `contributions`: (weight, tensors, masks)."""
     mean: dict[str, Tensor] = {}
     for name in contributions[0][1]:
