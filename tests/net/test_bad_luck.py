@@ -45,10 +45,10 @@ FOUNDER = """
 import sys
 from pathlib import Path
 from farflock.node.cli import main as cli
-from farflock.node.train.state_sync import Seat
+from farflock.node.train.state_sync import StateSync
 from farflock.swarm.peer.snapshots import Snapshot
 
-whole = Seat._snapshot
+whole = StateSync._snapshot
 
 async def snapshot(self):
     made = await whole(self)
@@ -58,7 +58,7 @@ async def snapshot(self):
     chunk[-1] ^= 1
     return Snapshot(made.round, made.state, made.tokens, (bytes(chunk), *made.chunks[1:]))
 
-Seat._snapshot = snapshot
+StateSync._snapshot = snapshot
 cli.main()
 """
 LATER_VERSION = """

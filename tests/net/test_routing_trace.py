@@ -95,19 +95,19 @@ class Traced(PipelineSimulation):
             stage_directory.serving = serving_seen
 
     def _watch(self, number, serving):
-        server, stage = serving.server, serving.index
-        forward_all, backward_one = server._forward_all, server._backward_one
+        passes, stage = serving.server.passes, serving.index
+        forward, backward = passes.forward, passes.backward
 
-        def forwarding(jobs):
-            for job in jobs:
-                self.trace[job.request.number, stage, "forward"].add(number)
-            return forward_all(jobs)
+        def forwarding(asked):
+            for each in asked:
+                self.trace[each.request.number, stage, "forward"].add(number)
+            return forward(asked)
 
-        def going_back(job):
-            self.trace[job.request.number, stage, "backward"].add(number)
-            return backward_one(job)
+        def going_back(asked):
+            self.trace[asked.request.number, stage, "backward"].add(number)
+            return backward(asked)
 
-        server._forward_all, server._backward_one = forwarding, going_back
+        passes.forward, passes.backward = forwarding, going_back
 
 
 class OverSockets(Traced):

@@ -10,7 +10,7 @@ SCRIPT = """
 import hashlib, json, torch
 from farflock.compression.catalog import codec
 from farflock.node.train.reducer import Reducer
-from farflock.node.train.shards import Cut, weighted_mean
+from farflock.node.train.shards import ShardLayout, weighted_mean
 from farflock.optimizers.parts.feedback import message
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 
@@ -33,7 +33,7 @@ report["mean"] = digest(*weighted_mean(inputs))
 report["feedback"] = digest(message(mixed(4099, 8), mixed(4099, 9), 0.9))
 shapes = {"a": (4099,), "b": (17,)}
 for out in ("int8", "topk:64/4096"):
-    cut = Cut.of(shapes, codec(out))
+    cut = ShardLayout.of(shapes, codec(out))
     payloads = [(str(n), weight, cut.pack(0, 0, values)) for n, (weight, values) in enumerate(inputs)]
     report[out] = hashlib.sha256(Reducer(cut, codec("bf16"), compensate=False).reduce(0, 0, payloads).data).hexdigest()
 print(json.dumps(report))

@@ -250,13 +250,13 @@ class Audit:
 
     def _pass(self, life, x, outside=None, version=None):
         if self.pipeline.asynchronous is None:
-            return Pass(life.stage, life.serving.seat.applied_round, self._weights_of(life), x, outside)
-        number = life.serving.seat.applied_round if version is None else version.round
+            return Pass(life.stage, life.serving.state_sync.applied_round, self._weights_of(life), x, outside)
+        number = life.serving.state_sync.applied_round if version is None else version.round
         return Pass(life.stage, number, self._seen_weights((life.stage, number), life.used), x, outside)
 
     def _weights_of(self, life):
         """Of this server now: the same as every server's of the stage that has applied as many rounds."""
-        key = life.stage, life.serving.seat.applied_round
+        key = life.stage, life.serving.state_sync.applied_round
         if key[1] not in life.weights:
             life.weights[key[1]] = self._seen_weights(key, dict(life.serving.server.stage.model.named_parameters()))
         return life.weights[key[1]]

@@ -40,7 +40,7 @@ MAKERS = {
     "sample inputs": "farflock.node.pipeline.contrib.sample_inputs:SampleInputs",
     "weight versions": "farflock.node.pipeline.contrib.kept_versions:versions_of",
     "named weights": "farflock.node.pipeline.contrib.named_weights:NamedWeights",
-    "embedding versions": "farflock.node.pipeline.contrib.embedding_sync:keeper_of",
+    "embedding versions": "farflock.node.pipeline.contrib.embedding_sync:embedding_sync_of",
 }
 
 

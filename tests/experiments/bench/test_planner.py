@@ -30,7 +30,7 @@ def test_only_what_was_asked_for_is_run(quick, metric):
 
 def test_the_time_is_the_median_and_the_note_has_the_longest(monkeypatch):
     taken = iter([1.0, 9.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
-    monkeypatch.setattr(planner, "plan", lambda *arguments, **options: None)
+    monkeypatch.setattr(networks, "plan", lambda *arguments, **options: None)
     monkeypatch.setattr(planner, "seconds", lambda work, clock: next(taken))
     metric = planner._seconds(planner.QUICK, 3)
     assert (metric.value, metric.n) == (5.0, 9)
@@ -58,7 +58,7 @@ def test_over_a_baseline_is_the_worst_case_of_its_own_search(monkeypatch):
     )
     for (name, gain), ratio in zip(planner.BASELINES.items(), (0.75, 1.5), strict=True):
         ours = iter([1.0, 3.0, 1.0])
-        monkeypatch.setattr(planner, "plan", lambda *arguments, ours=ours: Layout((), next(ours), 0.0))
+        monkeypatch.setattr(networks, "plan", lambda *arguments, ours=ours: Layout((), next(ours), 0.0))
         metric = planner._over_genetic(planner.QUICK, name, gain)
         assert (metric.metric, metric.value, metric.yardstick, metric.ratio) == (name, 1.0, theirs[gain], ratio)
         assert f"gcp 3 s to {theirs[gain]:.0f} s" in metric.note

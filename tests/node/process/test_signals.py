@@ -14,14 +14,14 @@ from farflock.node.process.signals import ASKING, GracefulStop, run_until_asked
 
 STUBBORN = """
 import asyncio, sys
-from farflock.node.process.signals import Ending, run_until_asked
+from farflock.node.process.signals import GracefulStop, run_until_asked
 
 async def work():
     ending.gently = lambda: print("asked", flush=True)
     print("begun", flush=True)
     await asyncio.sleep(60)
 
-ending = Ending()
+ending = GracefulStop()
 run_until_asked(ending, work)
 """
 

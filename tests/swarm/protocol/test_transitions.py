@@ -30,7 +30,7 @@ MACHINES = [(closing, Closing, "state"), (mean, Mean, "_states"), (decide, Propo
 
 
 def beside(name):
-    return runpy.run_path(str(Path(__file__).with_name(name)))
+    return runpy.run_path(str(Path(__file__).parent / name))
 
 
 def states(table):
@@ -108,7 +108,7 @@ def rows(table):
 
 def test_real_exchanges_of_each_kind_make_every_transition_of_closing_and_no_other(monkeypatch):
     made = recorded(monkeypatch, Closing, lambda self: type(self._content).__name__, lambda self, *_: self.state)
-    whole = beside("test_collective.py")
+    whole = beside("exchange/test_collective.py")
     for kind in ("mean", "gather"):
         for seed in range(16):
             whole["unlucky_world"](seed, kind, staged=seed % 2 == 0).run(until_s=60.0)
@@ -123,7 +123,7 @@ def test_real_exchanges_of_each_kind_make_every_transition_of_closing_and_no_oth
 
 def test_real_means_make_every_transition_of_a_shard_and_no_other(monkeypatch):
     made = recorded(monkeypatch, Mean, lambda self: "shard", lambda self, shard, _: self._states[shard])
-    whole = beside("test_collective.py")
+    whole = beside("exchange/test_collective.py")
     spoilt = whole["World"](7)
     for me in range(3):
         spoilt.offer_at(0.1, me, broken=True)
