@@ -38,8 +38,9 @@ class Context:
 class Codec(Protocol):
     """Turns a flat float32 tensor (one shard) into bytes and back.
 
-    Law, for every codec in `catalog.CODECS` (tests/compression/laws/test_law.py):
+    Laws, for every codec in `catalog.CODECS` (compression/check.py has them as functions):
 
+    0. A codec is a frozen value, and equal codecs stand for each other.
     1. `decode(encode(x))` fills `out` with finite values, within the codec's stated bound of `x`.
     2. `encode` writes exactly the number of bytes it returns, at most `max_bytes(len(x))`.
     3. NaN or infinity in `x`: `UnencodableTensor`. Empty and all-zero tensors round-trip.
@@ -47,6 +48,7 @@ class Codec(Protocol):
        memory beyond a small multiple of `out`. A payload of the wrong length is refused before anything is taken.
     5. Both are pure and deterministic; decode gives the same bits on every machine (docs/architecture.md,
        "portable arithmetic": separately rounded + - * / sqrt, comparisons and integers in fp32, each its own call).
+    6. Shards that are cut at multiples of `granule` decode as the whole tensor does, unless a step is of all values (ecsq).
     """
 
     @property

@@ -36,7 +36,8 @@ def ours(path):
 
 
 @pytest.mark.parametrize(
-    "statement", ["import farflock", "import farflock.node.cli.main", "import farflock.node.cli.output"]
+    "statement",
+    ["import farflock", "import farflock.testing", "import farflock.node.cli.main", "import farflock.node.cli.output"],
 )
 def test_the_front_door_and_the_command_line_import_nothing_heavy(statement):
     assert not modules_after(statement) & set(HEAVY)
@@ -72,9 +73,14 @@ def test_only_the_directory_and_its_daemon_know_hivemind():
 
 def test_the_front_door_names_only_what_is_there():
     import farflock
+    import farflock.testing
 
     assert re.match(r"\d+[.+]", farflock.__version__)
-    assert all(hasattr(farflock, name) for name in farflock.__all__)
+    for door in (farflock, farflock.testing):
+        assert all(hasattr(door, name) for name in door.__all__)
+        assert set(door.__all__) <= set(dir(door))
+        with pytest.raises(AttributeError, match="has no attribute 'check_everything'"):
+            _ = door.check_everything
 
 
 def test_the_bare_folder_names_are_imported_nowhere():

@@ -114,6 +114,7 @@ def test_the_wheel_works_from_another_directory_without_the_checkout(wheel, tmp_
     run(sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", tmp_path / "site", wheel, cwd=tmp_path)
     code = (
         "import sys, farflock.compression.catalog, farflock.swarm.peer.peer, farflock.optimizers.catalog\n"
+        "from farflock.testing import check_codec, check_method\n"
         "from farflock.node.model.corpus import load_corpus\n"
         "sys.stdout.write(f'{farflock.__file__} {len(load_corpus(\"shakespeare\").train)}')"
     )

@@ -30,6 +30,7 @@ LAWS = {
 TICKS, QUIET_TICKS = 20, 6  # steps of misfortune, and without any after it
 SPECIMEN_TERMS = ("kind", "group", "codec", "return_codec", "stride", "enough", "apply_after", "deadline_s")
 NUDGE = 0.25  # a gradient that must not be forgotten
+MIN_TRACE = NUDGE / 2  # of it and its opposite; what a codec of four bits rounds away leaves less
 
 
 class LawBroken(AssertionError):
@@ -491,7 +492,8 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
     """Of a peer's contributions to the first round of each stream some ranges are taken and others are not. Two runs differ in
     the sign of one gradient of that peer, which lies in a range that was not taken; they must not end alike there.
 
-    A gradient and its opposite have one norm, so that nothing else tells the runs apart.
+    A gradient and its opposite have one norm, so that nothing else tells the runs apart. The rest of a lossy codec does, by a
+    little: it is no work that was kept, so a difference counts from `MIN_TRACE` on.
     """
     if not subject.talks():
         return
@@ -501,7 +503,7 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
     )
     first, second = (dict(_traces(peer)) for peer in runs)
     for name in runs[0].replica.names:
-        seen = [what for what in first if what[1] in (name, "") and not torch.equal(first[what], second[what])]
+        seen = [what for what in first if what[1] in (name, "") and _differ(first[what], second[what])]
         require(
             bool(seen),
             8,
@@ -509,6 +511,10 @@ def check_untaken_work_is_kept(subject: Subject) -> None:
             "the parameters nor in any state or later exchange of its peer: choose by range what of a tensor was taken "
             "(optimizers/parts/feedback.py, choose)",
         )
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one.shape != other.shape or bool(((one.double() - other.double()).abs() >= MIN_TRACE).any())
 
 
 def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:

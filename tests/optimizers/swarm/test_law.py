@@ -265,6 +265,13 @@ def test_only_the_law_of_untaken_work_finds_a_method_that_looks_at_no_ranges():
         check.check_untaken_work_is_kept(careless)
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_what_a_lossy_codec_rounds_away_does_not_hide_it(codec):
+    careless = check.Subject(lambda: Careless(**{**law_options(Careless), "codec": codec}), NodeRig())
+    with pytest.raises(check.LawBroken, match="law 8 is broken"):
+        check.check_untaken_work_is_kept(careless)
+
+
 def test_choosing_by_range_mends_it():
     @dataclass(slots=True)
     class Mended(Careless):
