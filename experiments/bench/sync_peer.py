@@ -1,5 +1,5 @@
-"""One worker of the benchmark of a whole sync: an exchange through the product's own courier, peer and links, and beside
-it the same bytes over plain TCP.
+"""One worker of the benchmark of a whole sync: an exchange through the product's own exchange client, peer and links,
+and beside it the same bytes over plain TCP.
 
 `python -m farflock.experiments.bench.sync_peer SETTINGS`, started by experiments/bench/fleet.py.
 """

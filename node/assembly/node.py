@@ -1,4 +1,5 @@
-"""One node's part in a run, put together: model, batches, method, driver, courier, seat and loop over one peer.
+"""One node's part in a run, put together: model, batches, method, driver, exchange client, state sync and
+loop over one peer.
 
 Processes and simulations assemble their nodes here, alike; what differs (links, directory, compute) is handed in.
 """

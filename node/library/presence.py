@@ -1,8 +1,8 @@
 """An optimizer's part in a run, as it lives in the background thread, whatever way it came in.
 
-The same driver, courier, seat and loop as a node's; only the training step itself stays with the program that brought
-the model. The ways in: `node/library/door.py` over the real network, `node/library/local_swarm.py` over links in memory.
-"""
+The same driver, exchange client, state sync and loop as a node's; only the training step itself stays with the program
+that brought the model. The ways in: `node/library/door.py` over the real network, `node/library/local_swarm.py` over
+links in memory."""
 
 import asyncio
 import contextlib
@@ -90,7 +90,7 @@ class OptimizerNode:
         invite: Callable[[], str],
         founder: bool,
     ) -> "OptimizerNode":
-        """Put method, driver, courier, seat and loop together on this peer."""
+        """Put method, driver, exchange client, state sync and loop together on this peer."""
         driver = Driver(terms.build(), join_request.replica)
         state_sync = StateSync(peer, driver, ExchangeClient(peer, terms.run.seed, compute), compute)
         loop = Loop(driver, state_sync, join_request.training_task, compute, compute, join_request.report)

@@ -1,6 +1,6 @@
 """One node's part in a pipeline, put together: a stage server, a trainer, both, or a full replica, over one peer.
 
-The server's stage is synced by the ordinary driver, courier, seat and loop; the trainer holds no weights. A full
+The server's stage is synced by the ordinary driver, exchange client, state sync and loop; the trainer holds no weights. A full
 replica is the union of its stages: a server of each, and microbatches of its own that never leave it
 (node/pipeline/full_replica.py). Processes and simulations assemble their nodes here, alike."""
 

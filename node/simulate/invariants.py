@@ -106,7 +106,7 @@ class InvariantChecker:
     def exchange_client(
         self, peer: Peer, index: int, birth: int, driver: Driver, inner: ExchangeClient
     ) -> ExchangeClient:
-        """The same courier, with every exchange noted on its way out and every result on its way in."""
+        """The same exchange client, with every exchange noted on its way out and every result on its way in."""
         watch = self
         run_exchange, replay = inner.run_exchange, inner.replay
 

@@ -1,4 +1,5 @@
-"""The courier: a method's exchanges become shards on their way out, the swarm's outcomes become results on their way in.
+"""The exchange client: a method's exchanges become shards on their way out, the swarm's outcomes become results on
+their way in.
 
 Encoding and decoding run through the injected `compute`, so that a process does them off its network thread and a
 simulation inline.

@@ -1,4 +1,4 @@
-"""A node's seat in the run: the state it serves and adopts, what it missed, and how far the run is.
+"""A node's state in the run: the state it serves and adopts, what it missed, and how far the run is.
 
 Everything here is the same in a process and in the simulator; what computes goes through the injected `compute`.
 """

@@ -27,6 +27,11 @@ def oracle(request):
 
 
 @pytest.fixture(scope="session")
+def kinds():
+    return tuple(check.KINDS)
+
+
+@pytest.fixture(scope="session")
 def values():
     """A function (kind, count, seed) -> flat finite float32 tensor."""
     return check.example

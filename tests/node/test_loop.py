@@ -69,7 +69,7 @@ def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(be
 
 
 class Silent:
-    """A driver, seat and trainee in one, of a node whose first exchange nobody answers for `answer_s` seconds."""
+    """A driver, state sync and training task in one, of a node whose first exchange nobody answers for `answer_s` seconds."""
 
     tokens_per_step = 1
     weight = 1.0

@@ -1,5 +1,5 @@
-"""A stage's server, put together: model, driver, server, seat, gate and loop, over the node's peer and its one thread that
-computes."""
+"""A stage's server, put together: model, driver, server, state sync, gate and loop, over the node's peer and its one
+thread that computes."""
 
 import math
 from collections.abc import Awaitable, Callable

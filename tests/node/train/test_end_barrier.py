@@ -16,7 +16,7 @@ PATIENCE_S = 7.0
 
 
 class Here:
-    """What it needs of a peer and of a seat, in one; `said` are the others' last words by stream and peer."""
+    """What it needs of a peer and of a state sync, in one; `said` are the others' last words by stream and peer."""
 
     def __init__(self, members=2):
         self.time_s, self.alone, self.agreed, self.estimate = 0.0, False, 0, 0

@@ -1,4 +1,4 @@
-"""A node's seat: the state it serves and adopts, and how far it says the run is."""
+"""A node's state sync: the state it serves and adopts, and how far it says the run is."""
 
 import asyncio
 from dataclasses import replace
