@@ -19,6 +19,8 @@ from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.sim.network import LinkModel
 
+pytestmark = pytest.mark.long  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, CLOSE = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "CLOSE"))
 BATCH = 8  # microbatches

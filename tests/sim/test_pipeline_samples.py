@@ -24,6 +24,8 @@ from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, identity_of, parts
 from farflock.swarm.sim.network import Faults
 
+pytestmark = pytest.mark.long  # contrib: its simulations run in `make test-long` (node/pipeline/contrib)
+
 _AUDIT = runpy.run_path(str(Path(__file__).parents[1] / "worlds" / "pipeline_audit.py"))
 Audit, plan, pipeline, STILL = (_AUDIT[name] for name in ("Audit", "plan", "pipeline", "STILL"))
 _DEATHS = runpy.run_path(str(Path(__file__).with_name("test_pipeline.py")))
