@@ -19,12 +19,12 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.process.worker import Worker
 from farflock.node.run.terms import RunPlan
 from farflock.optimizers.diloco import STREAM
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
+from farflock.swarm.compute import Worker
 
 PERIOD = 5
 BATCH, SEQ = 2, 32

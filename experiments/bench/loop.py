@@ -20,9 +20,9 @@ from farflock.experiments.measure.threads import one_thread
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import SHIPPED, load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
-from farflock.node.process.worker import Worker
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.history import History
+from farflock.swarm.compute import Worker
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.zmq.links import LinkOptions, ZmqLinks

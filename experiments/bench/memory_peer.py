@@ -21,8 +21,8 @@ from farflock.experiments.bench.fleet import Owner
 from farflock.experiments.bench.member import Place, meet, member
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.process.worker import Worker
 from farflock.optimizers.parts.inner import InnerConfig
+from farflock.swarm.compute import Worker
 
 TEXT = "no step is taken, so any text will do. " * 8
 DELTA = 1e-3

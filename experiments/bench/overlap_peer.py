@@ -21,7 +21,7 @@ from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import ModelConfig
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.process.worker import Worker
+from farflock.swarm.compute import Worker
 
 TEXT = 200_000  # characters of the corpus
 

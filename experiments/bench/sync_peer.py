@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from farflock.experiments.bench.fleet import Fields, Owner
 from farflock.experiments.bench.member import SEED, Place, meet, member
-from farflock.node.process.worker import Worker
+from farflock.node.train.driver import Claim
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
+from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import Peer
 
 STREAM = "sync"
@@ -75,7 +77,8 @@ class Sync:
 
     owner: Owner
     settings: Settings
-    exchange_client: ExchangeClient
+    client: ExchangeClient
+    codecs: Worker
     tensors: dict[str, Tensor]
     number: int
 
@@ -85,7 +88,9 @@ class Sync:
         self.owner.say("prepared")
         await until(float((await self.owner.command("go"))["start_s"]))
         begun_s = time.process_time()
-        result = await self.exchange_client.run_exchange(exchange, 1, b"")
+        offer = await self.codecs(partial(self.client.encode, exchange, Claim(tokens=1)))
+        outcome = await self.client.exchange(offer)
+        result = await self.codecs(partial(self.client.decode, exchange.key, outcome, offer.payloads))
         done_s = asyncio.get_running_loop().time()
         self.owner.say(
             "done",
@@ -152,10 +157,10 @@ class Plain:
 async def serve(owner: Owner, settings: Settings, peer: Peer, codecs: Worker) -> None:
     """Join, then do one round after another."""
     view = await meet(owner, peer, settings, peer.found, peer.join)
-    exchange_client = ExchangeClient(peer, SEED, codecs)
+    client = ExchangeClient(peer, SEED)
     tensors = model(settings)
-    exchange_client.open(exchange_of(settings, view.first_round, tensors), view.first_round - 1)
-    sync, plain = Sync(owner, settings, exchange_client, tensors, view.first_round), Plain(settings.host)
+    client.open(exchange_of(settings, view.first_round, tensors), view.first_round - 1)
+    sync, plain = Sync(owner, settings, client, codecs, tensors, view.first_round), Plain(settings.host)
     owner.say("ready", plain=plain.address)
     peers: Fields = await owner.command("plain")
     others = [address for number, address in enumerate(peers["addresses"]) if number != settings.number]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from farflock.node.loop import Loop, TrainingTask
+from farflock.node.loop import Loop
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
@@ -19,7 +19,7 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import StateSync
-from farflock.node.train.task import LanguageModelTask
+from farflock.node.train.task import LanguageModelTask, TrainingTask
 from farflock.optimizers.catalog import method
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
@@ -115,7 +115,7 @@ class ReplicaNode:
     @property
     def tokens(self) -> int:
         """The agreed ones, and what everybody has presumably trained since."""
-        return self.state_sync.progress(self.step).tokens
+        return self.loop.driver.tokens
 
     @property
     def trained_tokens(self) -> int:
@@ -139,7 +139,7 @@ class ReplicaNode:
     @property
     def stopping(self) -> bool:
         """Whether the loop is to end."""
-        return self.loop.stopping
+        return self.loop.stop.requested
 
     def stop(self) -> None:
         """End after the step that is running."""
@@ -148,8 +148,8 @@ class ReplicaNode:
     async def run(self, total_tokens: int) -> None:
         """Train; where the method promises one state, until all have ended with it."""
         exact = self.loop.driver.method.equality == "exact"
-        self.together = EndBarrier(self.peer, self.state_sync) if exact else None
-        await self.loop.run(total_tokens, together=self.together)
+        self.together = EndBarrier(self.peer, self.loop.driver, self.state_sync) if exact else None
+        await self.loop.run(total_tokens, barrier=self.together)
 
     def found(self) -> None:
         """Found the run: my initial weights are everybody's."""
@@ -183,8 +183,7 @@ def replica_node(
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
     training_task = LanguageModelTask(model, replica, batches, plan.schedule, plan.accumulate, plan.autocast)
     driver = Driver(method(plan.method, **plan.options), replica)
-    exchange_client = ExchangeClient(peer, plan.run_seed, compute)
-    state_sync = StateSync(peer, driver, exchange_client, compute)
-    return ReplicaNode(
-        peer, model, state_sync, Loop(driver, state_sync, training_task, compute, train, report), training_task
-    )
+    client = ExchangeClient(peer, plan.run_seed)
+    state_sync = StateSync(peer, driver, client, compute)
+    loop = Loop(driver, client, state_sync, training_task, compute, train, report)
+    return ReplicaNode(peer, model, state_sync, loop, training_task)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from farflock.node.assembly.node import ReplicaNode
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
-from farflock.node.train.driver import Pending
-from farflock.node.train.state_sync import RunPosition
+from farflock.node.train.driver import Pending, RunPosition
 from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Replica, Result, State
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.state import WrongState, unnamed
@@ -77,7 +76,7 @@ def checkpoint_state(node: ReplicaNode) -> tuple[StateGroups, dict[str, Any]]:
     for number, pending in enumerate(table):
         parts["pending"] |= _tensors_of(number, pending)
         opened.append(_open(pending, node.loop.step))
-    cursors = Cursors(node.loop.step, node.training_task.joined_at, node.state_sync.place, opened)
+    cursors = Cursors(node.loop.step, node.training_task.joined_at, node.loop.driver.position, opened)
     return parts, msgspec.to_builtins(cursors)
 
 

@@ -15,13 +15,12 @@ from farflock.node.errors import Failure, RefusedByRun
 from farflock.node.library.background import Background, BackgroundContext
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.process.network import MachineOptions, identity_of, keep_published, learn_terms, network
-from farflock.node.process.worker import Worker
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint, parse
 from farflock.node.run.manifest import Head, seal_head
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
 from farflock.node.state.paths import RunFolder
 from farflock.swarm.chunks import digest_of
-from farflock.swarm.compute import Compute
+from farflock.swarm.compute import Compute, Worker
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms

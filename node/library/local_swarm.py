@@ -19,8 +19,8 @@ from farflock.node.errors import Usage
 from farflock.node.library.background import Background, BackgroundContext, in_threads
 from farflock.node.library.presence import JOIN_TIMEOUT_S, JoinRequest, OptimizerNode, present
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
-from farflock.node.process.worker import Worker
 from farflock.node.run.user_terms import UserTerms, founded, joined, run_id
+from farflock.swarm.compute import Worker
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal

@@ -19,7 +19,7 @@ from farflock.node.loop import Loop
 from farflock.node.reporting import Report
 from farflock.node.run.user_terms import TomlTable, UserTerms
 from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.exchange_client import ExchangeClient, drop
 from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Progress, Replica
 from farflock.swarm.compute import Compute
@@ -92,8 +92,9 @@ class OptimizerNode:
     ) -> "OptimizerNode":
         """Put method, driver, exchange client, state sync and loop together on this peer."""
         driver = Driver(terms.build(), join_request.replica)
-        state_sync = StateSync(peer, driver, ExchangeClient(peer, terms.run.seed, compute), compute)
-        loop = Loop(driver, state_sync, join_request.training_task, compute, compute, join_request.report)
+        client = ExchangeClient(peer, terms.run.seed)
+        state_sync = StateSync(peer, driver, client, compute)
+        loop = Loop(driver, client, state_sync, join_request.training_task, compute, compute, join_request.report)
         return cls(terms, peer, loop, invite, founder)
 
     async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
@@ -125,7 +126,7 @@ class OptimizerNode:
 
     async def end(self) -> None:
         """Stay for others if `patient`, then say goodbye."""
-        await self.loop.drop()
+        await drop(self.loop.under_way)
         if self.patient:
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: self.peer.alone, LINGER_S)

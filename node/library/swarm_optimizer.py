@@ -21,8 +21,8 @@ from farflock.node.library.presence import EntryPoint, ExternalStep, JoinRequest
 from farflock.node.model.replica import PlainReplica
 from farflock.node.run.fit import SHARED_MOMENTS, require_inner, require_layers
 from farflock.node.run.user_terms import fingerprint, founded, wish
-from farflock.node.train.driver import Pending
-from farflock.node.train.state_sync import RunPosition
+from farflock.node.train.driver import Pending, RunPosition
+from farflock.node.train.ending import drain
 from farflock.optimizers.method import ExchangeKey, Method, RandomGroups, Result
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.layers import is_numbered, layers_of
@@ -228,7 +228,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         `patient`), say goodbye, end the thread and the process of the directory. Harmless when done twice."""
         try:
             if patient and self._end.alive and not self._life.ended:
-                self._life.call(lambda: self._here.loop.drain(DRAIN_S))
+                self._life.call(lambda: drain(self._here.loop, DRAIN_S))
                 self._here.patient = True
         finally:
             self._end()
@@ -258,8 +258,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         require_layers(made, sum(map(is_numbered, layers)) or len(layers))
 
     async def _tokens(self) -> int:
-        loop = self._here.loop
-        return loop.state_sync.progress(loop.step).tokens
+        return self._here.loop.driver.tokens
 
     async def _eval_params(self) -> dict[str, torch.Tensor]:
         loop = self._here.loop
@@ -270,7 +269,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         method, replica = loop.driver.method, loop.driver.replica
         tensors = await loop.compute(lambda: {**method.snapshot(replica), **method.personal(replica)})
         pending = [(key.stream, key.round) for key in loop.driver.pending]
-        facts = Remembered(loop.step, loop.state_sync.place, pending)
+        facts = Remembered(loop.step, loop.driver.position, pending)
         return {"method": tensors, "owed": loop.state_sync.feedback, **msgspec.to_builtins(facts)}
 
     async def _recall(self, swarm: dict[str, Any]) -> None:

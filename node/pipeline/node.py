@@ -252,8 +252,8 @@ class PipelineNode:
     @property
     def stopping(self) -> bool:
         """Whether it was told to stop."""
-        parts = (*(serving.loop for serving in self.servings), self.trainer)
-        return any(part is not None and part.stopping for part in parts)
+        has_stopped = self.trainer is not None and self.trainer.stopping
+        return has_stopped or any(serving.loop.stop.requested for serving in self.servings)
 
     def stop(self) -> None:
         """End soon."""
@@ -285,7 +285,7 @@ class PipelineNode:
         return assembly.full(parts, self._means)
 
     def _exchange_client(self, index: int) -> ExchangeClient:
-        return ExchangeClient(self.peer, self.plan.run_seed, self._means.compute, index)
+        return ExchangeClient(self.peer, self.plan.run_seed, index)
 
 
 class _StageExchanges:

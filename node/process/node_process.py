@@ -32,7 +32,6 @@ from farflock.node.process.network import (
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
 from farflock.node.process.status import Status, StatusWriter
-from farflock.node.process.worker import Worker
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.run.memory import require_memory
@@ -40,6 +39,7 @@ from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
 from farflock.node.state.run_log import RunRecorder
 from farflock.swarm.chunks import digest_of
+from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity

@@ -15,13 +15,13 @@ from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.network import MachineOptions
-from farflock.node.process.worker import Worker
 from farflock.node.reporting import Report
 from farflock.node.run.manifest import Manifest
 from farflock.node.run.memory import needed_stage_bytes, require_replica_memory, require_stage_memory
 from farflock.node.run.terms import PipelinePlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.paths import RunFolder
+from farflock.swarm.compute import Worker
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of

@@ -19,12 +19,13 @@ from farflock.compression.catalog import codec
 from farflock.compression.codec import Context
 from farflock.node.loop import Loop
 from farflock.node.simulate.memory_audit import longest
-from farflock.node.train.driver import Driver
-from farflock.node.train.exchange_client import ExchangeClient
+from farflock.node.train.driver import Claim, Driver
+from farflock.node.train.exchange_client import EncodedExchange, ExchangeClient
 from farflock.optimizers.catalog import METHODS
-from farflock.optimizers.method import Exchange, Result, State, Tensors
+from farflock.optimizers.method import Exchange, ExchangeKey, Result, State, Tensors
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.streams import RoundOutcome
 
 DEADLINE_S = 6.0  # of an exchange
 TOKENS_PER_STEP = 10
@@ -107,27 +108,24 @@ class InvariantChecker:
         self, peer: Peer, index: int, birth: int, driver: Driver, inner: ExchangeClient
     ) -> ExchangeClient:
         """The same exchange client, with every exchange noted on its way out and every result on its way in."""
-        watch = self
-        run_exchange, replay = inner.run_exchange, inner.replay
+        encode, decode, life = inner.encode, inner.decode, (peer.me, birth)
 
-        async def noted_carry(exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
-            place = watch._sent.setdefault((exchange.key.stream, exchange.key.round), {})
-            if (peer.me, birth) in place:
-                watch.violate(f"peer {index} offered {exchange.key} twice: a round key was used again")
-            place[peer.me, birth] = sent = _Sent(_decoded(exchange), exchange.weight, tokens)
-            watch._check_feedback(index, (peer.me, birth), driver, exchange)
-            result = await run_exchange(exchange, tokens, state)
-            watch._check_result(index, exchange.key.stream, exchange.key.round, result)
-            watch._settle_feedback((peer.me, birth), sent, result)
+        def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
+            lives = self._sent.setdefault((exchange.key.stream, exchange.key.round), {})
+            if life in lives:
+                self.violate(f"peer {index} offered {exchange.key} twice: a round key was used again")
+            lives[life] = _Sent(_decoded(exchange), exchange.weight, claim.tokens)
+            self._check_feedback(index, life, driver, exchange)
+            return encode(exchange, claim)
+
+        def noted_decode(key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()) -> Result:
+            result = decode(key, outcome, payloads)
+            self._check_result(index, key.stream, key.round, result)
+            if payloads:
+                self._settle_feedback(life, self._sent[key.stream, key.round][life], result)
             return result
 
-        def noted_replay(stream: str, round_number: int) -> Result | None:
-            result = replay(stream, round_number)
-            if result is not None:
-                watch._check_result(index, stream, round_number, result)
-            return result
-
-        inner.run_exchange, inner.replay = noted_carry, noted_replay  # type: ignore[method-assign]
+        inner.encode, inner.decode = noted_encode, noted_decode  # type: ignore[method-assign]
         return inner
 
     def reported(
@@ -304,8 +302,8 @@ class InvariantChecker:
         named = {(wait.what.stream, wait.what.round) for wait in peer.waits()}
         for pending in loop.driver.table:
             key, age_s = pending.exchange.key, peer.run_s() - pending.since_s
-            carrying = loop._carrying.get(key)
-            if carrying is None or carrying.done():
+            exchanging = loop.under_way.get(key)
+            if exchanging is None or exchanging.done():
                 continue  # the result is here, and is applied after this step
             if age_s > pending.exchange.deadline_s + OVERDUE_S:
                 self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s")

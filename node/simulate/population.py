@@ -56,13 +56,11 @@ class Population:
         async with peer.running():
             replica = self._arm.replica(index)
             driver = Driver(self._arm.make(), replica)
-            exchange_client = self._watch.exchange_client(
-                peer, index, birth, driver, ExchangeClient(peer, self._seed, inline)
-            )
-            state_sync = StateSync(peer, driver, exchange_client, inline)
-            loop = Loop(driver, state_sync, CountingTask(replica), inline, self._trainer(index))
+            client = self._watch.exchange_client(peer, index, birth, driver, ExchangeClient(peer, self._seed))
+            state_sync = StateSync(peer, driver, client, inline)
+            loop = Loop(driver, client, state_sync, CountingTask(replica), inline, self._trainer(index))
             loop.report = lambda kind, fields: self._watch.reported(
-                index, birth, driver, kind, fields, state_sync.place.rounds
+                index, birth, driver, kind, fields, driver.position.rounds
             )
             if birth == 1:
                 peer.found()

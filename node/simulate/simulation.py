@@ -26,6 +26,7 @@ from farflock.node.model.tokenizer import TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.simulate.segments import SegmentState, SegmentStore
 from farflock.node.state.checkpoint import Checkpoint
+from farflock.node.train.ending import drain
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import State
 from farflock.optimizers.parts.state import state_hash
@@ -128,7 +129,7 @@ class Simulation:
                     task.result()
             founder = self._nodes.get(0)
             if founder is not None:
-                self._progress(founder.state_sync.progress(0).tokens / self._world.total_tokens)
+                self._progress(founder.loop.driver.tokens / self._world.total_tokens)
 
     async def _live(self, index: int) -> None:
         """One life of one peer: found or join, train, linger."""
@@ -149,7 +150,7 @@ class Simulation:
             await node.loop.run(self._until, drain_s=LINGER_S)
             self._done += 1
             await asyncio.sleep(LINGER_S)
-            await node.loop.drain(LINGER_S)
+            await drain(node.loop, LINGER_S)
 
     async def _resume(self, index: int, node: ReplicaNode, directory: MemoryDirectory) -> None:
         """Begin a leg where the one before it ended; nobody trains before all are members again."""
@@ -175,7 +176,7 @@ class Simulation:
 
         def report(kind: str, fields: dict[str, Any]) -> None:
             if kind == "step":
-                self._story.losses.append((node.state_sync.progress(0).tokens, fields["loss"]))
+                self._story.losses.append((node.loop.driver.tokens, fields["loss"]))
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
 

@@ -1,14 +1,17 @@
-"""The driver: a method and the table of its pending exchanges. Sans I/O: whoever owns a loop asks it what to start, what
-to apply, and whether to wait.
+"""The driver: a method, the table of its pending exchanges, and how far it is in the run.
 
-An exchange blocks training only between the step at which its result is wanted (`apply_after`) and its deadline;
-after that the peer trains on, and the result is applied whenever it is known. Results of one stream come in round order.
+It does no I/O: the loop asks it which exchanges to start, what to apply, and whether to wait. An
+exchange blocks training only between the step at which its result is wanted (`apply_after`) and its
+deadline. After that the peer trains on, and the result is applied whenever it is known. Results of
+one stream are applied in the order of their rounds.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Method, Progress, Replica, Result
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Method, Progress, RandomGroups, Replica, Result
+from farflock.optimizers.parts.state import state_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,13 @@ class Apply:
 
     exchange: Exchange
     result: Result
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """The fields of a node's `round` event."""
+        key, result, who = self.exchange.key, self.result, list(self.result.participants)
+        fields = {"stream": key.stream, "round": key.round, "status": result.status, "peers": len(who)}
+        return {**fields, "participants": who, "tokens": result.tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +47,83 @@ class Pending:
     result: Result | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RunPosition:
+    """How far a node is in its run: by stream, the last round in its method's state; the run's
+    agreed tokens after these rounds; the node's own tokens since; how many members it last knew."""
+
+    rounds: dict[str, int] = field(default_factory=dict)
+    agreed_tokens: int = 0
+    own_tokens: int = 0
+    members: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an exchange says beside its tensors: tokens trained, the hash of the state that an exact
+    method starts the round from (empty for others), and a stage's notes."""
+
+    tokens: int
+    state: bytes = b""
+    notes: bytes = b""
+
+
+class ContributionLog(Protocol):
+    """What a stage's contributions consist of: the notes of its first stream (microbatch_ids.py)."""
+
+    def brought(self, number: int) -> bytes:
+        """Return the notes of my contribution to this round, which is being made now."""
+        ...
+
+    def closing(self, number: int, noted: bytes) -> None:
+        """Take in, from the worker, that a round with these notes is about to be applied."""
+        ...
+
+    def closed(self, number: int, noted: bytes) -> None:
+        """Take in, from the worker, that a round with these notes has been applied."""
+        ...
+
+
 class Driver:
-    """Carries exchanges from a method to the loop around it and results back."""
+    """Carries exchanges from a method to the loop around it, and results back."""
 
     def __init__(self, method: Method, replica: Replica) -> None:
         self.method, self.replica = method, replica
+        self.streams = method.streams(replica)  # one template exchange each
+        self.contributions: ContributionLog | None = None  # of a stage's server
         self._pending: dict[ExchangeKey, Pending] = {}
+        self._offered: dict[ExchangeKey, int] = {}  # tokens, by exchange that is under way
+        self._own_tokens = self._agreed_tokens = 0
+        self.members = 1
+        self.begin({}, 0)
+
+    # the run
+
+    def begin(self, rounds: Mapping[str, int], tokens: int) -> None:
+        """Stand after these rounds, the last one of each stream, and these agreed tokens."""
+        before = {entry.key.stream: entry.key.round - entry.stride for entry in self.streams}
+        self._rounds, self._agreed_tokens, self._own_tokens = {**before, **rounds}, tokens, 0
+
+    @property
+    def position(self) -> RunPosition:
+        """How far this node is in the run, as a checkpoint remembers it."""
+        return RunPosition(dict(self._rounds), self._agreed_tokens, self._own_tokens, self.members)
+
+    def trained(self, tokens: int, members: int) -> None:
+        """Count the tokens of a local step; so many members train alike."""
+        self._own_tokens += tokens
+        self.members = members
+
+    @property
+    def tokens(self) -> int:
+        """The agreed tokens, and what all members have presumably trained since."""
+        return self._agreed_tokens + self._own_tokens * self.members
+
+    def progress(self, step: int, run_s: float) -> Progress:
+        """Where the run is, for the method."""
+        return Progress(step, self.tokens, run_s)
+
+    # exchanges
 
     @property
     def pending(self) -> tuple[ExchangeKey, ...]:
@@ -51,27 +132,43 @@ class Driver:
 
     @property
     def table(self) -> tuple[Pending, ...]:
-        """All that is pending, oldest first: what a checkpoint holds."""
+        """All that is pending, oldest first, as a checkpoint holds it."""
         return tuple(self._pending.values())
 
     def load_state(self, table: Iterable[Pending]) -> None:
         """Go on with what was pending when a checkpoint was written."""
         self._pending = {pending.exchange.key: pending for pending in table}
 
+    def load_position(self, position: RunPosition) -> None:
+        """Stand where a checkpoint was written."""
+        self.begin(position.rounds, position.agreed_tokens)
+        self._own_tokens, self.members = position.own_tokens, position.members
+
     def after_step(self, progress: Progress) -> list[Exchange]:
-        """The exchanges to start after a local step."""
-        return self._begin(self.method.due(self.replica, progress), progress)
+        """Return the exchanges to start after a local step."""
+        return self._note(self.method.due(self.replica, progress), progress)
+
+    def claim(self, exchange: Exchange) -> Claim:
+        """Return what goes with an exchange: tokens and notes with the method's first stream, a hash
+        where the method is exact. Members of a collective offer the tokens since the last round
+        that took theirs, pairs compare what they believe of the whole run."""
+        key, is_first = exchange.key, self._is_first(exchange.key)
+        notes = self.contributions.brought(key.round) if self.contributions is not None and is_first else b""
+        own = self._offered[key] = self._own_tokens if is_first else 0
+        tokens = self.tokens if isinstance(exchange.group, RandomGroups) else own
+        is_exact = self.method.equality == "exact"
+        return Claim(tokens, state_hash(self.method.agreed(self.replica, key.stream)) if is_exact else b"", notes)
 
     def resolve(self, key: ExchangeKey, result: Result) -> None:
-        """The swarm's answer to an exchange; answered keys and unknown ones are refused."""
+        """Note the swarm's answer to an exchange; answered keys and unknown ones are refused."""
         pending = self._pending.get(key)
         assert pending is not None, f"a result for {key}, which is not pending"
         assert pending.result is None, f"a second result for {key}"
         pending.result = result
 
     def next(self, progress: Progress, *, last: bool = False) -> Apply | Wait | None:
-        """What to do before the next local step: apply a result, wait for one, or nothing. After the `last` one a result that
-        is there is due at once."""
+        """Return what comes before the next local step: apply a result, wait for one, or nothing.
+        After the `last` step a result that is there is due at once."""
         held: set[str] = set()  # streams with an older exchange that is still open
         for pending in self._pending.values():
             key, steps = pending.exchange.key, progress.step - pending.since_step
@@ -85,21 +182,52 @@ class Driver:
         return None
 
     def apply(self, action: Apply, progress: Progress) -> list[Exchange]:
-        """Hand a result to the method; returns the exchanges of a second phase, if it wants one."""
-        del self._pending[action.exchange.key]
-        return self._begin(self.method.apply(self.replica, action.exchange, action.result), progress)
+        """Hand a result to the method, and count what it says of the run. A worker calls this, so
+        that no snapshot has the one without the other. Return the exchanges of a second phase."""
+        exchange, result = action.exchange, action.result
+        notes = self.contributions if self._is_first(exchange.key) else None
+        if notes is not None:
+            notes.closing(exchange.key.round, result.notes)
+        self._pending.pop(exchange.key, None)
+        second_phase = self._note(self.method.apply(self.replica, exchange, result), progress)
+        self._count(exchange.key, result)
+        if notes is not None:
+            notes.closed(exchange.key.round, result.notes)
+        return second_phase
 
     def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:
-        """Hand the method a round that was decided without this peer: its outer state follows, local work stays."""
+        """Hand the method a round that was decided without this peer, and count it: the outer state
+        follows, local work stays."""
+        return self.apply(self.missed(key, result), progress)
+
+    def missed(self, key: ExchangeKey, result: Result) -> Apply:
+        """The application of a round that was decided without this peer."""
         assert key not in self._pending, f"{key} is pending and cannot be replayed"
-        template = Exchange(key, "mean", All(), tensors={})
-        return self._begin(self.method.apply(self.replica, template, result), progress)
+        return Apply(Exchange(key, "mean", All(), tensors={}), result)
+
+    def skip(self, key: ExchangeKey, result: Result) -> None:
+        """Tell the method, before it begins, that the rounds up to this one have failed for it."""
+        self.method.apply(self.replica, self.missed(key, result).exchange, result)
 
     def forget(self) -> None:
         """Drop every pending exchange: a snapshot has replaced the state that they belong to."""
         self._pending.clear()
+        self._offered.clear()
 
-    def _begin(self, exchanges: list[Exchange], progress: Progress) -> list[Exchange]:
+    def _is_first(self, key: ExchangeKey) -> bool:
+        return key.stream == self.streams[0].key.stream
+
+    def _count(self, key: ExchangeKey, result: Result) -> None:
+        (template,) = [entry for entry in self.streams if entry.key.stream == key.stream]
+        offered = self._offered.pop(key, 0)
+        self._rounds[key.stream] = max(self._rounds[key.stream], result.next_round - template.stride)
+        if result.status == "failed" and not result.tokens:
+            return
+        self._agreed_tokens = max(self._agreed_tokens, result.tokens)
+        if result.taken or isinstance(template.group, RandomGroups):
+            self._own_tokens -= offered
+
+    def _note(self, exchanges: list[Exchange], progress: Progress) -> list[Exchange]:
         for exchange in exchanges:
             assert exchange.key not in self._pending, f"{exchange.key} is asked for twice"
             self._pending[exchange.key] = Pending(exchange, progress.step, progress.run_time_s)

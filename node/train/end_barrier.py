@@ -10,6 +10,7 @@ same are in all states.
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from farflock.node.train.driver import Driver
 from farflock.node.train.state_sync import StateSync
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key
@@ -23,8 +24,8 @@ LOOK_EVERY_S = 0.05
 class EndBarrier:
     """One node's part in its run's end."""
 
-    def __init__(self, peer: Peer, state_sync: StateSync) -> None:
-        self._peer, self._state_sync = peer, state_sync
+    def __init__(self, peer: Peer, driver: Driver, state_sync: StateSync) -> None:
+        self._peer, self._driver, self._state_sync = peer, driver, state_sync
         self._alone_s: float | None = None  # since when
         self._agreed = (-1, 0)  # the run's agreed tokens, and what this node's estimate was when they came to be that
         self._ends_s: float | None = None  # until when it waits, once the run is over here
@@ -33,11 +34,7 @@ class EndBarrier:
     def is_due(self, total_tokens: int) -> bool:
         """Whether the run has its tokens. Where nobody is there to agree with it goes by the estimate; so it does where nothing
         is ever agreed upon, once the run could have been trained again in the meantime."""
-        agreed, estimate, is_cut_off = (
-            self._state_sync.place.agreed_tokens,
-            self._state_sync.progress(0).tokens,
-            self._is_cut_off(),
-        )
+        agreed, estimate, is_cut_off = self._driver.position.agreed_tokens, self._driver.tokens, self._is_cut_off()
         if agreed != self._agreed[0]:
             self._agreed = agreed, estimate
         if estimate < total_tokens or agreed >= total_tokens:
@@ -47,7 +44,8 @@ class EndBarrier:
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
         """Wait until all have ended with the same rounds. `take_in` brings what is known of them into the method's state."""
         port = self._peer.port
-        self._ends_s = port.now() + self._state_sync.patience_s + END_S
+        deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
+        self._ends_s = port.now() + deadline_s + END_S
         while not stopping():
             await take_in()
             if self._agree() or port.now() >= self._ends_s:
@@ -57,7 +55,7 @@ class EndBarrier:
 
     def waits(self) -> list[OpenWait]:
         """For whom it waits now, by stream: who has not ended with the rounds that it has."""
-        if self._ends_s is None or not self._has_told or self._state_sync.is_busy:
+        if self._ends_s is None or not self._has_told or self._driver.pending:
             return []  # what it waits for then is an exchange
         left_s = self._ends_s - self._peer.port.now()
         awaited = {
@@ -75,7 +73,7 @@ class EndBarrier:
 
     def _agree(self) -> bool:
         """Once nothing of mine is open, tell the others what is in my state; whether all have told the same."""
-        if self._state_sync.is_busy:
+        if self._driver.pending:
             return False
         agree = True
         for name, number in self._state_sync.next_rounds.items():

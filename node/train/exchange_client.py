@@ -1,10 +1,11 @@
-"""The exchange client: a method's exchanges become shards on their way out, the swarm's outcomes become results on
-their way in.
+"""The exchange client: a method's exchanges become shards on their way out, the swarm's outcomes become
+results on their way in.
 
-Encoding and decoding run through the injected `compute`, so that a process does them off its network thread and a
-simulation inline.
+Encoding and decoding take long: the loop calls them where it computes (node/loop.py). `exchange`
+between them only waits.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,24 +14,38 @@ from torch import Tensor
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
 from farflock.node.run.terms import MAX_KEYS
-from farflock.node.train import microbatch_ids as notes
-from farflock.node.train.reducer import Inputs, Reducer
-from farflock.node.train.shards import ShardLayout, checker, decode_all, weighted_mean
-from farflock.optimizers.method import All, Exchange, MemberId, RandomGroups, Ranges, Result, Tensors
+from farflock.node.train import microbatch_ids
+from farflock.node.train.driver import Claim
+from farflock.node.train.shards import Inputs, Reducer, ShardLayout, decode_all, weighted_mean
+from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, RandomGroups, Ranges, Result, Tensors
 from farflock.optimizers.parts.state import Shapes
-from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.streams import Cadence, Reduction, RoundOutcome, Stream
 from farflock.swarm.protocol.exchange.close_list import Terms
 
+STOPPING_WAIT_S = 2.0  # for an answer on its way: a lone peer stops at the same state whenever it is asked to
+MIN_WAIT_S = 0.001  # a shorter wait than the clock can tell would never end in virtual time
+
+UnderWay = dict[ExchangeKey, asyncio.Task[Result]]
+
 
 class OutOfStep(Exception):
-    """This peer's state is not the group's any more (too far behind, or different bits): it must adopt a snapshot."""
+    """This peer's state is not the group's any more (too far behind, or different bits): it must
+    adopt a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExchange:
+    """An exchange that is ready for the swarm."""
+
+    exchange: Exchange
+    payloads: tuple[bytes, ...]
+    claim: Claim
 
 
 class Decoded(Mapping[str, Tensor]):
-    """Tensors that are worked out when somebody first looks at them: most results' `sent` is never needed, nor is the mean of
-    what was gathered."""
+    """Tensors that are decoded when somebody first reads them: most results' `sent` is never needed,
+    nor is the mean of what was gathered."""
 
     def __init__(self, names: Sequence[str], decode: Callable[[], Tensors]) -> None:
         self._names, self._decode = tuple(names), decode
@@ -49,9 +64,9 @@ class Decoded(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """One stream: its name in the swarm, shapes, the cut on the way out, the cut on the way back, what this peer does for the
-    others, and whether a further shard of notes (node/train/microbatch_ids.py) goes with it."""
+class _Coding:
+    """How one stream travels: its name in the swarm, its shapes, the layouts on the way out and on the
+    way back, the reducer, and whether a further shard of notes goes with it (microbatch_ids.py)."""
 
     name: str
     shapes: Shapes
@@ -61,42 +76,128 @@ class _Line:
     noted: bool
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
-        """Of the tensors' shards and of the notes."""
-        return (
-            notes.union(inputs) if index == len(self.out.shards) else self.reducer.reduce(round_number, index, inputs)
-        )
+        """Reduce a shard of the tensors, or the notes."""
+        if index == len(self.out.shards):
+            return microbatch_ids.union(inputs)
+        return self.reducer.reduce(round_number, index, inputs)
 
     def check(self, round_number: int, index: int, payload: bytes) -> bool:
         """Whether a correct peer can have sent this shard."""
         if index == len(self.out.shards):
-            return notes.union([("", 1.0, payload)]).data is not None
-        return checker(self.out)(round_number, index, payload)
+            return microbatch_ids.union([("", 1.0, payload)]).data is not None
+        return self.out.is_valid(index, round_number, payload)
 
 
 class ExchangeClient:
-    """Carries exchanges of one node's method over its peer; of one stage of the model, or (None) of all of it."""
+    """Carries the exchanges of one node's method over its peer: those of one stage of the model, or
+    (None) of all of it."""
 
-    def __init__(self, peer: Peer, run_seed: int, compute: Compute, stage: int | None = None) -> None:
-        self._peer, self._run_seed, self._compute, self._stage = peer, run_seed, compute, stage
-        self._lines: dict[str, _Line] = {}
+    def __init__(self, peer: Peer, run_seed: int, stage: int | None = None) -> None:
+        self._peer, self._run_seed, self.stage = peer, run_seed, stage
+        self._codings: dict[str, _Coding] = {}
 
     def open(self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False) -> None:
         """Begin a stream of exchanges like this one; its rounds up to `after_round` are in the method's state."""
         self._peer.open(self._stream(template, noted), after_round, tokens)
 
     def look_on(self, template: Exchange, *, noted: bool = False) -> str:
-        """Vote in a stream of a stage that this node does not serve, and hear what its notes say. Returns its name."""
+        """Vote in a stream of a stage that this node does not serve, and hear what its notes say.
+        Return its name."""
         stream = self._stream(template, noted)
         self._peer.open(replace(stream, wants="last" if noted else "none"))
         return stream.name
+
+    def run_s(self) -> float:
+        """The run's time."""
+        return self._peer.run_s()
+
+    def encode(self, exchange: Exchange, claim: Claim) -> EncodedExchange:
+        """Encode an exchange's tensors, shard by shard."""
+        layout, number = self._codings[exchange.key.stream].out, exchange.key.round
+        shards = range(len(layout.shards))
+        return EncodedExchange(exchange, tuple(layout.encode(i, number, exchange.tensors) for i in shards), claim)
+
+    async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
+        """Take an encoded exchange to the swarm; `OutOfStep` if the group has left this peer behind or
+        holds another state."""
+        key, claim = offer.exchange.key, offer.claim
+        coding = self._codings[key.stream]
+        shards = (*offer.payloads, claim.notes) if coding.noted else offer.payloads
+        outcome = await self._peer.exchange(
+            coding.name, key.round, shards, weight=offer.exchange.weight, tokens=claim.tokens, state=claim.state
+        )
+        if outcome.status == "lost" or (outcome.state and outcome.state != claim.state):
+            raise OutOfStep(f"round {key.round} of {key.stream}: {outcome.status}, state {outcome.state.hex()[:12]}")
+        return outcome
+
+    def decode(self, key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()) -> Result:
+        """Return what an outcome means to the method; `payloads` are those that this peer brought."""
+        coding, notes = self._codings[key.stream], b""
+        if coding.noted:
+            outcome, notes = _without_notes(outcome)
+        assert outcome.status != "lost", f"{outcome.key} is lost, which is no result"
+        coding.reducer.settle(outcome.key.round, outcome.reduced)
+        failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
+        if outcome.status == "failed":
+            return failed
+        try:
+            mean, gathered = _tensors_of(coding, outcome)
+        except CorruptPayload:
+            return failed  # agreed upon and malformed: the same bytes for everybody, so it fails for everybody
+        return Result(
+            outcome.status,
+            outcome.next_round,
+            outcome.participants,
+            outcome.weights,
+            mean=mean,
+            gathered=gathered,
+            sent=self._sent(coding, outcome.key.round, payloads, gathered),
+            taken=_taken_ranges(coding.out, outcome.taken) if payloads else {},
+            tokens=outcome.tokens,
+            notes=notes,
+        )
+
+    def replay(self, stream: str, round_number: int) -> Result | None:
+        """Return the result of a round that was decided without this peer, if its content is here."""
+        outcome = self._peer.decided(self.name(stream), round_number)
+        return None if outcome is None else self.decode(ExchangeKey(stream, round_number), outcome)
+
+    def members(self) -> int:
+        """How many peers exchange with this one, itself included. The dead train nothing, although
+        the view still lists them."""
+        context = self._peer.port
+        newest = context.chain.newest if context.chain is not None else None
+        peers = [newest.peers[index] for index in newest.serving(self.stage)] if newest else [context.me]
+        return sum(context.life(peer) != "dead" for peer in peers)
+
+    def name(self, stream: str) -> str:
+        """The swarm's name for a stream of the method."""
+        return self._codings[stream].name
+
+    def newest(self, stream: str) -> int:
+        """The last round of a group's stream that is known to be decided; below 0 for pairs, whose
+        rounds are their own."""
+        name, rounds = self.name(stream), self._peer.rounds
+        return rounds.newest(name) if name in rounds.names else -1
+
+    def feedback(self) -> dict[str, Tensor]:
+        """Return the reducers' residuals, for a checkpoint."""
+        codings = self._codings.items()
+        return {f"{stream}.{name}": x for stream, coding in codings for name, x in coding.reducer.feedback().items()}
+
+    def load_state(self, feedback: Mapping[str, Tensor]) -> None:
+        """Take over a checkpoint's residuals, in streams that are open; `WrongState` if they do not fit."""
+        for stream, coding in self._codings.items():
+            mine = {name.removeprefix(f"{stream}."): x for name, x in feedback.items() if name.startswith(f"{stream}.")}
+            coding.reducer.load_state(mine)
 
     def _stream(self, template: Exchange, noted: bool) -> Stream:
         shapes = {name: tuple(tensor.shape) for name, tensor in template.tensors.items()}
         out = ShardLayout.of(shapes, codec(template.codec), self._run_seed)
         back = ShardLayout(out.shards, codec(template.return_codec), self._run_seed)
         reducer = Reducer(out, back.codec, compensate=template.compensate)
-        name = template.key.stream if self._stage is None else f"{template.key.stream}/{self._stage}"
-        line = self._lines[template.key.stream] = _Line(name, shapes, out, back, reducer, noted)
+        name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
+        coding = self._codings[template.key.stream] = _Coding(name, shapes, out, back, reducer, noted)
         terms = Terms(
             template.kind,
             shards=len(out.shards) + noted,
@@ -110,102 +211,69 @@ class ExchangeClient:
         return Stream(
             name,
             terms,
-            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes, notes.MAX_BYTES if noted else 0),
-            reduce=line.reduce,
-            check=line.check,
+            max_shard_bytes=max(out.max_shard_bytes, back.max_shard_bytes, microbatch_ids.MAX_BYTES if noted else 0),
+            reduce=coding.reduce,
+            check=coding.check,
             cadence=Cadence(template.key.round, template.stride),
-            stage=self._stage,
+            stage=self.stage,
         )
 
-    async def run_exchange(self, exchange: Exchange, tokens: int, state: bytes, noted: bytes = b"") -> Result:
-        """Encode, exchange, decode; `OutOfStep` if the group has left this peer behind or holds another state.
+    def _sent(
+        self, coding: _Coding, number: int, payloads: Sequence[bytes], gathered: Mapping[MemberId, Tensors] | None
+    ) -> Tensors | None:
+        """What the others decode of my contribution, if I brought one."""
+        if not payloads:
+            return None
+        own = gathered.get(self._peer.me) if gathered is not None else None
+        return own or Decoded(tuple(coding.shapes), lambda: decode_all(coding.out, number, payloads, coding.shapes))
 
-        `tokens` are those trained since the last counted exchange; `state` is the hash of the state that an exact
-        method starts the round from, empty for others.
-        """
-        line, key = self._lines[exchange.key.stream], exchange.key
 
-        def encode() -> list[bytes]:
-            return [line.out.encode(index, key.round, exchange.tensors) for index in range(len(line.out.shards))]
+@dataclass(slots=True)
+class StopRequest:
+    """The request to end after the step that is running; call it to make the request. `drain_s` is how
+    long exchanges that are under way are waited for then."""
 
-        payloads = await self._compute(encode)
-        sent = [*payloads, noted] if line.noted else payloads
-        outcome = await self._peer.exchange(
-            line.name, key.round, sent, weight=exchange.weight, tokens=tokens, state=state
-        )
-        if outcome.status == "lost" or (outcome.state and outcome.state != state):
-            raise OutOfStep(f"round {key.round} of {key.stream}: {outcome.status}, state {outcome.state.hex()[:12]}")
-        result: Result = await self._compute(lambda: self._result(line, outcome, payloads))
-        return result
+    requested: bool = False
+    drain_s: float = 0.0
+    _halt: asyncio.Future[None] | None = None  # done once the request is made
 
-    def replay(self, stream: str, round_number: int) -> Result | None:
-        """The result of a round that was decided without this peer, if its content is here."""
-        line = self._lines[stream]
-        outcome = self._peer.decided(line.name, round_number)
-        return None if outcome is None else self._result(line, outcome, None)
+    def __call__(self, drain_s: float = 0.0) -> None:
+        """Make the request."""
+        self.requested, self.drain_s = True, max(self.drain_s, drain_s)
+        if self._halt is not None and not self._halt.done():
+            self._halt.set_result(None)
 
-    def name(self, stream: str) -> str:
-        """What the swarm calls a stream of the method."""
-        return self._lines[stream].name
+    async def ends(self, answer: asyncio.Task[Result], timeout_s: float) -> bool:
+        """Wait for an answer; once there is a request only `STOPPING_WAIT_S` longer, in which an answer
+        comes that depends on no deadline. Return whether the request has ended the wait."""
+        if not self.requested:
+            self._halt = self._halt or asyncio.get_running_loop().create_future()
+            either = (answer, self._halt)
+            await asyncio.wait(either, timeout=max(timeout_s, MIN_WAIT_S), return_when=asyncio.FIRST_COMPLETED)
+        if self.requested:
+            await asyncio.wait((answer,), timeout=STOPPING_WAIT_S)
+        return self.requested and not answer.done()
 
-    def newest(self, stream: str) -> int:
-        """The last round of a group's stream that is known to be decided; below 0 for pairs, whose rounds are their own."""
-        name, rounds = self._lines[stream].name, self._peer.rounds
-        return rounds.newest(name) if name in rounds.names else -1
 
-    def memory(self) -> dict[str, Tensor]:
-        """What this peer owes as a reducer, for a checkpoint."""
-        lines = self._lines.items()
-        return {f"{stream}.{name}": x for stream, line in lines for name, x in line.reducer.memory().items()}
+async def drop(under_way: UnderWay) -> None:
+    """Cancel the exchanges that are under way; their results will not come."""
+    for task in under_way.values():
+        task.cancel()
+    await asyncio.gather(*under_way.values(), return_exceptions=True)
+    under_way.clear()
 
-    def load_state(self, memory: Mapping[str, Tensor]) -> None:
-        """Owe what a checkpoint says, in streams that are open; `WrongState` if it does not fit them."""
-        for stream, line in self._lines.items():
-            mine = {name.removeprefix(f"{stream}."): x for name, x in memory.items() if name.startswith(f"{stream}.")}
-            line.reducer.load_state(mine)
 
-    def _result(self, line: _Line, outcome: RoundOutcome, payloads: list[bytes] | None) -> Result:
-        noted = b""
-        if line.noted:
-            outcome, noted = _without_notes(outcome)
-        assert outcome.status != "lost", f"{outcome.key} is lost, which is no result"
-        line.reducer.settle(outcome.key.round, outcome.reduced)
-        failed = Result("failed", outcome.next_round, tokens=outcome.tokens)
-        if outcome.status == "failed":
-            return failed
-        try:
-            mean, gathered = self._decoded(line, outcome)
-        except CorruptPayload:
-            return failed  # agreed upon and malformed: the same bytes for everybody, so it fails for everybody
-        number, shapes = outcome.key.round, line.shapes
-        sent: Tensors | None = None
-        if payloads:
-            own = gathered.get(self._peer.me) if gathered is not None else None
-            sent = own or Decoded(tuple(shapes), lambda: decode_all(line.out, number, payloads, shapes))
-        return Result(
-            outcome.status,
-            outcome.next_round,
-            outcome.participants,
-            outcome.weights,
-            mean=mean,
-            gathered=gathered,
-            sent=sent,
-            taken=_taken_ranges(line.out, outcome.taken) if payloads else {},
-            tokens=outcome.tokens,
-            notes=noted,
-        )
-
-    def _decoded(self, line: _Line, outcome: RoundOutcome) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
-        """The mean that the group agreed on, or everybody's tensors and their mean."""
-        number, shapes = outcome.key.round, line.shapes
-        if outcome.reduced is not None:
-            return decode_all(line.back, number, outcome.reduced, shapes), None
-        if outcome.gathered is None:
-            return None, None
-        gathered: dict[MemberId, Tensors] = {
-            peer: decode_all(line.out, number, shards, shapes) for peer, shards in outcome.gathered.items()
-        }
-        return Decoded(tuple(shapes), lambda: _mean_of(gathered, outcome.weights)), gathered
+def _tensors_of(coding: _Coding, outcome: RoundOutcome) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
+    """Return the mean that the group agreed on, or everybody's tensors and their mean."""
+    number, shapes = outcome.key.round, coding.shapes
+    if outcome.reduced is not None:
+        return decode_all(coding.back, number, outcome.reduced, shapes), None
+    if outcome.gathered is None:
+        return None, None
+    gathered: dict[MemberId, Tensors] = {
+        peer: decode_all(coding.out, number, shards, shapes) for peer, shards in outcome.gathered.items()
+    }
+    return Decoded(tuple(shapes), lambda: _mean_of(gathered, outcome.weights)), gathered
 
 
 def _without_notes(outcome: RoundOutcome) -> tuple[RoundOutcome, bytes]:
@@ -214,10 +282,10 @@ def _without_notes(outcome: RoundOutcome) -> tuple[RoundOutcome, bytes]:
         return replace(outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]), outcome.reduced[-1]
     if outcome.gathered is None:
         return outcome, b""
-    ages = notes.joined_ages(shards[-1] for shards in outcome.gathered.values())
+    ages = microbatch_ids.joined_ages(shards[-1] for shards in outcome.gathered.values())
     keys = {key: ages[key] for key in sorted(ages)[:MAX_KEYS]}  # the same for all
     bare = {peer: shards[:-1] for peer, shards in outcome.gathered.items()}
-    return replace(outcome, gathered=bare, taken=outcome.taken[:-1]), notes.written(keys)
+    return replace(outcome, gathered=bare, taken=outcome.taken[:-1]), microbatch_ids.written(keys)
 
 
 def _group_size(exchange: Exchange) -> int:
@@ -238,10 +306,10 @@ def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[
     return dict(zip(names, weighted_mean(inputs), strict=True))
 
 
-def _taken_ranges(cut: ShardLayout, taken: Sequence[bool]) -> dict[str, Ranges]:
+def _taken_ranges(layout: ShardLayout, taken: Sequence[bool]) -> dict[str, Ranges]:
     """Which flat ranges of each tensor were taken, neighbours merged."""
     ranges: dict[str, list[tuple[int, int]]] = {}
-    for shard, was_taken in zip(cut.shards, taken, strict=True):
+    for shard, was_taken in zip(layout.shards, taken, strict=True):
         for part in shard if was_taken else ():
             mine = ranges.setdefault(part.tensor, [])
             if mine and mine[-1][1] == part.start:

@@ -1,11 +1,13 @@
-"""Tensors to shards and back: the cut, the payloads, and the weighted mean.
+"""Tensors to shards and back: the layout, the payloads, and the mean that a reducer makes of a shard.
 
-A shard is about 1 MiB of raw float32: a run of segments, each a flat range of one tensor, encoded alone. The cut is a
-pure function of names, shapes and codec, so all peers make the same without a word. Payload of a shard: for each
-segment its length (4 bytes, little endian) and the codec's bytes (docs/wire-format.md).
+A shard is about 1 MiB of raw float32: a run of segments, each a flat range of one tensor, encoded
+alone. The layout is a pure function of names, shapes and codec, so all peers make the same without
+a word. Payload of a shard: for each segment its length (4 bytes, little endian) and the codec's
+bytes (docs/wire-format.md).
 """
 
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from farflock.compression.codec import Codec, Context, CorruptPayload
 from farflock.compression.payload import largest
-from farflock.swarm.peer.streams import CheckShard
+from farflock.optimizers.parts.state import WrongState
+from farflock.swarm.peer.streams import Reduction
 
 SHARD_VALUES = 262_144
 MAX_ABS = 2.0**100  # larger values are no update of anything; bounding them keeps a weighted mean finite
@@ -39,6 +42,8 @@ class Segment:
 
 
 Shard = tuple[Segment, ...]
+Inputs = Sequence[tuple[str, float, bytes]]  # peer, weight, payload
+Values = list[Tensor]  # one flat tensor a segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,14 @@ class ShardLayout:
         if at != len(view):
             raise CorruptPayload(f"shard {index} has {len(view)} bytes, its segments {at}")
 
+    def is_valid(self, index: int, round_number: int, payload: bytes) -> bool:
+        """Whether a correct peer can have sent this payload of a shard."""
+        try:
+            self.decode(index, round_number, payload)
+        except CorruptPayload:
+            return False
+        return True
+
     def _context(self, index: int, round_number: int, segment: Segment) -> Context:
         return Context(self.run_seed, round_number, segment.tensor, index, segment.columns)
 
@@ -119,14 +132,14 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
 
 
 def decode_all(
-    cut: ShardLayout, round_number: int, payloads: Sequence[bytes], shapes: Mapping[str, tuple[int, ...]]
+    layout: ShardLayout, round_number: int, payloads: Sequence[bytes], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Whole tensors from all shards of one payload."""
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     flat = {name: tensor.view(-1) for name, tensor in tensors.items()}
     for index, payload in enumerate(payloads):
-        places = [flat[part.tensor][part.start : part.stop] for part in cut.shards[index]]
-        cut.decode_into(index, round_number, payload, places)
+        places = [flat[part.tensor][part.start : part.stop] for part in layout.shards[index]]
+        layout.decode_into(index, round_number, payload, places)
     return tensors
 
 
@@ -143,14 +156,110 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
     return mean
 
 
-def checker(cut: ShardLayout) -> CheckShard:
-    """The function that says whether a shard's payload is one that a correct peer can have sent."""
+@dataclass(frozen=True, slots=True)
+class _Undecided:
+    """A reduction of a round that is not decided yet: the residual that was added to its mean, its
+    payload, and what the payload leaves out."""
 
-    def check(round_number: int, index: int, payload: bytes) -> bool:
-        try:
-            cut.decode(index, round_number, payload)
-        except CorruptPayload:
-            return False
-        return True
+    added: Values | None
+    payload: bytes
+    left_out: Values
 
-    return check
+
+class Reducer:
+    """What a peer does for the others of a collective: the weighted mean of a shard, in the codec of
+    the way back. Reductions run in a worker, while the event loop may settle an earlier round.
+
+    What a coarse return codec leaves out of a mean would be lost for all. Where the exchange says
+    `compensate`, the reducer keeps it as the shard's residual and adds it to the next mean of that
+    shard (DoubleSqueeze, Tang et al., arXiv:1905.05957, algorithm 1, the server's error;
+    deviations: the reducer of a shard may change, and a round may fail).
+
+    Only what the group has agreed upon counts. If it takes my reduction, what that left out is the
+    residual from then on. If the round fails, the residual is what it was. If the group takes
+    somebody else's reduction, the residual is dropped: others reduce this shard now, and nobody
+    here knows what their mean left out.
+    """
+
+    def __init__(self, layout: ShardLayout, back: Codec, *, compensate: bool) -> None:
+        self._layout, self._back = layout, ShardLayout(layout.shards, back, layout.run_seed)
+        self._compensate = compensate
+        self._lock = threading.Lock()  # never held while tensors are coded
+        self._residuals: dict[int, Values] = {}  # by shard
+        self._undecided: dict[tuple[int, int], _Undecided] = {}  # by round and shard
+
+    def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
+        """Decode in peer order, take the weighted mean, encode with the return codec. Corrupt
+        payloads are left out and named."""
+        usable, rejected = [], []
+        for peer, weight, payload in sorted(inputs):
+            try:
+                usable.append((weight, self._layout.decode(index, round_number, payload)))
+            except CorruptPayload:
+                rejected.append(peer)
+        if sum(weight for weight, _ in usable) < MIN_WEIGHT:
+            return Reduction(None, tuple(peer for peer, _, _ in inputs))
+        encode = self._encode_compensated if self._compensate else self._encode
+        return Reduction(encode(round_number, index, weighted_mean(usable)), tuple(rejected))
+
+    def settle(self, round_number: int, decided: Sequence[bytes] | None) -> None:
+        """Note that a round is over: `decided` are its shards' payloads, None if it failed."""
+        with self._lock:
+            for index, payload in enumerate(decided or ()):
+                mine = self._undecided.get((round_number, index))
+                if mine is None or mine.payload != payload:
+                    self._residuals.pop(index, None)
+            for number, index in [key for key in self._undecided if key[0] <= round_number]:
+                mine = self._undecided.pop((number, index))
+                if decided is None or number < round_number:
+                    self._keep(index, mine.added)
+                elif decided[index] == mine.payload:
+                    self._keep(index, mine.left_out)
+
+    def feedback(self) -> dict[str, Tensor]:
+        """Return the residuals for a checkpoint, as if all that is undecided failed."""
+        with self._lock:
+            residuals = {index: list(values) for index, values in self._residuals.items()}
+            for (_, index), mine in self._undecided.items():
+                residuals[index] = _sum(residuals.get(index), mine.added) or []
+        return {f"{index}.{part}": x.clone() for index, values in residuals.items() for part, x in enumerate(values)}
+
+    def load_state(self, feedback: Mapping[str, Tensor]) -> None:
+        """Take over a checkpoint's residuals; `WrongState` if they do not fit the layout."""
+        places = {f"{i}.{p}": part for i, shard in enumerate(self._layout.shards) for p, part in enumerate(shard)}
+        if any(name not in places or x.shape != (places[name].count,) for name, x in feedback.items()):
+            raise WrongState("a reducer's residuals are of another layout of shards")
+        self._residuals = {}
+        for index, shard in enumerate(self._layout.shards):
+            values = [feedback[name] for part in range(len(shard)) if (name := f"{index}.{part}") in feedback]
+            if values and len(values) != len(shard):
+                raise WrongState(f"a reducer's residual of shard {index} is not whole")
+            self._keep(index, values)
+
+    def _encode_compensated(self, round_number: int, index: int, mean: Values) -> bytes:
+        """Encode a mean together with the residual, and note what that leaves out."""
+        with self._lock:
+            if (earlier := self._undecided.pop((round_number, index), None)) is not None:
+                self._keep(index, earlier.added)  # that reduction was of no use: here is another one
+            added = self._residuals.pop(index, None)
+        total = _sum(mean, added) or mean
+        payload = self._encode(round_number, index, total)
+        left_out = [x - y for x, y in zip(total, self._back.decode(index, round_number, payload), strict=True)]
+        with self._lock:
+            self._undecided[round_number, index] = _Undecided(added, payload, left_out)
+        return payload
+
+    def _encode(self, round_number: int, index: int, mean: Values) -> bytes:
+        return self._back.pack(index, round_number, [x.clamp_(-MAX_MEAN, MAX_MEAN) for x in mean])
+
+    def _keep(self, index: int, values: Values | None) -> None:
+        """Add to a residual. Zeros are not kept: adding them could change a mean's sign of zero."""
+        if values and any(bool(x.any()) for x in values):
+            self._residuals[index] = _sum(values, self._residuals.get(index)) or values
+
+
+def _sum(one: Values | None, other: Values | None) -> Values | None:
+    """Return the sum of two lists of values, either of which may be missing."""
+    if one is None or other is None:
+        return one if other is None else other
+    return [x + y for x, y in zip(one, other, strict=True)]

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,6 +12,28 @@ from farflock.node.model.llama import next_token_loss
 from farflock.node.model.replica import PlainReplica
 from farflock.optimizers.method import Progress
 from farflock.optimizers.parts.schedule import Schedule
+
+
+class TrainingTask(Protocol):
+    """Batches, a model and its gradients, as the loop trains them."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """How often the gradient that the last step left counts."""
+        ...
+
+    def forward_backward(self, step: int, progress: Progress) -> float:
+        """Run this peer's batch number `step` through the model, leave its gradients, return its loss in nats."""
+        ...
+
+    def set_rate(self, tokens: int) -> None:
+        """Set the learning rate to the schedule's at the run's `tokens`, alike on every peer."""
+        ...
 
 
 @dataclass(slots=True)

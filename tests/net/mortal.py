@@ -20,11 +20,11 @@ from farflock.node.assembly.node import replica_node
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.model.tokenizer import ByteTokenizer
-from farflock.node.process.worker import Worker
 from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.optimizers.parts.state import state_hash
+from farflock.swarm.compute import Worker
 from farflock.swarm.frame import unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Decided, Holds, Offer, Piece, Propose, Reduced
@@ -156,7 +156,7 @@ class Life:
         self.note("trained")
         while not (self.folder / "finish").exists():  # noqa: ASYNC110 - the test's file
             await asyncio.sleep(0.05)
-        await part.loop._replay_missed()
+        await part.loop.begin_step()
         driver = part.loop.driver
         state = driver.method.snapshot(driver.replica)
         self.note(
@@ -164,8 +164,8 @@ class Life:
             {
                 "state": state_hash(state).hex(),
                 "round": int(state["round"]),
-                "agreed": part.state_sync.place.agreed_tokens,
-                "uncounted": part.state_sync.place.own_tokens,
+                "agreed": part.loop.driver.position.agreed_tokens,
+                "uncounted": part.loop.driver.position.own_tokens,
             },
         )
 

@@ -1,13 +1,17 @@
 """The loop around real nodes: peers that are late, that missed rounds, and that have been left behind."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from farflock.node.loop import STOPPING_WAIT_S, Loop
-from farflock.node.train.driver import Wait
+from farflock.node.loop import Loop
+from farflock.node.train.driver import Claim, Wait
+from farflock.node.train.ending import drain
+from farflock.node.train.exchange_client import STOPPING_WAIT_S
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress
 from farflock.optimizers.parts.state import state_hash
+from farflock.swarm.compute import inline
 from farflock.swarm.sim.virtual_time import run_virtual
 
 
@@ -36,7 +40,7 @@ async def gather(bench, tokens, slowness):
             done.append(number)
             while len(done) < len(slowness):  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.5)
-            await node.loop._replay_missed()
+            await node.loop.begin_step()
 
     done = []
     async with asyncio.TaskGroup() as group:
@@ -69,18 +73,22 @@ def test_a_peer_that_is_late_for_every_round_stays_bit_equal_under_a_schedule(be
 
 
 class Silent:
-    """A driver, state sync and training task in one, of a node whose first exchange nobody answers for `answer_s` seconds."""
+    """A driver, client, state sync and training task in one, of a node whose first exchange nobody answers for `answer_s`
+    seconds."""
 
     tokens_per_step = 1
     weight = 1.0
 
     def __init__(self, answer_s):
-        self.answer_s, self.asked, self.missed = answer_s, None, lambda: None
+        self.answer_s, self.asked, self.missed, self.members = answer_s, None, lambda: None, lambda: 1
 
-    def progress(self, step):
-        return Progress(step, step, asyncio.get_running_loop().time())
+    def run_s(self):
+        return asyncio.get_running_loop().time()
 
-    def trained(self, tokens):
+    def progress(self, step, run_s):
+        return Progress(step, step, run_s)
+
+    def trained(self, tokens, members):
         pass
 
     def after_step(self, progress):
@@ -92,11 +100,20 @@ class Silent:
     def resolve(self, key, result):
         self.asked = None
 
-    def next(self, progress):
+    def next(self, progress, *, last):
         return None if self.asked is None else Wait(ExchangeKey("delta", 0), self.asked + 1000)
 
-    async def run_exchange(self, exchange):
+    def claim(self, exchange):
+        return Claim(0)
+
+    def encode(self, exchange, claim):
+        return SimpleNamespace(payloads=())
+
+    async def exchange(self, offer):
         await asyncio.sleep(self.answer_s)
+
+    def decode(self, key, outcome, payloads):
+        return None
 
 
 @pytest.mark.parametrize(("answer_s", "ends_s"), [(500.0, 6.5 + STOPPING_WAIT_S), (8.0, 8.0), (3.0, 7.0)])
@@ -109,11 +126,11 @@ def test_a_loop_that_is_stopped_waits_for_nobody_but_an_answer_that_is_about_to_
                 await asyncio.sleep(4.0)
             return 1.0
 
-        loop = Loop(silent, silent, silent, compute=None, train=train)
+        loop = Loop(silent, silent, silent, silent, compute=inline, train=train)
         asyncio.get_running_loop().call_later(6.5, loop.stop)
         began_s = asyncio.get_running_loop().time()
         await loop.run(10**6)
-        assert not loop._carrying
+        assert not loop.under_way
         return asyncio.get_running_loop().time() - began_s, silent.asked
 
     took_s, asked = run_virtual(main())
@@ -133,13 +150,13 @@ def test_at_its_end_it_waits_for_the_content_of_a_round_that_was_decided_without
             loop = asyncio.get_running_loop()
             begun_s, replayed = loop.time(), []
 
-            async def replay(self):
+            def missed(self):
                 if loop.time() - begun_s >= comes_s and not replayed:
                     replayed.append(loop.time())
 
-            monkeypatch.setattr(Loop, "_replay_missed", replay)
+            monkeypatch.setattr(type(node.loop.state_sync), "missed", missed)
             monkeypatch.setattr(type(node.loop.state_sync), "is_behind", property(lambda state_sync: not replayed))
-            await node.loop.drain(3.0)
+            await drain(node.loop, 3.0)
             return loop.time() - begun_s
 
     low, high = takes_s

@@ -28,13 +28,13 @@ def no_hash_check(patch):
 
 def round_key_again(patch):
     """After a round in which somebody was missing, those who took part use its key once more."""
-    result = exchange_client.ExchangeClient._result
+    decode = exchange_client.ExchangeClient.decode
 
-    def again(self, line, outcome, payloads):
-        made = result(self, line, outcome, payloads)
+    def again(self, key, outcome, payloads=()):
+        made = decode(self, key, outcome, payloads)
         return replace(made, next_round=outcome.key.round) if made.status == "partial" and payloads else made
 
-    patch.setattr(exchange_client.ExchangeClient, "_result", again)
+    patch.setattr(exchange_client.ExchangeClient, "decode", again)
 
 
 def dead_reducer_ignored(patch):

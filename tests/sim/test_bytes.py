@@ -186,7 +186,7 @@ class Counted(Chaos):
 
     async def still(self):
         """From a moment on at which nothing is on its way nobody trains any more; what is said then is said to the end."""
-        while any(not task.done() for life in self.population.lives.values() for task in life.loop._carrying.values()):  # noqa: ASYNC110
+        while any(not task.done() for life in self.population.lives.values() for task in life.loop.under_way.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         self.going.clear()
         await asyncio.sleep(3.0)

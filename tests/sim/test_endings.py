@@ -101,7 +101,7 @@ class Endings:
                 await asyncio.sleep(0.1)
             driver = node.loop.driver
             state = state_hash(driver.method.snapshot(driver.replica))
-            place = node.state_sync.place
+            place = driver.position
             self.ended[peer.me] = Ended(
                 node.state_sync.applied_round, place.agreed_tokens, state, self._now(), node.step, self._now() - last[0]
             )
@@ -110,7 +110,8 @@ class Endings:
     def _node(self, index: int, peer: Peer) -> tuple[ReplicaNode, list[float]]:
         replica, last = self.terms.arm.replica(index), [0.0]
         driver = Driver(self.terms.arm.make(), replica)
-        state_sync = StateSync(peer, driver, ExchangeClient(peer, self.seed, inline), inline)
+        client = ExchangeClient(peer, self.seed)
+        state_sync = StateSync(peer, driver, client, inline)
         step_s = self.terms.arm.step_s * self.slowness[index]
 
         async def train(work):
@@ -122,9 +123,8 @@ class Endings:
             return loss
 
         training_task = Trainee(replica)
-        node = ReplicaNode(
-            peer, None, state_sync, Loop(driver, state_sync, training_task, inline, train), training_task
-        )
+        loop = Loop(driver, client, state_sync, training_task, inline, train)
+        node = ReplicaNode(peer, None, state_sync, loop, training_task)
         return node, last
 
     def _peer(self, index: int) -> Peer:

@@ -63,14 +63,15 @@ class Selective(Audit):
             self._watch_average(number, node, serving)
 
     def _watch_average(self, number, node, serving):
-        applied, audit = serving.state_sync.applied, self
-        driver = serving.loop.driver
+        driver, audit = serving.loop.driver, self
+        apply = driver.apply
 
-        def after(key, result):
-            applied(key, result)
-            audit._after_round(number, node, serving, driver, key.round, result)
+        def after(action, progress):
+            second_phase = apply(action, progress)
+            audit._after_round(number, node, serving, driver, action.exchange.key.round, action.result)
+            return second_phase
 
-        serving.state_sync.applied = after
+        driver.apply = after
 
     def _after_round(self, number, node, serving, driver, rounds, result):
         average = driver.method.eval_params(driver.replica)

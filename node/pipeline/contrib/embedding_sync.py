@@ -21,8 +21,8 @@ from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions,
 from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica
 from farflock.node.run.terms import FIRST_VERSION, EmbeddingSchedule
-from farflock.node.train.driver import Driver
-from farflock.node.train.state_sync import ContributionLog, CorruptSnapshot, decode_state, encode_state
+from farflock.node.train.driver import ContributionLog, Driver
+from farflock.node.train.state_sync import CorruptSnapshot, decode_state, encode_state
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable

@@ -22,7 +22,7 @@ from farflock.compression.subspace import Basis
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.passes.constraint import ConstrainedReplica
 from farflock.node.run.terms import EmbeddingSchedule
-from farflock.node.train.state_sync import ContributionLog
+from farflock.node.train.driver import ContributionLog
 
 log = logging.getLogger(__name__)
 

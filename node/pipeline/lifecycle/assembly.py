@@ -69,7 +69,7 @@ class Assembly:
         summing, share = plan.method in SUMMING, self.pipeline.share(index)
 
         def applied() -> int:
-            return state_sync.place.rounds[stream]
+            return driver.position.rounds[stream]
 
         versions = weight_versions(
             self.pipeline.asynchronous,
@@ -83,18 +83,18 @@ class Assembly:
             report=lambda fields: means.report("delay", {"stage": index, **fields}),
         )
         server = self._server(index, stage, staleness, applied, versions)
-        contributions = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
-        state_sync = StateSync(peer, driver, exchange_client, means.compute, index, contributions)
+        driver.contributions = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
+        state_sync = StateSync(peer, driver, exchange_client, means.compute)
         training_task = StageTask(
             server.accounts, stage, replica, of_share(plan.schedule, share), self.edges.tokens, summing
         )
         training_task.rate_factor = lambda: LR_BUMP if "bumped" in state_sync.marks else 1.0
         tokens, name = int(self.pipeline.batch_tokens * share), f"{stream}/{index}"
         batch = BatchTrigger(
-            server.accounts, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stopping
+            server.accounts, peer.rounds, peer.tallies, name, index, tokens, stopping=lambda: loop.stop.requested
         )
         report, train = self._report_of(index), gated(batch, means.train)
-        loop = Loop(driver, state_sync, training_task, means.compute, train, report, adopt=_over)
+        loop = Loop(driver, exchange_client, state_sync, training_task, means.compute, train, report, adopt=_over)
         return StageNode(
             peer, stage.model, state_sync, loop, training_task, role_of(index), index, server=server, batch=batch
         )

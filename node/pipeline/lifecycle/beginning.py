@@ -21,7 +21,7 @@ from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.checkpoint import Checkpoint
-from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Result, Tensors
+from farflock.optimizers.method import Exchange, ExchangeKey, Result, Tensors
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class StageStartup:
             after = rounds.get(entry.key.stream, -1)
             if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
                 missed = Result("failed", after + entry.stride, tokens=tokens)
-                driver.replay(ExchangeKey(entry.key.stream, after), missed, Progress(0, tokens))
+                driver.skip(ExchangeKey(entry.key.stream, after), missed)
         self.serving.state_sync.open(rounds, tokens)
         self._serve_scale()
 

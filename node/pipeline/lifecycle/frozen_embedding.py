@@ -8,8 +8,7 @@ is all that a node needs. Where full replicas are free it has a new version ever
 from collections.abc import Callable
 from typing import Protocol
 
-from farflock.node.train.driver import Driver
-from farflock.node.train.state_sync import ContributionLog
+from farflock.node.train.driver import ContributionLog, Driver
 
 
 class FrozenEmbedding(Protocol):

@@ -53,7 +53,7 @@ async def train(bench, victim, scale):
             done.append(number)
             while len(done) < 3:  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.5)
-            await node.loop._replay_missed()
+            await node.loop.begin_step()
 
     done = []
     async with asyncio.TaskGroup() as group:

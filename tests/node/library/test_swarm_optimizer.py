@@ -371,16 +371,16 @@ def test_ctrl_c_leaves_a_step_that_waits_and_the_next_one_goes_on(alone):
     model = net()
     optimizer = alone(model, period=1)
     loop, background = optimizer._life.value.loop, optimizer._life._loop
-    run_exchange, slow = loop.state_sync.run_exchange, [True]
+    exchange, slow = loop.client.exchange, [True]
 
-    async def slowly(exchange):
+    async def slowly(offer):
         if slow:
             slow.clear()
             background.call_later(0.1, signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
             await asyncio.sleep(0.5)
-        return await run_exchange(exchange)
+        return await exchange(offer)
 
-    loop.state_sync.run_exchange = slowly
+    loop.client.exchange = slowly
     with pytest.raises(KeyboardInterrupt):
         train(optimizer, model, [0])
     assert optimizer.last_round is None

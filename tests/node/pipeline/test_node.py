@@ -91,17 +91,18 @@ class Accounts(Audit):
             self._note_states(serving)
 
     def _note_states(self, serving):
-        state_sync, driver, index = serving.state_sync, serving.loop.driver, serving.index
-        applied = state_sync.applied
+        driver, index = serving.loop.driver, serving.index
+        apply = driver.apply
 
-        def noting(key, result):
-            applied(key, result)
+        def noting(action, progress):
+            second_phase, key = apply(action, progress), action.exchange.key
             if driver.method.equality == "exact":
                 mark = state_hash(driver.method.agreed(driver.replica, key.stream))
                 self.agreed[index, key.stream, key.round].add(mark)
                 self.noted[index, key.round] += 1
+            return second_phase
 
-        state_sync.applied = noting
+        driver.apply = noting
 
     def _check_round(self, stage, number, results):
         """No mean of gradients here."""
@@ -370,7 +371,7 @@ def test_who_knows_that_the_run_is_over_stays_for_who_does_not_yet_so_that_a_sta
     ended = collections.defaultdict(set)
     for node in one.sim.nodes.values():
         for serving in node.servings:
-            assert serving.loop.stopping
+            assert serving.loop.stop.requested
             ended[serving.index].add(serving.state_sync.applied_round)
     assert all(len(rounds) == 1 for rounds in ended.values()), ended
     assert stage_directory[0]() > total + BATCH * TOKENS, "nothing came after the end"

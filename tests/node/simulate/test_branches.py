@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from farflock.node.train.ending import drain
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -41,7 +42,7 @@ class Crowd:
                 await node.join([self.bench.record(0)], 60.0)
             await node.loop.run(self.bench.total, drain_s=10.0)
             await asyncio.sleep(60.0)
-            await node.loop.drain(10.0)
+            await drain(node.loop, 10.0)
 
     async def gather(self, count):
         for number in range(count):
@@ -49,7 +50,7 @@ class Crowd:
             await asyncio.sleep(0.5)
         async with asyncio.timeout(60):
             await until(lambda: {number for _, number, kind, _ in self.reports if kind == "round"} == set(range(count)))
-            await until(lambda: all(node.state_sync.members == count for node in self.nodes.values()))
+            await until(lambda: all(node.loop.driver.members == count for node in self.nodes.values()))
 
     async def kill(self, *numbers):
         for number in numbers:
@@ -77,7 +78,7 @@ def crowd(bench, text, method, total, work):
         await made.gather(5)
         await work(made)
         await asyncio.gather(*made.tasks.values())
-        made.tokens = [node.state_sync.progress(0).tokens for node in made.nodes.values()]
+        made.tokens = [node.loop.driver.tokens for node in made.nodes.values()]
         return made
 
     return run_virtual(main())
@@ -112,7 +113,7 @@ def test_when_a_branch_meets_the_majority_again_who_has_fewer_tokens_gives_up_an
         await asyncio.sleep(5)
         made.bench.network.heal()
         made.healed_s = asyncio.get_running_loop().time()
-        agreed = {number: node.state_sync.place.agreed_tokens for number, node in made.nodes.items()}
+        agreed = {number: node.loop.driver.position.agreed_tokens for number, node in made.nodes.items()}
         made.fewer = min({0, 1, 2}, {3, 4}, key=lambda side: max(agreed[number] for number in side))
 
     made = crowd(bench, text, method, 24_000, main)

@@ -146,7 +146,7 @@ def test_a_peer_that_ends_by_itself_is_a_violation_though_it_is_replaced():
 
 def test_peers_that_do_not_come_in_are_a_violation():
     async def main(disaster):
-        disaster.population.lives[1].loop.stopping = True
+        disaster.population.lives[1].loop.stop()
         await asyncio.sleep(1)
         await disaster._progress(1, "the fault")
 

@@ -16,6 +16,7 @@ from farflock.node.simulate.invariants import (
     OVERDUE_S,
     InvariantChecker,
 )
+from farflock.node.train.driver import Claim
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Result
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.peer import OpenWait
@@ -26,21 +27,18 @@ STEPS = 3
 
 
 class Scene:
-    """A watch, and couriers of three peers whose results the test makes up."""
+    """A watch, and clients of three peers whose results the test makes up."""
 
     def __init__(self, arm="diloco"):
         self.watch, self.state = InvariantChecker(arm, PEERS), torch.zeros(2)
         snapshot = lambda replica: {"phi": self.state}  # noqa: E731
         self.driver = SimpleNamespace(method=SimpleNamespace(snapshot=snapshot, feedback=None), replica=None)
         self.results = {}
-        self.couriers = [self.exchange_client(index) for index in range(3)]
+        self.clients = [self.exchange_client(index) for index in range(3)]
 
     def exchange_client(self, index, birth=1):
-        async def run_exchange(exchange, tokens, state):
-            await asyncio.sleep(0.1)  # until everybody has offered
-            return self.results[PEERS[index]]
-
-        inner = SimpleNamespace(run_exchange=run_exchange, replay=lambda stream, number: self.results[PEERS[index]])
+        inner = SimpleNamespace(encode=lambda exchange, claim: None)
+        inner.decode = lambda key, outcome, payloads=(): self.results[PEERS[index]]
         return self.watch.exchange_client(SimpleNamespace(me=PEERS[index]), index, birth, self.driver, inner)
 
     def train(self, index, steps=STEPS, birth=1):
@@ -50,7 +48,9 @@ class Scene:
     async def offer(self, index, value, number=0, tokens=10 * STEPS, codec="fp32"):
         tensors = {"w": torch.full((2,), float(value))}
         exchange = Exchange(ExchangeKey("delta", number), "mean", All(), tensors, codec=codec)
-        return await self.couriers[index].run_exchange(exchange, tokens, b"")
+        self.clients[index].encode(exchange, Claim(tokens))
+        await asyncio.sleep(0.1)  # until everybody has offered
+        return self.clients[index].decode(exchange.key, None, (b"payload",))
 
     def result(self, value, participants, tokens=0, number=0, status="ok"):
         mean = {"w": torch.full((2,), float(value))}
@@ -106,7 +106,7 @@ def test_a_round_key_that_is_used_again_is_found_and_in_another_life_it_is_not()
 
     async def reborn(scene):
         await scene.round([1, 2, 3])
-        scene.couriers[0] = scene.exchange_client(0, birth=2)
+        scene.clients[0] = scene.exchange_client(0, birth=2)
         await scene.offer(0, 1)
 
     assert violations(reborn) == []
@@ -156,7 +156,7 @@ def test_what_was_gathered_is_what_was_sent_bit_by_bit():
             scene.results["one"] = replace(right, gathered=gathered)
             for index in range(2):
                 scene.train(index)
-            scene.couriers[0].replay("delta", 0)
+            scene.clients[0].decode(ExchangeKey("delta", 0), None)
 
     the_only(violations(main, arm="sparseloco"), "has gathered of two what it never sent")
 
@@ -202,7 +202,7 @@ def test_a_mean_of_something_else_than_what_was_sent_is_found(codec):
             scene.results[PEERS[index]] = Result("failed", 1)
             await scene.offer(index, value, codec=codec)
         scene.results["one"] = scene.result(2.3, sorted(PEERS), 90)
-        scene.couriers[0].replay("delta", 0)
+        scene.clients[0].decode(ExchangeKey("delta", 0), None)
 
     the_only(violations(main), "the mean of w in round 0 of delta is off by 0.3")
 
@@ -230,7 +230,7 @@ def test_in_pairs_a_contribution_has_one_partner():
             await scene.offer(index, 1)
         for index, pair in ((0, ["one", "two"]), (1, ["one", "two"]), (2, ["three", "two"])):
             scene.results[PEERS[index]] = scene.result(1, pair)
-            scene.couriers[index].replay("delta", 0)
+            scene.clients[index].decode(ExchangeKey("delta", 0), None)
 
     the_only(violations(main, arm="noloco"), "two counts in the pair")
 
@@ -247,7 +247,7 @@ def test_peers_that_are_told_different_tokens_are_found():
     async def main(scene):
         await scene.round([1, 2, 3])
         scene.results["one"] = scene.result(2, sorted(PEERS), 91)
-        scene.couriers[0].replay("delta", 0)
+        scene.clients[0].decode(ExchangeKey("delta", 0), None)
 
     the_only(violations(main), "ended as")
 
@@ -260,7 +260,7 @@ def test_work_that_counts_twice_is_found_though_the_sums_are_right():
             scene.results[PEERS[index]] = Result("failed", 2)
             await scene.offer(index, 1, 1)
         scene.results["one"] = scene.result(1, sorted(PEERS), 180, 1)
-        scene.couriers[0].replay("delta", 1)
+        scene.clients[0].decode(ExchangeKey("delta", 1), None)
 
     the_only(violations(main), "60 tokens of ('one', 1) are counted, it has trained 30")
 
@@ -332,8 +332,8 @@ def a_loop(age_s, done=False):
     key = ExchangeKey("delta", 4)
     exchange = SimpleNamespace(key=key, deadline_s=DEADLINE_S)
     table = (SimpleNamespace(exchange=exchange, since_s=100.0 - age_s),)
-    carrying = {key: SimpleNamespace(done=lambda: done)}
-    return SimpleNamespace(driver=SimpleNamespace(table=table), _carrying=carrying)
+    under_way = {key: SimpleNamespace(done=lambda: done)}
+    return SimpleNamespace(driver=SimpleNamespace(table=table), under_way=under_way)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from farflock.node.train.driver import Apply, Driver, Wait
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Result
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, RandomGroups, Result
 
 OK = Result("ok", 1, ("a",), (1.0,), mean={})
 
@@ -25,6 +25,11 @@ class Notes:
 
     def __init__(self):
         self.wanted, self.second_phase, self.applied = [], [], []
+
+    equality = "close"
+
+    def streams(self, replica):
+        return [ask("x"), ask("y"), Exchange(ExchangeKey("pair", 0), "gather", RandomGroups(2), {})]
 
     def due(self, replica, progress):
         wanted, self.wanted = self.wanted, []
@@ -185,3 +190,45 @@ def test_forgetting_drops_everything_that_is_pending(driver, notes):
     assert driver.pending == ()
     assert driver.next(Progress(9)) is None
     assert notes.stepped(driver, ask()) != []
+
+
+# the run
+
+
+def offered(driver, notes, exchange, tokens=64):
+    """The driver after a step of so many tokens and the claim of an exchange."""
+    driver.trained(tokens, 2)
+    notes.stepped(driver, exchange)
+    return driver.claim(exchange)
+
+
+def test_tokens_that_did_not_count_stay_mine(driver, notes):
+    assert offered(driver, notes, ask()).tokens == 64
+    driver.apply(Apply(ask(), Result("failed", 1)), Progress(0))
+    assert driver.tokens == 2 * 64
+    assert offered(driver, notes, ask(number=1), tokens=0).tokens == 64
+    done = Result("ok", 2, ("me",), (1.0,), taken={"a": [(0, 1)]}, tokens=100)
+    driver.apply(Apply(ask(number=1), done), Progress(0))
+    assert driver.tokens == driver.position.agreed_tokens == 100
+
+
+def test_tokens_go_with_the_first_stream_and_pairs_say_what_they_believe_of_the_run(driver, notes):
+    assert offered(driver, notes, ask("y")).tokens == 0
+    driver.streams.insert(0, driver.streams.pop())
+    driver.begin({}, 1000)
+    assert (
+        offered(driver, notes, Exchange(ExchangeKey("pair", 0), "gather", RandomGroups(2), {})).tokens == 1000 + 2 * 64
+    )
+
+
+def test_a_round_that_failed_for_all_is_over_and_one_that_nobody_knows_of_is_asked_for_again(driver):
+    driver.apply(Apply(ask(), Result("failed", 0)), Progress(0))  # as a restored node says of its open exchange
+    assert driver.position.rounds["x"] == -1
+    driver.apply(Apply(ask(), Result("failed", 1)), Progress(0))
+    assert driver.position.rounds["x"] == 0
+
+
+def test_rounds_that_are_skipped_move_the_method_and_nothing_else(driver, notes):
+    driver.skip(ExchangeKey("x", 3), Result("failed", 4, tokens=50))
+    assert [exchange.key.round for exchange, _ in notes.applied] == [3]
+    assert (driver.position.rounds["x"], driver.tokens) == (-1, 0)

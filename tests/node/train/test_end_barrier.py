@@ -16,13 +16,14 @@ PATIENCE_S = 7.0
 
 
 class Here:
-    """What it needs of a peer and of a state sync, in one; `said` are the others' last words by stream and peer."""
+    """What it needs of a peer, a driver and a state sync, in one; `said` are the others' last words by stream and peer."""
 
     def __init__(self, members=2):
         self.time_s, self.alone, self.agreed, self.estimate = 0.0, False, 0, 0
         self.newest = SimpleNamespace(members=[None] * members)
         self.port = self.views = self.rounds = self.tallies = self
-        self.is_busy, self.patience_s, self.next_rounds = False, PATIENCE_S, {"delta": 4}
+        self.pending, self.next_rounds = (), {"delta": 4}
+        self.streams = [SimpleNamespace(deadline_s=PATIENCE_S)]
         self.said = {"delta": {"mate": TallyReport(True, 4)}}
         self.ended, self.heard, self.open_rounds = {}, collections.Counter(), set()
 
@@ -30,11 +31,12 @@ class Here:
         return self.time_s
 
     @property
-    def place(self):
+    def position(self):
         return SimpleNamespace(agreed_tokens=self.agreed)
 
-    def progress(self, step):
-        return SimpleNamespace(tokens=self.estimate)
+    @property
+    def tokens(self):
+        return self.estimate
 
     def end(self, name, stage, number):
         assert stage is None
@@ -61,15 +63,15 @@ def due(together, here, agreed, estimate, time_s=0.0):
 
 
 def test_the_run_is_over_with_its_agreed_tokens_whatever_a_node_has_done_since(here):
-    together = EndBarrier(here, here)
+    together = EndBarrier(here, here, here)
     assert not due(together, here, 99, 99)
     assert not due(together, here, 99, 150)
     assert due(together, here, 100, 150)
-    assert due(EndBarrier(here, here), here, 130, 130), "also for who comes in only then"
+    assert due(EndBarrier(here, here, here), here, 130, 130), "also for who comes in only then"
 
 
 def test_who_has_heard_nobody_for_long_goes_by_its_estimate(here):
-    together, here.alone = EndBarrier(here, here), True
+    together, here.alone = EndBarrier(here, here, here), True
     assert not due(together, here, 50, 120, 1.0)
     assert not due(together, here, 50, 120, 0.9 + CUT_OFF_S)
     assert due(together, here, 50, 120, 1.0 + CUT_OFF_S)
@@ -77,7 +79,7 @@ def test_who_has_heard_nobody_for_long_goes_by_its_estimate(here):
 
 
 def test_who_was_slow_to_answer_is_not_gone(here):
-    together = EndBarrier(here, here)
+    together = EndBarrier(here, here, here)
     for time_s, alone in ((0.0, True), (CUT_OFF_S - 1, False), (CUT_OFF_S + 1, True), (2 * CUT_OFF_S, True)):
         here.alone = alone
         assert not due(together, here, 50, 120, time_s), time_s
@@ -86,13 +88,13 @@ def test_who_was_slow_to_answer_is_not_gone(here):
 
 def test_a_run_of_one_member_is_not_cut_off():
     here = Here(members=1)
-    together, here.alone = EndBarrier(here, here), True
+    together, here.alone = EndBarrier(here, here, here), True
     assert not due(together, here, 50, 120, 0.0)
     assert not due(together, here, 50, 120, 10 * CUT_OFF_S)
 
 
 def test_where_nothing_is_ever_agreed_upon_a_run_ends_when_it_could_have_been_trained_again(here):
-    together = EndBarrier(here, here)
+    together = EndBarrier(here, here, here)
     assert not due(together, here, 0, 10)
     assert not due(together, here, 40, 60)
     assert not due(together, here, 40, 159)
@@ -103,7 +105,7 @@ def test_where_nothing_is_ever_agreed_upon_a_run_ends_when_it_could_have_been_tr
 
 def ended_after_s(here, changes=(), stopping=lambda: False):
     """How long it waits, and what it said it waited for just before each change."""
-    together, taken, waits = EndBarrier(here, here), [], []
+    together, taken, waits = EndBarrier(here, here, here), [], []
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -132,7 +134,7 @@ def test_it_goes_at_once_where_all_have_ended_with_its_rounds(here):
 
 
 def test_before_it_has_told_anything_it_waits_for_nobody(here):
-    together, seen = EndBarrier(here, here), []
+    together, seen = EndBarrier(here, here, here), []
 
     async def take_in():
         seen.append(together.waits())
@@ -150,11 +152,11 @@ def test_it_waits_for_who_has_not_ended(here):
 
 
 def test_it_tells_nothing_while_an_exchange_of_its_own_is_open(here):
-    here.is_busy = True
+    here.pending = ("an exchange",)
 
     def answer():
         assert here.ended == {}
-        here.is_busy = False
+        here.pending = ()
 
     took_s, (waits,) = ended_after_s(here, [(2.02, answer)])
     assert took_s == pytest.approx(2.05)

@@ -7,6 +7,7 @@ import torch
 
 from farflock.compression.codec import UnencodableTensor
 from farflock.node.train import microbatch_ids as notes
+from farflock.node.train.driver import Claim
 from farflock.node.train.exchange_client import ExchangeClient, OutOfStep
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Members, RandomGroups
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -26,12 +27,14 @@ def exchange(values, number=0, kind="mean", group=None, **options):
     )
 
 
-async def inline(work):
-    return work()
+async def run(client, asked, state=b"", notes=b""):
+    """Encode, exchange and decode, as the loop does."""
+    offer = client.encode(asked, Claim(10, state, notes))
+    return client.decode(asked.key, await client.exchange(offer), offer.payloads)
 
 
 def between(bench, text, work):
-    """`work(couriers)` with two members of one run."""
+    """`work(clients)` with two members of one run."""
     made = bench(text, "local", peers=2)
 
     async def main():
@@ -41,19 +44,19 @@ def between(bench, text, work):
             while not (one.membership.is_member and other.membership.is_member):  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.5)
             first = max(peer.port.views.newest.first_round for peer in (one, other))
-            couriers = [ExchangeClient(peer, 3, inline) for peer in (one, other)]
-            return await work(couriers, first)
+            clients = [ExchangeClient(peer, 3) for peer in (one, other)]
+            return await work(clients, first)
 
     return run_virtual(main())
 
 
 def carried(bench, text, *exchanges, states=(b"", b"")):
-    async def work(couriers, first):
+    async def work(clients, first):
         jobs = []
-        for exchange_client, make, state in zip(couriers, exchanges, states, strict=True):
+        for client, make, state in zip(clients, exchanges, states, strict=True):
             asked = make(first)
-            exchange_client.open(asked, first - 1)
-            jobs.append(exchange_client.run_exchange(asked, 10, state))
+            client.open(asked, first - 1)
+            jobs.append(run(client, asked, state))
         return await asyncio.gather(*jobs)
 
     return between(bench, text, work)
@@ -103,12 +106,12 @@ def test_a_pair_swaps(bench, text):
 
 
 def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
-    async def work(couriers, first):
+    async def work(clients, first):
         jobs = []
-        for exchange_client, state in zip(couriers, (b"x" * 32, b"y" * 32), strict=True):
+        for client, state in zip(clients, (b"x" * 32, b"y" * 32), strict=True):
             asked = exchange([1.0, 2.0], first)
-            exchange_client.open(asked, first - 1)
-            jobs.append(exchange_client.run_exchange(asked, 10, state))
+            client.open(asked, first - 1)
+            jobs.append(run(client, asked, state))
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     answers = between(bench, text, work)
@@ -116,20 +119,20 @@ def test_a_peer_whose_state_is_not_the_group_s_is_told(bench, text):
 
 
 def test_a_tensor_that_is_not_finite_never_leaves(bench, text):
-    async def work(couriers, first):
+    async def work(clients, first):
         asked = exchange([float("nan"), 1.0], first)
-        couriers[0].open(asked, first - 1)
+        clients[0].open(asked, first - 1)
         with pytest.raises(UnencodableTensor):
-            await couriers[0].run_exchange(asked, 10, b"")
+            await run(clients[0], asked)
 
     between(bench, text, work)
 
 
 @pytest.mark.parametrize("group", [RandomGroups(3), Members(("a", "b"))])
 def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, text, group):
-    async def work(couriers, first):
+    async def work(clients, first):
         with pytest.raises(ValueError, match="not carried yet"):
-            couriers[0].open(exchange([1.0], group=group))
+            clients[0].open(exchange([1.0], group=group))
 
     between(bench, text, work)
 
@@ -137,11 +140,11 @@ def test_a_group_that_cannot_be_carried_is_refused_when_its_stream_opens(bench, 
 def means_of_rounds(bench, text, rounds, *, compensate):
     """What comes of the same two contributions, round after round, with a return codec of two magnitudes."""
 
-    async def work(couriers, first):
+    async def work(clients, first):
         moved = torch.zeros(4)
         for number in range(first, first + rounds):
             jobs = []
-            for exchange_client, sign in zip(couriers, (1.0, 3.0), strict=True):
+            for client, sign in zip(clients, (1.0, 3.0), strict=True):
                 tensors = {"x": sign * torch.tensor([1.0, 0.1, 0.0, -0.02])}
                 asked = Exchange(
                     ExchangeKey("s", number),
@@ -153,12 +156,12 @@ def means_of_rounds(bench, text, rounds, *, compensate):
                     compensate=compensate,
                 )
                 if number == first:
-                    exchange_client.open(asked, first - 1)
-                jobs.append(exchange_client.run_exchange(asked, 10, b""))
+                    client.open(asked, first - 1)
+                jobs.append(run(client, asked))
             one, other = await asyncio.gather(*jobs)
             assert torch.equal(one.mean["x"], other.mean["x"])
             moved += one.mean["x"]
-        return moved / rounds, [exchange_client.memory() for exchange_client in couriers]
+        return moved / rounds, [client.feedback() for client in clients]
 
     return between(bench, text, work)
 
@@ -182,16 +185,16 @@ MINE, YOURS = [("t", 1), ("t", 3)], [("t", 2), ("u", 1)]
 def noted(bench, text, one, other, kind="mean", number=0):
     """What comes of two contributions to a round of stage 2: (values, notes) each; None brings nothing but replays."""
 
-    async def work(couriers, first):
-        couriers = [ExchangeClient(exchange_client._peer, 3, inline, 2) for exchange_client in couriers]
+    async def work(clients, first):
+        clients = [ExchangeClient(client._peer, 3, 2) for client in clients]
         jobs = []
-        for exchange_client, part in zip(couriers, (one, other), strict=True):
-            exchange_client.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
+        for client, part in zip(clients, (one, other), strict=True):
+            client.open(exchange([0.0, 0.0], number, kind), number - 1, noted=True)
             if part is not None:
-                jobs.append(exchange_client.run_exchange(exchange(part[0], number, kind), 10, b"", part[1]))
+                jobs.append(run(client, exchange(part[0], number, kind), notes=part[1]))
         results = await asyncio.gather(*jobs)
         if other is None:
-            while (missed := couriers[1].replay("s", number)) is None:  # noqa: ASYNC110 - virtual time
+            while (missed := clients[1].replay("s", number)) is None:  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.5)
             results.append(missed)
         return results
@@ -239,10 +242,10 @@ def test_the_notes_of_a_round_that_failed_are_empty(bench, text):
 
 @pytest.mark.parametrize(("with_notes", "wants"), [(True, "last"), (False, "none")])
 def test_who_looks_on_at_another_stage_wants_its_notes_alone(bench, text, with_notes, wants):
-    async def work(couriers, first):
-        exchange_client = ExchangeClient(couriers[0]._peer, 3, inline, 5)
-        name = exchange_client.look_on(exchange([0.0, 0.0]), noted=with_notes)
-        return name, exchange_client._peer.rounds._streams[name].stream
+    async def work(clients, first):
+        client = ExchangeClient(clients[0]._peer, 3, 5)
+        name = client.look_on(exchange([0.0, 0.0]), noted=with_notes)
+        return name, client._peer.rounds._streams[name].stream
 
     name, stream = between(bench, text, work)
     assert name == "s/5"

@@ -8,10 +8,11 @@ import safetensors.torch
 import torch
 
 from farflock.node.train import microbatch_ids as notes
+from farflock.node.train.driver import RunPosition
 from farflock.node.train.exchange_client import ExchangeClient
-from farflock.node.train.state_sync import CorruptSnapshot, RunPosition, StateSync, decode_state, most_state_bytes
-from farflock.optimizers.method import ExchangeKey, Result
+from farflock.node.train.state_sync import CorruptSnapshot, StateSync, decode_state, most_state_bytes
 from farflock.optimizers.parts.state import state_hash
+from farflock.swarm.compute import inline
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 from farflock.swarm.protocol.views import Certified, Member, View
 from farflock.swarm.roles import NOTHING
@@ -55,25 +56,11 @@ def seated(bench, text, work, method="diloco", peers=1):
 def test_progress_is_the_agreed_tokens_and_what_everybody_has_presumably_trained_since(bench, text):
     async def work(node):
         node.state_sync.load_state(RunPosition({"delta": 4}, 1000, 30, 5), {})
-        return node.state_sync.progress(7), node.state_sync.place
+        return node.loop.driver.progress(7, 0.0), node.loop.driver.position
 
     progress, place = seated(bench, text, work)
     assert (progress.step, progress.tokens) == (7, 1000 + 30 * 5)
     assert place == RunPosition({"delta": 4}, 1000, 30, 5)
-
-
-def test_tokens_that_did_not_count_stay_mine(bench, text):
-    async def work(node):
-        state_sync, key = node.state_sync, ExchangeKey("delta", 0)
-        state_sync.trained(64)
-        state_sync._offered[key] = 64
-        state_sync.applied(key, Result("failed", 1))
-        kept = state_sync.progress(0).tokens
-        state_sync._offered[key] = 64
-        state_sync.applied(key, Result("ok", 1, ("me",), (1.0,), taken={"a": [(0, 1)]}, tokens=100))
-        return kept, state_sync.progress(0).tokens
-
-    assert seated(bench, text, work) == (64, 100)
 
 
 def test_the_next_rounds_are_those_after_the_ones_in_the_state_by_the_swarms_names(bench, text):
@@ -81,21 +68,9 @@ def test_the_next_rounds_are_those_after_the_ones_in_the_state_by_the_swarms_nam
         state_sync = node.state_sync
         first = dict(state_sync.next_rounds)
         state_sync.load_state(RunPosition({"delta": 4}), {})
-        return first, state_sync.next_rounds, state_sync.is_busy, state_sync.patience_s
+        return first, state_sync.next_rounds
 
-    assert seated(bench, text, work) == ({"delta": 0}, {"delta": 5}, False, 30.0)
-
-
-def test_a_round_that_failed_for_all_is_over_and_one_that_nobody_knows_of_is_asked_for_again(bench, text):
-    async def work(node):
-        node.state_sync.applied(
-            ExchangeKey("delta", 0), Result("failed", 0)
-        )  # as a node that was restored says of its open exchange
-        before = dict(node.state_sync.place.rounds)
-        node.state_sync.applied(ExchangeKey("delta", 0), Result("failed", 1))
-        return before, node.state_sync.place.rounds
-
-    assert seated(bench, text, work) == ({"delta": -1}, {"delta": 0})
+    assert seated(bench, text, work) == ({"delta": 0}, {"delta": 5})
 
 
 def serve(node, snapshots):
@@ -123,7 +98,7 @@ def joined(bench, text, broken):
             serve(first, [broken(served), snapshot(served)])
             await second.join([made.record(0)], 60.0)
             other = second.loop.driver
-            assert second.state_sync.place.rounds == {"delta": 3}
+            assert second.loop.driver.position.rounds == {"delta": 3}
             return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.port.counters
 
     return run_virtual(main())
@@ -208,7 +183,7 @@ def test_the_books_bring_notes_to_each_round_and_are_told_what_it_named(bench, t
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
-            node.state_sync._contributions = contributions
+            node.loop.driver.contributions = contributions
             node.found()
             await node.loop.run(made.total, 30.0)
 
@@ -225,7 +200,7 @@ def test_the_books_of_a_method_with_several_streams_go_with_the_first_one(bench,
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
-            node.state_sync._contributions = contributions
+            node.loop.driver.contributions = contributions
             node.found()
             first, *others = node.loop.driver.method.streams(node.loop.driver.replica)
             shards = [peer.rounds._streams[entry.key.stream].stream.terms.shards for entry in (first, *others)]
@@ -247,16 +222,17 @@ def test_a_stage_s_state_has_a_name_of_its_own_and_only_its_members_count(bench,
     async def main():
         async with made.peer(0).running() as peer:
             node = made.node(peer)
-            exchange_client = ExchangeClient(peer, 3, node.state_sync._compute, 1)
+            client, driver = ExchangeClient(peer, 3, 1), node.loop.driver
             peer.found()
-            state_sync = StateSync(peer, node.loop.driver, exchange_client, node.state_sync._compute, 1, Books())
+            driver.contributions = Books()
+            state_sync = StateSync(peer, driver, client, inline)
             newest = peer.port.views.newest
             others = (Member("a", 1, 1), Member("b", 1, 0), Member("c", 1, NOTHING))
             members = (*newest.members, *others)
             peer.port.chain.views.append(Certified(View(1, newest.hash, 0, members)))
             state_sync.open()
-            state_sync.trained(64)
-            return set(peer.snapshots._providers), state_sync.members, state_sync.progress(0).tokens
+            driver.trained(64, client.members())
+            return set(peer.snapshots._providers), driver.members, driver.tokens
 
     served, members, tokens = run_virtual(main())
     assert served == {"state/1"}
