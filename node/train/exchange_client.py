@@ -20,8 +20,8 @@ from farflock.optimizers.method import All, Exchange, MemberId, RandomGroups, Ra
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.streams import Cadence, Reduction, RoundOutcome, Stream
 from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOutcome, Stream
 
 
 class OutOfStep(Exception):

@@ -18,7 +18,7 @@ from torch import Tensor
 from farflock.compression.codec import Codec, CorruptPayload
 from farflock.node.train.shards import MAX_MEAN, MIN_WEIGHT, ShardLayout, weighted_mean
 from farflock.optimizers.parts.state import WrongState
-from farflock.swarm.peer.streams import Reduction
+from farflock.swarm.protocol.exchange.streams import Reduction
 
 Inputs = Sequence[tuple[str, float, bytes]]  # peer, weight, payload
 Values = list[Tensor]  # one flat tensor a segment

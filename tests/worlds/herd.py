@@ -12,8 +12,8 @@ import json
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import Snapshot
-from farflock.swarm.peer.streams import Cadence, Reduction, Stream
 from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual

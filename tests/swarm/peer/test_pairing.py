@@ -22,8 +22,9 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import DONE_KEPT, MAX_JUMP, Pairing
-from farflock.swarm.peer.streams import Reduction, Stream, work_pin
+from farflock.swarm.peer.round_log import work_pin
 from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork

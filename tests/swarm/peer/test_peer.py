@@ -11,8 +11,8 @@ from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
 from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
-from farflock.swarm.peer.streams import Reduction, Stream
 from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.directory import MemoryTable
 from farflock.swarm.sim.network import SimNetwork

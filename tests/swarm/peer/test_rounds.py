@@ -13,12 +13,12 @@ import pytest
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
 from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
-from farflock.swarm.peer.round_log import LOG_ROUNDS
-from farflock.swarm.peer.streams import Reduction, Stream, work_pin
+from farflock.swarm.peer.round_log import LOG_ROUNDS, work_pin
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.decide import signed_text
 from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.protocol.views import Certified, View, signature_domain, view_key
 from farflock.swarm.sim.network import Faults, LinkModel
 

@@ -8,8 +8,8 @@ import pytest
 
 from farflock.swarm.messages import Prepare
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.peer.streams import Stream
 from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.streams import Stream
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import EVERY
