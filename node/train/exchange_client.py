@@ -20,7 +20,7 @@ from farflock.optimizers.method import All, Exchange, MemberId, RandomGroups, Ra
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOutcome, Stream
 
 
@@ -97,7 +97,7 @@ class ExchangeClient:
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self._stage is None else f"{template.key.stream}/{self._stage}"
         line = self._lines[template.key.stream] = _Line(name, shapes, out, back, reducer, noted)
-        terms = Terms(
+        terms = RoundTerms(
             template.kind,
             shards=len(out.shards) + noted,
             deadline_s=template.deadline_s,

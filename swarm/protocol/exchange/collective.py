@@ -23,7 +23,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Holds, Key, Offer, PaxosMessage, Promise, Propose, Reduced, ShardMessage
 from farflock.swarm.protocol.exchange.actions import Action, Actions
 from farflock.swarm.protocol.exchange.availability import has
-from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.closing import Closing, Content
 from farflock.swarm.protocol.exchange.gather import Gather
 from farflock.swarm.protocol.exchange.mean import Mean
@@ -44,7 +44,7 @@ class Collective:
         key: Key,
         view: bytes,
         roster: Roster,
-        terms: Terms,
+        terms: RoundTerms,
         started_s: float,
         prior_tokens: int | None = 0,
         holding: Callable[[bytes], bool] = lambda digest: False,

@@ -7,7 +7,7 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Key
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, told
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, told
 
 RoundStatus = Literal["ok", "partial", "alone", "failed", "lost"]
 
@@ -51,7 +51,7 @@ class Stream:
     """
 
     name: str
-    terms: Terms
+    terms: RoundTerms
     max_shard_bytes: int
     reduce: ReduceShard
     check: CheckShard
