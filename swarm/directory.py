@@ -6,7 +6,6 @@ agreed on a round through a DHT in two thirds of the cases, directly in all.
 
 from typing import Protocol
 
-MAX_RECORD_BYTES = 4096
 MAX_RECORD_AGE_S = 600.0
 
 

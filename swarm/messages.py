@@ -8,9 +8,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from farflock.swarm.directory import MAX_RECORD_BYTES
-from farflock.swarm.roles import MAX_STAGES
-
 MAX_SHARDS = 4096
 MAX_MEMBERS = 64
 MAX_TRAIL = 512  # views that a peer keeps and speaks of
@@ -20,6 +17,8 @@ MAX_BODY_BYTES = 8 * 1024  # what a call or its answer says without a payload
 MAX_PAYLOADS = 4  # of a call, or of its answer
 MAX_PAYLOAD_CHUNKS = 16
 MAX_CODECS = 16  # that one peer reads
+MAX_RECORD_BYTES = 4096
+MAX_STAGES = 1024
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
@@ -377,42 +376,29 @@ class Lineage(_Message, frozen=True, tag="lineage"):
     views: Annotated[tuple[Value, ...], msgspec.Meta(max_length=MAX_TRAIL)] = ()
 
 
+ChunkMessage = Want | Piece | Miss
+ShardMessage = Offer | Reduced | Holds
+PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
+LogMessage = LogQuery | Forgotten
+PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
+ViewMessage = ViewQuery | Views | Join | Leave
+SnapshotMessage = StateQuery | StateOffer
+TimeMessage = Ping | Pong
+CallMessage = Call | Answer | Heard
+BranchMessage = BranchAsk | BranchSign | Lineage
+
 Message = (
-    Want
-    | Piece
-    | Miss
-    | Offer
-    | Reduced
-    | Holds
-    | Prepare
-    | Promise
-    | Propose
-    | Accepted
-    | Rejected
-    | Decided
-    | LogQuery
-    | Forgotten
-    | PairPropose
-    | PairAccept
-    | PairRefuse
-    | PairHave
-    | PairCommit
-    | PairAbort
-    | ViewQuery
-    | Views
-    | Join
-    | Leave
-    | StateQuery
-    | StateOffer
-    | Ping
-    | Pong
-    | Call
-    | Answer
-    | Heard
+    ChunkMessage
+    | ShardMessage
+    | PaxosMessage
+    | LogMessage
+    | PairMessage
+    | ViewMessage
+    | SnapshotMessage
+    | TimeMessage
+    | CallMessage
     | Tally
     | Load
     | Reads
-    | BranchAsk
-    | BranchSign
-    | Lineage
+    | BranchMessage
 )

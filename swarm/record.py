@@ -9,9 +9,10 @@ from typing import Annotated
 
 import msgspec
 
-from farflock.swarm.directory import MAX_RECORD_AGE_S, MAX_RECORD_BYTES
+from farflock.swarm.directory import MAX_RECORD_AGE_S
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
 from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_RECORD_BYTES
 
 _DOMAIN = b"record"
 

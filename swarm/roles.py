@@ -5,9 +5,10 @@ A stage's group is a function of the view, so that who serves what is agreed upo
 
 import re
 
+from farflock.swarm.messages import MAX_STAGES
+
 EVERY = -1  # a full replica has a part in each stage
 NOTHING = -2  # trainers and lookers-on; they vote like everybody
-MAX_STAGES = 1024
 
 _STAGE = re.compile(r"stage:(0|[1-9][0-9]{0,3})")
 

@@ -25,7 +25,7 @@ from farflock.optimizers.catalog import METHODS
 from farflock.optimizers.method import Exchange, ExchangeKey, Result, State, Tensors
 from farflock.optimizers.parts.state import state_hash
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.streams import RoundOutcome
+from farflock.swarm.protocol.exchange.streams import RoundOutcome
 
 DEADLINE_S = 6.0  # of an exchange
 TOKENS_PER_STEP = 10

@@ -20,8 +20,8 @@ from farflock.node.train.shards import Inputs, Reducer, ShardLayout, decode_all,
 from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, RandomGroups, Ranges, Result, Tensors
 from farflock.optimizers.parts.state import Shapes
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.streams import Cadence, Reduction, RoundOutcome, Stream
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
+from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOutcome, Stream
 
 STOPPING_WAIT_S = 2.0  # for an answer on its way: a lone peer stops at the same state whenever it is asked to
 MIN_WAIT_S = 0.001  # a shorter wait than the clock can tell would never end in virtual time
@@ -198,7 +198,7 @@ class ExchangeClient:
         reducer = Reducer(out, back.codec, compensate=template.compensate)
         name = template.key.stream if self.stage is None else f"{template.key.stream}/{self.stage}"
         coding = self._codings[template.key.stream] = _Coding(name, shapes, out, back, reducer, noted)
-        terms = Terms(
+        terms = RoundTerms(
             template.kind,
             shards=len(out.shards) + noted,
             deadline_s=template.deadline_s,

@@ -14,7 +14,7 @@ import msgspec
 from farflock.compression.codec import CorruptPayload
 from farflock.node.run.terms import MAX_KEYS
 from farflock.swarm.links import PeerId
-from farflock.swarm.peer.streams import Reduction
+from farflock.swarm.protocol.exchange.streams import Reduction
 from farflock.swarm.protocol.gradient_leases import GradientKey
 
 MAX_BYTES = 64 * 1024

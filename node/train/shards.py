@@ -17,7 +17,7 @@ from torch import Tensor
 from farflock.compression.codec import Codec, Context, CorruptPayload
 from farflock.compression.payload import largest
 from farflock.optimizers.parts.state import WrongState
-from farflock.swarm.peer.streams import Reduction
+from farflock.swarm.protocol.exchange.streams import Reduction
 
 SHARD_VALUES = 262_144
 MAX_ABS = 2.0**100  # larger values are no update of anything; bounding them keeps a weighted mean finite

@@ -27,8 +27,9 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.dht.item_store import MAX_ITEMS_PER_KEY, StoredItem
-from farflock.swarm.directory import MAX_RECORD_AGE_S, MAX_RECORD_BYTES
+from farflock.swarm.directory import MAX_RECORD_AGE_S
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity, peer_id, verify
+from farflock.swarm.messages import MAX_RECORD_BYTES
 from farflock.swarm.record import BadRecord, unseal
 
 DOMAIN = b"dht"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from farflock.swarm.identity import Identity, verify
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import BranchAsk, BranchSign, Lineage, Views
+from farflock.swarm.messages import BranchAsk, BranchMessage, BranchSign, Lineage, Views
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
@@ -31,8 +31,6 @@ COURT_EVERY_S = 2.0
 SETTLE_S = 5.0  # the other line must have been the stronger for so long: rounds in flight count on both sides by then
 ANSWER_S = 10.0
 MAX_TOLD = 1024
-
-BranchMessage = BranchAsk | BranchSign | Lineage
 
 
 @dataclass(slots=True)

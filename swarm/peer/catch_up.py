@@ -1,28 +1,33 @@
-"""What a member does about rounds that were decided without it: it asks others for them, in order.
+"""Catching up with rounds that were decided without this peer: it asks others for them, in order.
 
 A member whose state depends on a round that has left everybody's log must adopt a snapshot; one
 that only looks on goes on with the oldest round that there is. The content of the rounds is fetched
-by `filling`.
+from whoever has it, until it is here or given up: where a stage's last round died with the only
+peer that had its content, the members that had no part in it go on without. To the stage, that
+round has failed.
 """
 
+import asyncio
 import itertools
 import random
+
+from msgspec.structs import replace
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.filling import HOPELESS_S, Filling
-from farflock.swarm.peer.machines import Machines
-from farflock.swarm.peer.round_log import RoundLog
-from farflock.swarm.peer.streams import LoggedRound, StreamState
+from farflock.swarm.peer.round_log import LoggedRound, RoundLog, StreamState
+from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, decode_close_list
 from farflock.swarm.protocol.log_truncation import newest_of
 from farflock.swarm.protocol.views import View
 from farflock.swarm.quota import Quota, units
 
 FOLLOW_S = 0.5
-# A peer that only looks on has no offer by which it would notice that it missed a decision.
-ASK_ANYWAY_S = 2.0
+FETCH_TIMEOUT_S = 10.0
+RETRY_S = 0.5
+HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
 # Decisions in one answer: rounds may be over faster than they can be asked for one by one.
 TOLD_AT_ONCE = 4
 ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
@@ -31,16 +36,15 @@ ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long
 class CatchUp:
     """One peer's part in keeping up with what is decided without it, and in helping others to."""
 
-    def __init__(self, port: PeerContext, log: RoundLog, machines: Machines, filling: Filling) -> None:
-        self._port, self._log, self._machines, self._filling = port, log, machines, filling
+    def __init__(self, port: PeerContext, log: RoundLog) -> None:
+        self._port, self._log = port, log
         self._random = random.Random(f"{port.seed}/{port.me}/follow")
         self._answers = Quota(ANSWERS_PER_S, ANSWERS_BURST, 4 * MAX_MEMBERS)
 
-    def follow(self, state: StreamState) -> None:
-        """Ask a random member for the next round's decision, if this peer may have missed it."""
-        self._heed(state)
+    def ask(self, state: StreamState) -> None:
+        """Ask a random member for the next round's decision, which this peer may have missed."""
         now_s, number = self._port.now(), state.next
-        if now_s - state.asked_s < FOLLOW_S or state.stream.terms.group or not self._lags(state, now_s):
+        if now_s - state.asked_s < FOLLOW_S or state.stream.terms.group:
             return
         others = self._others()
         said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
@@ -54,17 +58,6 @@ class CatchUp:
             notes = state.stream.wants == "last"
             self._port.send(self._random.choice(askable), LogQuery(Key(state.stream.name, number), notes))
 
-    def _lags(self, state: StreamState, now_s: float) -> bool:
-        """Whether the next round may be decided without my hearing of it."""
-        number, newest = state.next, self._port.views.newest
-        if self._port.my_index(self._port.views.at(number, state.stream.stage) or newest) is None:
-            return True
-        if state.stream.wants == "last" and now_s - state.asked_s >= ASK_ANYWAY_S:
-            return True
-        machine = self._machines.get(Key(state.stream.name, number))
-        overdue = machine is not None and now_s > machine.ends_s
-        return overdue or state.seen > number
-
     def _others(self) -> list[PeerId]:
         """The living members, as far as one knows, but me."""
         peers = self._port.views.newest.peers
@@ -74,10 +67,11 @@ class CatchUp:
         """What others say of the next round if it has left the logs of most; else nothing."""
         return state.forgotten.agreed(state.next, self._others())
 
-    def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> None:
+    def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> View | None:
         """Send the decision of a round and of some after it, or say that they have left the log.
 
-        A round that nobody began, because its members are gone, is begun here.
+        Return the view of a round that nobody began, because its members are gone: it is to be begun
+        here.
         """
         numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), TOLD_AT_ONCE)
         entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
@@ -85,20 +79,19 @@ class CatchUp:
         size_bytes = sum(len(decided.value) for decided in told)
         if not self._answers.take(sender.encode(), units(1, size_bytes), self._port.now()):
             self._port.drop("too many questions about the log")
-            return
+            return None
         for decided in told:
             self._port.send(sender, decided)
         if told:
-            return
+            return None
         if query.key.round <= state.newest:
             first = iter(state.annals) if query.notes and state.annals else iter(state.log)
             # I can tell nothing of rounds before I came in, nor of the last one then.
             oldest = next(first, state.next)
             self._port.send(sender, Forgotten(query.key, oldest, state.newest))
-            return
+            return None
         view = self._port.views.at(query.key.round, state.stream.stage)
-        if view is not None and self._is_forsaken(state, view):
-            self._machines.begin(state, query.key, view)
+        return view if view is not None and self._is_forsaken(state, view) else None
 
     def _is_forsaken(self, state: StreamState, view: View) -> bool:
         """True if a stage's rounds in this view have nobody left to bring anything to them.
@@ -127,22 +120,22 @@ class CatchUp:
             if state.stream.wants == "all" and not was_lost and self.lost(state):
                 self._port.counters["lost rounds"] += 1
 
-    def _heed(self, state: StreamState) -> None:
+    def heed(self, state: StreamState, *, is_open: bool) -> None:
         """Take the others' word that the next round is gone.
 
-        A peer that needs the round's content must adopt a snapshot. One that only looks on and has seen
-        no round yet goes on with the newest. Beside it there may be many that know no more than it does
-        and say nothing, so it believes a few, unless some member speaks of that round as held now.
+        `is_open` says that some member speaks of the round as held now. A peer that needs the round's
+        content must adopt a snapshot. One that only looks on and has seen no round yet goes on with the
+        newest. Beside it there may be many that know no more than it does and say nothing, so it
+        believes a few, unless the round is open.
         """
-        if not state.forgotten.said or state.forgotten.round != state.next:
+        if state.forgotten.round != state.next:
             return
         if state.stream.wants == "all":
             if said := self.lost(state):
                 self._log.give_up(state, newest_of(said) + state.stream.cadence.stride)
         elif not state.log:
-            is_held = Key(state.stream.name, state.next) in self._machines
             others, now_s = self._others(), self._port.now()
-            if said := self.lost(state) if is_held else state.forgotten.unopposed(state.next, others, now_s):
+            if said := self.lost(state) if is_open else state.forgotten.unopposed(state.next, others, now_s):
                 self._skip_to(state, newest_of(said))
 
     def _skip_to(self, state: StreamState, number: int) -> None:
@@ -150,11 +143,8 @@ class CatchUp:
         state.newest = state.stream.cadence.upto(number - 1)
         state.skipped = True
 
-    def take_decided(self, state: StreamState, sender: PeerId, incarnation: int, decided: Decided) -> None:
-        """A decision that I had no part in: log it if it is the next one, and get its content."""
-        view = self._machines.view_of(sender, decided.view, decided.key)
-        if view is None:
-            return
+    def take_decided(self, state: StreamState, view: View, sender: PeerId, incarnation: int, decided: Decided) -> None:
+        """Log a decision that I had no part in if it is the next one, and get its content."""
         if self._port.views.newest.index(sender, incarnation) is None:
             self._port.drop("not from a member")
             return
@@ -170,4 +160,67 @@ class CatchUp:
         nothing = (False,) * state.stream.terms.shards
         self._log.enter(state, decided.key.round, LoggedRound(close, view.peers, len(serving), decided, nothing))
         state.asked_s = 0.0  # the next one at once, if there is one
-        self._filling.begin(state, decided.key)
+        self.fill(state, decided.key)
+
+    def fill(self, state: StreamState, key: Key) -> None:
+        """Get what this peer wants of a logged round."""
+        if state.stream.wanted(state.log[key.round].close):
+            self._port.spawn(self._fill(state, key))
+        else:
+            self._log.completed(state, key.round)
+
+    async def _fill(self, state: StreamState, key: Key) -> None:
+        entry = state.log[key.round]
+        wanted = state.stream.wanted(entry.close)
+        if any(item.size > state.stream.max_shard_bytes for item in wanted):
+            self._port.drop("item too large")
+            return
+        await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
+        if state.entry(key.round) is entry:
+            self._log.completed(state, key.round)
+        else:  # it has left the log meanwhile: nobody else would release what has come since
+            self._port.store.release(key)
+
+    async def _fetch(self, state: StreamState, key: Key, entry: LoggedRound, item: RoundItem) -> None:
+        """Ask for one item until it is here, or the round has left the log or been given up."""
+        fetch = self._port.chunks.fetch
+        hopeless_s: float | None = None  # since when nobody had it
+        while state.entry(key.round) is entry and entry.close.items:
+            asked_s = self._port.now()
+            if await fetch(item.digest, item.size, self._holders, key, FETCH_TIMEOUT_S, final=True):
+                return
+            now_s = self._port.now()
+            nobody = now_s - asked_s < FETCH_TIMEOUT_S
+            hopeless_s = (asked_s if hopeless_s is None else hopeless_s) if nobody else None
+            is_hopeless = hopeless_s is not None and now_s - hopeless_s >= HOPELESS_S
+            if is_hopeless and self._may_forsake(state):
+                self._forsake(state, key.round)
+            await asyncio.sleep(RETRY_S if nobody else 0.0)
+
+    def _holders(self) -> list[PeerId]:
+        return [peer for peer in self._port.views.newest.peers if peer != self._port.me]
+
+    def _may_forsake(self, state: StreamState) -> bool:
+        """Whether a content that nobody has may be done without.
+
+        Only a stage's, which would stand still, and only among a quorum: others may have it on the
+        other side of a cut.
+        """
+        view, port = self._port.views.newest, self._port
+        members = enumerate(view.peers)
+        there = [i for i, peer in members if peer == port.me or not port.gone(view, peer)]
+        whole = state.stream.stage is not None and state.stream.wants == "all"
+        return whole and is_quorum(there, len(view.peers))
+
+    def _forsake(self, state: StreamState, number: int) -> None:
+        """Give a round's content up: for a peer that brought nothing to the round, it has failed.
+
+        A contributor must not bring the same again, for it counts: that peer is behind for good,
+        and its state with it.
+        """
+        self._port.counters["forsaken rounds"] += 1
+        entry = state.log[number]
+        if any(entry.taken):
+            self._log.evict(state, number)
+        else:
+            entry.close = replace(entry.close, items=(), members=())

@@ -9,10 +9,10 @@ import asyncio
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Join, Leave, Ping, Pong, ViewQuery, Views
+from farflock.swarm.messages import Join, Leave, PaxosMessage, Ping, Pong, TimeMessage, ViewMessage, ViewQuery, Views
 from farflock.swarm.peer.admission import Admission
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.next_view import NextView, PaxosMessage
+from farflock.swarm.peer.next_view import NextView
 from farflock.swarm.peer.record_book import RecordBook
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
@@ -22,8 +22,6 @@ from farflock.swarm.record import Record
 from farflock.swarm.runtime import RunClock
 
 PING_EVERY_S = 5.0
-
-MembershipMessage = PaxosMessage | Join | Leave | ViewQuery | Views | Ping | Pong
 
 
 class Membership:
@@ -97,7 +95,7 @@ class Membership:
             for peer in self.book.others():
                 self._port.send(peer, Ping(now_s))
 
-    def receive(self, sender: PeerId, incarnation: int, message: MembershipMessage) -> None:
+    def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage) -> None:
         """Take in a message about membership or time."""
         if self._port.chain is not None and sender in self._port.chain.newest.peers:
             self._port.lives[sender] = incarnation

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Accepted, Decided, Prepare, Promise, Propose, Rejected
+from farflock.swarm.messages import Decided, PaxosMessage
 from farflock.swarm.peer.admission import Admission
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.view_floors import ViewFloors, ViewSignatures
@@ -27,8 +27,6 @@ ROUNDS_AHEAD = 2
 # A member that puts a view forward again waits twice as long each time, up to so many times: over
 # slow links one of them has to get through.
 MAX_BACKOFF_DOUBLINGS = 3
-
-PaxosMessage = Prepare | Promise | Propose | Accepted | Rejected | Decided
 
 
 class NextView:

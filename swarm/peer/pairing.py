@@ -14,13 +14,14 @@ from farflock.swarm.messages import (
     Offer,
     PairAbort,
     PairAccept,
-    PairCommit,
     PairHave,
+    PairMessage,
     PairPropose,
     PairRefuse,
 )
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.streams import RoundOutcome, RoundStatus, Stream, work_pin
+from farflock.swarm.peer.round_log import work_pin
+from farflock.swarm.protocol.exchange.streams import RoundOutcome, RoundStatus, Stream
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.pair import Pair
 from farflock.swarm.protocol.views import View
@@ -28,8 +29,6 @@ from farflock.swarm.protocol.views import View
 TICK_S = 0.1
 DONE_KEPT = 32
 MAX_JUMP = 1000  # rounds that one message may move this peer ahead
-
-PairMessage = PairPropose | PairAccept | PairRefuse | PairHave | PairCommit | PairAbort
 
 
 class Pairing:

@@ -8,36 +8,37 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.compute import inline
 from farflock.swarm.directory import Directory
-from farflock.swarm.frame import ProtocolViolation, unpack
+from farflock.swarm.frame import Frame, ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
 from farflock.swarm.messages import (
-    Answer,
-    BranchAsk,
-    BranchSign,
-    Call,
-    Heard,
+    BranchMessage,
+    CallMessage,
+    ChunkMessage,
     Key,
-    Lineage,
     Load,
+    LogMessage,
+    Message,
     Offer,
-    PairAbort,
     PairAccept,
-    PairCommit,
-    PairHave,
+    PairMessage,
     PairPropose,
-    PairRefuse,
+    PaxosMessage,
     Reads,
+    ShardMessage,
+    SnapshotMessage,
     StateOffer,
-    StateQuery,
     Tally,
+    TimeMessage,
+    ViewMessage,
 )
 from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
@@ -46,11 +47,12 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.load_reports import LoadReports
 from farflock.swarm.peer.membership import Membership
 from farflock.swarm.peer.pairing import Pairing
+from farflock.swarm.peer.round_log import work_pin
 from farflock.swarm.peer.rounds import Rounds
-from farflock.swarm.peer.router import Router
 from farflock.swarm.peer.snapshots import Snapshots
-from farflock.swarm.peer.streams import RoundOutcome, Stream, work_pin
 from farflock.swarm.peer.tallies import Tallies
+from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
+from farflock.swarm.protocol.views import VIEW_STREAM
 
 TICK_S = 0.1
 LOOK_EVERY = 5  # ticks, for branches: what they wait for is counted in minutes, and a look at all members costs
@@ -112,21 +114,21 @@ class Peer:
         self.branching = Branching(
             self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
         )
-        self.router = Router(self.port, self.membership, self.rounds)
-        self._add_parts()
+        self.router = self._make_router()
         self._pair_streams: set[str] = set()
         self.failure: BaseException | None = None  # a bug in one of our tasks: raised by `running`
 
-    def _add_parts(self) -> None:
-        """Tell the router which part takes in what, beside membership, rounds and chunks."""
-        to, snapshots = self.router, self.snapshots
-        to.add(self.branching.receive, BranchAsk, BranchSign, Lineage)
-        to.add(self.calls.receive, Call, Answer, Heard)
-        to.add_exchange(lambda sender, _, said: snapshots.receive(sender, said), StateQuery, StateOffer)
-        to.add_exchange(self.pairing.receive, PairPropose, PairAccept, PairRefuse, PairHave, PairCommit, PairAbort)
-        to.add_exchange(self.loads.receive, Load)
-        to.add_exchange(self.codec_offers.receive, Reads)
-        to.add_exchange(self.tallies.receive, Tally)
+    def _make_router(self) -> "Router":
+        """Return a router that knows which part takes which messages."""
+        router, snapshots = Router(self.port, self.membership, self.rounds), self.snapshots
+        router.add(self.branching.receive, *get_args(BranchMessage))
+        router.add(self.calls.receive, *get_args(CallMessage))
+        router.add_exchange(lambda sender, _, said: snapshots.receive(sender, said), *get_args(SnapshotMessage))
+        router.add_exchange(self.pairing.receive, *get_args(PairMessage))
+        router.add_exchange(self.loads.receive, Load)
+        router.add_exchange(self.codec_offers.receive, Reads)
+        router.add_exchange(self.tallies.receive, Tally)
+        return router
 
     @property
     def me(self) -> PeerId:
@@ -317,3 +319,66 @@ class Peer:
             log.error("a task of peer %s failed", self.me, exc_info=error)
             self.failure = error
             self._owner.cancel()
+
+
+# A sender, its incarnation, and a message of one of the types that the receiver was added for.
+Receive = Callable[[PeerId, int, Any], None]
+
+
+class Router:
+    """Hands each message to the part of a peer that takes its type."""
+
+    def __init__(self, port: PeerContext, membership: Membership, rounds: Rounds) -> None:
+        self._port, self._membership, self._rounds = port, membership, rounds
+        # Read-only between additions: the peer is watched for tables that grow as messages come in.
+        self._receivers: Mapping[type[Message], Receive] = MappingProxyType({})
+        self.add(membership.receive, *get_args(ViewMessage | TimeMessage))
+        self.add(self._receive_vote, *get_args(PaxosMessage))
+        self.add_exchange(rounds.receive, *get_args(ShardMessage | LogMessage))
+
+    @property
+    def kinds(self) -> frozenset[type[Message]]:
+        """The message types that some part takes in."""
+        return frozenset({*self._receivers, *get_args(ChunkMessage)})
+
+    def add(self, receive: Receive, *kinds: type[Message]) -> None:
+        """From now on messages of these types go to `receive`."""
+        for kind in kinds:
+            assert kind not in self._receivers, f"{kind.__name__} has a receiver already"
+        self._receivers = MappingProxyType({**self._receivers, **dict.fromkeys(kinds, receive)})
+
+    def add_exchange(self, receive: Receive, *kinds: type[Message]) -> None:
+        """Add a receiver of messages about exchanges and states, which need a view to mean anything."""
+        self.add(lambda *received: self._receive_in_view(receive, *received), *kinds)
+
+    def deliver(self, sender: PeerId, frame: Frame) -> None:
+        """Hand on the message of a frame."""
+        message = frame.message
+        if isinstance(message, ChunkMessage):
+            self._port.chunks.receive(sender, message, frame.body)
+        else:
+            self._receivers[type(message)](sender, frame.incarnation, message)
+
+    def _receive_vote(self, sender: PeerId, incarnation: int, vote: PaxosMessage) -> None:
+        """Take a vote on the next view, or on the close list of a round."""
+        if vote.key.stream == VIEW_STREAM:
+            self._membership.receive(sender, incarnation, vote)
+        else:
+            self._receive_in_view(self._rounds.receive, sender, incarnation, vote)
+
+    def _receive_in_view(self, receive: Receive, sender: PeerId, incarnation: int, message: Message) -> None:
+        """Hand on a message; if its view is not current here, find out which side is out of date."""
+        if self._port.chain is None:
+            return
+        stale = self._port.counters["stale view"]
+        receive(sender, incarnation, message)
+        view = view_named(message)
+        if view is not None and self._port.counters["stale view"] > stale:
+            self._membership.sync.reconcile(sender, view)
+
+
+def view_named(message: Message) -> bytes | None:
+    """The hash of the view that a message names; None if it names none."""
+    if isinstance(message, PairPropose | PairAccept):
+        return message.offer.view
+    return message.view if isinstance(message, ShardMessage | PaxosMessage | StateOffer) else None

@@ -6,16 +6,90 @@ the annals when its content goes: those who have no part in its state, a pipelin
 at their own pace, and must miss none.
 """
 
+import asyncio
+import collections
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from farflock.swarm.messages import Key
+from farflock.swarm.chunks import Store
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.streams import LoggedRound, RoundOutcome, StreamState, outcome, work_pin
-from farflock.swarm.protocol.exchange.close_list import told
+from farflock.swarm.protocol.exchange.close_list import CloseList, told
+from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
+from farflock.swarm.protocol.log_truncation import LogTruncation
 
 LOG_ROUNDS = 8
 ANNALS_ROUNDS = 256
 ANNALS_BYTES = 16 * 1024 * 1024  # of one stream's
+
+
+@dataclass(slots=True)
+class LoggedRound:
+    """One decided round, as the log has it.
+
+    Indices in the list are places in `group`, of which `contributors` members contribute. It is
+    `complete` once what this peer wants of its content is here.
+    """
+
+    close: CloseList
+    group: tuple[PeerId, ...]
+    contributors: int
+    decided: Decided
+    taken: tuple[bool, ...]
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOffer:
+    """My offer to a round; until `ends_s`, on the local clock, the node waits for the outcome."""
+
+    offer: Offer
+    ends_s: float
+    outcome: asyncio.Future[RoundOutcome]
+
+
+@dataclass(slots=True)
+class StreamState:
+    """One stream at this peer."""
+
+    stream: Stream
+    newest: int = -1  # the last round that I know to be decided
+    tokens: int = 0
+    opened_tokens: int = 0  # those before the first round that is kept
+    seen: int = -1  # the highest round that I heard of (-1 and the like: none)
+    log: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
+    # rounds before the log
+    annals: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
+    annals_bytes: int = 0
+    offers: dict[int, OpenOffer] = field(default_factory=dict)  # mine, by round, not yet resolved
+    asked_s: float = 0.0
+    # Which members have said that the next round left their log.
+    forgotten: LogTruncation = field(default_factory=LogTruncation)
+    skipped: bool = False  # the tokens are not known before the next decision
+
+    @property
+    def next(self) -> int:
+        """The round after the newest."""
+        return self.newest + self.stream.cadence.stride
+
+    def entry(self, number: int) -> LoggedRound | None:
+        """A decided round, from the log or the annals."""
+        return self.log.get(number) or self.annals.get(number)
+
+    def resolve(self, number: int, outcome: RoundOutcome) -> None:
+        """Give the outcome of a round to whoever waits for it."""
+        placed = self.offers.get(number)
+        if placed is not None and not placed.outcome.done():
+            placed.outcome.set_result(outcome)
+
+    @property
+    def whole(self) -> int:
+        """The last round up to which everything is decided and here."""
+        entries = itertools.chain(self.annals.items(), self.log.items())
+        incomplete = (number for number, entry in entries if not entry.complete)
+        return min(incomplete, default=self.next) - self.stream.cadence.stride
 
 
 class RoundLog:
@@ -82,9 +156,7 @@ class RoundLog:
         self._drop(key)
         self._port.store.release(key)
         self._port.store.release(work_pin(key))
-        future = state.waiting.get(number)
-        if future is not None and not future.done():
-            future.set_result(RoundOutcome(key, "lost", state.next))
+        state.resolve(number, RoundOutcome(key, "lost", state.next))
 
     def completed(self, state: StreamState, number: int) -> None:
         """What this peer wants of a round is here: whoever waits for it has its outcome."""
@@ -97,17 +169,48 @@ class RoundLog:
             self._port.store.pin(item.digest, key)
         self._port.store.release(work_pin(key))
         entry.complete = True
-        future = state.waiting.get(number)
-        if future is not None and not future.done():
-            future.set_result(outcome(state.stream, number, entry, self._port.store))
+        state.resolve(number, outcome(state.stream, number, entry, self._port.store))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Nobody can say any more what came of the exchanges that wait: they are lost."""
-        for number, future in state.waiting.items():
-            if not future.done():
-                future.set_result(RoundOutcome(Key(state.stream.name, number), "lost", next_round))
+        for number in state.offers:
+            state.resolve(number, RoundOutcome(Key(state.stream.name, number), "lost", next_round))
 
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
     """What a round in the annals takes, roughly."""
     return len(entry.decided.value) + sum(item.size for item in told(entry.close, state.stream.terms.shards))
+
+
+def work_pin(key: Key) -> tuple[str, Key]:
+    """The pin of what an exchange needs until it is complete; its result has the key itself."""
+    return ("work", key)
+
+
+def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> RoundOutcome:
+    """What a decided round, whose content is in the store, means to this peer."""
+    close, group = logged.close, logged.group
+    bare = RoundOutcome(
+        Key(stream.name, number),
+        "failed",
+        number + stream.cadence.stride,
+        tokens=close.tokens,
+        state=close.state,
+    )
+    if not close.items:
+        return bare
+    weights = dict(sorted((group[member], weight) for member, weight in close.members))
+    contents = {item.index: store.get(item.digest) or b"" for item in close.items}
+    all_in = len(weights) == logged.contributors and all(logged.taken)
+    done = replace(
+        bare,
+        status="partial" if not all_in else "alone" if logged.contributors == 1 else "ok",
+        participants=tuple(weights),
+        weights=tuple(weights.values()),
+        taken=logged.taken,
+    )
+    shards = range(stream.terms.shards)
+    if stream.terms.kind == "mean":
+        return replace(done, reduced=tuple(contents[shard] for shard in shards))
+    places = {group[member]: member * stream.terms.shards for member, _ in close.members}
+    return replace(done, gathered={peer: tuple(contents[places[peer] + s] for s in shards) for peer in weights})

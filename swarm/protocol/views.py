@@ -22,11 +22,11 @@ import msgspec
 
 from farflock.swarm.identity import verify
 from farflock.swarm.links import Liveness, PeerId
-from farflock.swarm.messages import MAX_MEMBERS, MAX_TRAIL, MAX_VALUE_BYTES, Count, Decided, Digest, Key
+from farflock.swarm.messages import MAX_MEMBERS, MAX_STAGES, MAX_TRAIL, MAX_VALUE_BYTES, Count, Decided, Digest, Key
 from farflock.swarm.protocol import axes
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest, reaches
 from farflock.swarm.protocol.decide import is_certified
-from farflock.swarm.roles import EVERY, MAX_STAGES, NOTHING
+from farflock.swarm.roles import EVERY, NOTHING
 
 VIEW_STREAM = "#views"
 KEPT_VIEWS = MAX_TRAIL  # who is away for more of them cannot verify the newest any more and has to join anew

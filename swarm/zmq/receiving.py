@@ -4,8 +4,8 @@ import asyncio
 
 import zmq
 
-from farflock.swarm.directory import MAX_RECORD_BYTES
 from farflock.swarm.links import MAX_FRAME_BYTES, PeerId
+from farflock.swarm.messages import MAX_RECORD_BYTES
 from farflock.swarm.zmq.handshake import Handshakes
 from farflock.swarm.zmq.message import (
     FORWARD,

@@ -23,8 +23,8 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from zmq.utils import z85
 
-from farflock.swarm.directory import MAX_RECORD_BYTES
 from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_RECORD_BYTES
 from farflock.swarm.zmq.forward import MAX_FORWARD_BYTES
 from farflock.swarm.zmq.outbox import BULK
 

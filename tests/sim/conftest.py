@@ -9,7 +9,7 @@ from farflock.node.cli import main as cli
 from farflock.node.train import exchange_client
 from farflock.optimizers.diloco import DiLoCo
 from farflock.swarm import chunks
-from farflock.swarm.peer import machines
+from farflock.swarm.peer import rounds
 from farflock.swarm.protocol import decide, groups, pair, views
 from farflock.swarm.protocol.exchange import availability, mean
 
@@ -48,7 +48,7 @@ def dead_reducer_ignored(patch):
 
 def stale_view_accepted(patch):
     """Each member uses the view that it happens to know for whatever round, and takes messages of any view it has seen."""
-    patch.setattr(machines.Machines, "view_of", lambda self, sender, digest, key: self._port.views.by_hash(digest))
+    patch.setattr(rounds.Machines, "view_of", lambda self, state, message: self._port.views.by_hash(message.view))
     patch.setattr(views.Chain, "at", lambda self, number: self.newest)
     patch.setattr(views.Chain, "blocked", lambda self, number: False)
 

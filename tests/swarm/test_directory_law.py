@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from farflock.swarm.directory import MAX_RECORD_BYTES
 from farflock.swarm.identity import Identity
+from farflock.swarm.messages import MAX_RECORD_BYTES
 from farflock.swarm.record import BadRecord, Record, seal, unseal
 from farflock.swarm.sim import directory as memory
 from farflock.swarm.sim.directory import DirectoryFaults, MemoryTable

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.directory import MAX_RECORD_AGE_S, MAX_RECORD_BYTES
+from farflock.swarm.directory import MAX_RECORD_AGE_S
 from farflock.swarm.identity import SIGNATURE_BYTES, Identity
+from farflock.swarm.messages import MAX_RECORD_BYTES
 from farflock.swarm.record import MAX_DOORS, BadRecord, Record, newer, owner, seal, unseal
 
 A, B = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2))

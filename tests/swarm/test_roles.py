@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.swarm.roles import EVERY, MAX_STAGES, NOTHING, role_of, stage_of
+from farflock.swarm.messages import MAX_STAGES
+from farflock.swarm.roles import EVERY, NOTHING, role_of, stage_of
 
 
 @given(st.integers(NOTHING, MAX_STAGES - 1))

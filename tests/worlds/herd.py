@@ -12,8 +12,8 @@ import json
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import Snapshot
-from farflock.swarm.peer.streams import Cadence, Reduction, Stream
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
+from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -30,7 +30,7 @@ def reduce(number, shard, inputs):
 
 
 def stream(kind="mean", first=0, stride=1, **options):
-    terms, cadence = Terms(kind, SHARDS, **options), Cadence(first, stride)
+    terms, cadence = RoundTerms(kind, SHARDS, **options), Cadence(first, stride)
     return Stream(STREAM, terms, 100_000, reduce, lambda number, shard, data: True, cadence)
 
 

@@ -12,8 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from farflock.node.run.terms import MAX_VISIT
-from farflock.swarm.messages import MAX_CODECS, CodecId, Count
-from farflock.swarm.roles import MAX_STAGES
+from farflock.swarm.messages import MAX_CODECS, MAX_STAGES, CodecId, Count
 
 RoundNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]

@@ -26,7 +26,7 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RoundTerms:
     """What all members know of a stream's exchanges beforehand.
 
     `group` 0 is everybody in the view; 2 are pairs. A gather with `enough` above 0 closes as soon
@@ -52,7 +52,7 @@ class BadCloseList(ValueError):
 _decoder = msgspec.msgpack.Decoder(CloseList)
 
 
-def decode_close_list(raw: bytes, terms: Terms, contributors: Collection[int]) -> CloseList:
+def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[int]) -> CloseList:
     """Decode a value put forward to a group in which these members contribute.
 
     `BadCloseList` for anything that could not be applied.
@@ -73,7 +73,7 @@ def decode_close_list(raw: bytes, terms: Terms, contributors: Collection[int]) -
     return close
 
 
-def _require_places(close: CloseList, terms: Terms, members: list[int], masks: list[int]) -> None:
+def _require_places(close: CloseList, terms: RoundTerms, members: list[int], masks: list[int]) -> None:
     """Refuse a list whose items are not those that its members' shards have, in order."""
     owners = members if terms.kind == "gather" else [0] if close.items else []
     places = [owner * terms.shards + shard for owner in owners for shard in range(terms.shards)]

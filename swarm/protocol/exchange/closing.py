@@ -28,7 +28,7 @@ import msgspec
 from farflock.swarm.messages import Holds, Key, Message, Offer, Reduced
 from farflock.swarm.protocol.decide import Decision, Sends
 from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, has
-from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, decode_close_list
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, decode_close_list
 from farflock.swarm.protocol.exchange.fetches import Fetches
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
@@ -107,7 +107,7 @@ class Closing:
         key: Key,
         view: bytes,
         roster: Roster,
-        terms: Terms,
+        terms: RoundTerms,
         timing: Timing,
         content: Content,
         prior_tokens: int | None,

@@ -20,29 +20,16 @@ hold it: of a stage that has one living member left nobody else could.
 from collections.abc import Callable
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import (
-    Accepted,
-    Decided,
-    Holds,
-    Key,
-    Offer,
-    Prepare,
-    Promise,
-    Propose,
-    Reduced,
-    Rejected,
-)
+from farflock.swarm.messages import Decided, Holds, Key, Offer, PaxosMessage, Promise, Propose, Reduced, ShardMessage
 from farflock.swarm.protocol.exchange.actions import Action, Actions
 from farflock.swarm.protocol.exchange.availability import has
-from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
 from farflock.swarm.protocol.exchange.closing import Closing, Content
 from farflock.swarm.protocol.exchange.gather import Gather
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.timing import RESEND_S, Timing
 from farflock.swarm.protocol.exchange.voter import Voter
-
-MachineMessage = Offer | Reduced | Holds | Prepare | Promise | Propose | Accepted | Rejected | Decided
 
 
 class Collective:
@@ -57,7 +44,7 @@ class Collective:
         key: Key,
         view: bytes,
         roster: Roster,
-        terms: Terms,
+        terms: RoundTerms,
         started_s: float,
         prior_tokens: int | None = 0,
         holding: Callable[[bytes], bool] = lambda digest: False,
@@ -89,7 +76,7 @@ class Collective:
             self._actions.to_others(offer)
         self._advance(now_s, everywhere=True)
 
-    def receive(self, now_s: float, sender: int, message: MachineMessage) -> None:
+    def receive(self, now_s: float, sender: int, message: ShardMessage | PaxosMessage) -> None:
         """Take in a member's message about this key.
 
         `BadCloseList` if it carries a value that no correct member puts forward.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from farflock.swarm.messages import Message, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Actions
 from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, mask_of
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.fetches import Fetches
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
@@ -24,7 +24,7 @@ class Gather:
     def __init__(
         self,
         roster: Roster,
-        terms: Terms,
+        terms: RoundTerms,
         timing: Timing,
         actions: Actions,
         holding: Callable[[bytes], bool],

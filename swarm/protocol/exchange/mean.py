@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from farflock.swarm.messages import MAX_MEMBERS, Key, Message, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Actions, Reduce
 from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, contributions, mask_of
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.fetches import Fetches
 from farflock.swarm.protocol.exchange.offers import Input, Offers
 from farflock.swarm.protocol.exchange.roster import Roster
@@ -121,7 +121,7 @@ class Mean:
         key: Key,
         view: bytes,
         roster: Roster,
-        terms: Terms,
+        terms: RoundTerms,
         timing: Timing,
         actions: Actions,
         holding: Callable[[bytes], bool],

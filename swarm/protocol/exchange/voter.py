@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from farflock.swarm.messages import Message, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Actions
 from farflock.swarm.protocol.exchange.availability import Availability
-from farflock.swarm.protocol.exchange.close_list import Terms, decode_close_list, told
+from farflock.swarm.protocol.exchange.close_list import RoundTerms, decode_close_list, told
 from farflock.swarm.protocol.exchange.fetches import Fetches
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
@@ -23,7 +23,7 @@ class Voter:
     def __init__(
         self,
         roster: Roster,
-        terms: Terms,
+        terms: RoundTerms,
         actions: Actions,
         holding: Callable[[bytes], bool],
     ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from farflock.swarm.messages import Forgotten, Key
 from farflock.swarm.peer import round_log
-from farflock.swarm.peer.filling import HOPELESS_S
+from farflock.swarm.peer.catch_up import HOPELESS_S
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.roles import NOTHING
 
@@ -167,7 +167,7 @@ async def test_who_looks_on_anew_beside_others_that_do_asks_those_who_know(made)
 @flock(0, 0, 1, NOTHING)
 async def test_one_that_lives_and_answers_nothing_holds_nobody_up_for_ever(made):
     looker, name, mute = made.nodes[3], name_of(0), made.nodes[2]
-    mute.rounds._following.answer_query = lambda *question: None
+    mute.rounds._catch_up.answer_query = lambda *question: None
     await away(made, looker, 2 * LOG_ROUNDS)
     await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, HOPELESS_S + 10.0, "its going on")
 

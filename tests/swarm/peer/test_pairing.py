@@ -22,8 +22,9 @@ from farflock.swarm.messages import (
 )
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.pairing import DONE_KEPT, MAX_JUMP, Pairing
-from farflock.swarm.peer.streams import Reduction, Stream, work_pin
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.peer.round_log import work_pin
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
+from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.protocol.groups import group_of
 from farflock.swarm.protocol.views import Certified, Chain, Member, View
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
@@ -51,7 +52,7 @@ class Peer:
         self.pairing.open(
             Stream(
                 NAME,
-                Terms("gather", SHARDS, DEADLINE_S, group=2),
+                RoundTerms("gather", SHARDS, DEADLINE_S, group=2),
                 SHARD_BYTES,
                 lambda *_: Reduction(None),
                 self.checked,

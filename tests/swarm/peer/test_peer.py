@@ -11,8 +11,8 @@ from farflock.swarm.frame import Frame, pack
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, LogQuery, Offer, PairAbort, Ping, StateQuery, Want
 from farflock.swarm.peer.peer import ANNOUNCE_EVERY_S, Peer, RunTerms
-from farflock.swarm.peer.streams import Reduction, Stream
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
+from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.directory import MemoryTable
 from farflock.swarm.sim.network import SimNetwork
@@ -30,7 +30,7 @@ def stream(name=MEAN, group=0):
     def reduce(number, shard, inputs):
         return Reduction(b"+".join(sorted(data for _, _, data in inputs)))
 
-    terms = Terms("gather" if group else "mean", 1, deadline_s=6.0, group=group)
+    terms = RoundTerms("gather" if group else "mean", 1, deadline_s=6.0, group=group)
     return Stream(name, terms, 1000, reduce, lambda number, shard, data: True)
 
 

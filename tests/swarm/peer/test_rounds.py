@@ -13,12 +13,12 @@ import pytest
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
 from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
-from farflock.swarm.peer.round_log import LOG_ROUNDS
-from farflock.swarm.peer.streams import Reduction, Stream, work_pin
+from farflock.swarm.peer.round_log import LOG_ROUNDS, work_pin
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.decide import signed_text
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
+from farflock.swarm.protocol.exchange.streams import Reduction, Stream
 from farflock.swarm.protocol.views import Certified, View, signature_domain, view_key
 from farflock.swarm.sim.network import Faults, LinkModel
 
@@ -448,7 +448,7 @@ async def test_on_a_slow_link_a_round_takes_hardly_longer_than_its_bytes(herd):
 @pytest.mark.parametrize(("kind", "group", "most"), [("mean", 0, 4096), ("gather", 0, 64), ("gather", 2, 4096)])
 def test_a_stream_with_more_shards_than_a_close_list_can_name_is_refused(kind, group, most):
     def made(shards):
-        terms = Terms(kind, shards, group=group)
+        terms = RoundTerms(kind, shards, group=group)
         return Stream("s", terms, 10, lambda *inputs: Reduction(None), lambda *payload: True)
 
     assert made(most).terms.shards == most

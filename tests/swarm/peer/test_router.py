@@ -9,8 +9,7 @@ import pytest
 from farflock.swarm.frame import Frame
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, Leave, Message, Offer, PairPropose, Ping, Prepare
-from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.peer.router import Router, view_named
+from farflock.swarm.peer.peer import Peer, Router, RunTerms, view_named
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual

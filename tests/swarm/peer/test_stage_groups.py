@@ -12,13 +12,13 @@ import pytest
 
 from farflock.swarm.frame import unpack
 from farflock.swarm.messages import Piece, Prepare
-from farflock.swarm.peer.filling import HOPELESS_S
+from farflock.swarm.peer.catch_up import HOPELESS_S
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.round_log import LOG_ROUNDS
 from farflock.swarm.peer.snapshots import Snapshot
-from farflock.swarm.peer.streams import Stream
 from farflock.swarm.protocol import axes
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
+from farflock.swarm.protocol.exchange.streams import Stream
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import NOTHING, role_of
@@ -35,7 +35,7 @@ def name_of(stage):
 
 
 def stream(stage, wants="all", witnessed=False):
-    terms = Terms("mean", SHARDS, deadline_s=6.0, uniform=True, witnessed=witnessed)
+    terms = RoundTerms("mean", SHARDS, deadline_s=6.0, uniform=True, witnessed=witnessed)
     return Stream(name_of(stage), terms, 100_000, reduce, lambda number, shard, data: True, stage=stage, wants=wants)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from farflock.swarm.messages import Prepare
 from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.peer.streams import Stream
-from farflock.swarm.protocol.exchange.close_list import Terms
+from farflock.swarm.protocol.exchange.close_list import RoundTerms
+from farflock.swarm.protocol.exchange.streams import Stream
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.record import Record, seal
 from farflock.swarm.roles import EVERY
@@ -22,7 +22,7 @@ STAGES, SHARDS = (0, 1), 2
 
 
 def stream(stage, wants="all"):
-    terms = Terms("mean", SHARDS, uniform=True)
+    terms = RoundTerms("mean", SHARDS, uniform=True)
     return Stream(f"grad/{stage}", terms, 100_000, reduce, lambda *shard: True, stage=stage, wants=wants)
 
 

@@ -6,15 +6,16 @@ from hypothesis import strategies as st
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Decided, Key
-from farflock.swarm.peer.streams import Cadence, LoggedRound, Reduction, Stream, outcome, work_pin
+from farflock.swarm.peer.round_log import LoggedRound, outcome, work_pin
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.close_list import CloseList, Terms
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
+from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, Stream
 
 GROUP = ("p3", "p1", "p2")  # in seeded order, as views give it
 
 
 def stream(kind="mean", shards=2, first=0, stride=1, **options):
-    terms, cadence = Terms(kind, shards, **options), Cadence(first, stride)
+    terms, cadence = RoundTerms(kind, shards, **options), Cadence(first, stride)
     return Stream("weights", terms, 1000, lambda *_: Reduction(b""), lambda *_: True, cadence)
 
 

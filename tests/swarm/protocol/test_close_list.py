@@ -8,7 +8,7 @@ import pytest
 from farflock.swarm.messages import Decided, Key, Offer, Promise, Propose, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, Terms, decode_close_list
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, RoundTerms, decode_close_list
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
 
@@ -17,8 +17,8 @@ DEADLINE_S = 20.0
 STATE, OTHER_STATE = b"s" * 32, b"t" * 32
 
 
-TERMS = Terms("mean", 2, DEADLINE_S)
-GATHER = Terms("gather", 2, DEADLINE_S)
+TERMS = RoundTerms("mean", 2, DEADLINE_S)
+GATHER = RoundTerms("gather", 2, DEADLINE_S)
 
 
 def digest_of(content):
@@ -119,9 +119,9 @@ def test_the_largest_mean_fits_one_value():
     rows = tuple(RoundItem(shard, bytes(32), 2**22, everybody) for shard in range(MAX_SHARDS))
     close = CloseList(rows, tuple((member, 1.5) for member in range(MAX_MEMBERS)), 2**62, STATE)
     assert len(encoded(close)) <= MAX_VALUE_BYTES
-    assert decode_close_list(encoded(close), Terms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS)) == close
+    assert decode_close_list(encoded(close), RoundTerms("mean", MAX_SHARDS, 1.0), range(MAX_MEMBERS)) == close
     shards = MAX_SHARDS // MAX_MEMBERS
     rows = tuple(RoundItem(index, bytes(32), 2**22, mask(index // shards)) for index in range(MAX_SHARDS))
     close = CloseList(rows, close.members, 2**62, STATE)
     assert len(encoded(close)) <= MAX_VALUE_BYTES
-    assert decode_close_list(encoded(close), Terms("gather", shards, 1.0), range(MAX_MEMBERS)) == close
+    assert decode_close_list(encoded(close), RoundTerms("gather", shards, 1.0), range(MAX_MEMBERS)) == close

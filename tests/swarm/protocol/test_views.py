@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.swarm.identity import Identity
-from farflock.swarm.messages import MAX_MEMBERS
+from farflock.swarm.messages import MAX_MEMBERS, MAX_STAGES
 from farflock.swarm.protocol.decide import signed_text
 from farflock.swarm.protocol.views import (
     KEPT_VIEWS,
@@ -25,7 +25,7 @@ from farflock.swarm.protocol.views import (
     signature_domain,
     view_key,
 )
-from farflock.swarm.roles import MAX_STAGES, NOTHING
+from farflock.swarm.roles import NOTHING
 
 RUN = "run"
 IDENTITIES = [Identity.from_seed(bytes([number]) * 32) for number in range(5)]

@@ -15,8 +15,7 @@ from farflock.node.pipeline.passes.requests import (
     decode_request,
     encode,
 )
-from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CODECS, CodecId
-from farflock.swarm.roles import MAX_STAGES
+from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CODECS, MAX_STAGES, CodecId
 
 COUNT, ROUND = st.integers(0, 2**62), st.integers(-1, 2**62)
 STAGE, SOURCE = st.integers(0, MAX_STAGES - 1), st.integers(-1, MAX_STAGES - 1)

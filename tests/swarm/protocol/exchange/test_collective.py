@@ -13,7 +13,7 @@ import pytest
 from farflock.swarm.messages import Holds, Key, Offer, Reduced
 from farflock.swarm.protocol.decide import is_quorum
 from farflock.swarm.protocol.exchange.actions import Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import CloseList, Terms, decode_close_list, told
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, decode_close_list, told
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
@@ -26,7 +26,7 @@ PRIOR_TOKENS = 1000
 STATE, OTHER_STATE = b"s" * 32, b"t" * 32
 
 
-TERMS = Terms("mean", 2, DEADLINE_S)
+TERMS = RoundTerms("mean", 2, DEADLINE_S)
 
 
 def digest_of(content):
@@ -62,7 +62,7 @@ class World:
         self.n, self.shards, self.loss, self.trip_s = n, shards, loss, trip_s
         self.waits = (0.05, 1.0) if trip_s < 1 else (0.8, 1.0)  # of a trip: long lines are not so by chance
         kinds = {"uniform": kind == "uniform", "witnessed": witnessed}
-        self.terms = Terms("gather" if kind == "gather" else "mean", shards, deadline_s, **kinds)
+        self.terms = RoundTerms("gather" if kind == "gather" else "mean", shards, deadline_s, **kinds)
         self.now_s, self.serial = 0.0, itertools.count()
         self.queue = []
         self.content = {}

@@ -1,0 +1,107 @@
+"""A stream as the swarm sees it: shards, two functions of the node's, and the outcome of a round."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from farflock.swarm.links import PeerId
+from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Key
+from farflock.swarm.protocol.exchange.availability import RoundItem
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, told
+
+RoundStatus = Literal["ok", "partial", "alone", "failed", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduced shard without the corrupt payloads of `rejected` peers; None if none was usable."""
+
+    data: bytes | None
+    rejected: tuple[PeerId, ...] = ()
+
+
+# (round, shard, inputs)
+ReduceShard = Callable[[int, int, Sequence[tuple[PeerId, float, bytes]]], Reduction]
+CheckShard = Callable[[int, int, bytes], bool]  # (round, shard, payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """Which rounds are a stream's: `first` and every `stride`-th after it.
+
+    Rounds of all streams count on one axis, on which views begin.
+    """
+
+    first: int = 0
+    stride: int = 1
+
+    def upto(self, number: int) -> int:
+        """The last round that is not after `number`; one before the first if there is none."""
+        return self.first + max((number - self.first) // self.stride, -1) * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Tensors that are synchronised together: opaque shards and two functions that know them.
+
+    `max_shard_bytes` bounds what is fetched. A stream of stage `stage` is that of the peers that
+    serve it; all others only vote in its rounds. `wants` says which shards of a round this peer
+    fetches where it does not contribute: all of a state that it holds, none, or the last one alone,
+    which may say what the round is about (a pipeline's trainer).
+    """
+
+    name: str
+    terms: RoundTerms
+    max_shard_bytes: int
+    reduce: ReduceShard
+    check: CheckShard
+    cadence: Cadence = Cadence()
+    stage: int | None = None
+    wants: Literal["all", "last", "none"] = "all"
+
+    def __post_init__(self) -> None:
+        terms, first, stride = self.terms, self.cadence.first, self.cadence.stride
+        if stride < 1 or first < 0 or terms.enough < 0:
+            raise ValueError(f"stream {self.name}: first {first}, stride {stride}, enough {terms.enough}")
+        if (self.is_paired and stride > 1) or (terms.enough and (self.is_paired or terms.kind == "mean")):
+            raise ValueError(f"stream {self.name}: pairs have a stride of 1, and only a gather of all knows `enough`")
+        most = MAX_SHARDS // MAX_MEMBERS if terms.kind == "gather" and not self.is_paired else MAX_SHARDS
+        if not 1 <= terms.shards <= most:
+            raise ValueError(
+                f"stream {self.name}: a {terms.kind} has 1 to {most} shards, got {terms.shards}; cut larger ones"
+            )
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether its exchanges are between two peers each (swarm/peer/pairing.py)."""
+        return self.terms.group == 2
+
+    def wanted(self, close: CloseList) -> list[RoundItem]:
+        """The items of a round that this peer fetches although it has no part in it."""
+        match self.wants:
+            case "all":
+                return list(close.items)
+            case "last":
+                return told(close, self.terms.shards)
+            case "none":
+                return []
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What came of an exchange: `reduced` by shard, or `gathered` by peer (pairs and gathers).
+
+    `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens
+    after the round, `state` the hash of the state before it that most members had.
+    """
+
+    key: Key
+    status: RoundStatus
+    next_round: int
+    participants: tuple[PeerId, ...] = ()
+    weights: tuple[float, ...] = ()
+    reduced: tuple[bytes, ...] | None = None
+    gathered: dict[PeerId, tuple[bytes, ...]] | None = None
+    taken: tuple[bool, ...] = ()
+    tokens: int = 0
+    state: bytes = b""
