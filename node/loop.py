@@ -12,8 +12,7 @@ from functools import partial
 
 from farflock.node.reporting import Report
 from farflock.node.train.driver import Apply, Driver
-from farflock.node.train.end_barrier import EndBarrier
-from farflock.node.train.ending import end, is_over, start_over
+from farflock.node.train.ending import Barrier, end, is_over, start_over
 from farflock.node.train.exchange_client import ExchangeClient, OutOfStep, StopRequest, UnderWay, drop
 from farflock.node.train.state_sync import StateSync
 from farflock.node.train.task import TrainingTask
@@ -40,7 +39,7 @@ class Loop:
     stop: StopRequest = field(default_factory=StopRequest)
     under_way: UnderWay = field(default_factory=dict)
 
-    async def run(self, total_tokens: int, drain_s: float = 0.0, barrier: EndBarrier | None = None) -> None:
+    async def run(self, total_tokens: int, drain_s: float = 0.0, barrier: Barrier | None = None) -> None:
         """Train until the run has its tokens or `stop` is called; then wait up to `drain_s` for what is
         under way. With a barrier all peers end after the same round."""
         try:

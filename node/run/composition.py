@@ -24,11 +24,12 @@ from farflock.node.model.llama import ModelConfig
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.run.basis import largest_rank
 from farflock.node.run.split import BadSplit, even, split
-from farflock.node.run.terms import MAX_KEYS, MAX_VISIT, PipelinePlan, RunPlan
+from farflock.node.run.terms import MAX_VISIT, PipelinePlan, RunPlan
 from farflock.optimizers.catalog import SUMMING
 from farflock.optimizers.method import All, Exchange, Method
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
 from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
+from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 APART = frozenset({"diloco", "sparseloco"})  # methods whose average is kept apart from the weights that are trained
 LOOKED_AT = 64  # microbatches of each of two lanes, whose paths are tried; of planned ones whole rounds of them

@@ -26,7 +26,6 @@ from farflock.node.run.policies import NAMES, UnknownPolicy, policy_of
 from farflock.node.run.split import BadSplit, even
 from farflock.node.run.terms import (
     EMERGENCY_S,
-    MAX_KEYS,
     MAX_STAGES,
     MAX_VERSIONS,
     Asynchronous,
@@ -45,6 +44,7 @@ from farflock.swarm.paths.checkfree import BadSwap
 from farflock.swarm.paths.partial_paths import BadSkip
 from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.paths.skippipe import BadPlan
+from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual one syncs in pairs
 BATCH = 16

@@ -19,7 +19,6 @@ from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 from farflock.swarm.paths.skippipe import PathPlan
 from farflock.swarm.protocol.rebalance import RebalanceRule
 
-MAX_KEYS = 16_384  # microbatches that one contribution to a stage's round names
 MAX_STAGES = 64
 MAX_VISIT = 256  # sequences of a microbatch whose samples are named: a request is small
 MAX_VERSIONS = 64  # each is a whole copy of the stage

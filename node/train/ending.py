@@ -5,22 +5,49 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from farflock.node.reporting import Report
-from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import StopRequest, UnderWay, drop
-from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Progress
 
 ADOPT_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 0.05  # for a content that is on its way
 
 
+class Barrier(Protocol):
+    """The end of a run that all peers agree on (end_barrier.py)."""
+
+    def is_due(self, total_tokens: int) -> bool:
+        """Whether the run has its tokens."""
+        ...
+
+    async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
+        """Wait until all have ended with the same rounds, which `take_in` applies."""
+        ...
+
+
+class AdoptedState(Protocol):
+    """A node's state, as its loop's end sees it (state_sync.py)."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a decided round is missing in it."""
+        ...
+
+    async def adopt(self, timeout_s: float) -> None:
+        """Replace it by the run's."""
+        ...
+
+
 class EndingLoop(Protocol):
     """A loop, as its end sees it (node/loop.py)."""
 
-    state_sync: StateSync
     adopt: Callable[[str], Awaitable[None]] | None
     stop: StopRequest
     under_way: UnderWay
+
+    @property
+    def state_sync(self) -> AdoptedState:
+        """This node's state in the run."""
+        ...
 
     @property
     def report(self) -> Report:
@@ -41,12 +68,12 @@ class EndingLoop(Protocol):
         ...
 
 
-def is_over(loop: EndingLoop, total_tokens: int, barrier: EndBarrier | None) -> bool:
+def is_over(loop: EndingLoop, total_tokens: int, barrier: Barrier | None) -> bool:
     """Whether the run has its tokens: with a barrier by what all agree on, else by this node's estimate."""
     return loop.progress.tokens >= total_tokens if barrier is None else barrier.is_due(total_tokens)
 
 
-async def end(loop: EndingLoop, barrier: EndBarrier | None, drain_s: float) -> None:
+async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None:
     """End with the same rounds as everybody else, where there is a barrier; then drain."""
 
     async def take_in() -> None:

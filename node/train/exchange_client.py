@@ -8,20 +8,21 @@ between them only waits.
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.codec import CorruptPayload
-from farflock.node.run.terms import MAX_KEYS
 from farflock.node.train import microbatch_ids
 from farflock.node.train.driver import Claim
 from farflock.node.train.shards import Inputs, Reducer, ShardLayout, decode_all, weighted_mean
 from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, RandomGroups, Ranges, Result, Tensors
 from farflock.optimizers.parts.state import Shapes
-from farflock.swarm.peer.peer import Peer
+from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOutcome, Stream
+from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 STOPPING_WAIT_S = 2.0  # for an answer on its way: a lone peer stops at the same state whenever it is asked to
 MIN_WAIT_S = 0.001  # a shorter wait than the clock can tell would never end in virtual time
@@ -41,6 +42,34 @@ class EncodedExchange:
     exchange: Exchange
     payloads: tuple[bytes, ...]
     claim: Claim
+
+
+class ExchangePeer(Protocol):
+    """A peer, as its node's exchanges see it (swarm/peer/peer.py)."""
+
+    port: PeerContext
+
+    def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
+        """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
+        ...
+
+    async def exchange(
+        self, name: str, number: int, shards: Sequence[bytes], *, weight: float, tokens: int, state: bytes
+    ) -> RoundOutcome:
+        """Bring encoded shards to a round of a stream."""
+        ...
+
+    def decided(self, name: str, number: int) -> RoundOutcome | None:
+        """Return a collective round that was decided without this peer; None if there is no such."""
+        ...
+
+    def newest(self, name: str) -> int:
+        """The last round that is known to be decided; -1 for pairs, whose rounds are their own."""
+        ...
+
+    def run_s(self) -> float:
+        """The run's time."""
+        ...
 
 
 class Decoded(Mapping[str, Tensor]):
@@ -92,7 +121,7 @@ class ExchangeClient:
     """Carries the exchanges of one node's method over its peer: those of one stage of the model, or
     (None) of all of it."""
 
-    def __init__(self, peer: Peer, run_seed: int, stage: int | None = None) -> None:
+    def __init__(self, peer: ExchangePeer, run_seed: int, stage: int | None = None) -> None:
         self._peer, self._run_seed, self.stage = peer, run_seed, stage
         self._codings: dict[str, _Coding] = {}
 
@@ -175,10 +204,8 @@ class ExchangeClient:
         return self._codings[stream].name
 
     def newest(self, stream: str) -> int:
-        """The last round of a group's stream that is known to be decided; below 0 for pairs, whose
-        rounds are their own."""
-        name, rounds = self.name(stream), self._peer.rounds
-        return rounds.newest(name) if name in rounds.names else -1
+        """The last round of a stream that is known to be decided."""
+        return self._peer.newest(self.name(stream))
 
     def feedback(self) -> dict[str, Tensor]:
         """Return the reducers' residuals, for a checkpoint."""
@@ -224,7 +251,7 @@ class ExchangeClient:
         """What the others decode of my contribution, if I brought one."""
         if not payloads:
             return None
-        own = gathered.get(self._peer.me) if gathered is not None else None
+        own = gathered.get(self._peer.port.me) if gathered is not None else None
         return own or Decoded(tuple(coding.shapes), lambda: decode_all(coding.out, number, payloads, coding.shapes))
 
 

@@ -12,10 +12,9 @@ from typing import Annotated
 import msgspec
 
 from farflock.compression.codec import CorruptPayload
-from farflock.node.run.terms import MAX_KEYS
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.exchange.streams import Reduction
-from farflock.swarm.protocol.gradient_leases import GradientKey
+from farflock.swarm.protocol.gradient_leases import MAX_KEYS, GradientKey
 
 MAX_BYTES = 64 * 1024
 LATE = -1

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import safetensors.torch
 import torch
@@ -16,8 +17,8 @@ from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.method import ExchangeKey, State
 from farflock.optimizers.parts.state import WrongState, counter, state_hash
 from farflock.swarm.compute import Compute
-from farflock.swarm.peer.peer import Peer
-from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
+from farflock.swarm.peer.context import PeerContext
+from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 
 STATE = "state"  # the name under which a method's whole state is served
 MARK = "mark."  # in a snapshot, before a name of `StateSync.marks`
@@ -33,11 +34,22 @@ class CorruptSnapshot(Exception):
     """A downloaded snapshot that is not what its hash says, or not a state at all."""
 
 
+class StatePeer(Protocol):
+    """A peer, as its node's state sync sees it (swarm/peer/peer.py)."""
+
+    port: PeerContext
+    snapshots: Snapshots
+
+    def reach(self, stage: int | None = None) -> int:
+        """The earliest round from which the logs of a stage's streams go on; -1 where none is open."""
+        ...
+
+
 class StateSync:
     """One node's state in one run, for one method: of the stage of its exchange client, or of the whole
     model."""
 
-    def __init__(self, peer: Peer, driver: Driver, client: ExchangeClient, compute: Compute) -> None:
+    def __init__(self, peer: StatePeer, driver: Driver, client: ExchangeClient, compute: Compute) -> None:
         self._peer, self._driver, self._client, self._compute = peer, driver, client, compute
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
         self.marks: dict[str, int] = {}  # numbers that go with the state: a peer that adopts it has them too

@@ -246,9 +246,10 @@ class Peer:
         known = name not in self._pair_streams and name not in self.branching.adrift
         return self.rounds.decided(name, number) if known else None
 
-    def tokens(self, name: str) -> int:
-        """The run's agreed tokens, as of the last decided round of a collective stream (0 for pairs)."""
-        return 0 if name in self._pair_streams else self.rounds.tokens(name)
+    def newest(self, name: str) -> int:
+        """The last round of a collective stream that is known to be decided; -1 for pairs, whose rounds
+        are their own."""
+        return self.rounds.newest(name) if name in self.rounds.names else -1
 
     def reach(self, stage: int | None = None) -> int:
         """The earliest round of the collective streams of a stage (None: of the whole model) whose state the logs can bring up

@@ -19,6 +19,7 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 
 GradientKey = tuple[PeerId, int]  # trainer, microbatch
+MAX_KEYS = 16_384  # microbatches that one contribution to a stage's round names
 REMEMBERED = 4096  # committed keys, and refused ones, for who asks again
 
 Begin = Literal["run", "again", "busy", "nothing"]

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.compression.codec import CorruptPayload
-from farflock.node.run.terms import MAX_KEYS
 from farflock.node.train.microbatch_ids import LATE, MAX_BYTES, joined, joined_ages, read, read_ages, union, written
+from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
 KEYS = st.sets(st.tuples(st.text(max_size=8), st.integers(0, 2**62)), max_size=30)
 ODD = {

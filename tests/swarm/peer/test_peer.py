@@ -188,7 +188,7 @@ async def test_a_mean_and_a_pair_go_their_own_ways_and_bring_the_same_to_both(wo
         assert result.status == "ok"
         assert sorted(result.gathered.values()) == [(content,) for content in both]
     for peer in (one, two):
-        assert (peer.tokens(MEAN), peer.tokens(PAIRS)) == (20, 0)
+        assert (peer.rounds.tokens(MEAN), peer.newest(MEAN), peer.newest(PAIRS)) == (20, 0, -1)
         assert peer.decided(MEAN, number).reduced == (b"+".join(both),)
         assert peer.decided(MEAN, number + 1) is None
         assert peer.decided(PAIRS, number) is None
