@@ -67,7 +67,7 @@ class Store:
         self._budget_bytes = budget_bytes
         self._chunks: collections.OrderedDict[bytes, bytes] = collections.OrderedDict()
         self._pins: dict[bytes, set[Hashable]] = {}
-        self._pinned_by: dict[Hashable, set[bytes]] = {}
+        self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in their order: it decides which goes out first
         self.size_bytes = 0
 
     def __contains__(self, digest: bytes) -> bool:
@@ -90,7 +90,7 @@ class Store:
     def pin(self, digest: bytes, pin: Hashable) -> None:
         """Keep a chunk that is here for one more user."""
         self._pins.setdefault(digest, set()).add(pin)
-        self._pinned_by.setdefault(pin, set()).add(digest)
+        self._pinned_by.setdefault(pin, {})[digest] = None
 
     def release(self, pin: Hashable) -> None:
         """This user needs its chunks no longer; they stay while there is room."""
@@ -98,10 +98,10 @@ class Store:
 
     def keep_only(self, digests: Collection[bytes], pin: Hashable) -> None:
         """This user needs no more than these of its chunks; the others stay while there is room."""
-        pinned = self._pinned_by.pop(pin, set())
-        if kept := pinned.intersection(digests):
+        pinned, wanted = self._pinned_by.pop(pin, {}), set(digests)
+        if kept := {digest: None for digest in pinned if digest in wanted}:
             self._pinned_by[pin] = kept
-        for digest in pinned - kept:
+        for digest in (digest for digest in pinned if digest not in kept):
             pins = self._pins[digest]
             pins.discard(pin)
             if not pins:

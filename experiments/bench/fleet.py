@@ -21,7 +21,6 @@ from farflock.experiments.measure.metric import NotMeasured
 
 START_TIMEOUT_S = 90.0
 ANSWER_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 5.0
 LINE_BYTES = 4 * 1024 * 1024
 MAX_COMMANDS = 64
 ROOT = Path(__file__).resolve().parents[2]

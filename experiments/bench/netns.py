@@ -21,7 +21,6 @@ BURST_BYTES = 64 * 1024
 QUEUE_MS = 50  # what a full queue holds packets back
 TRAIN = "8"  # packets that one cable hands over together: the limit counts each, the machine works for all at once
 COMMAND_TIMEOUT_S = 10.0
-BITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 COLUMNS = ("metric", "value", "yardstick", "ratio", "n", "load", "unit", "note")
 
 
@@ -31,10 +29,6 @@ class Metric:
     load: float
     unit: str = "s"
     note: str = ""
-
-    def line(self) -> str:
-        """The metric as one line of JSON."""
-        return msgspec.json.encode(self).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +65,6 @@ def turns(
     for work in works:
         work()  # the first run fills caches
     return [tuple(seconds(work, clock) for work in works) for _ in range(repeats)]
-
-
-def alternate(repeats: int, *works: Callable[[], object]) -> tuple[float, ...]:
-    """Median seconds of each, measured in alternation, so that a slow minute of the machine hits all of them alike."""
-    return tuple(statistics.median(column) for column in zip(*turns(repeats, *works), strict=True))
 
 
 def medians(pairs: Sequence[Sequence[float]]) -> tuple[float, float, float]:

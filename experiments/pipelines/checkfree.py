@@ -16,11 +16,11 @@ import msgspec
 from torch import Tensor
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, sampled
-from farflock.node.model.corpus import load_corpus
+from farflock.experiments.pipelines.text import texts
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient, Stage
 from farflock.node.pipeline.recovery.policy import Situation, source
 from farflock.node.pipeline.recovery.rebuild import GradientScale, Neighbour, bumped_rate, neighbour_mean, partner_copy
@@ -73,38 +73,18 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """A failure, what the stage was made from, and the held-out loss before and directly after."""
-
-    failure: Failure
-    source: str
-    before: float
-    after: float
-
-
-@dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm's held-out losses in nats a token, at the trial's points, and its recoveries; `progress` is how many of the spent
-    steps are in its weights."""
+    """One arm's held-out losses in nats a token, at the trial's points, and its recoveries, each
+    with what it added to the loss; `progress` is how many of the spent steps are in its weights."""
 
-    name: str
     losses: tuple[float, ...]
-    recoveries: tuple[Recovered, ...]
+    recoveries: tuple[tuple[Failure, float], ...]
     progress: int
 
     @property
     def bump(self) -> float:
         """How much a recovery adds to the loss at once, on average; 0 without any."""
-        return fmean([one.after - one.before for one in self.recoveries] or [0.0])
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """All arms of one trial, and the trace that they met."""
-
-    trial: Trial
-    failures: tuple[Failure, ...]
-    arms: tuple[Arm, ...]
+        return fmean([added for _, added in self.recoveries] or [0.0])
 
 
 def trace(trial: Trial) -> tuple[Failure, ...]:
@@ -120,12 +100,11 @@ def trace(trial: Trial) -> tuple[Failure, ...]:
     return tuple(failures)
 
 
-def experiment(trial: Trial, arms: Sequence[str] = ARMS) -> Outcome:
-    """All arms from the same weights, over the same batches, with the same trace."""
-    corpus = load_corpus("shakespeare")
-    train, held_out = (ByteTokenizer().encode(text) for text in (corpus.train, corpus.held_out))
-    failures = trace(trial)
-    return Outcome(trial, failures, tuple(run(trial, name, failures, Text.of(trial, train, held_out)) for name in arms))
+def experiment(trial: Trial) -> tuple[tuple[Failure, ...], dict[str, Arm]]:
+    """All arms from the same weights, over the same batches, with the same trace; that comes first."""
+    train, held_out, _ = texts()
+    failures, text = trace(trial), Text.of(trial, train, held_out)
+    return failures, {name: run(trial, name, failures, text) for name in ARMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +152,13 @@ def compute(size: Size, progress: Progress) -> Table:
         outcomes.append(experiment(trial))
         progress(number / len(size.seeds))
     rows = []
-    for place, name in enumerate(ARMS):
-        arms = [outcome.arms[place] for outcome in outcomes]
+    for name in ARMS:
+        arms = [found[name] for _, found in outcomes]
         for of, when in enumerate(WHEN):
             rows.append(sampled(f"{name}, {when}", [arm.losses[of] for arm in arms]))
         rows.append(sampled(f"{name}, added by a recovery", [arm.bump for arm in arms]))
         rows.append(sampled(f"{name}, steps in the weights", [arm.progress for arm in arms]))
-    lost = sum(len(outcome.failures) for outcome in outcomes)
+    lost = sum(len(failures) for failures, _ in outcomes)
     return Table(rows, f"{len(outcomes)} seeds of {size.steps} steps, {lost} stages lost")
 
 
@@ -188,7 +167,8 @@ def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm
     pipeline = Pipeline(trial, text, name in SWAPPED)
     recover = Recovery(pipeline, name)
     met = [] if name in UNBROKEN else failures
-    losses, recoveries = [], []
+    losses: list[float] = []
+    recoveries: list[tuple[Failure, float]] = []
     for spent in range(1, trial.steps + 1):
         pipeline.train()
         if name == "checkpoint" and pipeline.step % trial.checkpoint_every == 0:
@@ -196,11 +176,11 @@ def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm
         for failure in met:
             if failure.step == spent:
                 before = pipeline.loss()
-                how = recover(failure.stage)
-                recoveries.append(Recovered(failure, how, before, pipeline.loss()))
+                recover(failure.stage)
+                recoveries.append((failure, pipeline.loss() - before))
         if spent in trial.points:
             losses.append(pipeline.loss())
-    return Arm(name, tuple(losses), tuple(recoveries), pipeline.step)
+    return Arm(tuple(losses), tuple(recoveries), pipeline.step)
 
 
 class Served:

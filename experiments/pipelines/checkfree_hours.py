@@ -10,7 +10,6 @@ passes cost in computation alone.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact
@@ -29,46 +28,6 @@ TABLE: dict[str, tuple[tuple[float, float], ...]] = {
     "checkfree": ((91.32, 367.81), (91.32, 405.87), (92.12, 562.96)),
     "checkfree+": ((91.32, 355.13), (91.32, 367.81), (92.12, 460.60)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What one cell of the table says: iterations, their ratio to those of a strategy that loses nothing, and, if each failure
-    cost equally much, how many iterations one cost."""
-
-    strategy: str
-    rate: float
-    published_h: float
-    iterations: float
-    penalty: float
-    iterations_a_failure: float
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """What checkpoints every `period` iterations must cost by replay alone: hours, beside the table's."""
-
-    rate: float
-    probability: float
-    period: int
-    iterations: float
-    hours: float
-    published_h: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hours:
-    """The whole: the table as read; the replay as predicted with the rate of six stages, and with the code's probability; the
-    period that replay alone would need to explain the table's checkpointing; redundancy's predicted and published time for an
-    iteration; the cheapest strategy by rate; and where redundancy overtakes each CheckFree."""
-
-    read: tuple[Read, ...]
-    replays: tuple[Replay, ...]
-    code_replays: tuple[Replay, ...]
-    explaining_periods: tuple[float, ...]
-    redundant_iteration_s: tuple[float, float]
-    cheapest: tuple[str, ...]
-    crossovers: dict[str, float | None]
 
 
 def probability(rate_per_h: float, iteration_s: float, stages: int = STAGES) -> float:
@@ -114,46 +73,21 @@ def useful_iterations() -> float:
     return GRANULE * round(hours * 3600 / iteration_s / GRANULE)
 
 
-def model() -> Hours:
-    """Everything; no randomness."""
-    useful = useful_iterations()
-    plain_s = TABLE["checkpointing"][0][0]
-    hours = {name: [h for _, h in cells] for name, cells in TABLE.items()}
-    chances = [probability(rate, plain_s) for rate in RATES]
-    return Hours(
-        read=tuple(_read(name, place, useful, chances[place]) for name in TABLE for place in range(len(RATES))),
-        replays=_replays(useful, chances),
-        code_replays=_replays(useful, CODE_PROBABILITY),
-        explaining_periods=tuple(
-            explaining_period(useful, hours["checkpointing"][place] * 3600 / plain_s, chance)
-            for place, chance in enumerate(chances)
-        ),
-        redundant_iteration_s=(redundant_iteration_s(plain_s), TABLE["redundancy"][0][0]),
-        cheapest=tuple(min(zip(column, TABLE, strict=True))[1] for column in zip(*hours.values(), strict=True)),
-        crossovers={name: crossover(RATES, hours[name], hours["redundancy"]) for name in ("checkfree", "checkfree+")},
-    )
-
-
-def _read(strategy: str, place: int, useful: float, chance: float) -> Read:
+def iterations(strategy: str, place: int) -> float:
+    """Those that a cell's hours are, at the rate of this place."""
     iteration_s, hours = TABLE[strategy][place]
-    iterations = hours * 3600 / iteration_s
-    return Read(
-        strategy=strategy,
-        rate=RATES[place],
-        published_h=hours,
-        iterations=iterations,
-        penalty=iterations / useful,
-        iterations_a_failure=(1 - useful / iterations) / chance,
-    )
+    return hours * 3600 / iteration_s
 
 
-def _replays(useful: float, chances: Sequence[float]) -> tuple[Replay, ...]:
-    made = []
-    for rate, chance, (iteration_s, published) in zip(RATES, chances, TABLE["checkpointing"], strict=True):
-        for period in PERIODS:
-            iterations = replayed(useful, period, chance)
-            made.append(Replay(rate, chance, period, iterations, iterations * iteration_s / 3600, published))
-    return tuple(made)
+def replay_h(place: int, period: int, chance: float) -> float:
+    """Hours that checkpoints every `period` iterations must cost by replay alone."""
+    return replayed(useful_iterations(), period, chance) * TABLE["checkpointing"][place][0] / 3600
+
+
+def crossovers() -> dict[str, float | None]:
+    """Where redundancy overtakes each CheckFree."""
+    hours = {name: [h for _, h in cells] for name, cells in TABLE.items()}
+    return {name: crossover(RATES, hours[name], hours["redundancy"]) for name in ("checkfree", "checkfree+")}
 
 
 class Size(Parameters, frozen=True, kw_only=True):
@@ -161,26 +95,26 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """`model` as rows: what the table's cells say, what is predicted, and where the lines cross (100 % if they do not)."""
-    found = model()
-    rows = [
-        row
-        for one in found.read
-        for row in (
-            exact(f"{one.strategy}, {one.rate:.0%}, hours", one.published_h),
-            exact(f"{one.strategy}, {one.rate:.0%}, times the iterations", one.penalty),
-        )
-    ]
-    for what, replays in (("six stages", found.replays), ("the code's probability", found.code_replays)):
-        rows += [exact(f"replay every {one.period}, {one.rate:.0%}, {what}, hours", one.hours) for one in replays]
+    """What the table's cells say, what is predicted, and where the lines cross (100 % if they do not)."""
+    useful, plain_s = useful_iterations(), TABLE["checkpointing"][0][0]
+    chances = [probability(rate, plain_s) for rate in RATES]
+    rows = []
+    for name, cells in TABLE.items():
+        for place, (rate, (_, hours)) in enumerate(zip(RATES, cells, strict=True)):
+            rows.append(exact(f"{name}, {rate:.0%}, hours", hours))
+            rows.append(exact(f"{name}, {rate:.0%}, times the iterations", iterations(name, place) / useful))
+    for what, each in (("six stages", chances), ("the code's probability", CODE_PROBABILITY)):
+        for place, (rate, chance) in enumerate(zip(RATES, each, strict=True)):
+            for period in PERIODS:
+                hours = replay_h(place, period, chance)
+                rows.append(exact(f"replay every {period}, {rate:.0%}, {what}, hours", hours))
+    for (_, hours), rate, chance in zip(TABLE["checkpointing"], RATES, chances, strict=True):
+        period_that = explaining_period(useful, hours * 3600 / plain_s, chance)
+        rows.append(exact(f"period that explains checkpointing, {rate:.0%}", period_that))
     rows += [
-        exact(f"period that explains checkpointing, {rate:.0%}", period)
-        for rate, period in zip(RATES, found.explaining_periods, strict=True)
+        exact("redundant forward passes, seconds", redundant_iteration_s(plain_s)),
+        exact("redundancy in the table, seconds", TABLE["redundancy"][0][0]),
     ]
-    rows += [
-        exact("redundant forward passes, seconds", found.redundant_iteration_s[0]),
-        exact("redundancy in the table, seconds", found.redundant_iteration_s[1]),
-    ]
-    rows += [exact(f"{name} is overtaken at, %", 100 * (at or 1.0)) for name, at in found.crossovers.items()]
+    rows += [exact(f"{name} is overtaken at, %", 100 * (at or 1.0)) for name, at in crossovers().items()]
     progress(1.0)
-    return Table(rows, f"{useful_iterations():.0f} iterations without failures, {STAGES} stages")
+    return Table(rows, f"{useful:.0f} iterations without failures, {STAGES} stages")

@@ -7,15 +7,14 @@ which its wires share. Nothing is forgotten, and nobody rests.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from farflock.experiments.pipelines import planned, released
-from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
-from farflock.experiments.placement import regions
+from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact, sampled
 from farflock.experiments.placement.layout import LinkCosts
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths import planner as skip_planner
@@ -24,6 +23,14 @@ from farflock.swarm.paths.timetable import timetable
 
 MICROBATCHES = 30
 FEW_ORIGINS = 3  # as many as the later stages have nodes
+IDEAS = {  # the plan without it, and the one with it
+    "fewer hops, three origins": ("full, three origins", "skipping, three origins"),
+    "fewer hops, five origins": ("full, five origins", "skipping, five origins"),
+    "more origins, full": ("full, three origins", "full, five origins"),
+    "more origins, skipping": ("skipping, three origins", "skipping, five origins"),
+    "path choice, theirs": ("random", "collision-aware"),
+    "collision awareness": ("not collision-aware", "collision-aware"),
+}
 
 
 class Wires:
@@ -58,81 +65,44 @@ class Wires:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The network and the work: seconds of a forward pass, the table's mistake or not, lines shared or not."""
+    """The network and the work: seconds of a forward pass, lines shared or not."""
 
     forward_s: float = released.FORWARD_S
-    mistaken: bool = False
     shared_lines: bool = True
 
     def makespan_s(self, plan: PathPlan) -> float:
         """Seconds until the last microbatch of a plan is back."""
-        gcp = regions.load()["gcp"]
-        return self._run(plan, gcp.links(gcp.turns(released.NODES), released=self.mistaken))
-
-    def _run(self, plan: PathPlan, links: LinkCosts) -> float:
+        links = released.links(mistaken=False)
         wires = Wires(planned.NAMES, links, released.MICROBATCH_BYTES, released.OVERHEAD_S, self.shared_lines)
         forward_s = dict.fromkeys(planned.NAMES, self.forward_s)
         return timetable(plan, forward_s, released.MEMORY, wires.send).makespan_s
 
     def planned(self, seed: int, work: int) -> PathPlan:
         """Our planner's plan for this network: its estimates know no queues, its judge is this simulation."""
-        gcp = regions.load()["gcp"]
-        links = gcp.links(gcp.turns(released.NODES), released=self.mistaken)
-        wanted = planned.instance(released.delays_s(self.mistaken), self.forward_s)
-        return skip_planner.plan_paths(wanted, seed, work, lambda plan: self._run(plan, links))
+        wanted = planned.instance(released.delays_s(mistaken=False), self.forward_s)
+        return skip_planner.plan_paths(wanted, seed, work, self.makespan_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Effects:
-    """Makespans in seconds of thirty microbatches. `full` visits all six stages by three chains of nodes, `skipping` four by
-    the five chains that were drawn by chance; every origin takes all chains in turn, which three origins do, or all five. The
-    others have five origins and the paths that somebody chose: drawn by chance, the released plans, and ours."""
-
-    full_three: float
-    full_five: float
-    skipping_three: float
-    skipping_five: float
-    random: float
-    not_collision_aware: float
-    collision_aware: float
-    ours: float
-
-    @property
-    def fewer_hops(self) -> tuple[float, float]:
-        """How many times as fast skipping is, from three origins and from five."""
-        return self.full_three / self.skipping_three, self.full_five / self.skipping_five
-
-    @property
-    def more_origins(self) -> tuple[float, float]:
-        """How many times as fast five origins are as three, with full paths and with skipping ones."""
-        return self.full_three / self.full_five, self.skipping_three / self.skipping_five
-
-    @property
-    def path_choice(self) -> tuple[float, float]:
-        """How many times as fast chosen paths are as those drawn by chance: the released plan's, and ours."""
-        return self.random / self.collision_aware, self.random / self.ours
-
-    @property
-    def collision_awareness(self) -> float:
-        """How many times as fast the released plan is as the one made without regard to collisions."""
-        return self.not_collision_aware / self.collision_aware
+def makespans(setting: Setting) -> dict[str, float]:
+    """Seconds of thirty microbatches. `full` visits all six stages by three chains of nodes, `skipping` four by the five chains
+    that were drawn by chance; every origin takes all chains in turn, which three origins do, or all five. The others have five
+    origins and the paths that somebody chose: drawn by chance, and the released plans."""
+    full, skipping, every = _chains(released.FULL), _chains(released.RANDOM), len(released.PARTITION[0])
+    plans = {
+        "full, three origins": _in_turn(full, FEW_ORIGINS),
+        "full, five origins": _in_turn(full, every),
+        "skipping, three origins": _in_turn(skipping, FEW_ORIGINS),
+        "skipping, five origins": _in_turn(skipping, every),
+        "random": planned.as_plan(released.RANDOM.values()),
+        "not collision-aware": planned.as_plan(released.NOT_COLLISION_AWARE.values()),
+        "collision-aware": planned.as_plan(released.COLLISION_AWARE.values()),
+    }
+    return {name: setting.makespan_s(plan) for name, plan in plans.items()}
 
 
-def effects(setting: Setting, seed: int = 0, work: int = skip_planner.WORK) -> Effects:
-    """The three effects, one at a time."""
-    full = _chains(released.FULL)
-    skipping = _chains(released.RANDOM)
-    plans = (
-        _in_turn(full, FEW_ORIGINS),
-        _in_turn(full, len(released.PARTITION[0])),
-        _in_turn(skipping, FEW_ORIGINS),
-        _in_turn(skipping, len(released.PARTITION[0])),
-        planned.as_plan(released.RANDOM.values()),
-        planned.as_plan(released.NOT_COLLISION_AWARE.values()),
-        planned.as_plan(released.COLLISION_AWARE.values()),
-        setting.planned(seed, work),
-    )
-    return Effects(*map(setting.makespan_s, plans))
+def effects(made_s: Mapping[str, float]) -> dict[str, float]:
+    """How many times as fast each idea makes them, one at a time."""
+    return {idea: made_s[without] / made_s[with_it] for idea, (without, with_it) in IDEAS.items()}
 
 
 def _chains(paths: released.Paths) -> list[released.Path]:
@@ -160,39 +130,18 @@ def compute(size: Size, progress: Progress) -> Table:
     """Makespans in seconds where links queue, how many times as fast each idea makes them, and how many times as long the
     released plan takes as our planner's: where links queue, and in the released simulation."""
     setting = Setting(forward_s=size.forward_s)
-    made, besides = [], []
+    made_s, ours_s, over = makespans(setting), [], []
     for number, seed in enumerate(size.seeds, 1):
-        made.append(effects(setting, seed, size.work))
-        besides.append(planned.beside(seed, size.work, size.forward_s))
+        ours_s.append(setting.makespan_s(setting.planned(seed, size.work)))
+        over.append(planned.theirs_over_ours(seed, size.work, size.forward_s))
         progress(number / len(size.seeds))
-    ours = [
-        sampled("ours", [one.ours for one in made]),
-        sampled("path choice, ours", [one.path_choice[1] for one in made]),
-        sampled("theirs over ours, links queue", [one.collision_aware / one.ours for one in made]),
-        sampled(
-            "theirs over ours, their simulation", [one.theirs_simulated / one.ours_judged_simulated for one in besides]
-        ),
-    ]
     return Table(
-        [*_released(made[0]), *ours],
+        [
+            *(exact(name, value) for name, value in (made_s | effects(made_s)).items()),
+            sampled("ours", ours_s),
+            sampled("path choice, ours", [made_s["random"] / one for one in ours_s]),
+            sampled("theirs over ours, links queue", [made_s["collision-aware"] / one for one in ours_s]),
+            sampled("theirs over ours, their simulation", over),
+        ],
         f"{MICROBATCHES} microbatches, {released.NODES} nodes, {size.work} plans judged, {len(size.seeds)} seeds",
     )
-
-
-def _released(found: Effects) -> list[Row]:
-    """What the planner's seed has no part in."""
-    return [
-        exact("full, three origins", found.full_three),
-        exact("full, five origins", found.full_five),
-        exact("skipping, three origins", found.skipping_three),
-        exact("skipping, five origins", found.skipping_five),
-        exact("random", found.random),
-        exact("not collision-aware", found.not_collision_aware),
-        exact("collision-aware", found.collision_aware),
-        exact("fewer hops, three origins", found.fewer_hops[0]),
-        exact("fewer hops, five origins", found.fewer_hops[1]),
-        exact("more origins, full", found.more_origins[0]),
-        exact("more origins, skipping", found.more_origins[1]),
-        exact("path choice, theirs", found.path_choice[0]),
-        exact("collision awareness", found.collision_awareness),
-    ]

@@ -6,7 +6,6 @@ may forget a microbatch (experiments/pipelines/skippipe.py), which makes a plan 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from farflock.experiments.pipelines import released
 from farflock.experiments.pipelines.released import Start
@@ -64,31 +63,15 @@ def simulated_s(plan: PathPlan, delays_s: Delays, forward_s: float = released.FO
     return math.inf if outcome.forgotten else outcome.makespan_s
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """Seconds of the released collision-aware plan, of ours made with our own timetable, and of ours made with the released
-    simulation as judge; each in the released simulation and by our timetable."""
-
-    theirs_simulated: float
-    ours_simulated: float
-    ours_judged_simulated: float
-    theirs_timed: float
-    ours_timed: float
-    ours_judged_timed: float
-
-
-def beside(
-    seed: int = 0, work: int = skip_planner.WORK, forward_s: float = released.FORWARD_S, mistaken: bool = True
-) -> Beside:
-    """Plan twice, and compare."""
-    delays_s = released.delays_s(mistaken)
+def judged(seed: int, work: int, forward_s: float = released.FORWARD_S) -> PathPlan:
+    """Our planner's plan, with the released simulation as its judge."""
+    delays_s = released.delays_s()
     wanted = instance(delays_s, forward_s)
+    return skip_planner.plan_paths(wanted, seed, work, lambda plan: simulated_s(plan, delays_s, forward_s))
 
-    def judge(plan: PathPlan) -> float:
-        return simulated_s(plan, delays_s, forward_s)
 
-    theirs = as_plan(released.COLLISION_AWARE.values())
-    ours = skip_planner.plan_paths(wanted, seed, work)
-    judged = skip_planner.plan_paths(wanted, seed, work, judge)
-    plans = (theirs, ours, judged)
-    return Beside(*map(judge, plans), *(wanted.timetable(plan).makespan_s for plan in plans))
+def theirs_over_ours(seed: int, work: int, forward_s: float) -> float:
+    """How many times as long the released collision-aware plan takes as ours, both in the released simulation."""
+    plans = as_plan(released.COLLISION_AWARE.values()), judged(seed, work, forward_s)
+    theirs_s, ours_s = (simulated_s(plan, released.delays_s(), forward_s) for plan in plans)
+    return theirs_s / ours_s

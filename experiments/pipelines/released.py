@@ -5,10 +5,12 @@ links (`experiments/placement/regions.toml`, `gcp`). The released delays hold th
 London; without it the same plans are simulated on links as they must have been.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from farflock.experiments.placement import regions
+from farflock.experiments.placement.layout import LinkCosts
 
 PARTITION = (
     (0, 3, 4, 10, 11),
@@ -100,10 +102,16 @@ def planned_starts(paths: Paths) -> Iterator[Start]:
                 yield Start(100 * turn + 10 * q + lane, 2.5 * turn + q, each[(3 * turn + q) % len(each)])
 
 
+@functools.cache
+def links(mistaken: bool) -> LinkCosts:
+    """The links of the nodes, as released or as they must have been."""
+    gcp = regions.load()["gcp"]
+    return gcp.links(gcp.turns(NODES), released=mistaken)
+
+
 def delays_s(mistaken: bool = True) -> list[list[float]]:
     """Seconds that a microbatch takes from a node to another one; `mistaken` as released. From a node to itself nothing is
     sent, and what stands there says nothing."""
-    gcp = regions.load()["gcp"]
-    links = gcp.links(gcp.turns(NODES), released=mistaken)
-    delays: list[list[float]] = (links.latency_s + MICROBATCH_BYTES / links.bandwidth + OVERHEAD_S).tolist()
+    found = links(mistaken)
+    delays: list[list[float]] = (found.latency_s + MICROBATCH_BYTES / found.bandwidth + OVERHEAD_S).tolist()
     return delays

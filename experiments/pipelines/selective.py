@@ -8,8 +8,9 @@ network, and nothing is late. That a constrained replica's activations are coord
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -18,15 +19,14 @@ from torch import Tensor
 
 from farflock.compression.catalog import codec
 from farflock.compression.subspace import Basis, project, settled
-from farflock.experiments.measure.threads import one_thread
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact, sampled
-from farflock.node.errors import Failure
-from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.experiments.pipelines.text import texts
+from farflock.experiments.pipelines.tuning import tuned
 from farflock.node.model.data import Batches, evaluation
 from farflock.node.model.evaluation import evaluate
 from farflock.node.model.llama import Llama, ModelConfig, build, next_token_loss
 from farflock.node.model.replica import PlainReplica
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+from farflock.node.model.tokenizer import TokenIds
 from farflock.node.train.shards import ShardLayout, decode_all
 from farflock.optimizers.method import Exchange, Result, Tensors
 from farflock.optimizers.method import Progress as Step
@@ -169,22 +169,22 @@ def train(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> Mappi
     return group[0].method.eval_params(group[0].replica)
 
 
+def loss(size: Size, arm: Arm, rate: float, seed: int) -> float:
+    """The held-out loss of the group's weights after its last round, infinite if it diverged."""
+    text, rest, _ = texts()
+    weights = train(size, arm, rate, seed, text)
+    if weights is None:
+        return math.inf
+    model = build(MODEL, 0)
+    model.load_state_dict(dict(weights))
+    found = evaluate(model, *evaluation(rest, SEQ, size.held_out)).mean
+    return found if math.isfinite(found) else math.inf
+
+
 def compute(size: Size, progress: Progress) -> Table:
     """Held-out losses at each arm's best rate, nats a token, and what selection saves; `Failure` if an arm diverges always."""
-    losses: dict[str, list[float]] = {}
-    rates: dict[str, float] = {}
-    done, count = 0, len(arms(size)) * len(size.rates) * len(size.seeds)
-    with one_thread():
-        for arm in arms(size):
-            tried: dict[float, list[float]] = {}
-            for rate, loss in _tries(size, arm):
-                tried.setdefault(rate, []).append(loss)
-                done += 1
-                progress(done / count)
-            rates[arm.name] = min(tried, key=lambda rate: sum(tried[rate]))
-            losses[arm.name] = tried[rates[arm.name]]
-            if not all(map(math.isfinite, losses[arm.name])):
-                raise Failure(f"{arm.name}: every rate diverges for some seed", "", "add lower `rates`")
+    runs = {arm.name: partial(loss, size, arm) for arm in arms(size)}
+    rates, losses = tuned(runs, size.rates, size.seeds, progress)
     return Table(
         [sampled(name, values) for name, values in losses.items()]
         + _saved(size, losses)
@@ -192,23 +192,6 @@ def compute(size: Size, progress: Progress) -> Table:
         f"{size.replicas} replicas, {size.steps} steps of {BATCH} x {SEQ} tokens each, a round after {size.period},"
         f" {size.codec}, {len(size.rates)} rates, {len(size.seeds)} seeds",
     )
-
-
-def _tries(size: Size, arm: Arm) -> Iterator[tuple[float, float]]:
-    corpus, tokenizer = load_corpus(SHIPPED), ByteTokenizer()
-    text, rest = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
-    held_out = evaluation(rest, SEQ, size.held_out)
-    for rate in size.rates:
-        for seed in size.seeds:
-            weights = train(size, arm, rate, seed, text)
-            yield rate, math.inf if weights is None else _loss(weights, held_out)
-
-
-def _loss(weights: Mapping[str, Tensor], held_out: tuple[Tensor, Tensor]) -> float:
-    model = build(MODEL, 0)
-    model.load_state_dict(dict(weights))
-    found = evaluate(model, *held_out).mean
-    return found if math.isfinite(found) else math.inf
 
 
 def _saved(size: Size, losses: Mapping[str, Sequence[float]]) -> list[Row]:

@@ -13,20 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from farflock.experiments.measure.metric import NotMeasured
+from farflock.experiments.pipelines.text import texts
 from farflock.experiments.quality.arms import Arms
 from farflock.experiments.quality.pace import Pace, effort
 from farflock.experiments.quality.runs import Kept
 from farflock.experiments.quality.score import Contender, Final, Run, Scores, best, ranked
 from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Outcome, Swarm, key
 from farflock.experiments.reproduce.recipe import LINES
-from farflock.experiments.reproduce.text import texts
 from farflock.experiments.reproduce.workers import run_all
 from farflock.node.model.llama import PRESETS, ModelConfig, build
 
 RUNG = 0.6  # from one learning rate of a finalist's ladder to the next
 LADDER = 3  # rates of a ladder
 STEP_S = 0.5  # of virtual time; no result depends on it
-USUAL_PERIOD = 5  # of a finalist, to foretell how long the finals take
 
 
 @dataclass(frozen=True, slots=True)

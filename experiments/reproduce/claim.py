@@ -11,8 +11,6 @@ import msgspec
 from farflock.node.errors import Usage, nearest
 from farflock.node.run.manifest import convert
 
-TIERS = ("ci", "cpu", "gpu")
-
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 

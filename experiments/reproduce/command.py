@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from farflock.experiments.reproduce.recipe import Recipe
     from farflock.experiments.reproduce.shelf import Shelf
 
-TIERS = ("ci", "cpu", "gpu")  # as in claim.py, which is heavy to import
+TIERS = ("ci", "cpu", "gpu")
 LISTED = ("recipe", "method", "tiers", "last verdict", "claim")
 
 

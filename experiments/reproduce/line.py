@@ -7,9 +7,10 @@ The same model, batches, schedule and inner optimizer as in the swarm; only what
 import math
 from collections.abc import Callable
 
+from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import RUN, Diverged, Line, Outcome, Point
 from farflock.experiments.reproduce.share import Share
-from farflock.experiments.reproduce.text import measure, texts
+from farflock.experiments.reproduce.text import measure
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.train.task import LanguageModelTask

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Noise, Outcome, Point, Swarm, key
 from farflock.experiments.reproduce.recipe import LINES, Arm, Recipe, missing, options_of
 from farflock.experiments.reproduce.shelf import Shelf
-from farflock.experiments.reproduce.text import texts
 from farflock.experiments.reproduce.verdict import UNKNOWN, YES, Finding, estimate, judge, rises, together
 from farflock.experiments.reproduce.workers import run_all
 from farflock.node.errors import Failure, Usage

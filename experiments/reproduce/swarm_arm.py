@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import RUN, Diverged, Outcome, Point, Swarm
 from farflock.experiments.reproduce.share import Share
-from farflock.experiments.reproduce.text import measure, texts
+from farflock.experiments.reproduce.text import measure
 from farflock.node.assembly.node import ReplicaNode
 from farflock.node.run.manifest import ExchangeSection, MethodSection, constructor_options
 from farflock.node.simulate.segments import SegmentState

@@ -1,25 +1,16 @@
-"""The text of the experiments, read once: what is trained on, and what losses are measured on."""
+"""What losses are measured on."""
 
-import functools
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.experiments.pipelines.text import texts
 from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 
 Measure = Callable[[Mapping[str, Tensor]], float]
-
-
-@functools.cache
-def texts() -> tuple[TokenIds, TokenIds, str]:
-    """Tokens to train on, held-out tokens, and the corpus's hash."""
-    corpus, tokenizer = load_corpus(SHIPPED), ByteTokenizer()
-    return tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out), corpus.sha256
 
 
 def measure(model: ModelConfig, seed: int, seq: int, sequences: int, device: str) -> Measure:

@@ -71,7 +71,7 @@ class BackgroundContext(Generic[T]):
         self._loop = loop
         self._entered: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._leave = asyncio.Event()
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: dict[asyncio.Task[Any], None] = {}
         self._over: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._leaving = False
         self._unfinished: concurrent.futures.Future[Any] | None = None
@@ -154,11 +154,11 @@ class BackgroundContext(Generic[T]):
         assert task is not None
         if self._leaving:
             raise asyncio.CancelledError
-        self._calls.add(task)
+        self._calls[task] = None
         try:
             return await work()
         finally:
-            self._calls.discard(task)
+            del self._calls[task]
 
     def _raise_if_over(self) -> None:
         if self._over.done():

@@ -36,7 +36,7 @@ def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict
     """Those of a stage; `Misfit` if one is missing. With prefixes, each prefix must have all of them or none."""
     wanted = names_of(config, span)
     found = {name: tensor for name, tensor in tensors.items() if _bare(name) in wanted}
-    for prefix in {name.removesuffix(_bare(name)) for name in found} or {""}:
+    for prefix in sorted({name.removesuffix(_bare(name)) for name in found} or {""}):
         if lacking := sorted(name for name in wanted if prefix + name not in found):
             raise Misfit(
                 f"layers {span.start} to {span.stop - 1} lack {len(lacking)} tensors, {prefix}{lacking[0]} among them"

@@ -219,7 +219,7 @@ class PipelineNode:
         try:
             while running.intersection(rest):
                 ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
+                for task in filter(ended.__contains__, tasks):
                     task.result()  # a server that failed serves nobody: this life is over
         finally:
             await _ended(tasks)

@@ -335,7 +335,7 @@ def _require_each_round_once(peer: LoopbackPeer) -> None:
 
 
 def _require_rounds_in_order(rounds: Sequence[tuple[str, dict[str, int]]], templates: dict[str, Exchange]) -> None:
-    for name in {name for name, _ in rounds}:
+    for name in dict.fromkeys(name for name, _ in rounds):
         for stream, one in templates.items():
             numbers = [applied[stream] for whose, applied in rounds if whose == name and stream in applied]
             steps = {later - earlier for earlier, later in itertools.pairwise(numbers)}

@@ -65,7 +65,7 @@ class Walk(Generic[LookupPeer]):
                 if not running:
                     return
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                for task in [task for task in running if task in done]:
                     self._take(running.pop(task), task.result())
         finally:
             for task in running:

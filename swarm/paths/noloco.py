@@ -19,9 +19,6 @@ from dataclasses import dataclass
 
 from farflock.swarm.links import PeerId
 
-Stages = Sequence[Sequence[PeerId]]  # who serves each stage, in any order
-Crossing = tuple[tuple[int, PeerId], ...]  # lane, and the peer on the other side of the boundary
-
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -45,28 +42,6 @@ def line(draw: Draw, peers: Sequence[PeerId], stage: int, lane: int) -> tuple[Pe
     block, place = divmod(lane, len(peers))
     ordered = sorted(peers) if stage == 0 else _shuffled(draw, peers, stage, block)
     return tuple(ordered[place:] + ordered[:place])
-
-
-def holder(draw: Draw, stages: Stages, stage: int, lane: int) -> PeerId:
-    """Who holds a lane at a stage."""
-    if not stages[stage]:
-        raise ValueError(f"stage {stage} has no servers, so nobody holds lane {lane}")
-    return line(draw, stages[stage], stage, lane)[0]
-
-
-def receivers(draw: Draw, stages: Stages, boundary: int, sender: PeerId, lanes: int) -> Crossing:
-    """Of each lane that a server of stage `boundary` holds, who gets it at the next stage."""
-    return _crossing(draw, stages, boundary, boundary + 1, sender, lanes)
-
-
-def senders(draw: Draw, stages: Stages, boundary: int, receiver: PeerId, lanes: int) -> Crossing:
-    """Of each lane that a server of stage `boundary` + 1 will hold, from whom it comes: the inverse of `receivers`."""
-    return _crossing(draw, stages, boundary + 1, boundary, receiver, lanes)
-
-
-def _crossing(draw: Draw, stages: Stages, here: int, there: int, peer: PeerId, lanes: int) -> Crossing:
-    held = [lane for lane in range(lanes) if holder(draw, stages, here, lane) == peer]
-    return tuple((lane, holder(draw, stages, there, lane)) for lane in held)
 
 
 def _shuffled(draw: Draw, peers: Sequence[PeerId], stage: int, block: int) -> list[PeerId]:

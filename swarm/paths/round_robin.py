@@ -178,7 +178,7 @@ class Balancer:
         """The records that are valid now, in any order: others are forgotten, newcomers join, newer records end bans."""
         self._end_bans(now_s)
         newest = self._newest(records)
-        for peer in self._servers.keys() - newest.keys():
+        for peer in [peer for peer in self._servers if peer not in newest]:
             del self._servers[peer]
         level, are_first = self._level(), not self._servers
         for peer, record in newest.items():

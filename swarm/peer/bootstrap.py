@@ -18,12 +18,12 @@ async def fetch_chunk(
     links: Links, run: str, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
 ) -> bytes | None:
     """The chunk of this digest, verified, from any of these holders; None if nobody delivered it in time."""
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: dict[asyncio.Task[None], None] = {}
 
     def spawn(work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        tasks[task] = None
+        task.add_done_callback(tasks.pop)
 
     store = Store(budget_bytes=size)
     port = PeerContext(run, 0, 0, links, store, spawn)

@@ -100,7 +100,7 @@ class Peer:
         store_bytes: int = STORE_BYTES,
     ) -> None:
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
         self.port = PeerContext(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
         self.membership = Membership(self.port, identity, terms.view_s)
@@ -310,12 +310,12 @@ class Peer:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A task of ours that fails is a bug: the whole peer ends with it, loudly."""
-        self._tasks.discard(task)
+        del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
             log.error("a task of peer %s failed", self.me, exc_info=error)
             self.failure = error

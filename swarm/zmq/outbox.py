@@ -65,11 +65,6 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._queues[CONTROL] or self._queues[BULK])
 
-    @property
-    def used_bytes(self) -> int:
-        """Counted bytes of all waiting frames."""
-        return sum(self._used)
-
     def put(self, lane: int, frame: bytes) -> bool:
         """Queue a frame; False if it does not fit this peer's limit or the total."""
         cost = len(frame) + FRAME_COST_BYTES

@@ -2,6 +2,8 @@
 
 import collections
 import logging
+import os
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +63,14 @@ def test_the_same_seed_gives_the_same_run_in_whichever_process():
     there = list(run_seeds(6, 2, workers=2))
     assert there == here
     assert len({report.state_hash for report in here}) == 2
+
+
+def test_the_same_seed_gives_the_same_run_whatever_the_order_of_a_set():
+    program = "from farflock.node.simulate.chaos import run_seed; print([run_seed(seed) for seed in (15, 19)])"
+    command = [sys.executable, "-W", "error", "-c", program]
+    runs = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        for seed in ("0", "1")
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert runs[0].stdout.count("violations=[]") == 2

@@ -82,6 +82,6 @@ class PendingGradients:
 
     def _forget_unwanted(self) -> None:
         """Drop the gradients that no confirmation can merge any more."""
-        for key in self.gradients.keys() - self.staging.kept:
+        for key in [key for key in self.gradients if key not in self.staging.kept]:
             del self.gradients[key]
             self.replies.pop(key, None)

@@ -52,7 +52,7 @@ class Trainer:
         self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
         self._flights: dict[int, InFlight] = {}
         self._walking: set[int] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._failure: BaseException | None = None  # a bug in one of the tasks
         self.stopping = False
 
@@ -168,11 +168,11 @@ class Trainer:
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         error = None if task.cancelled() else task.exception()
         self._failure = self._failure or error
 

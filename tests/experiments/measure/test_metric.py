@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import statistics
 
 import pytest
 
-from farflock.experiments.measure.metric import Metric, Options, alternate, load, medians, seconds, turns
+from farflock.experiments.measure.metric import Metric, Options, facts, load, medians, seconds, turns
+from farflock.node.cli.output import one_line
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def clock():
 
 
 def test_a_line_is_one_json_object_with_every_field():
-    line = Metric("loop", 2.0, 4.0, 0.5, 5, 0.1, note="a note\nof two lines").line()
+    line = one_line(facts(Metric("loop", 2.0, 4.0, 0.5, 5, 0.1, note="a note\nof two lines")))
     assert "\n" not in line
     assert json.loads(line) == {
         "metric": "loop",
@@ -40,7 +42,7 @@ def test_a_line_is_one_json_object_with_every_field():
 
 
 def test_a_metric_without_a_yardstick_says_null():
-    assert json.loads(Metric("sim.peer_s", 0.1, None, None, 1, 0.0).line())["ratio"] is None
+    assert json.loads(one_line(facts(Metric("sim.peer_s", 0.1, None, None, 1, 0.0))))["ratio"] is None
 
 
 @pytest.mark.parametrize(("only", "wanted"), [(None, True), ("codec.int8", True), ("codec.int4", False)])
@@ -62,14 +64,11 @@ def test_works_take_turns_and_their_first_run_does_not_count(clock):
     ]
 
 
-def test_alternation_runs_each_work_once_a_round():
+def test_each_work_runs_once_a_round_in_wall_seconds():
     order = []
-    alternate(2, lambda: order.append("a"), lambda: order.append("b"))
-    assert "".join(order) == "ab" * 3
-
-
-def test_alternation_gives_each_works_median_in_wall_seconds():
-    first, second = alternate(3, lambda: None, lambda: sum(range(200_000)))
+    rounds = turns(3, lambda: order.append("a"), lambda: order.append(sum(range(200_000))))
+    assert [one == "a" for one in order] == [True, False] * 4
+    first, second = map(statistics.median, zip(*rounds, strict=True))
     assert 0 <= first < second
 
 

@@ -8,7 +8,7 @@ import pytest
 from farflock.experiments.pipelines import table
 from farflock.experiments.pipelines.catalog import COMPUTATIONS
 from farflock.experiments.reproduce import recipe
-from farflock.experiments.reproduce.claim import TIERS
+from farflock.experiments.reproduce.command import TIERS
 from farflock.node.errors import Usage
 
 

@@ -56,7 +56,7 @@ def test_an_arm_is_the_same_each_time_and_a_failure_leaves_its_mark(text, name):
     arm = run(TINY, name, failures, text)
     assert arm == run(TINY, name, failures, text)
     assert arm.losses != run(TINY, name, (), text).losses
-    assert [one.failure for one in arm.recoveries] == list(failures)
+    assert [failure for failure, _ in arm.recoveries] == list(failures)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_rows_are_of_all_arms_and_seeds(monkeypatch):
 
     def experiment(trial):
         made.append(trial)
-        recovered = checkfree.Recovered(Failure(1, 1), "", 2.0, 2.5 + trial.seed)
-        arms = [checkfree.Arm(name, (4.0,) * 5 + (3.0 + trial.seed,), (recovered,) * 2, 60) for name in checkfree.ARMS]
-        return checkfree.Outcome(trial, (Failure(1, 1),), tuple(arms))
+        recovered = Failure(1, 1), 0.5 + trial.seed
+        arm = checkfree.Arm((4.0,) * 5 + (3.0 + trial.seed,), (recovered,) * 2, 60)
+        return (Failure(1, 1),), dict.fromkeys(checkfree.ARMS, arm)
 
     monkeypatch.setattr(checkfree, "experiment", experiment)
     shares = []

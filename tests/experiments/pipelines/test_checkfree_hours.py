@@ -57,7 +57,7 @@ def test_a_crossover_is_where_straight_lines_meet():
 def test_the_tables_hours_are_whole_numbers_of_evaluations():
     """Which is how the iterations, and CheckFree's penalty, are known; but for checkpointing at 16 %, whose hours are those of
     25,000 iterations at the other columns' 91.35 s."""
-    found = {(one.strategy, one.rate): one.iterations for one in hours.model().read}
+    found = {(name, rate): hours.iterations(name, at) for name in hours.TABLE for at, rate in enumerate(hours.RATES)}
     odd = found.pop(("checkpointing", 0.16))
     assert odd * 92.14 / 91.35 == pytest.approx(25_000, abs=2)
     for iterations in found.values():
@@ -67,20 +67,27 @@ def test_the_tables_hours_are_whole_numbers_of_evaluations():
 
 
 def test_the_paper_s_ordering_and_its_crossover_are_in_the_table():
-    model = hours.model()
-    assert model.cheapest == ("checkfree+", "checkfree+", "redundancy")
-    assert 0.10 < model.crossovers["checkfree"] < model.crossovers["checkfree+"] < 0.16
+    columns = zip(*([h for _, h in cells] for cells in hours.TABLE.values()), strict=True)
+    assert [min(zip(column, hours.TABLE, strict=True))[1] for column in columns] == [
+        "checkfree+",
+        "checkfree+",
+        "redundancy",
+    ]
+    assert 0.10 < hours.crossovers()["checkfree"] < hours.crossovers()["checkfree+"] < 0.16
 
 
-def test_replay_grows_with_the_rate_and_the_period_and_a_cell_without_penalty_costs_nothing():
-    model = hours.model()
-    by_place = {(one.rate, one.period): one.hours for one in model.replays}
+def test_replay_grows_with_the_rate_and_the_period_and_a_cell_without_penalty_costs_nothing(table):
+    rows = table("checkfree-hours")
+    by_place = {
+        (rate, period): rows[f"replay every {period}, {rate:.0%}, six stages, hours"]
+        for rate in hours.RATES
+        for period in hours.PERIODS
+    }
     for rate in hours.RATES:
         assert by_place[rate, 10] < by_place[rate, 40] < by_place[rate, 50] < by_place[rate, 100]
+        assert rows[f"redundancy, {rate:.0%}, times the iterations"] == pytest.approx(1, abs=1e-4)
     for period in hours.PERIODS:
         assert by_place[0.05, period] < by_place[0.10, period] < by_place[0.16, period]
-    free = [one.iterations_a_failure for one in model.read if one.strategy == "redundancy"]
-    assert free == pytest.approx([0, 0, 0], abs=0.1)
 
 
 def test_rows_have_names_of_their_own_and_the_models_numbers():
@@ -90,5 +97,5 @@ def test_rows_have_names_of_their_own_and_the_models_numbers():
     assert len(rows) == len(table.rows)
     assert all(row.exact and len(row.values) == 1 for row in table.rows)
     assert rows["checkfree+, 10%, hours"].values == [367.81]
-    assert rows["checkfree+ is overtaken at, %"].values == [100 * hours.model().crossovers["checkfree+"]]
+    assert rows["checkfree+ is overtaken at, %"].values == [100 * hours.crossovers()["checkfree+"]]
     assert shares == [1.0]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflock.experiments.pipelines import contention, planned, released
-from farflock.experiments.pipelines.contention import Effects, Setting, Wires
+from farflock.experiments.pipelines.contention import Setting, Wires
 from farflock.experiments.placement.layout import LinkCosts
 
 SIZE = 100.0
@@ -66,34 +66,43 @@ def test_without_queues_it_would_be_the_plain_timetable():
 
 
 @pytest.fixture(scope="module")
-def effects():
-    return contention.effects(Setting(), seed=0, work=30)
+def made_s():
+    return contention.makespans(Setting())
 
 
-def test_each_effect_is_there_and_all_are_apart(effects):
-    assert min(effects.fewer_hops) > 1.1
-    assert min(effects.more_origins) > 1.1
-    assert min(effects.path_choice) > 1.5
-    assert effects.collision_awareness > 1.1
+def test_each_effect_is_there_and_all_are_apart(made_s):
+    effects = contention.effects(made_s)
+    assert effects.pop("path choice, theirs") > 1.5
+    assert min(effects.values()) > 1.1
 
 
-def test_hops_and_origins_together_are_both_one_after_the_other_either_way(effects):
-    together = effects.full_three / effects.skipping_five
-    assert effects.fewer_hops[0] * effects.more_origins[1] == pytest.approx(together)
-    assert effects.more_origins[0] * effects.fewer_hops[1] == pytest.approx(together)
+def test_hops_and_origins_together_are_both_one_after_the_other_either_way(made_s):
+    effects = contention.effects(made_s)
+    together = pytest.approx(made_s["full, three origins"] / made_s["skipping, five origins"])
+    assert effects["fewer hops, three origins"] * effects["more origins, skipping"] == together
+    assert effects["more origins, full"] * effects["fewer hops, five origins"] == together
 
 
-def test_the_published_order_is_kept_where_links_queue(effects):
-    assert effects.full_three > effects.random > effects.not_collision_aware > effects.collision_aware
-    assert effects.ours <= effects.collision_aware + 1e-9
+def test_the_published_order_is_kept_where_links_queue(made_s):
+    assert made_s["full, three origins"] > made_s["random"] > made_s["not collision-aware"] > made_s["collision-aware"]
+    ours_s = Setting().makespan_s(Setting().planned(seed=0, work=30))
+    assert ours_s <= made_s["collision-aware"] + 1e-9
+    assert made_s["random"] / ours_s > 1.5
+
+
+MADE_S = {
+    "full, three origins": 80,
+    "full, five origins": 60,
+    "skipping, three origins": 40,
+    "skipping, five origins": 20,
+    "random": 30,
+    "not collision-aware": 20,
+    "collision-aware": 10,
+}
 
 
 def test_effects_are_ratios_of_what_was_simulated():
-    made = Effects(80, 60, 40, 20, 30, 20, 10, 5)
-    assert made.fewer_hops == (2, 3)
-    assert made.more_origins == (80 / 60, 2)
-    assert made.path_choice == (3, 6)
-    assert made.collision_awareness == 2
+    assert list(contention.effects(MADE_S).values()) == [2, 3, 80 / 60, 2, 3, 2]
 
 
 def test_every_arm_moves_as_many_microbatches_over_all_its_chains_alike():
@@ -108,16 +117,18 @@ def test_every_arm_moves_as_many_microbatches_over_all_its_chains_alike():
 def test_rows_are_the_effects_with_the_planner_s_seeds_apart(table, monkeypatch):
     made = []
 
-    def effects(setting, seed, work):
+    def planned_by(setting, seed, work):
         made.append((setting.forward_s, seed, work))
-        return Effects(80, 60, 40, 20, 30, 20, 10, 5 * seed)
+        return seed
 
-    def beside(seed, work, forward_s):
+    def theirs_over_ours(seed, work, forward_s):
         assert (forward_s, seed, work) == made[-1]
-        return planned.Beside(12, 13, 3 * seed, 1, 1, 1)
+        return 4 / seed
 
-    monkeypatch.setattr(contention, "effects", effects)
-    monkeypatch.setattr(planned, "beside", beside)
+    monkeypatch.setattr(contention, "makespans", lambda setting: MADE_S)
+    monkeypatch.setattr(Setting, "planned", planned_by)
+    monkeypatch.setattr(Setting, "makespan_s", lambda setting, plan: 5 * plan)
+    monkeypatch.setattr(planned, "theirs_over_ours", theirs_over_ours)
     found = table("skippipe-effects", forward_s=0.5, work=7, seeds=[1, 2])
     assert made == [(0.5, 1, 7), (0.5, 2, 7)]
     assert (found["fewer hops, three origins"], found["fewer hops, five origins"]) == (2, 3)

@@ -18,6 +18,7 @@ from farflock.experiments.pipelines.selective import (
     group_of,
     writers,
 )
+from farflock.node.errors import Failure
 from farflock.optimizers.method import Progress
 
 SIZE = Size(replicas=2, steps=6, period=3, codec="fp32", ranks=[8, 2], rates=[6e-3], seeds=[1], held_out=4)
@@ -100,5 +101,5 @@ def test_the_table_has_a_row_for_each_arm_and_what_selection_saves():
 
 def test_arms_that_diverge_at_every_rate_are_an_error(monkeypatch):
     monkeypatch.setattr(selective, "train", lambda *given: None)
-    with pytest.raises(selective.Failure, match="nobody compresses: every rate diverges"):
+    with pytest.raises(Failure, match="nobody compresses: every rate diverges"):
         compute(SIZE, lambda share: None)

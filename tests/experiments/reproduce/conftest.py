@@ -2,8 +2,8 @@
 
 import pytest
 
+from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import Line, Noise, Outcome, Point, Swarm
-from farflock.experiments.reproduce.text import texts
 from farflock.node.cli import main as cli
 from farflock.node.model.llama import PRESETS
 

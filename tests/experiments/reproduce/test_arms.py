@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
+from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce import line as lines
 from farflock.experiments.reproduce import noise as noises
 from farflock.experiments.reproduce import swarm_arm
 from farflock.experiments.reproduce.job import RUN, Diverged
 from farflock.experiments.reproduce.swarm_arm import correlation, spread
-from farflock.experiments.reproduce.text import measure, texts
+from farflock.experiments.reproduce.text import measure
 from farflock.node.demo.baselines import train_baseline
 
 EXACT = {"codec": "fp32", "return_codec": "fp32"}

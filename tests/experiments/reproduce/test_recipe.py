@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from farflock.experiments.reproduce import recipe
-from farflock.experiments.reproduce.claim import TIERS
+from farflock.experiments.reproduce.command import TIERS
 from farflock.experiments.reproduce.job import key
 from farflock.experiments.reproduce.study import Study
 from farflock.node.errors import Usage

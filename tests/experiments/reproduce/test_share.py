@@ -2,9 +2,9 @@
 
 import torch
 
+from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import RUN
 from farflock.experiments.reproduce.share import Share
-from farflock.experiments.reproduce.text import texts
 from farflock.node.model.data import Batches
 
 

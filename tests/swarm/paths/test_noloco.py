@@ -8,13 +8,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflock.swarm.paths.noloco import Draw, holder, line, receivers, senders
+from farflock.swarm.paths.noloco import Draw, line
 
 DRAW = Draw(seed=7, membership=3, step=11, index=2)
 
 
 def grid(*sizes):
     return tuple(tuple(f"12D3Koo{stage}{number:02d}" for number in range(size)) for stage, size in enumerate(sizes))
+
+
+def holder(draw, stages, stage, lane):
+    return line(draw, stages[stage], stage, lane)[0]
+
+
+def crossing(draw, stages, here, there, peer, lanes):
+    """Of each lane that a server of stage `here` holds, who holds it at stage `there`."""
+    held = [lane for lane in range(lanes) if holder(draw, stages, here, lane) == peer]
+    return tuple((lane, holder(draw, stages, there, lane)) for lane in held)
+
+
+def receivers(draw, stages, boundary, sender, lanes):
+    return crossing(draw, stages, boundary, boundary + 1, sender, lanes)
+
+
+def senders(draw, stages, boundary, receiver, lanes):
+    return crossing(draw, stages, boundary + 1, boundary, receiver, lanes)
 
 
 sizes = st.lists(st.integers(1, 6), min_size=2, max_size=4)
@@ -135,7 +153,5 @@ def test_all_survivors_agree_without_the_dead_one(draw, dead, lane):
     assert collections.Counter(holder(draw, (stages[0], left), 1, lane) for lane in range(4)) == dict.fromkeys(left, 1)
 
 
-def test_a_stage_that_nobody_serves_has_an_empty_line_and_no_holder():
+def test_a_stage_that_nobody_serves_has_an_empty_line():
     assert line(DRAW, (), 1, 3) == ()
-    with pytest.raises(ValueError, match="stage 1 has no servers"):
-        holder(DRAW, (("a",), ()), 1, 3)

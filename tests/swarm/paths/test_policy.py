@@ -130,7 +130,7 @@ def test_mixing_takes_the_holder_of_the_lane_and_draws_anew_when_the_membership_
         draw = mixing.Draw(5, 1, step, 6)
         for stage in range(STAGES):
             hops = [policy.next_hop(Microbatch(step, 6, lane), stage, known, 0.0) for lane in range(4)]
-            assert hops == [mixing.holder(draw, peers, stage, lane) for lane in range(4)]
+            assert hops == [mixing.line(draw, peers[stage], stage, lane)[0] for lane in range(4)]
             assert sorted(hops) == peers[stage]
     before = [policy.next_hop(Microbatch(step, 0, 0), 1, known, 0.0) for step in range(20)]
     after = [policy.next_hop(Microbatch(step, 0, 0), 1, serving(4, 4, 4, membership=2), 0.0) for step in range(20)]

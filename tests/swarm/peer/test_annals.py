@@ -64,7 +64,7 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
         assert len(state.log) == LOG_ROUNDS
         assert list(state.annals) + list(state.log) == list(range(node.rounds.newest(name_of(0)) + 1))
         for number, entry in state.annals.items():
-            pinned = store._pinned_by.get(Key(name_of(0), number), set())
+            pinned = set(store._pinned_by.get(Key(name_of(0), number), ()))
             assert pinned == {item.digest for item in entry.close.items if item.index == SHARDS - 1}
 
 

@@ -1,0 +1,13 @@
+"""The text of the experiments, read once."""
+
+import functools
+
+from farflock.node.model.corpus import SHIPPED, load_corpus
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
+
+
+@functools.cache
+def texts() -> tuple[TokenIds, TokenIds, str]:
+    """Tokens to train on, held-out tokens, and the corpus's hash."""
+    corpus, tokenizer = load_corpus(SHIPPED), ByteTokenizer()
+    return tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out), corpus.sha256
