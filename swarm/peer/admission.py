@@ -1,52 +1,84 @@
-"""Joining and leaving: what a peer says to be let in or to go, and what members note of it.
+"""Which peers are known, and joining and leaving: what a peer says to be let in or to go, and what members note of it.
 
 Outsiders repeat `Join` to all members they know until they see themselves in a view; a member that
 leaves says so once.
 """
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Join, Leave
+from farflock.swarm.messages import MAX_MEMBERS, Join, Leave
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.record_book import RecordBook
-from farflock.swarm.peer.view_sync import ViewSync
-from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import Candidates, Member, View
-from farflock.swarm.record import BadRecord, unseal
-from farflock.swarm.roles import stage_of
+from farflock.swarm.record import BadRecord, Record, newer, unseal
+from farflock.swarm.roles import EVERY, stage_of
 
 JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
+MAX_KNOWN = 1024
+
+
+class RecordBook:
+    """The newest record of each known peer; what is learnt goes to the links too."""
+
+    def __init__(self, port: PeerContext) -> None:
+        self.records: dict[PeerId, Record] = {}  # of others
+        self.mine = b""  # my own, sealed: what `Join` carries
+        self._port = port
+
+    def learn(self, blob: bytes) -> Record | None:
+        """Take in a signed record, whatever its source; return it if it is good and new."""
+        try:
+            record = unseal(blob, self._port.run)
+        except BadRecord:
+            self._port.drop("bad record")
+            return None
+        known = self.records.get(record.peer)
+        if record.peer == self._port.me:
+            return None  # the directory still has one that I have replaced
+        if not newer(record, known) or (known is None and len(self.records) >= MAX_KNOWN):
+            return None
+        self.records[record.peer] = record
+        self._port.links.learn(blob)
+        return record
+
+    def my_stage(self) -> int:
+        """The stage that my record says I serve."""
+        return stage_of(unseal(self.mine, self._port.run).role) if self.mine else EVERY
+
+    def others(self) -> list[PeerId]:
+        """The other members of the newest view, or before I know a view, peers that I know."""
+        chain = self._port.chain
+        peers = chain.newest.peers if chain else tuple(self.records)[:MAX_MEMBERS]
+        return [peer for peer in peers if peer != self._port.me]
 
 
 class Admission:
     """Who wants in and who goes, this peer included."""
 
-    def __init__(self, port: PeerContext, book: RecordBook, sync: ViewSync) -> None:
+    def __init__(self, port: PeerContext, book: RecordBook) -> None:
         self.candidates = Candidates()
         self.wants_in = False
         self.watching = False  # wants to know the views, and to be let in only later
         self.leaves = False  # I have said goodbye
-        self._port, self._book, self._sync = port, book, sync
+        self._port, self._book = port, book
         self._joined_s = -1e9
 
-    def tick(self, now_s: float) -> None:
-        """Ask to be let in, or for the views, as long as I want that and am not a member."""
+    def ask(self, now_s: float) -> set[PeerId]:
+        """Ask to be let in, as long as I want that and am not a member.
+
+        Return the peers to ask for the views too; none if it is not time to.
+        """
         self._port.leaving = self.candidates.leaving
         due = now_s - self._joined_s >= JOIN_EVERY_S
-        if (self.wants_in or self.watching) and not self._port.is_member and due:
-            self._joined_s = now_s
-            self._ask_in()
-
-    def _ask_in(self) -> None:
-        chain = self._port.chain
+        if not (self.wants_in or self.watching) or self._port.is_member or not due:
+            return set()
+        self._joined_s, chain = now_s, self._port.chain
         asked = {*self._book.others(), *list(self._book.records)[:16]} - {self._port.me}
-        self._sync.expect(asked)
         # A view that I gave up once may still list me: I have to leave it before I can join.
         listed = chain is not None and chain.newest.index(self._port.me, self._port.incarnation) is not None
-        for peer in sorted(asked):
-            if self.wants_in:
-                self._port.send(peer, Leave() if listed else Join(self._book.mine))
-            self._sync.ask(peer)
+        for peer in sorted(asked) if self.wants_in else ():
+            self._port.send(peer, Leave() if listed else Join(self._book.mine))
+        return asked
 
     def receive_join(self, sender: PeerId, blob: bytes) -> None:
         """Note that a peer wants in, if it asks with a record of its own."""

@@ -18,7 +18,7 @@ from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.protocol import axes, branches, views
 from farflock.swarm.protocol.branches import Fork, Petition, Solitude
-from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 1.0

@@ -17,10 +17,10 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, RoundLog, StreamState
-from farflock.swarm.protocol.decide import is_quorum
 from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, decode_close_list
 from farflock.swarm.protocol.log_truncation import newest_of
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import View
 from farflock.swarm.quota import Quota, units
 

@@ -1,8 +1,8 @@
 """Who is in the run: joins and deaths become views by agreement of the newest view's members.
 
-A peer's part in that has four parts of its own: who is known (`record_book`), who wants in and who
-goes (`admission`), deciding the next view (`next_view`), and sending views to peers that lack them
-(`view_sync`). Here their messages are told apart, and a new view is made known to all of them.
+A peer's part in that has three parts of its own: who is known, wants in or goes (`admission`),
+deciding the next view (`next_view`), and sending views to peers that lack them (`view_sync`). Here
+their messages are told apart, and a new view is made known to all of them.
 """
 
 import asyncio
@@ -10,10 +10,9 @@ import asyncio
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Join, Leave, PaxosMessage, Ping, Pong, TimeMessage, ViewMessage, ViewQuery, Views
-from farflock.swarm.peer.admission import Admission
+from farflock.swarm.peer.admission import Admission, RecordBook
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.next_view import NextView
-from farflock.swarm.peer.record_book import RecordBook
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import NO_FLOOR
@@ -32,7 +31,7 @@ class Membership:
         self.clock = RunClock()
         self.book = RecordBook(port)
         self.sync = ViewSync(port, self.view_changed)
-        self.admission = Admission(port, self.book, self.sync)
+        self.admission = Admission(port, self.book)
         self.next_view = NextView(port, identity, view_s, self.admission, self.sync, self.view_changed)
         self._pinged_s = -1e9
 
@@ -87,7 +86,8 @@ class Membership:
     def tick(self) -> None:
         """Ask to be let in; put the next view forward if it is due and my turn; keep time."""
         now_s = self._port.now()
-        self.admission.tick(now_s)
+        if asked := self.admission.ask(now_s):
+            self.sync.ask_all(asked)
         if self._port.is_member:
             self.next_view.tick(now_s)
         if now_s - self._pinged_s >= PING_EVERY_S:

@@ -38,9 +38,11 @@ class ViewSync:
         self._port.chain = line
         self._told.clear()
 
-    def expect(self, peers: set[PeerId]) -> None:
-        """From now on these peers, and no others, may tell me the first views."""
+    def ask_all(self, peers: set[PeerId]) -> None:
+        """Ask these peers, and take the first views from no others."""
         self._asked = peers
+        for peer in sorted(peers):
+            self.ask(peer)
 
     def ask(self, peer: PeerId) -> None:
         """Ask a peer for the views after my newest one."""

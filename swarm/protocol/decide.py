@@ -25,9 +25,9 @@ compares ballots. A proposer has the states of the table:
   ("learned").
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -43,6 +43,7 @@ from farflock.swarm.messages import (
     Rejected,
 )
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.transitions import after
 
 Sends = list[tuple[int, Message]]  # (member index, message)
@@ -65,75 +66,47 @@ PROPOSER_TABLE: dict[tuple[ProposerState, ProposerEvent], ProposerState] = {
 }
 
 
-def is_quorum(members: Collection[int], size: int) -> bool:
-    """Whether these distinct member indices may decide for a view of `size` members."""
-    return 2 * len(members) > size or (2 * len(members) == size and 0 in members)
-
-
 def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
     """What an accepting member signs where the decision must convince outsiders."""
     return msgspec.msgpack.encode((key, ballot)) + value
 
 
-class Floors(Protocol):
-    """Which values a member may ever accept: those that begin late enough, as views must.
+class Floors:
+    """Which values a member may ever accept: any; of views those that begin late enough.
 
     Law: once `floor` has refused a value that is not the last one accepted here, it refuses that
     value for ever. Members whose floors are far apart are not `in_step` and must not skip the first
     phase: there each tells its `least`, and a proposer's own value is `lifted` to the highest.
     """
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the first proposer may skip the first phase."""
-
-    def floor(self, value: bytes) -> Floor:
-        """Nothing if the value can be accepted here, else the least rounds that could be."""
-
-    def least(self) -> Floor:
-        """The least rounds that a value accepted here could begin with."""
-
-    def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """The value, made to begin at `floor` or later."""
-
-
-class NoFloors:
-    """Any value can be accepted."""
-
     in_step = True
 
     def floor(self, value: bytes) -> Floor:
-        """No value is refused."""
+        """Nothing if the value can be accepted here, else the least rounds that could be."""
         return NO_FLOOR
 
     def least(self) -> Floor:
-        """Any beginning will do."""
+        """The least rounds that a value accepted here could begin with."""
         return NO_FLOOR
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """The value as it is."""
+        """The value, made to begin at `floor` or later."""
         return value
 
 
-class Signatures(Protocol):
-    """How a member proves what it has accepted, where a decision must convince outsiders."""
+class Signatures:
+    """How a member proves what it has accepted, where a decision must convince outsiders.
+
+    By itself nobody signs and members believe each other: agreement among peers that may crash, not
+    among liars.
+    """
 
     def sign(self, text: bytes) -> bytes:
         """My signature under this text."""
-
-    def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """Whether this is a member's signature under this text."""
-
-
-class Unsigned:
-    """Members believe each other: agreement among peers that may crash, not among liars."""
-
-    def sign(self, text: bytes) -> bytes:
-        """No signature."""
         return b""
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """Every claim passes."""
+        """Whether this is a member's signature under this text."""
         return True
 
 
@@ -213,8 +186,7 @@ class Decision:
         ready: Callable[[bytes], bool] = lambda value: True,
     ) -> None:
         self.key, self.view, self.me, self.proposers = key, view, me, proposers
-        self.floors: Floors = floors or NoFloors()
-        self.signatures: Signatures = signatures or Unsigned()
+        self.floors, self.signatures = floors or Floors(), signatures or Signatures()
         self._holds_back, self._ready = holds_back, ready
         self.proposer = Proposer()
         self.promised: Ballot = _NEVER

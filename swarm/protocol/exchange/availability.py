@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Digest, Mask, Size
-from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.quorum import is_quorum
 
 PREFIX_BYTES = 8
 _NOTHING = bytes(PREFIX_BYTES)

@@ -7,7 +7,8 @@ import pytest
 
 from farflock.swarm.messages import Accepted, Decided, Key, Prepare, Promise, Propose, Rejected
 from farflock.swarm.protocol import decide
-from farflock.swarm.protocol.decide import Decision, NoFloors, is_certified, is_quorum, signed_text
+from farflock.swarm.protocol.decide import Decision, Floors, is_certified, signed_text
+from farflock.swarm.protocol.quorum import is_quorum
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 EVERYDAY_SCHEDULES = 3000
@@ -18,7 +19,7 @@ def group(size, proposers=None, **options):
     return [Decision(KEY, VIEW, me, order, **options) for me in range(size)]
 
 
-class Floored(NoFloors):
+class Floored(Floors):
     """Members for whom some of the rules about floors are others."""
 
     def __init__(self, **rules):
