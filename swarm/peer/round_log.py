@@ -9,8 +9,8 @@ at their own pace, and must miss none.
 import asyncio
 import collections
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.links import PeerId
@@ -93,13 +93,10 @@ class StreamState:
 
 
 class RoundLog:
-    """Keeps the logs of one peer's streams.
+    """Keeps the logs of one peer's streams; the machine of a round that leaves its log is dropped."""
 
-    `drop` forgets the machine of a round that leaves its log.
-    """
-
-    def __init__(self, port: PeerContext, drop: Callable[[Key], object]) -> None:
-        self._port, self._drop = port, drop
+    def __init__(self, port: PeerContext, machines: dict[Key, Any]) -> None:
+        self._port, self._machines = port, machines
 
     def enter(self, state: StreamState, number: int, entry: LoggedRound) -> None:
         """A round is decided: it is the stream's newest, and the oldest one leaves the log."""
@@ -121,7 +118,7 @@ class RoundLog:
         key = Key(state.stream.name, number)
         state.annals[number] = state.log.pop(number)
         state.annals_bytes += _size_bytes(state, entry)
-        self._drop(key)
+        self._machines.pop(key, None)
         self._port.store.keep_only([item.digest for item in told(entry.close, state.stream.terms.shards)], key)
         self._port.store.release(work_pin(key))
         self._shorten(state, ANNALS_ROUNDS)
@@ -153,7 +150,7 @@ class RoundLog:
         """Take a round from the log, and whatever still waits for its content."""
         key = Key(state.stream.name, number)
         del state.log[number]
-        self._drop(key)
+        self._machines.pop(key, None)
         self._port.store.release(key)
         self._port.store.release(work_pin(key))
         state.resolve(number, RoundOutcome(key, "lost", state.next))

@@ -11,7 +11,7 @@ and carries out what these ask for.
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -53,9 +53,10 @@ class Rounds:
     def __init__(self, port: PeerContext) -> None:
         self._port = port
         self._streams: dict[str, StreamState] = {}
-        self._log = RoundLog(port, lambda key: self.machines.drop(key))
+        self.machines: dict[Key, Collective] = {}  # of the open rounds
+        self._log = RoundLog(port, self.machines)
         self._catch_up = CatchUp(port, self._log)
-        self.machines = Machines(port, self._streams, self._log, self._catch_up)
+        self._driver = Machines(port, self._streams, self.machines, self._log, self._catch_up)
 
     # what the node calls
 
@@ -81,7 +82,7 @@ class Rounds:
             assert number not in state.offers, f"{offer.key} is asked for twice"
             ends_s = self._port.now() + state.stream.terms.deadline_s
             placed = state.offers[number] = OpenOffer(offer, ends_s, asyncio.get_running_loop().create_future())
-            self.machines.place_offers(state)
+            self._driver.place_offers(state)
             return await placed.outcome
         finally:
             state.offers.pop(number, None)
@@ -183,7 +184,7 @@ class Rounds:
 
         My open offers go into the branch's rounds.
         """
-        self.machines.rewind(first_round)
+        self._driver.rewind(first_round)
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             self._log.rewind(state, first_round)
@@ -198,7 +199,7 @@ class Rounds:
         if state is None:
             return
         self._log.clear(state)
-        self.machines.close(state.stream.name)
+        self._driver.close(state.stream.name)
         self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
@@ -213,7 +214,11 @@ class Rounds:
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
         """What is waited for now: (exchange, from whom, until when on the local clock)."""
-        waits = [(machine.key, machine.awaited(), machine.ends_s) for machine in self.machines if not machine.complete]
+        waits = [
+            (machine.key, machine.awaited(), machine.ends_s)
+            for machine in self.machines.values()
+            if not machine.complete
+        ]
         for name, state in self._streams.items():
             waits += [
                 (Key(name, number), self._living(number, state.stream.stage), placed.ends_s)
@@ -237,21 +242,21 @@ class Rounds:
         elif isinstance(message, LogQuery):
             view = self._catch_up.answer_query(state, sender, message)
             if view is not None:
-                self.machines.begin(state, message.key, view)
+                self._driver.begin(state, message.key, view)
         elif isinstance(message, Forgotten):
             self._catch_up.take_forgotten(state, sender, incarnation, message)
         elif isinstance(message, Decided) and message.key not in self.machines:
-            view = self.machines.view_of(state, message)
+            view = self._driver.view_of(state, message)
             if view is not None:
                 self._catch_up.take_decided(state, view, sender, incarnation, message)
         else:
-            self.machines.receive(state, sender, incarnation, message)
+            self._driver.receive(state, sender, incarnation, message)
 
     def tick(self) -> None:
         """Let time pass: place offers that had to wait, and ask for what was missed."""
-        self.machines.tick()
+        self._driver.tick()
         for state in self._streams.values():
-            self.machines.place_offers(state)
+            self._driver.place_offers(state)
             if state.forgotten.said:
                 self._catch_up.heed(state, is_open=Key(state.stream.name, state.next) in self.machines)
             if self._lags(state):
@@ -269,46 +274,33 @@ class Rounds:
 
 
 class Machines:
-    """The machines of one peer's open rounds, by key. `streams` are the open streams, by name.
+    """Drives the `machines` of one peer's open rounds. `streams` are the open streams, by name.
 
     A machine is made for a stream's next round alone, under the view that the round belongs to, by
     the first offer or message that concerns it. It ends when its round is complete, when the round
     leaves the log, or when another view comes to hold for the round.
     """
 
-    def __init__(self, port: PeerContext, streams: Mapping[str, StreamState], log: RoundLog, catch_up: CatchUp) -> None:
-        self._port, self._streams, self._log, self._catch_up = port, streams, log, catch_up
-        self._machines: dict[Key, Collective] = {}
-
-    # which there are
-
-    def __len__(self) -> int:
-        return len(self._machines)
-
-    def __iter__(self) -> Iterator[Collective]:
-        return iter(self._machines.values())
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._machines
-
-    def get(self, key: Key) -> Collective | None:
-        """The machine of a key, if its round is open here."""
-        return self._machines.get(key)
-
-    def drop(self, key: Key) -> None:
-        """Forget a machine; whatever it still has at work comes to nothing."""
-        self._machines.pop(key, None)
+    def __init__(
+        self,
+        port: PeerContext,
+        streams: Mapping[str, StreamState],
+        machines: dict[Key, Collective],
+        log: RoundLog,
+        catch_up: CatchUp,
+    ) -> None:
+        self._port, self._streams, self._machines, self._log, self._catch_up = port, streams, machines, log, catch_up
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and what they held."""
         for key in [key for key in self._machines if key.stream == name]:
-            self.drop(key)
+            del self._machines[key]
             self._port.store.release(work_pin(key))
 
     def rewind(self, first_round: int) -> None:
         """Forget the machines of this round and of later ones."""
         for key in [key for key in self._machines if key.round >= first_round]:
-            self.drop(key)
+            del self._machines[key]
 
     # what happens to them
 
@@ -328,7 +320,7 @@ class Machines:
             return
         state.seen = max(state.seen, message.key.round)
         entry = state.log.get(message.key.round)
-        if entry is not None and message.key not in self:
+        if entry is not None and message.key not in self._machines:
             if isinstance(message, Offer | Reduced | Holds | Prepare | Propose):
                 self._port.send(sender, entry.decided)
             return
@@ -441,7 +433,7 @@ class Machines:
         """
         if machine.view == view.hash:
             return False
-        self.drop(machine.key)
+        del self._machines[machine.key]
         return True
 
     def _hand_over(self, machine: Collective) -> None:
@@ -450,7 +442,7 @@ class Machines:
         is_decided = machine.close is not None and state.stream.stage is not None
         overdue = self._port.now() > machine.ends_s + HOPELESS_S
         if overdue and is_decided and self._is_live(machine):
-            self.drop(machine.key)
+            del self._machines[machine.key]
             self._catch_up.fill(state, machine.key)
 
     def _is_live(self, machine: Collective) -> bool:
@@ -471,7 +463,7 @@ class Machines:
         if machine.close is not None and key.round == state.next:
             self._log.enter(state, key.round, _entry(machine, machine.close))
         if machine.complete and self._is_live(machine):
-            self.drop(key)
+            del self._machines[key]
             if machine.roster.contributes:
                 self._log.completed(state, key.round)
             else:
@@ -534,7 +526,7 @@ class Machines:
         state = self._streams.get(machine.key.stream)
         # My offer waits for the round's next machine, which needs the same chunks.
         offered = state is not None and machine.key.round in state.offers
-        if machine.key not in self and not offered:
+        if machine.key not in self._machines and not offered:
             self._port.store.release(work_pin(machine.key))
         return not self._is_live(machine)
 

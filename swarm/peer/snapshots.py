@@ -8,7 +8,7 @@ import asyncio
 import collections
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -51,6 +51,16 @@ class SnapshotUnavailable(Exception):
     """No member delivered a snapshot in time; the message says how far it came."""
 
 
+@dataclass(slots=True)
+class _Download:
+    """A download that runs: whose state it is, what of it is of use, and who offers it."""
+
+    stage: int | None
+    least: int  # the first round of use
+    most_bytes: int | None
+    offers: dict[PeerId, StateOffer] = field(default_factory=dict)
+
+
 class Snapshots:
     """Serves this peer's snapshots and downloads those of others."""
 
@@ -61,10 +71,7 @@ class Snapshots:
         self._versions: dict[str, Callable[[], int]] = {}  # of those that are made anew whenever it changes
         self._made: dict[str, tuple[int, float, int]] = {}  # the last round begun then, the time, and the version
         self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
-        self._offers: dict[str, dict[PeerId, StateOffer]] = {}
-        self._stages: dict[str, int | None] = {}  # of a running download: whose state it is
-        self._most_bytes: dict[str, int | None] = {}
-        self._least: dict[str, int] = {}  # of a running download: older states are of no use
+        self._downloads: dict[str, _Download] = {}
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
 
@@ -95,18 +102,18 @@ class Snapshots:
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
         """Not if it is of a view that I lack: its state may belong to another line than the one that I would bring it to."""
-        wanted, chain = self._offers.get(offer.stream), self._port.chain
-        if wanted is None or sender not in self._members(self._stages.get(offer.stream)):
+        wanted, chain = self._downloads.get(offer.stream), self._port.chain
+        if wanted is None or sender not in self._members(wanted.stage):
             return  # not asked for, or of nobody who could tell
         if (offer.state, offer.digest) in self._distrusted:
             self._port.drop("distrusted snapshot")
         elif chain is None or chain.by_hash(offer.view) is None:
             self._port.drop("snapshot of an unknown view")
             self._port.counters["stale view"] += 1
-        elif offer.round < self._least[offer.stream]:
+        elif offer.round < wanted.least:
             self._port.drop("stale snapshot")
         else:
-            wanted[sender] = offer
+            wanted.offers[sender] = offer
 
     def distrust(self, name: str) -> None:
         """The last download was not what its offer said (only the caller can tell): never take it again."""
@@ -124,46 +131,48 @@ class Snapshots:
         """Download the state that most members (of a stage) announce of those after round `least` or later: no log leads on
         from an earlier one, however many lag behind with it. One of more than `most_bytes` is not begun.
         `SnapshotUnavailable` if that fails in time."""
-        self._least[name], self._stages[name], self._most_bytes[name] = least, stage, most_bytes
+        download = self._downloads[name] = _Download(stage, least, most_bytes)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._fetch(name, timeout_s, progress)
+                return await self._fetch(name, download, timeout_s, progress)
         except TimeoutError:
-            heard = len(self._offers.get(name, {}))
+            heard = len(download.offers)
             raise SnapshotUnavailable(
                 f"no snapshot of {name} within {timeout_s:.0f} s ({heard} members offered one); check the link, try again"
             ) from None
         finally:
-            self._offers.pop(name, None)
-            self._least.pop(name, None)
-            self._stages.pop(name, None)
-            self._most_bytes.pop(name, None)
+            self._downloads.pop(name, None)
 
-    async def _fetch(self, name: str, timeout_s: float, progress: DownloadProgress) -> Snapshot:
+    async def _fetch(self, name: str, download: _Download, timeout_s: float, progress: DownloadProgress) -> Snapshot:
         while True:
-            offers: dict[PeerId, StateOffer] = {}
             line = self._port.chain
-            self._offers[name] = offers
-            await self._gather_offers(name, offers)
-            offer, holders = _choose(offers)
+            download.offers = {}
+            await self._gather_offers(name, download)
+            offer, holders = _choose(download.offers)
             pin = ("download", name)
             try:
-                chunks = await self._download(offer, holders, pin, timeout_s, progress)
+                chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
             finally:
                 self._port.store.release(pin)
             if chunks is not None and self._port.chain is line:  # else its members are on a line that I left meanwhile
                 self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
-    async def _gather_offers(self, name: str, offers: dict[PeerId, StateOffer]) -> None:
-        while not offers:
-            for peer in self._members(self._stages[name]):
+    async def _gather_offers(self, name: str, download: _Download) -> None:
+        while not download.offers:
+            for peer in self._members(download.stage):
                 self._port.send(peer, StateQuery(name))
             await asyncio.sleep(ASK_EVERY_S)
         await asyncio.sleep(SETTLE_S)
 
-    async def _download(
-        self, offer: StateOffer, holders: list[PeerId], pin: object, timeout_s: float, progress: DownloadProgress
+    async def _get(
+        self,
+        offer: StateOffer,
+        holders: list[PeerId],
+        download: _Download,
+        pin: object,
+        timeout_s: float,
+        progress: DownloadProgress,
     ) -> tuple[bytes, ...] | None:
         fetch = self._port.chunks.fetch
         if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):
@@ -173,8 +182,7 @@ class Snapshots:
         except (msgspec.MsgspecError, RecursionError):
             self._port.drop("undecodable snapshot listing")
             return None
-        most = self._most_bytes.get(offer.stream)
-        if most is not None and sum(size for _, size in listing.chunks) > most:
+        if download.most_bytes is not None and sum(size for _, size in listing.chunks) > download.most_bytes:
             self._port.drop("snapshot too large")
             return None
         gate, here = asyncio.Semaphore(PARALLEL), 0

@@ -75,26 +75,15 @@ class Availability:
         self._update(item.index)
         return True
 
-    def hold(self, digest: bytes) -> None:
+    def hold(self, *digests: bytes) -> None:
         """This content is here from now on."""
-        if digest not in self.held:
-            self.held.add(digest)
-            self._update_all(digest)
+        self.held.update(digests)
+        self._update_all(digests)
 
-    def hold_all(self, digests: Iterable[bytes]) -> None:
-        """All this content is here from now on."""
-        for digest in digests:
-            self.hold(digest)
-
-    def spoil_all(self, digests: Iterable[bytes]) -> None:
-        """All this content is corrupt, whoever has it."""
-        for digest in digests:
-            self.spoil(digest)
-
-    def spoil(self, digest: bytes) -> None:
+    def spoil(self, *digests: bytes) -> None:
         """This content is corrupt, whoever has it."""
-        self.corrupt.add(digest)
-        self._update_all(digest)
+        self.corrupt.update(digests)
+        self._update_all(digests)
 
     def hear(self, member: int, prefixes: bytes) -> None:
         """Note what another member says to hold."""
@@ -152,9 +141,10 @@ class Availability:
             key=lambda entry: (contributions(entry[1]) if self._fewest else 0, entry[0]),
         )
 
-    def _update_all(self, digest: bytes) -> None:
-        for index in self._places.get(digest, ()):
-            self._update(index)
+    def _update_all(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            for index in self._places.get(digest, ()):
+                self._update(index)
 
     def _update(self, index: int) -> None:
         rivals = self.rivals[index]

@@ -83,7 +83,7 @@ class Content:
         """Note an offer; my own chunks are here. False if it does not count."""
         is_new = self.offers.add(member, offer)
         if is_new and member == self._roster.me:
-            self.availability.hold_all(offer.digests)
+            self.availability.hold(*offer.digests)
         return is_new
 
     def announced(self, member: int, item: RoundItem) -> None:

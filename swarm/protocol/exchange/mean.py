@@ -104,8 +104,8 @@ class Mean(Content):
         """Announce my reduction of a shard, without the corrupt payloads of `rejected` members."""
         self._move(shard, "reduced")
         context, inputs = self._context, self._inputs[shard]
-        self.availability.spoil_all(entry for member, _, entry in inputs if member in rejected)
-        self.availability.hold_all([digest])
+        self.availability.spoil(*(entry for member, _, entry in inputs if member in rejected))
+        self.availability.hold(digest)
         mask = mask_of(member for member, _, _ in inputs if member not in rejected)
         message = self._results[shard] = Reduced(context.key, context.view, shard, digest, size, mask)
         self._take_reduced(self._roster.me, message)
@@ -114,7 +114,7 @@ class Mean(Content):
     def unreduced(self, shard: int) -> None:
         """No payload of a reduction was usable; try again with whatever else comes."""
         self._move(shard, "spoilt")
-        self.availability.spoil_all(digest for _, _, digest in self._inputs.pop(shard))
+        self.availability.spoil(*(digest for _, _, digest in self._inputs.pop(shard)))
         self._concerned.add(shard)
 
     def _take_reduced(self, member: int, message: Reduced) -> None:

@@ -180,10 +180,10 @@ async def test_only_members_are_asked_and_believed(world):
 @in_a_world
 async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
     world.joiner.snapshots.receive("a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0))
-    assert not world.joiner.snapshots._offers
+    assert not world.joiner.snapshots._downloads
     with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
         await world.joiner.fetch(timeout_s=3.0)
-    assert not world.joiner.snapshots._offers
+    assert not world.joiner.snapshots._downloads
 
 
 @in_a_world

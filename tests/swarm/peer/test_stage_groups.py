@@ -560,7 +560,7 @@ async def test_a_stream_that_was_closed_can_be_opened_for_another_part_in_it(mad
     looker, name = made.nodes[3], name_of(0)
     looker.rounds.close(name)
     assert name not in looker.rounds.names
-    assert not any(machine.key.stream == name for machine in looker.rounds.machines)
+    assert not any(machine.key.stream == name for machine in looker.rounds.machines.values())
     await made.go_on(0, 2)
     looker.peer.open(replace(stream(0), wants="none"), made.newest(0))
     await made.go_on(0, 2)
