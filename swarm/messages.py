@@ -291,7 +291,7 @@ class StateQuery(_Message, frozen=True, tag="state?"):
 
 class StateOffer(_Message, frozen=True, tag="state"):
     """My snapshot after `round` (-1: before the first): `digest` names a chunk that lists the snapshot's chunks, `view` the
-    newest view that I know: a state belongs to one line of views."""
+    newest view that I know: a state belongs to one chain of views."""
 
     stream: Name
     view: Digest
@@ -367,7 +367,7 @@ class BranchSign(_Message, frozen=True, tag="branch"):
 
 
 class Lineage(_Message, frozen=True, tag="lineage"):
-    """The line of views that I am on, up to view `number`: the first 8 bytes of each kept view's hash, oldest first.
+    """The chain of views that I am on, up to view `number`: the first 8 bytes of each kept view's hash, oldest first.
     Its agreed tokens as far as I know; and to who asked and has fewer, the certified views that it lacks."""
 
     tokens: Count

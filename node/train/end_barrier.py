@@ -80,7 +80,7 @@ class EndBarrier:
         agree = True
         for name, number in self._state_sync.next_rounds.items():
             self._peer.tallies.end(name, None, number)
-            newest = max((told.round for told in self._peer.tallies.told(name).values()), default=number)
+            newest = max((told.round for told in self._peer.tallies.reports(name).values()), default=number)
             self._peer.rounds.heard_of(name, newest)  # who lacks a round that somebody has asks for it
             agree &= not self._apart(name, number) and not self._peer.rounds.called(name)
         self._has_told = True
@@ -88,5 +88,5 @@ class EndBarrier:
 
     def _apart(self, name: str, number: int) -> tuple[PeerId, ...]:
         """Who has not ended before this round of the stream."""
-        told = self._peer.tallies.told(name)
+        told = self._peer.tallies.reports(name)
         return tuple(sorted(peer for peer, each in told.items() if not each.over or each.round != number))

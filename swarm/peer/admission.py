@@ -118,7 +118,7 @@ class Admission:
             self._port.send(peer, Leave())
 
     def start_over(self) -> None:
-        """I am on another line of views: nobody there has asked me anything, and I only watch."""
+        """I am on another chain of views: nobody there has asked me anything, and I only watch."""
         self.candidates, self.watching, self.wants_in = Candidates(), True, False
 
     def settle(self, newest: View) -> list[PeerId]:

@@ -1,8 +1,8 @@
-"""The glue of branches: members without a majority found one, and peers of two lines of views find back to one.
+"""The glue of branches: members without a majority found one, and peers of two chains of views find back to one.
 
-Every peer judges by itself: it asks whoever may be on another line, verifies the other line's views, and gives its own up
-if the other one has stayed the stronger for a while. What it holds of its own line is forgotten then, as in a restart: its
-open exchanges are lost, it adopts the other line's state and asks to be let in.
+Every peer judges by itself: it asks whoever may be on another chain, verifies the other chain's views, and gives its own up
+if the other one has stayed the stronger for a while. What it holds of its own chain is forgotten then, as in a restart: its
+open exchanges are lost, it adopts the other chain's state and asks to be let in.
 """
 
 import random
@@ -26,16 +26,16 @@ SIGNATURE_TIMEOUT_S = 10.0  # a member that has not signed by then is left out, 
 STEP_IN_S = 20.0  # the next senior one asks for signatures if the one before it founds nothing
 PROBE_EVERY_S = 5.0
 PROBED = 16  # peers asked at once
-TELL_EVERY_S = 1.0  # least time between two answers, or two questions, to one peer
-COURT_EVERY_S = 2.0
-SETTLE_S = 5.0  # the other line must have been the stronger for so long: rounds in flight count on both sides by then
+LINEAGE_EVERY_S = 1.0  # least time between two answers, or two questions, to one peer
+CANDIDATE_EVERY_S = 2.0
+SETTLE_S = 5.0  # the other chain must have been the stronger for so long: rounds in flight count on both sides by then
 ANSWER_S = 10.0
-MAX_TOLD = 1024
+MAX_SENT = 1024
 
 
 @dataclass(slots=True)
-class _Suit:
-    """A stronger line that I may change to: through whom, its first view after the fork, and since when."""
+class _Candidate:
+    """A stronger chain that I may change to: through whom, its first view after the fork, and since when."""
 
     peer: PeerId
     theirs: bytes
@@ -64,19 +64,19 @@ class Branching:
         self._silent: set[int] = set()  # members who did not sign in time, by index
         self._refused = 0  # the least round that somebody could sign
         self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # the last branch that I signed, for whom, when
-        self._suit: _Suit | None = None
+        self._candidate: _Candidate | None = None
         self._sent: dict[tuple[PeerId, bool], float] = {}  # when I last (asked, answered) whom
         self._probed_s = -1e9
         self._random = random.Random(f"{port.seed}/{port.me}/probe")
-        self._believed_tokens = 0  # of a line whose state I have not adopted yet
+        self._believed_tokens = 0  # of a chain whose state I have not adopted yet
         self._returns = False  # asks to be let in once it has a state
         self.adrift: frozenset[str] = (
             frozenset()
-        )  # streams to be opened again with a state of the line that I changed to
-        membership.sync.on_branch, membership.sync.on_other_line = self._take_branch, self._ask
+        )  # streams to be opened again with a state of the chain that I changed to
+        membership.sync.on_branch, membership.sync.on_other_chain = self._take_branch, self._ask
 
     def opened(self, name: str) -> None:
-        """A stream was opened: its state is that of the line that I am on."""
+        """A stream was opened: its state is that of the chain that I am on."""
         was_adrift, self.adrift = bool(self.adrift), self.adrift - {name}
         if not self.adrift:
             self._believed_tokens = 0
@@ -84,7 +84,7 @@ class Branching:
                 self._membership.admission.wants_in = True
 
     def tick(self) -> None:
-        """Count the time without a quorum; found a branch if it is due; look for other lines where I am on a branch."""
+        """Count the time without a quorum; found a branch if it is due; look for other chains where I am on a branch."""
         now_s = self._port.now()
         view, me = self._port.views.newest, self._port.my_index(self._port.views.newest)
         self._solitude.look(now_s, me is None or self._can_decide())
@@ -93,7 +93,7 @@ class Branching:
         else:
             self._petition, self._silent, self._refused = None, set(), 0
         self._look_out(now_s)
-        self._court(now_s)
+        self._ask_candidate(now_s)
 
     def receive(self, sender: PeerId, incarnation: int, message: BranchMessage) -> None:
         """Take in a message about branches."""
@@ -193,7 +193,7 @@ class Branching:
 
     def _take_branch(self, sender: PeerId, branch: Certified) -> None:
         """Somebody has branched off my newest view. Who has no part in that view, or has waited as long, follows; who holds
-        rounds that the branch does not, or has seen a quorum since, compares the two lines first."""
+        rounds that the branch does not, or has seen a quorum since, compares the two chains first."""
         views.require_branch(self._port.run, self._port.views.newest, branch)
         bound = self._port.my_index(self._port.views.newest) is not None and not self._is_due()
         if bound or self._rounds.floor() > branch.view.first_round:
@@ -207,10 +207,10 @@ class Branching:
             self._rounds.rewind(branch.view.first_round)
             self._membership.view_changed()
 
-    # two lines meet
+    # two chains meet
 
     def _tokens(self) -> int:
-        """The agreed tokens of my line."""
+        """The agreed tokens of my chain."""
         if self.adrift:
             return self._believed_tokens
         agreed = [self._rounds.tokens(name) for name in self._rounds.names]
@@ -229,29 +229,29 @@ class Branching:
         for peer in self._random.sample(others, min(len(others), PROBED)):
             self._ask(peer)
 
-    def _court(self, now_s: float) -> None:
-        suit = self._suit
-        if suit is not None and now_s - suit.heard_s > ANSWER_S:
-            self._suit = None
-        elif suit is not None and now_s - suit.asked_s >= COURT_EVERY_S:
-            suit.asked_s = now_s
-            self._ask(suit.peer)
+    def _ask_candidate(self, now_s: float) -> None:
+        candidate = self._candidate
+        if candidate is not None and now_s - candidate.heard_s > ANSWER_S:
+            self._candidate = None
+        elif candidate is not None and now_s - candidate.asked_s >= CANDIDATE_EVERY_S:
+            candidate.asked_s = now_s
+            self._ask(candidate.peer)
 
     def _ask(self, peer: PeerId) -> None:
-        """Say which line I am on; who is on a stronger one answers with its views."""
-        self._tell(peer, ())
+        """Say which chain I am on; who is on a stronger one answers with its views."""
+        self._send_lineage(peer, ())
 
-    def _tell(self, peer: PeerId, lacking: tuple[bytes, ...]) -> None:
-        chain, now_s, place = self._port.views, self._port.now(), (peer, bool(lacking))
-        if now_s - self._sent.get(place, -1e9) < TELL_EVERY_S:
+    def _send_lineage(self, peer: PeerId, missing: tuple[bytes, ...]) -> None:
+        chain, now_s, place = self._port.views, self._port.now(), (peer, bool(missing))
+        if now_s - self._sent.get(place, -1e9) < LINEAGE_EVERY_S:
             return
-        if len(self._sent) >= MAX_TOLD:
+        if len(self._sent) >= MAX_SENT:
             self._sent.clear()
         self._sent[place] = now_s
-        self._port.send(peer, Lineage(self._tokens(), chain.newest.number, branches.trail(chain), lacking))
+        self._port.send(peer, Lineage(self._tokens(), chain.newest.number, branches.trail(chain), missing))
 
     def _take_lineage(self, sender: PeerId, incarnation: int, message: Lineage) -> None:
-        """Compare lines: tell who is on the weaker one what it lacks, and consider to leave mine if that is the weaker."""
+        """Compare chains: tell who is on the weaker one what it lacks, and consider to leave mine if that is the weaker."""
         chain = self._port.views
         fork = branches.fork_of(chain, message.number, message.trail)
         if fork is None:
@@ -261,9 +261,9 @@ class Branching:
         elif not fork.theirs and branches.first_parting(chain, fork) is None:
             self._membership.sync.send_views(sender, fork.number)
         elif not branches.is_stronger(message.tokens, self._tokens(), fork):
-            if self._suit is not None and self._suit.theirs == fork.theirs:
-                self._suit = None
-            self._tell(sender, branches.lacking(chain, fork))
+            if self._candidate is not None and self._candidate.theirs == fork.theirs:
+                self._candidate = None
+            self._send_lineage(sender, branches.missing_views(chain, fork))
         elif fork.theirs and not message.views:
             self._ask(sender)
         elif self._port.now() - self._sent.get((sender, False), -1e9) > ANSWER_S:
@@ -272,32 +272,32 @@ class Branching:
             self._consider(sender, incarnation, message, fork)
 
     def _consider(self, sender: PeerId, incarnation: int, message: Lineage, fork: Fork) -> None:
-        line, now_s = branches.line_of(self._port.views, fork, message.views), self._port.now()
-        known = (entry.view for entry in line.views if entry.view.number >= fork.number)
+        other, now_s = branches.other_chain(self._port.views, fork, message.views), self._port.now()
+        known = (entry.view for entry in other.views if entry.view.number >= fork.number)
         if all(view.index(sender, incarnation) is None for view in known):
             self._port.drop("not from a member")
             return
-        suit = self._suit
-        if suit is None or suit.theirs != fork.theirs:
-            self._suit = _Suit(sender, fork.theirs, now_s, now_s, now_s)
-        elif now_s - suit.since_s < SETTLE_S:
-            suit.heard_s = now_s
+        candidate = self._candidate
+        if candidate is None or candidate.theirs != fork.theirs:
+            self._candidate = _Candidate(sender, fork.theirs, now_s, now_s, now_s)
+        elif now_s - candidate.since_s < SETTLE_S:
+            candidate.heard_s = now_s
         else:
-            self._change(line, fork, message.tokens)
+            self._change(other, fork, message.tokens)
 
-    def _change(self, line: Chain, fork: Fork, tokens: int) -> None:
-        """Leave my line for a stronger one; if that is a branch of mine and its log begins where mine is whole, with all
+    def _change(self, other: Chain, fork: Fork, tokens: int) -> None:
+        """Leave my chain for a stronger one; if that is a branch of mine and its log begins where mine is whole, with all
         that I hold."""
-        self._suit = None
-        parting = branches.first_parting(line, fork)
+        self._candidate = None
+        parting = branches.first_parting(other, fork)
         if not fork.mine and (parting is None or parting >= self._rounds.floor()):
-            self._port.chain = line
+            self._port.chain = other
             if parting is not None:
                 self._rounds.rewind(parting)
             self._membership.view_changed()
             return
         self._returns = self._returns if self.adrift else self._membership.admission.wants_in
-        self._membership.change_line(line)
+        self._membership.change_chain(other)
         self._snapshots.withdraw()
         self._believed_tokens = tokens
         self.adrift = frozenset((*self._rounds.abandon(), *self._pairing.abandon()))

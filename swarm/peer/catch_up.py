@@ -29,7 +29,7 @@ FETCH_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
 # Decisions in one answer: rounds may be over faster than they can be asked for one by one.
-TOLD_AT_ONCE = 4
+DECISIONS_PER_ANSWER = 4
 ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
 
 
@@ -55,8 +55,8 @@ class CatchUp:
             self._skip_to(state, min(word.oldest for word in said.values()))
         elif askable := [peer for peer in others if peer not in said]:
             state.asked_s = now_s
-            notes = state.stream.wants == "last"
-            self._port.send(self._random.choice(askable), LogQuery(Key(state.stream.name, number), notes))
+            query = LogQuery(Key(state.stream.name, number), notes=state.stream.wants == "last")
+            self._port.send(self._random.choice(askable), query)
 
     def _others(self) -> list[PeerId]:
         """The living members, as far as one knows, but me."""
@@ -73,16 +73,16 @@ class CatchUp:
         Return the view of a round that nobody began, because its members are gone: it is to be begun
         here.
         """
-        numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), TOLD_AT_ONCE)
+        numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), DECISIONS_PER_ANSWER)
         entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
-        told = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
-        size_bytes = sum(len(decided.value) for decided in told)
+        decisions = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
+        size_bytes = sum(len(decided.value) for decided in decisions)
         if not self._answers.take(sender.encode(), units(1, size_bytes), self._port.now()):
             self._port.drop("too many questions about the log")
             return None
-        for decided in told:
+        for decided in decisions:
             self._port.send(sender, decided)
-        if told:
+        if decisions:
             return None
         if query.key.round <= state.newest:
             first = iter(state.annals) if query.notes and state.annals else iter(state.log)

@@ -22,7 +22,7 @@ class CodecOffers:
     def __init__(self, port: PeerContext) -> None:
         self._port = port
         self.reads: Callable[[], ReadableCodecs] = tuple
-        self._told: dict[PeerId, tuple[int, ReadableCodecs]] = {}  # with the life that told it
+        self._announced: dict[PeerId, tuple[int, ReadableCodecs]] = {}  # with the life that announced it
         self._said: tuple[bytes, ReadableCodecs] = b"", ()  # the view that it was said to
         self._said_s = 0.0
 
@@ -32,8 +32,8 @@ class CodecOffers:
         if view.index(sender, incarnation) is None:
             self._port.drop("codecs of a stranger")
         else:
-            self._told = {peer: told for peer, told in self._told.items() if peer in view.peers}
-            self._told[sender] = incarnation, message.codecs
+            self._announced = {peer: known for peer, known in self._announced.items() if peer in view.peers}
+            self._announced[sender] = incarnation, message.codecs
 
     def tick(self) -> None:
         """Say what changed, to newcomers all, and all of it again after a while."""
@@ -46,8 +46,8 @@ class CodecOffers:
                     self._port.send(peer, Reads(mine))
 
     def of(self, peer: PeerId, incarnation: int) -> ReadableCodecs | None:
-        """What this life of a peer reads; None if it has not told."""
+        """What this life of a peer reads; None if it has not said."""
         if peer == self._port.me:
             return self.reads() or None
-        life, told = self._told.get(peer, (incarnation, None))
-        return told if life == incarnation else None
+        life, codecs = self._announced.get(peer, (incarnation, None))
+        return codecs if life == incarnation else None

@@ -18,7 +18,7 @@ class LoadReports:
     def __init__(self, port: PeerContext) -> None:
         self._port = port
         self._mine: Load | None = None
-        self._told: dict[PeerId, Load] = {}
+        self._announced: dict[PeerId, Load] = {}
         self._sent_s = 0.0
 
     def say(self, load: Load) -> None:
@@ -32,9 +32,9 @@ class LoadReports:
         view = self._port.views.newest
         if view.index(sender, incarnation) is None:
             self._port.drop("load of a stranger")
-        elif sender not in self._told or message.number >= self._told[sender].number:
-            self._told = {peer: load for peer, load in self._told.items() if peer in view.peers}
-            self._told[sender] = message
+        elif sender not in self._announced or message.number >= self._announced[sender].number:
+            self._announced = {peer: load for peer, load in self._announced.items() if peer in view.peers}
+            self._announced[sender] = message
 
     def tick(self) -> None:
         """Say it again: it may have been lost."""
@@ -43,9 +43,9 @@ class LoadReports:
 
     def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> LoadSnapshot | None:
         """Who serves what in this period by the newest view, if everybody who is there has told its numbers; else None."""
-        view, told = self._port.views.newest, dict(self._told)
+        view, loads = self._port.views.newest, dict(self._announced)
         if self._mine is not None:
-            told[self._port.me] = self._mine
+            loads[self._port.me] = self._mine
         stages: list[list[ServerLoad]] = [[] for _ in needs_bytes]
         replicas = 0
         for member in view.members:
@@ -53,7 +53,7 @@ class LoadReports:
             replicas += not gone and member.stage == EVERY
             if gone or not 0 <= member.stage < len(stages):
                 continue  # replicas and trainers do not move, and nobody holds others up by naming a stage that there is not
-            load = told.get(member.peer)
+            load = loads.get(member.peer)
             if load is None or load.number != number:
                 return None
             stages[member.stage].append(

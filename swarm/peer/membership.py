@@ -52,7 +52,7 @@ class Membership:
 
     @property
     def branch(self) -> tuple[str, int] | None:
-        """The name and first round of the branch that I am on; None on the run's main line."""
+        """The name and first round of the branch that I am on; None on the run's main chain."""
         view = self._port.chain.branch if self._port.chain else None
         return None if view is None else (view.hash.hex()[:8], view.first_round)
 
@@ -64,12 +64,12 @@ class Membership:
         self.clock.is_origin = True
         self.admission.wants_in = True  # back, if the others ever go on without me
 
-    def change_line(self, line: Chain) -> None:
-        """Give up my line of views for another one, whose views I know and am not in: I watch."""
+    def change_chain(self, chain: Chain) -> None:
+        """Give up my chain of views for another one, whose views I know and am not in: I watch."""
         self.admission.say_goodbye()
         self._port.forsake()
         self._port.floor = NO_FLOOR
-        self.sync.change_line(line)
+        self.sync.change_chain(chain)
         self.admission.start_over()
         self.view_changed()
 

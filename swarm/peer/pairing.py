@@ -52,7 +52,7 @@ class Pairing:
         self._seen[stream.name] = after_round
 
     def abandon(self) -> tuple[str, ...]:
-        """Another line of views takes the place of mine: what is running ends, and the streams wait to be opened again.
+        """Another chain of views takes the place of mine: what is running ends, and the streams wait to be opened again.
         Returns their names."""
         for name, pair in self._current.items():
             pair.lost(self._port.now())

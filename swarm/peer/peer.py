@@ -230,7 +230,7 @@ class Peer:
     ) -> RoundOutcome:
         """Bring encoded shards to a round of a stream. A pair's ends by the stream's deadline; a collective's when the
         round is decided, however long that takes: the caller trains on meanwhile. It is lost if this peer has given up the
-        line of views that its state belongs to, until the stream is opened again."""
+        chain of views that its state belongs to, until the stream is opened again."""
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
@@ -372,12 +372,12 @@ class Router:
             return
         stale = self._port.counters["stale view"]
         receive(sender, incarnation, message)
-        view = view_named(message)
+        view = view_hash_of(message)
         if view is not None and self._port.counters["stale view"] > stale:
             self._membership.sync.reconcile(sender, view)
 
 
-def view_named(message: Message) -> bytes | None:
+def view_hash_of(message: Message) -> bytes | None:
     """The hash of the view that a message names; None if it names none."""
     if isinstance(message, PairPropose | PairAccept):
         return message.offer.view

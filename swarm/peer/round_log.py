@@ -16,7 +16,7 @@ from farflock.swarm.chunks import Store
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.protocol.exchange.close_list import CloseList, told
+from farflock.swarm.protocol.exchange.close_list import CloseList, last_shards
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.log_truncation import LogTruncation
 
@@ -119,7 +119,7 @@ class RoundLog:
         state.annals[number] = state.log.pop(number)
         state.annals_bytes += _size_bytes(state, entry)
         self._machines.pop(key, None)
-        self._port.store.keep_only([item.digest for item in told(entry.close, state.stream.terms.shards)], key)
+        self._port.store.keep_only([item.digest for item in last_shards(entry.close, state.stream.terms.shards)], key)
         self._port.store.release(work_pin(key))
         self._shorten(state, ANNALS_ROUNDS)
 
@@ -176,7 +176,7 @@ class RoundLog:
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
     """What a round in the annals takes, roughly."""
-    return len(entry.decided.value) + sum(item.size for item in told(entry.close, state.stream.terms.shards))
+    return len(entry.decided.value) + sum(item.size for item in last_shards(entry.close, state.stream.terms.shards))
 
 
 def work_pin(key: Key) -> tuple[str, Key]:

@@ -35,7 +35,7 @@ from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, OpenOffer, RoundLog, StreamState, outcome, work_pin
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, told
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_shards
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import Reduction, RoundOutcome, Stream
@@ -95,7 +95,7 @@ class Rounds:
         entry = state.log.get(number)
         return outcome(state.stream, number, entry, self._port.store) if entry and entry.complete else None
 
-    def told(self, name: str, number: int) -> tuple[bytes, ...] | None:
+    def last_shards(self, name: str, number: int) -> tuple[bytes, ...] | None:
         """The last shards of a decided round, or what they were reduced to; empty if it failed.
 
         None if they are not here yet.
@@ -104,15 +104,17 @@ class Rounds:
         entry = state.entry(number)
         if entry is None or not entry.complete:
             return None
-        return tuple(self._port.store.get(item.digest) or b"" for item in told(entry.close, state.stream.terms.shards))
+        return tuple(
+            self._port.store.get(item.digest) or b"" for item in last_shards(entry.close, state.stream.terms.shards)
+        )
 
     def oldest(self, name: str) -> int:
         """The first round that the log still has, or the next one."""
         state = self._streams[name]
         return next(iter(state.log), state.next)
 
-    def oldest_told(self, name: str) -> int:
-        """The first round of which `told` may still know something, or the next one."""
+    def oldest_kept(self, name: str) -> int:
+        """The first round whose last shards may still be kept, or the next one."""
         return next(iter(self._streams[name].annals), self.oldest(name))
 
     def newest(self, name: str) -> int:
@@ -203,7 +205,7 @@ class Rounds:
         self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
-        """Give up my line of views: open exchanges are lost, and the logs are empty.
+        """Give up my chain of views: open exchanges are lost, and the logs are empty.
 
         The streams wait to be opened again. Returns their names.
         """

@@ -101,7 +101,7 @@ class Snapshots:
             self._port.spawn(self._offer(sender, message.stream))
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
-        """Not if it is of a view that I lack: its state may belong to another line than the one that I would bring it to."""
+        """Not if it is of a view that I lack: its state may belong to another chain than the one that I would bring it to."""
         wanted, chain = self._downloads.get(offer.stream), self._port.chain
         if wanted is None or sender not in self._members(wanted.stage):
             return  # not asked for, or of nobody who could tell
@@ -145,7 +145,7 @@ class Snapshots:
 
     async def _fetch(self, name: str, download: _Download, timeout_s: float, progress: DownloadProgress) -> Snapshot:
         while True:
-            line = self._port.chain
+            chain = self._port.chain
             download.offers = {}
             await self._gather_offers(name, download)
             offer, holders = _choose(download.offers)
@@ -154,7 +154,8 @@ class Snapshots:
                 chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
             finally:
                 self._port.store.release(pin)
-            if chunks is not None and self._port.chain is line:  # else its members are on a line that I left meanwhile
+            # If the chain has changed, its members are on one that I left meanwhile.
+            if chunks is not None and self._port.chain is chain:
                 self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 

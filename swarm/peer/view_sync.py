@@ -10,7 +10,7 @@ from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 0.5
-MAX_TOLD = 1024  # peers that are remembered for what they were sent
+MAX_SENT = 1024  # peers that are remembered for what they were sent
 
 
 class ViewSync:
@@ -23,20 +23,20 @@ class ViewSync:
         self.known = asyncio.Event()  # set once the views are known
         # A peer sent a branch of my newest view; a peer names views that do not follow mine.
         self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None
-        self.on_other_line: Callable[[PeerId], None] = lambda peer: None
+        self.on_other_chain: Callable[[PeerId], None] = lambda peer: None
         self._port, self._changed = port, changed
         self._asked: set[PeerId] = set()  # the only peers whose word is taken for the first views
-        self._told: dict[PeerId, tuple[int, int, float]] = {}  # newest view sent, after which, when
+        self._sent: dict[PeerId, tuple[int, int, float]] = {}  # newest view sent, after which, when
 
     def begin(self, chain: Chain) -> None:
         """These are the first views that I know."""
         self._port.chain = chain
         self.known.set()
 
-    def change_line(self, line: Chain) -> None:
-        """Another line of views takes the place of mine: what I sent of mine says nothing of it."""
-        self._port.chain = line
-        self._told.clear()
+    def change_chain(self, chain: Chain) -> None:
+        """Another chain of views takes the place of mine: what I sent of mine says nothing of it."""
+        self._port.chain = chain
+        self._sent.clear()
 
     def ask_all(self, peers: set[PeerId]) -> None:
         """Ask these peers, and take the first views from no others."""
@@ -57,14 +57,14 @@ class ViewSync:
         chain, now_s = self._port.chain, self._port.now()
         if chain is None or after_number >= chain.newest.number:
             return
-        newest, after, told_s = self._told.get(peer, (-1, -1, -1e9))
-        if (newest, after) == (chain.newest.number, after_number) and now_s - told_s < RESEND_S:
+        newest, after, sent_s = self._sent.get(peer, (-1, -1, -1e9))
+        if (newest, after) == (chain.newest.number, after_number) and now_s - sent_s < RESEND_S:
             return
         known = chain.since(after_number) or chain.since(chain.views[0].view.number - 1)
         if known:
-            if len(self._told) >= MAX_TOLD:
-                self._told.clear()
-            self._told[peer] = (chain.newest.number, after_number, now_s)
+            if len(self._sent) >= MAX_SENT:
+                self._sent.clear()
+            self._sent[peer] = (chain.newest.number, after_number, now_s)
             self._port.send(peer, Views(known))
 
     def reconcile(self, peer: PeerId, digest: bytes) -> None:
@@ -75,7 +75,7 @@ class ViewSync:
         view = chain.by_hash(digest)
         if view is None:
             self.ask(peer)
-            self.on_other_line(peer)
+            self.on_other_chain(peer)
         else:
             self.send_views(peer, view.number)
 
@@ -89,7 +89,7 @@ class ViewSync:
                 self._take(sender, views.decode_certified(raw))
         except BadView:
             self._port.drop("bad view")
-            self.on_other_line(sender)
+            self.on_other_chain(sender)
 
     def receive_decided(self, sender: PeerId, decided: Decided) -> None:
         """Take in a view that was decided without me."""

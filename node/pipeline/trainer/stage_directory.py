@@ -108,10 +108,10 @@ class StageDirectory:
         rounds = self._peer.rounds
         for stage, stream in self._streams.items():
             while True:
-                if (oldest := rounds.oldest_told(stream.name)) > self._heard[stage]:
+                if (oldest := rounds.oldest_kept(stream.name)) > self._heard[stage]:
                     self._heard[stage] = oldest
                     self._skipped.append(stage)
-                told = rounds.told(stream.name, self._heard[stage])
+                told = rounds.last_shards(stream.name, self._heard[stage])
                 if told is None and not self._is_past_hope(stage, stream.name):
                     break
                 self._heard[stage] += stream.stride

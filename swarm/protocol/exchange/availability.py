@@ -62,7 +62,7 @@ class Availability:
         self._places: dict[bytes, list[int]] = collections.defaultdict(list)
         self._prefixes = bytearray(PREFIX_BYTES * places)  # what I report
         self._said: dict[int, bytes] = {}
-        self._lacking: set[int] = set()
+        self._missing: set[int] = set()
         self._filled: set[int] = set()
 
     def add(self, item: RoundItem) -> bool:
@@ -120,13 +120,13 @@ class Availability:
     @property
     def whole(self) -> bool:
         """Whether everything that was announced so far is here, or cannot be used."""
-        return not self._lacking
+        return not self._missing
 
     def wanted(self) -> list[RoundItem]:
         """The announced items that are neither here nor corrupt."""
         return [
             item
-            for index in sorted(self._lacking)
+            for index in sorted(self._missing)
             for item in self.rivals[index].values()
             if item.digest not in self.held and item.digest not in self.corrupt
         ]
@@ -153,9 +153,9 @@ class Availability:
         if here != _NOTHING:
             self._filled.add(index)
         if all(digest in self.held or digest in self.corrupt for digest in rivals):
-            self._lacking.discard(index)
+            self._missing.discard(index)
         else:
-            self._lacking.add(index)
+            self._missing.add(index)
         self._agree(index)
 
     def _agree(self, index: int) -> None:

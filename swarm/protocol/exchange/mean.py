@@ -182,15 +182,15 @@ class Mean(Content):
 
         A reducer that lives and stays silent is replaced late in the round, if nobody else has been.
         """
-        line = self._roster.reducers(shard)
-        rank = line.index(self._roster.me)
+        order = self._roster.reducers(shard)
+        rank = order.index(self._roster.me)
         if rank == 0:
             return True
         results = self.availability.rivals[shard].values()
         rivals = [item.digest for item in results if self._mixture.allows(item)]
         if any(digest in self.availability.held for digest in rivals):
             return False
-        if all(member in self._roster.suspects for member in line[:rank]):
+        if all(member in self._roster.suspects for member in order[:rank]):
             return True
         return not rivals and now_s >= self._context.timing.replaced_s(rank)
 

@@ -6,7 +6,7 @@ has no content. It can put forward one thing alone, an empty list, when nobody i
 anything.
 """
 
-from farflock.swarm.protocol.exchange.close_list import decode_close_list, told
+from farflock.swarm.protocol.exchange.close_list import decode_close_list, last_shards
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 
 
@@ -26,7 +26,7 @@ class Voter(Content):
             return True
         shards, held = self._terms.shards, self.availability.held
         close = decode_close_list(value, self._terms, self._roster.contributors)
-        missing = [item for item in told(close, shards) if item.digest not in held]
+        missing = [item for item in last_shards(close, shards) if item.digest not in held]
         for item in missing:
             self.fetch(item.index % shards, item.digest, item.size, self._witnesses)
         return all(item.digest in held for item in missing)

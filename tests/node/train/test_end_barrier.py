@@ -40,7 +40,7 @@ class Here:
         assert stage is None
         self.ended[name] = number
 
-    def told(self, name):
+    def reports(self, name):
         return {"me": TallyReport(True, self.ended[name]), **self.said[name]}  # who has told nothing has no book
 
     def called(self, name):

@@ -26,10 +26,10 @@ class Ears:
 
     def listen(self):
         rounds = self.looker.rounds
-        if rounds.oldest_told(self.name) > self.next:
-            self.skipped += rounds.oldest_told(self.name) - self.next
-            self.next = rounds.oldest_told(self.name)
-        while (told := rounds.told(self.name, self.next)) is not None:
+        if rounds.oldest_kept(self.name) > self.next:
+            self.skipped += rounds.oldest_kept(self.name) - self.next
+            self.next = rounds.oldest_kept(self.name)
+        while (told := rounds.last_shards(self.name, self.next)) is not None:
             self.heard[self.next] = tuple(json.loads(told[0])["names"]) if told else ()
             self.next += 1
 
@@ -84,7 +84,7 @@ async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
 async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
     await made.go_on(0, LOG_ROUNDS + 3, 60.0)
     assert not any(node.rounds._streams[name_of(0)].annals for node in made.nodes.values())
-    assert made.nodes[3].rounds.oldest_told(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
+    assert made.nodes[3].rounds.oldest_kept(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
 
 
 @flock(0, 0, 0, 1, witnessed=True)

@@ -354,7 +354,7 @@ async def test_a_stranger_cannot_lend_tokens_to_a_line_that_it_is_not_in(herd):
     await until(lambda: len(herd.nodes[0].members) == 3, 20, "the main line's view")
     node, stranger = herd.nodes[0], IDENTITIES[4].peer
     chain = herd.nodes[3].peer.port.views
-    views_there = branches.lacking(chain, fork_of(chain, node.view.number, trail(node.peer.port.views)))
+    views_there = branches.missing_views(chain, fork_of(chain, node.view.number, trail(node.peer.port.views)))
     message = Lineage(2**62, chain.newest.number, trail(chain), views_there)
     for _ in range(20):
         told(herd, 0, stranger, msgspec.structs.replace(message, views=()))

@@ -12,7 +12,7 @@ import pytest
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
-from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
+from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, DECISIONS_PER_ANSWER
 from farflock.swarm.peer.round_log import LOG_ROUNDS, work_pin
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.decide import signed_text
@@ -369,12 +369,12 @@ async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd
         return answers.pop(asker.id, 0)
 
     first = ask(herd.nodes[1], 5000)
-    assert 0 < first <= TOLD_AT_ONCE * ANSWERS_BURST
+    assert 0 < first <= DECISIONS_PER_ANSWER * ANSWERS_BURST
     assert ask(herd.nodes[1], 100) == 0
-    assert ask(herd.nodes[2], 1) == TOLD_AT_ONCE, "another asker has its own share"
+    assert ask(herd.nodes[2], 1) == DECISIONS_PER_ANSWER, "another asker has its own share"
     assert node.peer.port.counters["dropped: too many questions about the log"] > 100
     await asyncio.sleep(1.0)
-    assert 0 < ask(herd.nodes[1], 5000) <= 2 * TOLD_AT_ONCE * ANSWERS_PER_S
+    assert 0 < ask(herd.nodes[1], 5000) <= 2 * DECISIONS_PER_ANSWER * ANSWERS_PER_S
 
 
 @in_virtual_time(4)

@@ -258,7 +258,7 @@ async def test_a_stage_s_members_contribute_and_everybody_knows_what_its_rounds_
         for stage in {0, 1} - {node.stage}:
             last = node.rounds.newest(name_of(stage))
             assert last >= made.newest(stage) - 1
-            (told,) = node.rounds.told(name_of(stage), last)
+            (told,) = node.rounds.last_shards(name_of(stage), last)
             assert tuple(json.loads(told)["names"]) == made.results[stage][last][0]
             assert json.loads(told)["shard"] == SHARDS - 1
             assert node.rounds.tokens(name_of(stage)) == made.results[stage][last][2]
@@ -274,7 +274,7 @@ def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
         here = {item.index for item in entry.close.items if item.digest in node.peer.port.store}
         assert here == fetched
         assert entry.complete
-        told = node.rounds.told(name, number)
+        told = node.rounds.last_shards(name, number)
         assert told == ((b"",) if wants == "none" else (node.peer.port.store.get(entry.close.items[-1].digest),))
 
     main()
@@ -286,9 +286,9 @@ async def test_of_rounds_that_are_not_decided_or_have_left_the_log_nothing_is_to
     rounds, name = made.nodes[3].rounds, name_of(0)
     oldest, newest = rounds.oldest(name), rounds.newest(name)
     assert newest - oldest == LOG_ROUNDS - 1
-    assert rounds.told(name, oldest - 1) is None
-    assert rounds.told(name, newest + 1) is None
-    assert all(rounds.told(name, number) is not None for number in range(oldest, newest))
+    assert rounds.last_shards(name, oldest - 1) is None
+    assert rounds.last_shards(name, newest + 1) is None
+    assert all(rounds.last_shards(name, number) is not None for number in range(oldest, newest))
     assert rounds.oldest(name_of(1)) <= rounds.newest(name_of(1))
 
 
@@ -303,7 +303,7 @@ async def test_who_looks_on_and_was_away_for_longer_than_the_log_goes_on_with_wh
     made.network.heal()
     await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, 25.0, "its catching up")
     assert looker.rounds.oldest(name) > before + 1
-    await until(lambda: looker.rounds.told(name, looker.rounds.newest(name)) is not None, 5.0, "the notes")
+    await until(lambda: looker.rounds.last_shards(name, looker.rounds.newest(name)) is not None, 5.0, "the notes")
     assert looker.rounds.tokens(name) == made.results[0][looker.rounds.newest(name)][2]
     assert looker.peer.port.counters["lost rounds"] == 0, "no state of its own was lost"
 

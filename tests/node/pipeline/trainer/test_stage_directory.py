@@ -41,10 +41,10 @@ class Swarm:
         for _ in range(count):
             self.logs[STREAMS[stage].name].popitem(last=False)
 
-    def told(self, name, number):
+    def last_shards(self, name, number):
         return self.logs[name].get(number)
 
-    def oldest_told(self, name):
+    def oldest_kept(self, name):
         return next(iter(self.logs[name]), self.firsts[name])
 
     def newest(self, name):
