@@ -46,7 +46,7 @@ class EndBarrier:
 
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
         """Wait until all have ended with the same rounds. `take_in` brings what is known of them into the method's state."""
-        port = self._peer.port
+        port = self._peer.context
         self._ends_s = port.now() + self._state_sync.patience_s + END_S
         while not stopping():
             await take_in()
@@ -59,15 +59,15 @@ class EndBarrier:
         """For whom it waits now, by stream: who has not ended with the rounds that it has."""
         if self._ends_s is None or not self._has_told or self._state_sync.is_busy:
             return []  # what it waits for then is an exchange
-        left_s = self._ends_s - self._peer.port.now()
+        left_s = self._ends_s - self._peer.context.now()
         awaited = {
             Key(name, number): self._apart(name, number) for name, number in self._state_sync.next_rounds.items()
         }
         return [OpenWait(key, whom, left_s) for key, whom in awaited.items() if whom]
 
     def _is_cut_off(self) -> bool:
-        now_s = self._peer.port.now()
-        if len(self._peer.port.views.newest.members) == 1 or not self._peer.alone:
+        now_s = self._peer.context.now()
+        if len(self._peer.context.views.newest.members) == 1 or not self._peer.alone:
             self._alone_s = None
         elif self._alone_s is None:
             self._alone_s = now_s

@@ -93,7 +93,7 @@ class StateSync:
             self._exchange_client.open(
                 template, self._applied[template.key.stream], 0 if number else tokens, noted=noted
             )
-        self._peer.port.progress_tokens = self._estimate
+        self._peer.context.progress_tokens = self._estimate
         self._peer.snapshots.serve(self._state_name, self._snapshot)
 
     @property
@@ -120,7 +120,7 @@ class StateSync:
     def trained(self, tokens: int) -> None:
         """Count tokens of a local step. The dead train none, although the view still lists them."""
         self._own_tokens += tokens
-        port = self._peer.port
+        port = self._peer.context
         newest = port.chain.newest if port.chain is not None else None
         peers = [newest.peers[index] for index in newest.serving(self._stage)] if newest else [port.me]
         self.members = sum(port.life(peer) != "dead" for peer in peers)

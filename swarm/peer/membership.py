@@ -26,13 +26,13 @@ PING_EVERY_S = 5.0
 class Membership:
     """One peer's part in the agreement on who is in the run, and on the run's time."""
 
-    def __init__(self, port: PeerContext, identity: Identity, view_s: float) -> None:
-        self._port = port
+    def __init__(self, context: PeerContext, identity: Identity, view_s: float) -> None:
+        self._context = context
         self.clock = RunClock()
-        self.book = RecordBook(port)
-        self.sync = ViewSync(port, self.view_changed)
-        self.admission = Admission(port, self.book)
-        self.next_view = NextView(port, identity, view_s, self.admission, self.sync, self.view_changed)
+        self.book = RecordBook(context)
+        self.sync = ViewSync(context, self.view_changed)
+        self.admission = Admission(context, self.book)
+        self.next_view = NextView(context, identity, view_s, self.admission, self.sync, self.view_changed)
         self._pinged_s = -1e9
 
     @property
@@ -48,57 +48,57 @@ class Membership:
     @property
     def is_member(self) -> bool:
         """True if I am in the newest view that I know, in this life."""
-        return self._port.is_member
+        return self._context.is_member
 
     @property
     def branch(self) -> tuple[str, int] | None:
         """The name and first round of the branch that I am on; None on the run's main chain."""
-        view = self._port.chain.branch if self._port.chain else None
+        view = self._context.chain.branch if self._context.chain else None
         return None if view is None else (view.hash.hex()[:8], view.first_round)
 
     def found(self) -> None:
         """Begin the run: view 0 is me alone."""
-        member = Member(self._port.me, self._port.incarnation, self.book.my_stage())
-        genesis = Certified(views.genesis(self._port.run, member))
-        self.sync.begin(Chain(self._port.run, [genesis]))
+        member = Member(self._context.me, self._context.incarnation, self.book.my_stage())
+        genesis = Certified(views.genesis(self._context.run, member))
+        self.sync.begin(Chain(self._context.run, [genesis]))
         self.clock.is_origin = True
         self.admission.wants_in = True  # back, if the others ever go on without me
 
     def change_chain(self, chain: Chain) -> None:
         """Give up my chain of views for another one, whose views I know and am not in: I watch."""
         self.admission.say_goodbye()
-        self._port.forsake()
-        self._port.floor = NO_FLOOR
+        self._context.forsake()
+        self._context.floor = NO_FLOOR
         self.sync.change_chain(chain)
         self.admission.start_over()
         self.view_changed()
 
     def view_changed(self) -> None:
         """The newest view is another one: begin anew with what depends on it."""
-        newest = self._port.views.newest
-        heard = self._port.lives.items()
+        newest = self._context.views.newest
+        heard = self._context.lives.items()
         # A member that is in the view with another life than was heard has begun that one since.
-        self._port.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
+        self._context.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
         self.next_view.begin_anew()
         for peer in self.admission.settle(newest):
             self.sync.send_views(peer, newest.number - 1)
 
     def tick(self) -> None:
         """Ask to be let in; put the next view forward if it is due and my turn; keep time."""
-        now_s = self._port.now()
+        now_s = self._context.now()
         if asked := self.admission.ask(now_s):
             self.sync.ask_all(asked)
-        if self._port.is_member:
+        if self._context.is_member:
             self.next_view.tick(now_s)
         if now_s - self._pinged_s >= PING_EVERY_S:
             self._pinged_s = now_s
             for peer in self.book.others():
-                self._port.send(peer, Ping(now_s))
+                self._context.send(peer, Ping(now_s))
 
     def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage) -> None:
         """Take in a message about membership or time."""
-        if self._port.chain is not None and sender in self._port.chain.newest.peers:
-            self._port.lives[sender] = incarnation
+        if self._context.chain is not None and sender in self._context.chain.newest.peers:
+            self._context.lives[sender] = incarnation
         match message:
             case Join(record=blob):
                 self.admission.receive_join(sender, blob)
@@ -109,9 +109,9 @@ class Membership:
             case Views(views=encoded):
                 self.sync.receive(sender, encoded)
             case Ping(sent_s=sent_s):
-                self._port.send(sender, Pong(sent_s, self.clock.run_s(self._port.now())))
+                self._context.send(sender, Pong(sent_s, self.clock.run_s(self._context.now())))
             case Pong(sent_s=sent_s, run_s=run_s):
                 if sender in self.book.others():
-                    self.clock.answered(sender, sent_s, self._port.now(), run_s)
+                    self.clock.answered(sender, sent_s, self._context.now(), run_s)
             case _:
                 self.next_view.receive(sender, incarnation, message)

@@ -95,8 +95,8 @@ class StreamState:
 class RoundLog:
     """Keeps the logs of one peer's streams; the machine of a round that leaves its log is dropped."""
 
-    def __init__(self, port: PeerContext, machines: dict[Key, Any]) -> None:
-        self._port, self._machines = port, machines
+    def __init__(self, context: PeerContext, machines: dict[Key, Any]) -> None:
+        self._context, self._machines = context, machines
 
     def enter(self, state: StreamState, number: int, entry: LoggedRound) -> None:
         """A round is decided: it is the stream's newest, and the oldest one leaves the log."""
@@ -119,8 +119,10 @@ class RoundLog:
         state.annals[number] = state.log.pop(number)
         state.annals_bytes += _size_bytes(state, entry)
         self._machines.pop(key, None)
-        self._port.store.keep_only([item.digest for item in last_shards(entry.close, state.stream.terms.shards)], key)
-        self._port.store.release(work_pin(key))
+        self._context.store.keep_only(
+            [item.digest for item in last_shards(entry.close, state.stream.terms.shards)], key
+        )
+        self._context.store.release(work_pin(key))
         self._shorten(state, ANNALS_ROUNDS)
 
     def _shorten(self, state: StreamState, most: int) -> None:
@@ -129,16 +131,16 @@ class RoundLog:
             number, entry = state.annals.popitem(last=False)
             state.annals_bytes -= _size_bytes(state, entry)
             state.opened_tokens = entry.close.tokens
-            self._port.store.release(Key(state.stream.name, number))
+            self._context.store.release(Key(state.stream.name, number))
 
     def rewind(self, state: StreamState, first_round: int) -> None:
         """Forget the rounds from this one on."""
         for number in [number for number in state.annals if number >= first_round]:
             state.annals_bytes -= _size_bytes(state, state.annals.pop(number))
-            self._port.store.release(Key(state.stream.name, number))
+            self._context.store.release(Key(state.stream.name, number))
         for number in [number for number in state.log if number >= first_round]:
             del state.log[number]
-            self._port.store.release(Key(state.stream.name, number))
+            self._context.store.release(Key(state.stream.name, number))
 
     def clear(self, state: StreamState) -> None:
         """Forget all rounds, and what waits for their content."""
@@ -151,8 +153,8 @@ class RoundLog:
         key = Key(state.stream.name, number)
         del state.log[number]
         self._machines.pop(key, None)
-        self._port.store.release(key)
-        self._port.store.release(work_pin(key))
+        self._context.store.release(key)
+        self._context.store.release(work_pin(key))
         state.resolve(number, RoundOutcome(key, "lost", state.next))
 
     def completed(self, state: StreamState, number: int) -> None:
@@ -163,10 +165,10 @@ class RoundLog:
         key = Key(state.stream.name, number)
         for item in entry.close.items:
             # As far as it is here: a peer that only votes may have none of it.
-            self._port.store.pin(item.digest, key)
-        self._port.store.release(work_pin(key))
+            self._context.store.pin(item.digest, key)
+        self._context.store.release(work_pin(key))
         entry.complete = True
-        state.resolve(number, outcome(state.stream, number, entry, self._port.store))
+        state.resolve(number, outcome(state.stream, number, entry, self._context.store))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Nobody can say any more what came of the exchanges that wait: they are lost."""

@@ -64,8 +64,8 @@ class _Download:
 class Snapshots:
     """Serves this peer's snapshots and downloads those of others."""
 
-    def __init__(self, port: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
-        self._port, self._members = port, asked
+    def __init__(self, context: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
+        self._context, self._members = context, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
         self._versions: dict[str, Callable[[], int]] = {}  # of those that are made anew whenever it changes
@@ -98,20 +98,20 @@ class Snapshots:
                 self._askers[message.stream].add(sender)
         elif message.stream in self._providers:
             self._askers[message.stream] = set()
-            self._port.spawn(self._offer(sender, message.stream))
+            self._context.spawn(self._offer(sender, message.stream))
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
         """Not if it is of a view that I lack: its state may belong to another chain than the one that I would bring it to."""
-        wanted, chain = self._downloads.get(offer.stream), self._port.chain
+        wanted, chain = self._downloads.get(offer.stream), self._context.chain
         if wanted is None or sender not in self._members(wanted.stage):
             return  # not asked for, or of nobody who could tell
         if (offer.state, offer.digest) in self._distrusted:
-            self._port.drop("distrusted snapshot")
+            self._context.drop("distrusted snapshot")
         elif chain is None or chain.by_hash(offer.view) is None:
-            self._port.drop("snapshot of an unknown view")
-            self._port.counters["stale view"] += 1
+            self._context.drop("snapshot of an unknown view")
+            self._context.counters["stale view"] += 1
         elif offer.round < wanted.least:
-            self._port.drop("stale snapshot")
+            self._context.drop("stale snapshot")
         else:
             wanted.offers[sender] = offer
 
@@ -145,7 +145,7 @@ class Snapshots:
 
     async def _fetch(self, name: str, download: _Download, timeout_s: float, progress: DownloadProgress) -> Snapshot:
         while True:
-            chain = self._port.chain
+            chain = self._context.chain
             download.offers = {}
             await self._gather_offers(name, download)
             offer, holders = _choose(download.offers)
@@ -153,16 +153,16 @@ class Snapshots:
             try:
                 chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
             finally:
-                self._port.store.release(pin)
+                self._context.store.release(pin)
             # If the chain has changed, its members are on one that I left meanwhile.
-            if chunks is not None and self._port.chain is chain:
+            if chunks is not None and self._context.chain is chain:
                 self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
     async def _gather_offers(self, name: str, download: _Download) -> None:
         while not download.offers:
             for peer in self._members(download.stage):
-                self._port.send(peer, StateQuery(name))
+                self._context.send(peer, StateQuery(name))
             await asyncio.sleep(ASK_EVERY_S)
         await asyncio.sleep(SETTLE_S)
 
@@ -175,16 +175,16 @@ class Snapshots:
         timeout_s: float,
         progress: DownloadProgress,
     ) -> tuple[bytes, ...] | None:
-        fetch = self._port.chunks.fetch
+        fetch = self._context.chunks.fetch
         if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):
             return None
         try:
-            listing = msgspec.msgpack.decode(self._port.store.get(offer.digest) or b"", type=Listing)
+            listing = msgspec.msgpack.decode(self._context.store.get(offer.digest) or b"", type=Listing)
         except (msgspec.MsgspecError, RecursionError):
-            self._port.drop("undecodable snapshot listing")
+            self._context.drop("undecodable snapshot listing")
             return None
         if download.most_bytes is not None and sum(size for _, size in listing.chunks) > download.most_bytes:
-            self._port.drop("snapshot too large")
+            self._context.drop("snapshot too large")
             return None
         gate, here = asyncio.Semaphore(PARALLEL), 0
 
@@ -198,7 +198,7 @@ class Snapshots:
 
         if not all(await asyncio.gather(*(one(digest, size) for digest, size in listing.chunks))):
             return None
-        return tuple(self._port.store.get(digest) or b"" for digest, _ in listing.chunks)
+        return tuple(self._context.store.get(digest) or b"" for digest, _ in listing.chunks)
 
     async def _offer(self, asker: PeerId, name: str) -> None:
         """Build a snapshot, or take the last one while it is new enough: there may be room for one only, and who is still
@@ -207,16 +207,16 @@ class Snapshots:
         askers.add(asker)
         try:
             if name in self._providers and not self._is_new(name):
-                made = (self._port.touched, self._port.now(), self._version(name))
+                made = (self._context.touched, self._context.now(), self._version(name))
                 snapshot = await self._providers[name]()
-                self._port.store.release(("snapshot", name))
+                self._context.store.release(("snapshot", name))
                 self._served[name] = self._put(name, snapshot, ("snapshot", name))
                 self._made[name] = made
             if name not in self._providers:
                 return  # withdrawn meanwhile
-            current = msgspec.structs.replace(self._served[name], view=self._port.views.newest.hash)
+            current = msgspec.structs.replace(self._served[name], view=self._context.views.newest.hash)
             for waiting in sorted(askers):
-                self._port.send(waiting, current)
+                self._context.send(waiting, current)
         finally:
             del self._askers[name]
 
@@ -224,19 +224,19 @@ class Snapshots:
         touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
         if name in self._versions:
             return name in self._made and version == self._version(name)
-        return self._port.touched - touched <= KEEP_ROUNDS and self._port.now() - now_s <= KEEP_S
+        return self._context.touched - touched <= KEEP_ROUNDS and self._context.now() - now_s <= KEEP_S
 
     def _version(self, name: str) -> int:
         return self._versions[name]() if name in self._versions else 0
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
-        store = self._port.store
+        store = self._context.store
         assert all(len(chunk) <= MAX_CHUNK_BYTES for chunk in snapshot.chunks), "a snapshot chunk is too large"
         listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
         listing = msgspec.msgpack.encode(Listing(listed))
         digest = store.put(listing, pin)
         return StateOffer(
-            name, self._port.views.newest.hash, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens
+            name, self._context.views.newest.hash, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens
         )
 
 

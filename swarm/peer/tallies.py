@@ -45,9 +45,9 @@ class _Book:
 class Tallies:
     """The tallies of all streams that this peer contributes to."""
 
-    def __init__(self, port: PeerContext) -> None:
-        self._port = port
-        self._me: MemberLife = (port.me, port.incarnation)
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
+        self._me: MemberLife = (context.me, context.incarnation)
         self._books: dict[str, _Book] = {}
         self.changed = asyncio.Event()  # set whenever a number did; who waits clears it
 
@@ -87,19 +87,19 @@ class Tallies:
         return sum(each.tokens for each in reports if each.round == book.round and not each.over)
 
     def _living(self, book: _Book) -> Iterator[MemberLife]:
-        view = self._port.views.newest
+        view = self._context.views.newest
         for member in (view.members[index] for index in view.serving(book.stage)):
-            if member.peer == self._port.me:
+            if member.peer == self._context.me:
                 yield self._me
-            elif not self._port.gone(view, member.peer):
+            elif not self._context.gone(view, member.peer):
                 yield member.peer, member.incarnation
 
     def receive(self, sender: PeerId, incarnation: int, message: Tally) -> None:
         """A member's number."""
-        book, view = self._books.get(message.key.stream), self._port.views.newest
+        book, view = self._books.get(message.key.stream), self._context.views.newest
         index = view.index(sender, incarnation)
         if book is None or index is None or index not in view.serving(book.stage):
-            self._port.drop("tally of somebody else")
+            self._context.drop("tally of somebody else")
             return
         report, who = TallyReport(message.over, message.key.round, message.tokens), (sender, incarnation)
         if report > book.reports.get(who, TallyReport()):
@@ -112,7 +112,7 @@ class Tallies:
     def tick(self) -> None:
         """Tell again."""
         for stream, book in self._books.items():
-            if self._port.now() - book.sent_s >= REPEAT_S:
+            if self._context.now() - book.sent_s >= REPEAT_S:
                 self._send(stream, book)
 
     def _report(self, stream: str, book: _Book, mine: TallyReport) -> None:
@@ -122,9 +122,9 @@ class Tallies:
         self.changed.set()
 
     def _send(self, stream: str, book: _Book) -> None:
-        book.sent_s = self._port.now()
+        book.sent_s = self._context.now()
         mine = book.reports[self._me]
-        view = self._port.views.newest
+        view = self._context.views.newest
         for index in view.serving(book.stage):
-            if (peer := view.peers[index]) != self._port.me:
-                self._port.send(peer, Tally(Key(stream, mine.round), mine.tokens, mine.over))
+            if (peer := view.peers[index]) != self._context.me:
+                self._context.send(peer, Tally(Key(stream, mine.round), mine.tokens, mine.over))

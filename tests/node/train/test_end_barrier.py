@@ -21,7 +21,7 @@ class Here:
     def __init__(self, members=2):
         self.time_s, self.alone, self.agreed, self.estimate = 0.0, False, 0, 0
         self.newest = SimpleNamespace(members=[None] * members)
-        self.port = self.views = self.rounds = self.tallies = self
+        self.context = self.views = self.rounds = self.tallies = self
         self.is_busy, self.patience_s, self.next_rounds = False, PATIENCE_S, {"delta": 4}
         self.said = {"delta": {"mate": TallyReport(True, 4)}}
         self.ended, self.heard, self.open_rounds = {}, collections.Counter(), set()

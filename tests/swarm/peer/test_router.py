@@ -26,14 +26,14 @@ class Part:
 
     def receive(self, sender, incarnation, message):
         self.world.came.append((self.name, sender, incarnation, message))
-        self.world.port.counters["stale view"] += self.name != "membership"
+        self.world.context.counters["stale view"] += self.name != "membership"
 
 
 class World:
     def __init__(self, chain="known"):
         self.came, self.reconciled = [], []
-        self.port = SimpleNamespace(chain=chain, counters=collections.Counter())
-        self.router = Router(self.port, Part(self, "membership"), Part(self, "rounds"))
+        self.context = SimpleNamespace(chain=chain, counters=collections.Counter())
+        self.router = Router(self.context, Part(self, "membership"), Part(self, "rounds"))
 
     def reconcile(self, peer, view):
         self.reconciled.append((peer, view))

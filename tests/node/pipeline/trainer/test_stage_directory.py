@@ -15,7 +15,7 @@ class Swarm:
     """A peer whose views and logs are what a test says."""
 
     def __init__(self, *members, streams=STREAMS):
-        self.port = self.rounds = self
+        self.context = self.rounds = self
         self.views = Chain("run", [Certified(View(1, bytes(32), 0, members))])
         self.dead = set()
         self.logs = {stream.name: collections.OrderedDict() for stream in streams.values()}
