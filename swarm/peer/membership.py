@@ -5,8 +5,6 @@ deciding the next view (`next_view`), and sending views to peers that lack them 
 their messages are told apart, and a new view is made known to all of them.
 """
 
-import asyncio
-
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Join, Leave, PaxosMessage, Ping, Pong, TimeMessage, ViewMessage, ViewQuery, Views
@@ -17,7 +15,6 @@ from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import NO_FLOOR
 from farflock.swarm.protocol.views import Certified, Chain, Member
-from farflock.swarm.record import Record
 from farflock.swarm.runtime import RunClock
 
 PING_EVERY_S = 5.0
@@ -30,20 +27,12 @@ class Membership:
         self._context = context
         self.clock = RunClock()
         self.book = RecordBook(context)
+        self.records = self.book.records  # the newest of each other peer that I know of
         self.sync = ViewSync(context, self.view_changed)
+        self.known = self.sync.known  # set once the views are
         self.admission = Admission(context, self.book)
         self.next_view = NextView(context, identity, view_s, self.admission, self.sync, self.view_changed)
         self._pinged_s = -1e9
-
-    @property
-    def records(self) -> dict[PeerId, Record]:
-        """The newest record of each other peer that I know of."""
-        return self.book.records
-
-    @property
-    def known(self) -> asyncio.Event:
-        """Set once the views are known."""
-        return self.sync.known
 
     @property
     def is_member(self) -> bool:

@@ -13,33 +13,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
+from farflock.swarm import messages
 from farflock.swarm.chunks import Store
 from farflock.swarm.compute import inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import Frame, ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
-from farflock.swarm.messages import (
-    BranchMessage,
-    CallMessage,
-    ChunkMessage,
-    Key,
-    Load,
-    LogMessage,
-    Message,
-    Offer,
-    PairAccept,
-    PairMessage,
-    PairPropose,
-    PaxosMessage,
-    Reads,
-    ShardMessage,
-    SnapshotMessage,
-    StateOffer,
-    Tally,
-    TimeMessage,
-    ViewMessage,
-)
+from farflock.swarm.messages import Key, Message, Offer
 from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
@@ -121,13 +102,15 @@ class Peer:
     def _make_router(self) -> "Router":
         """Return a router that knows which part takes which messages."""
         router, snapshots = Router(self.context, self.membership, self.rounds), self.snapshots
-        router.add(self.branching.receive, *get_args(BranchMessage))
-        router.add(self.calls.receive, *get_args(CallMessage))
-        router.add_exchange(lambda sender, _, said: snapshots.receive(sender, said), *get_args(SnapshotMessage))
-        router.add_exchange(self.pairing.receive, *get_args(PairMessage))
-        router.add_exchange(self.loads.receive, Load)
-        router.add_exchange(self.codec_offers.receive, Reads)
-        router.add_exchange(self.tallies.receive, Tally)
+        router.add(self.branching.receive, *get_args(messages.BranchMessage))
+        router.add(self.calls.receive, *get_args(messages.CallMessage))
+        router.add_exchange(
+            lambda sender, _, said: snapshots.receive(sender, said), *get_args(messages.SnapshotMessage)
+        )
+        router.add_exchange(self.pairing.receive, *get_args(messages.PairMessage))
+        router.add_exchange(self.loads.receive, messages.Load)
+        router.add_exchange(self.codec_offers.receive, messages.Reads)
+        router.add_exchange(self.tallies.receive, messages.Tally)
         return router
 
     @property
@@ -333,14 +316,14 @@ class Router:
         self._context, self._membership, self._rounds = context, membership, rounds
         # Read-only between additions: the peer is watched for tables that grow as messages come in.
         self._receivers: Mapping[type[Message], Receive] = MappingProxyType({})
-        self.add(membership.receive, *get_args(ViewMessage | TimeMessage))
-        self.add(self._receive_vote, *get_args(PaxosMessage))
-        self.add_exchange(rounds.receive, *get_args(ShardMessage | LogMessage))
+        self.add(membership.receive, *get_args(messages.ViewMessage | messages.TimeMessage))
+        self.add(self._receive_vote, *get_args(messages.PaxosMessage))
+        self.add_exchange(rounds.receive, *get_args(messages.ShardMessage | messages.LogMessage))
 
     @property
     def kinds(self) -> frozenset[type[Message]]:
         """The message types that some part takes in."""
-        return frozenset({*self._receivers, *get_args(ChunkMessage)})
+        return frozenset({*self._receivers, *get_args(messages.ChunkMessage)})
 
     def add(self, receive: Receive, *kinds: type[Message]) -> None:
         """From now on messages of these types go to `receive`."""
@@ -355,12 +338,12 @@ class Router:
     def deliver(self, sender: PeerId, frame: Frame) -> None:
         """Hand on the message of a frame."""
         message = frame.message
-        if isinstance(message, ChunkMessage):
+        if isinstance(message, messages.ChunkMessage):
             self._context.chunks.receive(sender, message, frame.body)
         else:
             self._receivers[type(message)](sender, frame.incarnation, message)
 
-    def _receive_vote(self, sender: PeerId, incarnation: int, vote: PaxosMessage) -> None:
+    def _receive_vote(self, sender: PeerId, incarnation: int, vote: messages.PaxosMessage) -> None:
         """Take a vote on the next view, or on the close list of a round."""
         if vote.key.stream == VIEW_STREAM:
             self._membership.receive(sender, incarnation, vote)
@@ -380,6 +363,10 @@ class Router:
 
 def view_hash_of(message: Message) -> bytes | None:
     """The hash of the view that a message names; None if it names none."""
-    if isinstance(message, PairPropose | PairAccept):
+    if isinstance(message, messages.PairPropose | messages.PairAccept):
         return message.offer.view
-    return message.view if isinstance(message, ShardMessage | PaxosMessage | StateOffer) else None
+    return (
+        message.view
+        if isinstance(message, messages.ShardMessage | messages.PaxosMessage | messages.StateOffer)
+        else None
+    )

@@ -124,15 +124,10 @@ class Proposer:
     # By value that I put forward, the members that can never accept it.
     refusers: dict[bytes, set[int]] = field(default_factory=dict)
 
-    def begin(self, ballot: Ballot, value: bytes) -> None:
-        """Begin a ballot, phase 1."""
-        self._move("prepared")
+    def begin(self, event: Literal["prepared", "skipped"], ballot: Ballot, value: bytes) -> None:
+        """Begin a ballot with phase 1, or with phase 2 where that can be skipped."""
+        self._move(event)
         self.ballot, self.value, self.promises, self.accepts = ballot, value, {}, {}
-
-    def skip(self, ballot: Ballot, value: bytes) -> None:
-        """Begin a ballot with phase 2."""
-        self._move("skipped")
-        self.ballot, self.value = ballot, value
 
     def put(self, value: bytes) -> None:
         """Go on to phase 2, with my value or with one that may have been chosen."""
@@ -213,11 +208,11 @@ class Decision:
         proposer = self.proposer
         untouched = proposer.ballot is None and self.promised == _NEVER and self.accepted is None
         if untouched and self.floors.in_step and self.me == self.proposers[0]:
-            proposer.skip((0, self.me), value)
+            proposer.begin("skipped", (0, self.me), value)
             return self._second_phase()
         proposer.highest = max(proposer.highest, self.promised[0]) + 1
         ballot = (proposer.highest, self.me)
-        proposer.begin(ballot, value)
+        proposer.begin("prepared", ballot, value)
         return self._broadcast(Prepare(self.key, self.view, ballot))
 
     def receive(self, sender: int, message: Message) -> Sends:
