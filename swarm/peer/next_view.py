@@ -14,7 +14,7 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import Floor
-from farflock.swarm.protocol.decide import Decision, Floors, Sends, Signatures
+from farflock.swarm.protocol.decide import AcceptanceRules, Decision, Sends
 from farflock.swarm.protocol.exchange.timing import TAKEOVER_S
 from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
@@ -139,8 +139,9 @@ class NextView:
                 newest.hash,
                 me,
                 tuple(newest.peers.index(peer) for peer in self._ordered()),
-                floors=ViewFloors(self._context, lambda floor: floor if self._hurries else ahead(floor)),
-                signatures=ViewSignatures(self._context.run, self._identity, newest),
+                rules=ViewRules(
+                    self._context, self._identity, newest, lambda floor: floor if self._hurries else ahead(floor)
+                ),
             )
         return self._decision
 
@@ -190,17 +191,19 @@ def ahead(floor: Floor) -> Floor:
     return (floor[0] + ROUNDS_AHEAD - 1, *floor[1:]) if floor else floor
 
 
-class ViewFloors(Floors):
+class ViewRules(AcceptanceRules):
     """A view must begin after every round that this member took part in under the view before it.
 
-    `begins` says where a view that may begin at a floor should begin.
+    `begins` says where a view that may begin at a floor should begin. Members sign the next view, to
+    convince outsiders.
     """
 
     # Members are at different rounds: each tells its floor before a view is put forward.
     in_step = False
 
-    def __init__(self, context: PeerContext, begins: Callable[[Floor], Floor]) -> None:
-        self._context, self._begins = context, begins
+    def __init__(self, context: PeerContext, identity: Identity, view: View, begins: Callable[[Floor], Floor]) -> None:
+        self._context, self._identity, self._begins = context, identity, begins
+        self._checker = views.checker(context.run, view)
 
     def floor(self, value: bytes) -> Floor:
         """Nothing if the view can be accepted here, else the least rounds that could be."""
@@ -214,17 +217,9 @@ class ViewFloors(Floors):
         """The view, begun late enough for all that have answered."""
         return views.lifted(value, self._begins(floor))
 
-
-class ViewSignatures(Signatures):
-    """Signatures of a view's members under the next view, which convince outsiders."""
-
-    def __init__(self, run: str, identity: Identity, view: View) -> None:
-        self._identity, self._domain = identity, views.signature_domain(run)
-        self._checker = views.checker(run, view)
-
     def sign(self, text: bytes) -> bytes:
         """My signature."""
-        return self._identity.sign(self._domain, text)
+        return self._identity.sign(views.signature_domain(self._context.run), text)
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
         """Whether the member of the view, by index, has signed this."""

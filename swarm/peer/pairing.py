@@ -72,7 +72,8 @@ class Pairing:
             return self._outcome(stream, offer, None)
         self._context.touch(None, key.round)
         offer = Offer(key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state)
-        pair = self._make(key, partner, leader, offer, stream.terms.deadline_s)
+        begun_s, deadline_s = self._context.now(), stream.terms.deadline_s
+        pair = Pair(key, self._context.me, partner, leader, offer, begun_s, deadline_s)
         self._current[name], self._changed[name] = pair, asyncio.Event()
         try:
             await self._run(view, stream, pair)
@@ -109,9 +110,6 @@ class Pairing:
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
         """What is waited for now: (exchange, from whom, until when on the local clock)."""
         return [(pair.key, (pair.partner,), pair.ends_s) for pair in self._current.values() if pair.stage != "done"]
-
-    def _make(self, key: Key, partner: PeerId, leader: bool, offer: Offer, deadline_s: float) -> Pair:
-        return Pair(key, self._context.me, partner, leader, offer, self._context.now(), deadline_s)
 
     def _partner(self, view: View, stream: Stream, key: Key) -> tuple[PeerId | None, bool]:
         """This round's partner and whether I lead; None if I am the odd one, no member, or the partner is gone."""

@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
 from farflock.swarm import messages
 from farflock.swarm.chunks import Store
-from farflock.swarm.compute import inline
+from farflock.swarm.compute import Compute, inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import Frame, ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
@@ -77,7 +77,7 @@ class Peer:
         *,
         incarnation: int,
         record: Callable[[], bytes],
-        compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline,
+        compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
     ) -> None:
         self.terms, self._links, self._directory, self._record = terms, links, directory, record

@@ -9,7 +9,7 @@ member, which is what agreement rests on (Lamport, "Paxos Made Simple", 2001).
 Members that restart lose their promises: they come back under a new incarnation and are not members
 until the next view, so no acceptor ever forgets.
 
-One step beyond the paper: an acceptor may refuse a value for good (`Floors`). A value that so many
+One step beyond the paper: an acceptor may refuse a value for good (`AcceptanceRules`). A value that so many
 refused that no quorum is left for it was never chosen and never will be, so a proposer that finds
 it accepted by the others is bound to nothing: whatever an earlier ballot could have chosen, that
 value's proposer had to repeat.
@@ -71,12 +71,13 @@ def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
     return msgspec.msgpack.encode((key, ballot)) + value
 
 
-class Floors:
-    """Which values a member may ever accept: any; of views those that begin late enough.
+class AcceptanceRules:
+    """Which values a member may ever accept, and how it proves that it has: any, and not at all.
 
-    Law: once `floor` has refused a value that is not the last one accepted here, it refuses that
-    value for ever. Members whose floors are far apart are not `in_step` and must not skip the first
-    phase: there each tells its `least`, and a proposer's own value is `lifted` to the highest.
+    So members believe each other: agreement among peers that may crash, not among liars. Law: once
+    `floor` has refused a value that is not the last one accepted here, it refuses that value for
+    ever. Members whose floors are far apart are not `in_step` and must not skip the first phase:
+    there each tells its `least`, and a proposer's own value is `lifted` to the highest.
     """
 
     in_step = True
@@ -93,16 +94,8 @@ class Floors:
         """The value, made to begin at `floor` or later."""
         return value
 
-
-class Signatures:
-    """How a member proves what it has accepted, where a decision must convince outsiders.
-
-    By itself nobody signs and members believe each other: agreement among peers that may crash, not
-    among liars.
-    """
-
     def sign(self, text: bytes) -> bytes:
-        """My signature under this text."""
+        """My signature under this text, where a decision must convince outsiders."""
         return b""
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
@@ -175,13 +168,12 @@ class Decision:
         me: int,
         proposers: tuple[int, ...],
         *,
-        floors: Floors | None = None,
-        signatures: Signatures | None = None,
+        rules: AcceptanceRules | None = None,
         holds_back: Callable[[], bool] = lambda: False,
         ready: Callable[[bytes], bool] = lambda value: True,
     ) -> None:
         self.key, self.view, self.me, self.proposers = key, view, me, proposers
-        self.floors, self.signatures = floors or Floors(), signatures or Signatures()
+        self.rules = rules or AcceptanceRules()
         self._holds_back, self._ready = holds_back, ready
         self.proposer = Proposer()
         self.promised: Ballot = _NEVER
@@ -207,7 +199,7 @@ class Decision:
             return []
         proposer = self.proposer
         untouched = proposer.ballot is None and self.promised == _NEVER and self.accepted is None
-        if untouched and self.floors.in_step and self.me == self.proposers[0]:
+        if untouched and self.rules.in_step and self.me == self.proposers[0]:
             proposer.begin("skipped", (0, self.me), value)
             return self._second_phase()
         proposer.highest = max(proposer.highest, self.promised[0]) + 1
@@ -269,21 +261,21 @@ class Decision:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         self.promised = ballot
         earlier, value = self.accepted if self.accepted else (None, None)
-        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.floors.least()))
+        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.least()))
 
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:
         if ballot < self.promised:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         if self._holds_back():
             return []
-        floor = self.floors.floor(value)
+        floor = self.rules.floor(value)
         if floor:
             return self._deliver(sender, Rejected(self.key, self.view, ballot, self.promised, floor))
         if not self._ready(value):
             self._withheld = sender, ballot, value
             return []
         self.promised, self.accepted = ballot, (ballot, value)
-        proof = self.signatures.sign(signed_text(self.key, ballot, value))
+        proof = self.rules.sign(signed_text(self.key, ballot, value))
         return self._deliver(sender, Accepted(self.key, self.view, ballot, proof))
 
     # the proposer
@@ -296,7 +288,7 @@ class Decision:
         if not is_quorum(proposer.promises.keys(), self.size):
             return []
         bound = proposer.bound_to(self.size)
-        proposer.put(self.floors.lifted(proposer.value, self.known_floor) if bound is None else bound)
+        proposer.put(self.rules.lifted(proposer.value, self.known_floor) if bound is None else bound)
         return self._second_phase()
 
     def _second_phase(self) -> Sends:
@@ -305,7 +297,7 @@ class Decision:
 
     def _accepted(self, sender: int, ballot: Ballot, proof: bytes) -> Sends:
         proposer = self.proposer
-        if not self.signatures.checks(sender, signed_text(self.key, ballot, proposer.value), proof):
+        if not self.rules.checks(sender, signed_text(self.key, ballot, proposer.value), proof):
             return []
         proposer.accepts[sender] = proof
         if not is_quorum(proposer.accepts.keys(), self.size):
@@ -318,7 +310,7 @@ class Decision:
     # the learner
 
     def _learn(self, decided: Decided) -> None:
-        if is_certified(decided, self.size, self.signatures.checks):
+        if is_certified(decided, self.size, self.rules.checks):
             self.proposer.end("learned")
             self.decided, self.certificate = decided.value, (decided.ballot, decided.proofs)
 

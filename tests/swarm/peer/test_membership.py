@@ -262,7 +262,7 @@ async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd
     newest = port.views.newest
     proposal = views.encode(View(newest.number + 1, newest.hash, number, newest.members))
     decision = node.peer.membership.next_view._ensure_decision()
-    assert decision.floors.floor(proposal) == (number + 1,)
+    assert decision.rules.floor(proposal) == (number + 1,)
     for other in (1, 2):
         herd.nodes[other].quiet = False
     await task
