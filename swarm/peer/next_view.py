@@ -14,8 +14,7 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import Floor
-from farflock.swarm.protocol.decide import AcceptanceRules, Decision, Sends
-from farflock.swarm.protocol.exchange.timing import TAKEOVER_S
+from farflock.swarm.protocol.decide import TAKEOVER_S, AcceptanceRules, Decision, Sends
 from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
 

@@ -48,6 +48,8 @@ from farflock.swarm.protocol.transitions import after
 
 Sends = list[tuple[int, Message]]  # (member index, message)
 
+TAKEOVER_S = 1.0  # each later member waits this much longer before it steps in for a silent one
+
 _NEVER: Ballot = (0, 0)
 
 ProposerState = Literal["idle", "preparing", "proposing", "decided"]

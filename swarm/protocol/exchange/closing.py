@@ -26,11 +26,10 @@ from typing import Literal
 import msgspec
 
 from farflock.swarm.messages import Holds, Message, Offer, Reduced
-from farflock.swarm.protocol.decide import Decision, Sends
+from farflock.swarm.protocol.decide import TAKEOVER_S, Decision, Sends
 from farflock.swarm.protocol.exchange.availability import RoundItem, has
 from farflock.swarm.protocol.exchange.close_list import CloseList, decode_close_list
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
-from farflock.swarm.protocol.exchange.timing import TAKEOVER_S
 from farflock.swarm.protocol.transitions import after
 
 # Of the time that a proposer leaves to one of its ballots before it begins another.
@@ -143,7 +142,7 @@ class Closing:
         if self.prior_tokens is None and not self._roster.contributes:
             return None
         places = self._content.closable(now_s)
-        is_over = now_s >= self._context.timing.ends_s or not self._roster.living
+        is_over = now_s >= self._context.ends_s or not self._roster.living
         return () if places is None and is_over else places
 
     def _turn_s(self) -> float:
@@ -160,7 +159,7 @@ class Closing:
         offers, agreed = self._content.offers, self._content.availability.agreed
         items = tuple(agreed[place] for place in places)
         if not offers.includes(self._included(items)):
-            if now_s < self._context.timing.ends_s:
+            if now_s < self._context.ends_s:
                 # A reducer heard of a member whose offer I lack: a member that knows it proposes.
                 return None
             items = ()

@@ -29,8 +29,9 @@ from farflock.swarm.protocol.exchange.content import ExchangeContext
 from farflock.swarm.protocol.exchange.gather import Gather
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.timing import RESEND_S, Timing
 from farflock.swarm.protocol.exchange.voter import Voter
+
+RESEND_S = 0.5
 
 
 class Collective:
@@ -52,8 +53,9 @@ class Collective:
         holds_back: Callable[[], bool] = lambda: False,
     ) -> None:
         self.key, self.view, self.roster = key, view, roster
-        self._timing, self._actions = Timing(started_s, terms.deadline_s), Actions(roster.others)
-        context = ExchangeContext(key, view, roster, terms, self._timing, self._actions, holding)
+        self._actions = Actions(roster.others)
+        context = ExchangeContext(key, view, roster, terms, started_s, self._actions, holding)
+        self.ends_s = context.ends_s  # the deadline: from then on an empty list is put forward
         kind = Voter if not roster.contributes else Gather if terms.kind == "gather" else Mean
         self._terms, self.content = terms, kind(context)
         self.closing = Closing(context, self.content, prior_tokens, holds_back)
@@ -127,11 +129,6 @@ class Collective:
         return self._actions.take()
 
     # what is known
-
-    @property
-    def ends_s(self) -> float:
-        """The deadline: from then on an empty list is put forward."""
-        return self._timing.ends_s
 
     @property
     def close(self) -> CloseList | None:

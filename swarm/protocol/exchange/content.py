@@ -14,22 +14,36 @@ from farflock.swarm.protocol.exchange.availability import Availability, RoundIte
 from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.offers import Offers
 from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.timing import Timing
+
+SOFT = 0.5  # of the deadline: until then the live but slow are waited for
 
 Holders = Callable[[], tuple[int, ...]]  # the members to ask now
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """What all parts of one exchange need; `holding` says whether the chunk store has a digest."""
+    """What all parts of one exchange need; `holding` says whether the chunk store has a digest.
+
+    It begins at `started_s`, on the local clock.
+    """
 
     key: Key
     view: bytes
     roster: Roster
     terms: RoundTerms
-    timing: Timing
+    started_s: float
     actions: Actions
     holding: Callable[[bytes], bool]
+
+    @property
+    def soft_s(self) -> float:
+        """From then on nobody waits for a member that lives and has brought nothing."""
+        return self.started_s + SOFT * self.terms.deadline_s
+
+    @property
+    def ends_s(self) -> float:
+        """The deadline: from then on an empty list is put forward."""
+        return self.started_s + self.terms.deadline_s
 
 
 class Content:

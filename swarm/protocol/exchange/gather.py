@@ -31,7 +31,7 @@ class Gather(Content):
         """The places of all live members' payloads, or of whichever there are if that is enough."""
         whole = self._whole()
         enough = 0 < self._terms.enough <= len(whole)
-        late = now_s >= self._context.timing.soft_s
+        late = now_s >= self._context.soft_s
         quorate = len(whole) >= self._terms.min_participants
         if not enough and not (quorate and (late or self._roster.living <= set(whole))):
             return None

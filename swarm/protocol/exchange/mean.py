@@ -16,11 +16,14 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from farflock.swarm.messages import MAX_MEMBERS, Message, Offer, Reduced
+from farflock.swarm.protocol.decide import TAKEOVER_S
 from farflock.swarm.protocol.exchange.actions import Reduce
 from farflock.swarm.protocol.exchange.availability import RoundItem, contributions, mask_of
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.exchange.offers import Input
 from farflock.swarm.protocol.transitions import after
+
+LATE_REDUCER = 0.7  # of the deadline: from then on a live but silent reducer is replaced
 
 ShardState = Literal["idle", "reducing", "announced"]
 ShardEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
@@ -33,51 +36,20 @@ SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
 }
 
 
-class Mixture:
-    """Which contributions the shards of one mean may have in them, taken together.
-
-    As a rule each shard has whichever its reducer could get. In a `uniform` mean each contribution is
-    in all shards or in none: where one shard has been reduced without a member, because it died
-    while others fetched from it, the reducers of the other shards reduce again without it.
-    """
-
-    def __init__(self, *, uniform: bool) -> None:
-        self._uniform = uniform
-        # One bit for each member that may be in all.
-        self._common = (1 << MAX_MEMBERS) - 1
-        self._is_news = False
-
-    def announced(self, item: RoundItem) -> None:
-        """Note a reduction: only what is in this one too can be in all."""
-        if self._uniform:
-            self._common &= int.from_bytes(item.mask, "little")
-            self._is_news = True
-
-    def admits(self, member: int) -> bool:
-        """Whether this member's contribution may be in what is reduced from now on."""
-        return bool(self._common >> member & 1)
-
-    def allows(self, item: RoundItem) -> bool:
-        """Whether a reduction has only such contributions in it."""
-        return not int.from_bytes(item.mask, "little") & ~self._common
-
-    def may_have_shrunk(self) -> bool:
-        """Whether a reduction was announced since this was asked last."""
-        was_news, self._is_news = self._is_news, False
-        return was_news
-
-    def agrees(self, items: Collection[RoundItem]) -> bool:
-        """Whether one close list may have all these shards."""
-        return not self._uniform or len({item.mask for item in items}) == 1
-
-
 class Mean(Content):
-    """The content of a mean at a member that contributes to it."""
+    """The content of a mean at a member that contributes to it.
+
+    In a `uniform` mean each contribution is in all shards or in none: where one shard has been
+    reduced without a member, because it died while others fetched from it, the reducers of the
+    other shards reduce again without it.
+    """
 
     def __init__(self, context: ExchangeContext) -> None:
         shards, uniform = context.terms.shards, context.terms.uniform
         super().__init__(context, shards, fewest=uniform)
-        self._mixture = Mixture(uniform=uniform)
+        # One bit for each member that may be in all shards; if not uniform, nobody is left out.
+        self._common = (1 << MAX_MEMBERS) - 1
+        self._may_narrow = False  # a reduction was announced since `_narrow` looked
         self._states: list[ShardState] = ["idle"] * shards
         # By shard that I reduce or have reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
@@ -120,9 +92,10 @@ class Mean(Content):
     def _take_reduced(self, member: int, message: Reduced) -> None:
         known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self._roster.peers)
         if message.shard < self._terms.shards and known:
-            item = item_of(message)
-            self._mixture.announced(item)
-            self.announced(member, item)
+            if self._terms.uniform:
+                self._common &= int.from_bytes(message.mask, "little")
+                self._may_narrow = True
+            self.announced(member, item_of(message))
 
     # what follows from them
 
@@ -133,7 +106,8 @@ class Mean(Content):
         for shard in shards:
             if self._states[shard] == "idle" and self._is_mine(shard, now_s):
                 self._try(shard, now_s)
-        if self._mixture.may_have_shrunk():
+        if self._may_narrow:
+            self._may_narrow = False
             self._narrow()
 
     @property
@@ -143,10 +117,10 @@ class Mean(Content):
 
     def closable(self, now_s: float) -> Iterable[int] | None:
         """The places of all shards, once one result of each is agreed."""
-        agreed = self.availability.agreed
-        if len(agreed) < self._terms.shards or not self._mixture.agrees(agreed.values()):
+        agreed, shards = self.availability.agreed, self._terms.shards
+        if len(agreed) < shards or (self._terms.uniform and len({item.mask for item in agreed.values()}) > 1):
             return None
-        return range(self._terms.shards)
+        return range(shards)
 
     def _move(self, shard: int, event: ShardEvent) -> None:
         self._states[shard] = after(SHARD_TABLE, self._states[shard], event)
@@ -171,7 +145,7 @@ class Mean(Content):
     def _narrow(self) -> None:
         """Reduce once more what has contributions in it that another shard does not have."""
         for shard in list(self._results):
-            fewer = tuple(entry for entry in self._inputs[shard] if self._mixture.admits(entry[0]))
+            fewer = tuple(entry for entry in self._inputs[shard] if self._common >> entry[0] & 1)
             has = contributions(item_of(self._results[shard]))
             if max(self._terms.min_participants, 1) <= len(fewer) < has:
                 del self._results[shard]  # until it is replaced
@@ -187,26 +161,28 @@ class Mean(Content):
         if rank == 0:
             return True
         results = self.availability.rivals[shard].values()
-        rivals = [item.digest for item in results if self._mixture.allows(item)]
+        rivals = [item.digest for item in results if not int.from_bytes(item.mask, "little") & ~self._common]
         if any(digest in self.availability.held for digest in rivals):
             return False
         if all(member in self._roster.suspects for member in order[:rank]):
             return True
-        return not rivals and now_s >= self._context.timing.replaced_s(rank)
+        return (
+            not rivals and now_s >= self._context.started_s + self._terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
+        )
 
     def _usable(self, shard: int) -> tuple[Input, ...]:
         """The contributions to a shard that may be in its result, in member order."""
         return tuple(
             (member, weight, digest)
             for member, weight, digest in self.offers.inputs(shard)
-            if digest not in self.availability.corrupt and self._mixture.admits(member)
+            if digest not in self.availability.corrupt and self._common >> member & 1
         )
 
     def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
         living, suspects = self._roster.living, self._roster.suspects
         usable = offered - len(missing) >= self._terms.min_participants
         all_here = self.offers.includes(living) and not missing - suspects
-        return usable and (all_here or now_s >= self._context.timing.soft_s)
+        return usable and (all_here or now_s >= self._context.soft_s)
 
     def _makers(self, item: RoundItem) -> tuple[int, ...]:
         return self._roster.reducers(item.index)

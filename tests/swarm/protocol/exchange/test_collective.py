@@ -14,9 +14,9 @@ from farflock.swarm.messages import Holds, Key, Offer, Reduced
 from farflock.swarm.protocol.exchange.actions import Fetch, Reduce
 from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, decode_close_list, last_shards
 from farflock.swarm.protocol.exchange.collective import Collective
-from farflock.swarm.protocol.exchange.mean import Mean
+from farflock.swarm.protocol.exchange.content import SOFT
+from farflock.swarm.protocol.exchange.mean import LATE_REDUCER, Mean
 from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.timing import LATE_REDUCER, SOFT
 from farflock.swarm.protocol.quorum import is_quorum
 
 KEY, VIEW = Key("weights", 3), bytes(32)
