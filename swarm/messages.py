@@ -45,6 +45,19 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     """Encoded as an array whose first item is the tag; new fields are appended with a default."""
 
 
+class _InView(_Message, frozen=True):
+    """About one exchange or decision, in which members are named by their index in this view."""
+
+    key: Key
+    view: Digest
+
+
+class _Vote(_InView, frozen=True):
+    """About one ballot of a decision."""
+
+    ballot: Ballot
+
+
 # Chunks: the receiver asks for what it has room for, so nothing unasked-for takes memory.
 
 
@@ -73,11 +86,9 @@ class Miss(_Message, frozen=True, tag="miss"):
 # What a member brings to an exchange.
 
 
-class Offer(_Message, frozen=True, tag="offer"):
+class Offer(_InView, frozen=True, tag="offer"):
     """My encoded shards can be fetched under these digests; `state` is the hash of my state before the round."""
 
-    key: Key
-    view: Digest
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_SHARDS)]
     sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_SHARDS)]
     weight: Weight
@@ -85,22 +96,18 @@ class Offer(_Message, frozen=True, tag="offer"):
     state: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
-class Reduced(_Message, frozen=True, tag="reduced"):
+class Reduced(_InView, frozen=True, tag="reduced"):
     """I have reduced this shard of the members in `mask` to the chunk `digest`."""
 
-    key: Key
-    view: Digest
     shard: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)]
     digest: Digest
     size: Size
     mask: Mask
 
 
-class Holds(_Message, frozen=True, tag="holds"):
+class Holds(_InView, frozen=True, tag="holds"):
     """What I hold, as the first 8 bytes of each item's digest (zeros: nothing)."""
 
-    key: Key
-    view: Digest
     prefixes: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_SHARDS)]
 
 
@@ -142,59 +149,41 @@ class Reads(_Message, frozen=True, tag="reads"):
 # Single-decree Paxos among the members of a view (swarm/protocol/decide.py).
 
 
-class Prepare(_Message, frozen=True, tag="prepare"):
+class Prepare(_Vote, frozen=True, tag="prepare"):
     """Phase 1a."""
 
-    key: Key
-    view: Digest
-    ballot: Ballot
 
-
-class Promise(_Message, frozen=True, tag="promise"):
+class Promise(_Vote, frozen=True, tag="promise"):
     """Phase 1b, with the value of the highest ballot accepted so far; `floor` are the least rounds, by axis
     (swarm/protocol/axes.py), that a new one could begin at here (views only)."""
 
-    key: Key
-    view: Digest
-    ballot: Ballot
     accepted: Ballot | None = None
     value: Value | None = None
     floor: RoundsByAxis = ()
 
 
-class Propose(_Message, frozen=True, tag="propose"):
+class Propose(_Vote, frozen=True, tag="propose"):
     """Phase 2a."""
 
-    key: Key
-    view: Digest
-    ballot: Ballot
     value: Value
 
 
-class Accepted(_Message, frozen=True, tag="accepted"):
+class Accepted(_Vote, frozen=True, tag="accepted"):
     """Phase 2b; `proof` is the member's signature where the decision must convince outsiders (views)."""
 
-    key: Key
-    view: Digest
-    ballot: Ballot
     proof: Signature = b""
 
 
-class Rejected(_Message, frozen=True, tag="rejected"):
+class Rejected(_Vote, frozen=True, tag="rejected"):
     """A higher ballot was promised, or the value cannot be accepted here; `floor` are the least rounds that could."""
 
-    key: Key
-    view: Digest
-    ballot: Ballot
     promised: Ballot
     floor: RoundsByAxis = ()
 
 
-class Decided(_Message, frozen=True, tag="decided"):
+class Decided(_InView, frozen=True, tag="decided"):
     """The value is chosen; `ballot` and `proofs` certify it where members sign."""
 
-    key: Key
-    view: Digest
     value: Value
     ballot: Ballot = (0, 0)
     proofs: Annotated[tuple[tuple[Index, Signature], ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
@@ -291,7 +280,7 @@ class StateQuery(_Message, frozen=True, tag="state?"):
 
 class StateOffer(_Message, frozen=True, tag="state"):
     """My snapshot after `round` (-1: before the first): `digest` names a chunk that lists the snapshot's chunks, `view` the
-    newest view that I know: a state belongs to one line of views."""
+    newest view that I know: a state belongs to one chain of views."""
 
     stream: Name
     view: Digest
@@ -367,7 +356,7 @@ class BranchSign(_Message, frozen=True, tag="branch"):
 
 
 class Lineage(_Message, frozen=True, tag="lineage"):
-    """The line of views that I am on, up to view `number`: the first 8 bytes of each kept view's hash, oldest first.
+    """The chain of views that I am on, up to view `number`: the first 8 bytes of each kept view's hash, oldest first.
     Its agreed tokens as far as I know; and to who asked and has fewer, the certified views that it lacks."""
 
     tokens: Count

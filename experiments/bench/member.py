@@ -65,8 +65,8 @@ async def meet(
     else:
         await join(records[:1], JOIN_TIMEOUT_S)
     async with asyncio.timeout(JOIN_TIMEOUT_S):
-        while len(peer.port.views.newest.members) < place.count:  # noqa: ASYNC110 - the chain tells nobody
+        while len(peer.context.views.newest.members) < place.count:  # noqa: ASYNC110 - the chain tells nobody
             await asyncio.sleep(POLL_S)
     for other in records:  # so that nobody has to dial in the middle of what is measured
         peer.membership.book.learn(other)
-    return peer.port.views.newest
+    return peer.context.views.newest

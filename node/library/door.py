@@ -93,7 +93,7 @@ class NetworkEntryPoint:
 @contextlib.asynccontextmanager
 async def _published(directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer) -> AsyncIterator[None]:
     """The terms can be had of this peer, and their head is in the directory."""
-    peer.port.store.put(raw, "manifest")
+    peer.context.store.put(raw, "manifest")
     publishing = asyncio.create_task(keep_published(directory, run, head))
     try:
         yield

@@ -187,7 +187,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     @property
     def members(self) -> tuple[str, ...]:
         """The peers of the newest view, this one included."""
-        return self._here.peer.port.views.newest.peers
+        return self._here.peer.context.views.newest.peers
 
     @property
     def last_round(self) -> RoundReport | None:

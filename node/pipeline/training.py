@@ -37,14 +37,14 @@ class TrainerAssembly:
     def trainer(self) -> Trainer:
         """Of a node whose microbatches go from server to server."""
         policy, batches = self._policy(), self._batches()
-        lane, first = lane_of(self.peer.me), first_number(self.peer.port.incarnation)
+        lane, first = lane_of(self.peer.me), first_number(self.peer.context.incarnation)
         source = MicrobatchSource(batches, self.edges, policy, lane, first, pass_weights(self.pipeline.asynchronous))
         inputs = stage_inputs(self.edges, batches)
         return Trainer(self.peer, self.stage_directory, policy, source, self.terms, self.report, inputs)
 
     def full(self, parts: list[LocalStage], computing: Computing) -> FullTrainer:
         """Of a full replica, whose microbatches never leave it."""
-        first, lane = first_number(self.peer.port.incarnation), lane_of(self.peer.me)
+        first, lane = first_number(self.peer.context.incarnation), lane_of(self.peer.me)
         drawn = OwnMicrobatches(self._batches(), self._policy(), lane, self.edges.tokens)
         limits = FullLimits(self._max_late(), self.pipeline.trainer.kept)
         return FullTrainer(self.peer, self.stage_directory, parts, drawn, limits, computing, self.report, first)

@@ -74,13 +74,13 @@ async def _heard(peer: Peer, links: Links) -> None:
     """Wait until every member has answered, or for `ANSWER_S`."""
     ends_s = time.monotonic() + ANSWER_S
     while time.monotonic() < ends_s:
-        if all(links.life(member) == "alive" for member in peer.port.views.newest.peers):
+        if all(links.life(member) == "alive" for member in peer.context.views.newest.peers):
             return
         await asyncio.sleep(POLL_S)
 
 
 def _sight(peer: Peer, links: Links, manifest: Manifest) -> RunInspection:
-    view, records = peer.port.views.newest, peer.membership.records
+    view, records = peer.context.views.newest, peer.membership.records
     members = []
     for member in view.peers:
         rtt_s = links.rtt_s(member)

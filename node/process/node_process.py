@@ -251,7 +251,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
     """The common part: publish, train, keep the status file, save, say goodbye."""
     part = node.participant
     peer = part.peer
-    peer.port.store.put(node.manifest.canonical(), "manifest")
+    peer.context.store.put(node.manifest.canonical(), "manifest")
     status = StatusWriter(node)
     helpers = [
         asyncio.create_task(keep_published(node.directory, node.run, head)),
@@ -260,7 +260,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
     ]
     try:
         on_start(node)
-        await _until(node, lambda: len(peer.port.views.newest.members) >= node.awaited())
+        await _until(node, lambda: len(peer.context.views.newest.members) >= node.awaited())
         await part.run(node.manifest.run.total_tokens)
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
@@ -318,7 +318,7 @@ def _node(
         part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:
         part = replica = replica_node(
-            manifest.plan(), peer, tokens, compute=peer.port.compute, train=Worker("train"), report=journal.report
+            manifest.plan(), peer, tokens, compute=peer.context.compute, train=Worker("train"), report=journal.report
         )
         keeper = CheckpointManager(replica, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
         replica.loop.pause = keeper.pause

@@ -122,7 +122,7 @@ def status_of(node: "NodeProcess", doing: str | None = None, tokens_per_s: float
     """What there is to say about a node now; `doing` where the caller knows better."""
     part, links = node.participant, node.links
     peer = part.peer
-    view = peer.port.views.newest
+    view = peer.context.views.newest
     sent_bytes, received_bytes = links.total_bytes()
     return Status(
         pid=os.getpid(),
@@ -141,7 +141,7 @@ def status_of(node: "NodeProcess", doing: str | None = None, tokens_per_s: float
         sent_bytes=sent_bytes,
         received_bytes=received_bytes,
         unsure_rounds=peer.pairing.unsure_rounds,
-        dropped=dict(peer.port.counters) | dict(links.counters),
+        dropped=dict(peer.context.counters) | dict(links.counters),
         doing=doing or _doing(node),
         rounds=dict(node.journal.rounds),
         last_round=node.journal.last_round,
@@ -153,7 +153,7 @@ def status_of(node: "NodeProcess", doing: str | None = None, tokens_per_s: float
 
 
 def _doing(node: "NodeProcess") -> str:
-    part, here, wanted = node.participant, len(node.participant.peer.port.views.newest.peers), node.awaited()
+    part, here, wanted = node.participant, len(node.participant.peer.context.views.newest.peers), node.awaited()
     if part.stopping:
         return "is leaving"
     if here < wanted:

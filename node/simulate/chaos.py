@@ -22,7 +22,7 @@ from farflock.node.simulate.phase_tap import PhaseTap
 from farflock.node.simulate.population import SLICE_S, PeerLife, Population
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
-from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
@@ -156,9 +156,9 @@ class Chaos:
         others = [
             life.peer for index, life in self.population.lives.items() if index != victim and not life.task.done()
         ]
-        living = {(peer.me, peer.port.incarnation) for peer in others if peer is not None}
+        living = {(peer.me, peer.context.incarnation) for peer in others if peer is not None}
         for peer in others:
-            chain = peer.port.chain if peer is not None else None
+            chain = peer.context.chain if peer is not None else None
             if peer is None or chain is None:
                 continue
             for view in (chain.newest, chain.at(peer.rounds.floor()) if peer.rounds.names else None):

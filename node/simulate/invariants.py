@@ -174,7 +174,7 @@ class InvariantChecker:
 
     def look(self, peer: Peer) -> None:
         """At any moment: what a peer holds is bounded, and each of its waits has a deadline and somebody it waits for."""
-        name, now_s = peer.me[-6:], peer.port.now()
+        name, now_s = peer.me[-6:], peer.context.now()
         for wait in peer.waits():
             if not wait.left_s <= DEADLINE_S:
                 self.violate(
@@ -182,7 +182,7 @@ class InvariantChecker:
                 )
             if peer.me in wait.whom:
                 self.violate(f"{name} waits for itself in {wait.what}")
-        size_bytes = peer.port.store.size_bytes
+        size_bytes = peer.context.store.size_bytes
         if size_bytes > MAX_STORE_BYTES:
             self.violate(
                 f"{name} holds {size_bytes} bytes of chunks at {now_s:.1f} s, at most {MAX_STORE_BYTES} are needed"
@@ -194,7 +194,7 @@ class InvariantChecker:
         """Nothing that a peer holds has grown long; slow, for it looks everywhere."""
         count, way = longest(peer)
         if count > MAX_ITEMS:
-            name, now_s = peer.me[-6:], peer.port.now()
+            name, now_s = peer.me[-6:], peer.context.now()
             self.violate(f"{name} holds {count} items in {way} at {now_s:.1f} s, at most {MAX_ITEMS} are needed")
 
     # checks

@@ -43,12 +43,12 @@ class EndBarrier:
 
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
         """Wait until all have ended with the same rounds. `take_in` brings what is known of them into the method's state."""
-        port = self._peer.port
+        context = self._peer.context
         deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
-        self._ends_s = port.now() + deadline_s + END_S
+        self._ends_s = context.now() + deadline_s + END_S
         while not stopping():
             await take_in()
-            if self._agree() or port.now() >= self._ends_s:
+            if self._agree() or context.now() >= self._ends_s:
                 break
             await asyncio.sleep(LOOK_EVERY_S)
         self._ends_s = None
@@ -57,15 +57,15 @@ class EndBarrier:
         """For whom it waits now, by stream: who has not ended with the rounds that it has."""
         if self._ends_s is None or not self._has_told or self._driver.pending:
             return []  # what it waits for then is an exchange
-        left_s = self._ends_s - self._peer.port.now()
+        left_s = self._ends_s - self._peer.context.now()
         awaited = {
             Key(name, number): self._apart(name, number) for name, number in self._state_sync.next_rounds.items()
         }
         return [OpenWait(key, whom, left_s) for key, whom in awaited.items() if whom]
 
     def _is_cut_off(self) -> bool:
-        now_s = self._peer.port.now()
-        if len(self._peer.port.views.newest.members) == 1 or not self._peer.alone:
+        now_s = self._peer.context.now()
+        if len(self._peer.context.views.newest.members) == 1 or not self._peer.alone:
             self._alone_s = None
         elif self._alone_s is None:
             self._alone_s = now_s
@@ -78,7 +78,7 @@ class EndBarrier:
         agree = True
         for name, number in self._state_sync.next_rounds.items():
             self._peer.tallies.end(name, None, number)
-            newest = max((told.round for told in self._peer.tallies.told(name).values()), default=number)
+            newest = max((told.round for told in self._peer.tallies.reports(name).values()), default=number)
             self._peer.rounds.heard_of(name, newest)  # who lacks a round that somebody has asks for it
             agree &= not self._apart(name, number) and not self._peer.rounds.called(name)
         self._has_told = True
@@ -86,5 +86,5 @@ class EndBarrier:
 
     def _apart(self, name: str, number: int) -> tuple[PeerId, ...]:
         """Who has not ended before this round of the stream."""
-        told = self._peer.tallies.told(name)
+        told = self._peer.tallies.reports(name)
         return tuple(sorted(peer for peer, each in told.items() if not each.over or each.round != number))

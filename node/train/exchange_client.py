@@ -47,7 +47,7 @@ class EncodedExchange:
 class ExchangePeer(Protocol):
     """A peer, as its node's exchanges see it (swarm/peer/peer.py)."""
 
-    port: PeerContext
+    context: PeerContext
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
         """Begin a stream, or begin it again after adopting a snapshot of `after_round`."""
@@ -194,7 +194,7 @@ class ExchangeClient:
     def members(self) -> int:
         """How many peers exchange with this one, itself included. The dead train nothing, although
         the view still lists them."""
-        context = self._peer.port
+        context = self._peer.context
         newest = context.chain.newest if context.chain is not None else None
         peers = [newest.peers[index] for index in newest.serving(self.stage)] if newest else [context.me]
         return sum(context.life(peer) != "dead" for peer in peers)
@@ -251,7 +251,7 @@ class ExchangeClient:
         """What the others decode of my contribution, if I brought one."""
         if not payloads:
             return None
-        own = gathered.get(self._peer.port.me) if gathered is not None else None
+        own = gathered.get(self._peer.context.me) if gathered is not None else None
         return own or Decoded(tuple(coding.shapes), lambda: decode_all(coding.out, number, payloads, coding.shapes))
 
 

@@ -37,7 +37,7 @@ class CorruptSnapshot(Exception):
 class StatePeer(Protocol):
     """A peer, as its node's state sync sees it (swarm/peer/peer.py)."""
 
-    port: PeerContext
+    context: PeerContext
     snapshots: Snapshots
 
     def reach(self, stage: int | None = None) -> int:
@@ -61,7 +61,7 @@ class StateSync:
         for number, template in enumerate(self._driver.streams):
             noted = self._driver.contributions is not None and not number
             self._client.open(template, begun[template.key.stream], 0 if number else tokens, noted=noted)
-        self._peer.port.progress_tokens = lambda: self._driver.tokens
+        self._peer.context.progress_tokens = lambda: self._driver.tokens
         self._peer.snapshots.serve(self._state_name, self._snapshot)
 
     @property

@@ -1,73 +1,105 @@
-"""Joining and leaving: what a peer says to be let in or to go, and what members note of it.
+"""Which peers are known, and joining and leaving: what a peer says to be let in or to go, and what members note of it.
 
 Outsiders repeat `Join` to all members they know until they see themselves in a view; a member that
 leaves says so once.
 """
 
 from farflock.swarm.links import PeerId
-from farflock.swarm.messages import Join, Leave
+from farflock.swarm.messages import MAX_MEMBERS, Join, Leave
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.record_book import RecordBook
-from farflock.swarm.peer.view_sync import ViewSync
-from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import Candidates, Member, View
-from farflock.swarm.record import BadRecord, unseal
-from farflock.swarm.roles import stage_of
+from farflock.swarm.record import BadRecord, Record, newer, unseal
+from farflock.swarm.roles import EVERY, stage_of
 
 JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
+MAX_KNOWN = 1024
+
+
+class RecordBook:
+    """The newest record of each known peer; what is learnt goes to the links too."""
+
+    def __init__(self, context: PeerContext) -> None:
+        self.records: dict[PeerId, Record] = {}  # of others
+        self.mine = b""  # my own, sealed: what `Join` carries
+        self._context = context
+
+    def learn(self, blob: bytes) -> Record | None:
+        """Take in a signed record, whatever its source; return it if it is good and new."""
+        try:
+            record = unseal(blob, self._context.run)
+        except BadRecord:
+            self._context.drop("bad record")
+            return None
+        known = self.records.get(record.peer)
+        if record.peer == self._context.me:
+            return None  # the directory still has one that I have replaced
+        if not newer(record, known) or (known is None and len(self.records) >= MAX_KNOWN):
+            return None
+        self.records[record.peer] = record
+        self._context.links.learn(blob)
+        return record
+
+    def my_stage(self) -> int:
+        """The stage that my record says I serve."""
+        return stage_of(unseal(self.mine, self._context.run).role) if self.mine else EVERY
+
+    def others(self) -> list[PeerId]:
+        """The other members of the newest view, or before I know a view, peers that I know."""
+        chain = self._context.chain
+        peers = chain.newest.peers if chain else tuple(self.records)[:MAX_MEMBERS]
+        return [peer for peer in peers if peer != self._context.me]
 
 
 class Admission:
     """Who wants in and who goes, this peer included."""
 
-    def __init__(self, port: PeerContext, book: RecordBook, sync: ViewSync) -> None:
+    def __init__(self, context: PeerContext, book: RecordBook) -> None:
         self.candidates = Candidates()
         self.wants_in = False
         self.watching = False  # wants to know the views, and to be let in only later
         self.leaves = False  # I have said goodbye
-        self._port, self._book, self._sync = port, book, sync
+        self._context, self._book = context, book
         self._joined_s = -1e9
 
-    def tick(self, now_s: float) -> None:
-        """Ask to be let in, or for the views, as long as I want that and am not a member."""
-        self._port.leaving = self.candidates.leaving
-        due = now_s - self._joined_s >= JOIN_EVERY_S
-        if (self.wants_in or self.watching) and not self._port.is_member and due:
-            self._joined_s = now_s
-            self._ask_in()
+    def ask(self, now_s: float) -> set[PeerId]:
+        """Ask to be let in, as long as I want that and am not a member.
 
-    def _ask_in(self) -> None:
-        chain = self._port.chain
-        asked = {*self._book.others(), *list(self._book.records)[:16]} - {self._port.me}
-        self._sync.expect(asked)
+        Return the peers to ask for the views too; none if it is not time to.
+        """
+        self._context.leaving = self.candidates.leaving
+        due = now_s - self._joined_s >= JOIN_EVERY_S
+        if not (self.wants_in or self.watching) or self._context.is_member or not due:
+            return set()
+        self._joined_s, chain = now_s, self._context.chain
+        asked = {*self._book.others(), *list(self._book.records)[:16]} - {self._context.me}
         # A view that I gave up once may still list me: I have to leave it before I can join.
-        listed = chain is not None and chain.newest.index(self._port.me, self._port.incarnation) is not None
-        for peer in sorted(asked):
-            if self.wants_in:
-                self._port.send(peer, Leave() if listed else Join(self._book.mine))
-            self._sync.ask(peer)
+        listed = chain is not None and chain.newest.index(self._context.me, self._context.incarnation) is not None
+        for peer in sorted(asked) if self.wants_in else ():
+            self._context.send(peer, Leave() if listed else Join(self._book.mine))
+        return asked
 
     def receive_join(self, sender: PeerId, blob: bytes) -> None:
         """Note that a peer wants in, if it asks with a record of its own."""
         try:
-            record = unseal(blob, self._port.run)
+            record = unseal(blob, self._context.run)
         except BadRecord:
-            self._port.drop("bad record")
+            self._context.drop("bad record")
             return
         if record.peer != sender:
-            self._port.drop("join for somebody else")
+            self._context.drop("join for somebody else")
             return
-        if self._port.chain is None:
+        if self._context.chain is None:
             return
         self._book.learn(blob)
-        if self._port.chain.newest.index(sender, record.incarnation) is None:
+        if self._context.chain.newest.index(sender, record.incarnation) is None:
             member = Member(sender, record.incarnation, stage_of(record.role))
-            self.candidates.join(member, self._port.now() + JOIN_LASTS_S)
+            self.candidates.join(member, self._context.now() + JOIN_LASTS_S)
 
     def receive_leave(self, sender: PeerId, incarnation: int) -> None:
         """Note that a member goes."""
-        chain = self._port.chain
+        chain = self._context.chain
         index = chain.newest.index(sender, incarnation) if chain is not None else None
         if chain is not None and index is not None:
             self.candidates.leave(chain.newest.members[index])
@@ -75,18 +107,18 @@ class Admission:
     def leave(self) -> None:
         """Say goodbye to all members."""
         self.wants_in, self.leaves = False, True
-        newest = self._port.chain.newest if self._port.chain is not None else None
-        if newest is not None and (me := self._port.my_index(newest)) is not None:
+        newest = self._context.chain.newest if self._context.chain is not None else None
+        if newest is not None and (me := self._context.my_index(newest)) is not None:
             self.candidates.leave(newest.members[me])
         self.say_goodbye()
 
     def say_goodbye(self) -> None:
         """Tell the members of the newest view that I go."""
         for peer in self._book.others():
-            self._port.send(peer, Leave())
+            self._context.send(peer, Leave())
 
     def start_over(self) -> None:
-        """I am on another line of views: nobody there has asked me anything, and I only watch."""
+        """I am on another chain of views: nobody there has asked me anything, and I only watch."""
         self.candidates, self.watching, self.wants_in = Candidates(), True, False
 
     def settle(self, newest: View) -> list[PeerId]:
@@ -104,19 +136,19 @@ class Admission:
 
         They are still members, alive in the same life, and have not said goodbye.
         """
-        newest = self._port.views.newest
+        newest = self._context.views.newest
         return {
             index
             for index, member in enumerate(view.members)
             if newest.index(member.peer, member.incarnation) is not None
-            and not self._port.gone(view, member.peer)
+            and not self._context.gone(view, member.peer)
             and member.peer not in self.candidates.leaving
-            and (self._port.life(member.peer) == "alive" or member.peer == self._port.me)
+            and (self._context.life(member.peer) == "alive" or member.peer == self._context.me)
         }
 
     def is_needed_in(self, view: View) -> bool:
         """True if the members of a view that stay could decide nothing in it without me."""
-        if (me := self._port.my_index(view)) is None:
+        if (me := self._context.my_index(view)) is None:
             return False
         stay = self.present(view) - {me}
         return bool(stay) and not is_quorum(stay, len(view.members))

@@ -26,7 +26,7 @@ async def fetch_chunk(
         task.add_done_callback(tasks.pop)
 
     store = Store(budget_bytes=size)
-    port = PeerContext(run, 0, 0, links, store, spawn)
+    context = PeerContext(run, 0, 0, links, store, spawn)
 
     async def receive() -> None:
         while True:
@@ -36,11 +36,11 @@ async def fetch_chunk(
             except ProtocolViolation:
                 continue
             if isinstance(frame.message, Piece | Miss):
-                port.chunks.receive(sender, frame.message, frame.body)
+                context.chunks.receive(sender, frame.message, frame.body)
 
     spawn(receive())
     try:
-        there = await port.chunks.fetch(digest, size, lambda: holders, "bootstrap", timeout_s)
+        there = await context.chunks.fetch(digest, size, lambda: holders, "bootstrap", timeout_s)
         return store.get(digest) if there else None
     finally:
         for task in list(tasks):

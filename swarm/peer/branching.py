@@ -1,8 +1,8 @@
-"""The glue of branches: members without a majority found one, and peers of two lines of views find back to one.
+"""The glue of branches: members without a majority found one, and peers of two chains of views find back to one.
 
-Every peer judges by itself: it asks whoever may be on another line, verifies the other line's views, and gives its own up
-if the other one has stayed the stronger for a while. What it holds of its own line is forgotten then, as in a restart: its
-open exchanges are lost, it adopts the other line's state and asks to be let in.
+Every peer judges by itself: it asks whoever may be on another chain, verifies the other chain's views, and gives its own up
+if the other one has stayed the stronger for a while. What it holds of its own chain is forgotten then, as in a restart: its
+open exchanges are lost, it adopts the other chain's state and asks to be let in.
 """
 
 import random
@@ -18,7 +18,7 @@ from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.snapshots import Snapshots
 from farflock.swarm.protocol import axes, branches, views
 from farflock.swarm.protocol.branches import Fork, Petition, Solitude
-from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 1.0
@@ -26,16 +26,16 @@ SIGNATURE_TIMEOUT_S = 10.0  # a member that has not signed by then is left out, 
 STEP_IN_S = 20.0  # the next senior one asks for signatures if the one before it founds nothing
 PROBE_EVERY_S = 5.0
 PROBED = 16  # peers asked at once
-TELL_EVERY_S = 1.0  # least time between two answers, or two questions, to one peer
-COURT_EVERY_S = 2.0
-SETTLE_S = 5.0  # the other line must have been the stronger for so long: rounds in flight count on both sides by then
+LINEAGE_EVERY_S = 1.0  # least time between two answers, or two questions, to one peer
+CANDIDATE_EVERY_S = 2.0
+SETTLE_S = 5.0  # the other chain must have been the stronger for so long: rounds in flight count on both sides by then
 ANSWER_S = 10.0
-MAX_TOLD = 1024
+MAX_SENT = 1024
 
 
 @dataclass(slots=True)
-class _Suit:
-    """A stronger line that I may change to: through whom, its first view after the fork, and since when."""
+class _Candidate:
+    """A stronger chain that I may change to: through whom, its first view after the fork, and since when."""
 
     peer: PeerId
     theirs: bytes
@@ -49,7 +49,7 @@ class Branching:
 
     def __init__(
         self,
-        port: PeerContext,
+        context: PeerContext,
         identity: Identity,
         membership: Membership,
         rounds: Rounds,
@@ -57,26 +57,26 @@ class Branching:
         snapshots: Snapshots,
         after_s: float,
     ) -> None:
-        self._port, self._identity, self._after_s = port, identity, after_s
+        self._context, self._identity, self._after_s = context, identity, after_s
         self._membership, self._rounds, self._pairing, self._snapshots = membership, rounds, pairing, snapshots
         self._solitude = Solitude()
         self._petition: Petition | None = None
         self._silent: set[int] = set()  # members who did not sign in time, by index
         self._refused = 0  # the least round that somebody could sign
         self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # the last branch that I signed, for whom, when
-        self._suit: _Suit | None = None
+        self._candidate: _Candidate | None = None
         self._sent: dict[tuple[PeerId, bool], float] = {}  # when I last (asked, answered) whom
         self._probed_s = -1e9
-        self._random = random.Random(f"{port.seed}/{port.me}/probe")
-        self._believed_tokens = 0  # of a line whose state I have not adopted yet
+        self._random = random.Random(f"{context.seed}/{context.me}/probe")
+        self._believed_tokens = 0  # of a chain whose state I have not adopted yet
         self._returns = False  # asks to be let in once it has a state
         self.adrift: frozenset[str] = (
             frozenset()
-        )  # streams to be opened again with a state of the line that I changed to
-        membership.sync.on_branch, membership.sync.on_other_line = self._take_branch, self._ask
+        )  # streams to be opened again with a state of the chain that I changed to
+        membership.sync.on_branch, membership.sync.on_other_chain = self._take_branch, self._ask
 
     def opened(self, name: str) -> None:
-        """A stream was opened: its state is that of the line that I am on."""
+        """A stream was opened: its state is that of the chain that I am on."""
         was_adrift, self.adrift = bool(self.adrift), self.adrift - {name}
         if not self.adrift:
             self._believed_tokens = 0
@@ -84,20 +84,20 @@ class Branching:
                 self._membership.admission.wants_in = True
 
     def tick(self) -> None:
-        """Count the time without a quorum; found a branch if it is due; look for other lines where I am on a branch."""
-        now_s = self._port.now()
-        view, me = self._port.views.newest, self._port.my_index(self._port.views.newest)
+        """Count the time without a quorum; found a branch if it is due; look for other chains where I am on a branch."""
+        now_s = self._context.now()
+        view, me = self._context.views.newest, self._context.my_index(self._context.views.newest)
         self._solitude.look(now_s, me is None or self._can_decide())
         if me is not None and self._is_due() and not self.adrift:
             self._found(now_s, me, self._membership.admission.present(view))
         else:
             self._petition, self._silent, self._refused = None, set(), 0
         self._look_out(now_s)
-        self._court(now_s)
+        self._ask_candidate(now_s)
 
     def receive(self, sender: PeerId, incarnation: int, message: BranchMessage) -> None:
         """Take in a message about branches."""
-        if self._port.chain is None:
+        if self._context.chain is None:
             return
         try:
             match message:
@@ -108,7 +108,7 @@ class Branching:
                 case Lineage():
                     self._take_lineage(sender, incarnation, message)
         except BadView:
-            self._port.drop("bad branch")
+            self._context.drop("bad branch")
 
     # founding
 
@@ -119,7 +119,7 @@ class Branching:
     def _can_decide(self) -> bool:
         """Whether quorums are there of the newest view, and of the one that the next round belongs to, and no next view is
         long due: one that was accepted by some, and then excluded by rounds that others took part in, blocks both."""
-        chain = self._port.views
+        chain = self._context.views
         if self._membership.next_view.is_overdue:
             return False
         of_next_round = chain.at(self._rounds.floor()) if self._rounds.names else None
@@ -128,14 +128,14 @@ class Branching:
 
     def _floor(self) -> int:
         """The first round that a branch could begin with, as far as I know."""
-        return self._rounds.floor() if self._rounds.names else axes.at(self._port.floor, None)
+        return self._rounds.floor() if self._rounds.names else axes.at(self._context.floor, None)
 
     def _found(self, now_s: float, me: int, present: set[int]) -> None:
         """Collect the signatures of all who are there; the senior ones first have the time to."""
         before_me = sum(index < me for index in present - self._silent)
         if self._solitude.lasted_s < self._after_s + STEP_IN_S * before_me:
             return
-        parent = self._port.views.newest
+        parent = self._context.views.newest
         first_round = max(self._floor(), self._refused)
         view = branches.branch_of(parent, (present - self._silent) | {me}, first_round)
         petition = self._petition
@@ -149,53 +149,53 @@ class Branching:
         elif now_s - petition.asked_s >= RESEND_S:
             petition.asked_s = now_s
             for index in petition.missing:
-                self._port.send(parent.peers[index], BranchAsk(views.encode(view)))
+                self._context.send(parent.peers[index], BranchAsk(views.encode(view)))
 
     def _complete(self, petition: Petition) -> None:
         certified = petition.certified()
         self._follow(certified)
         for peer in petition.parent.peers:
-            if peer != self._port.me:
-                self._port.send(peer, Views((views.encode(certified),)))
+            if peer != self._context.me:
+                self._context.send(peer, Views((views.encode(certified),)))
 
     def _sign(self, raw: bytes) -> bytes:
-        return self._identity.sign(views.branch_domain(self._port.run), raw)
+        return self._identity.sign(views.branch_domain(self._context.run), raw)
 
     def _take_ask(self, sender: PeerId, incarnation: int, raw: bytes) -> None:
         """Sign a branch that lists me, if I too have been without a quorum for long, and one at a time."""
-        parent, view = self._port.views.newest, views.decode_view(raw)
+        parent, view = self._context.views.newest, views.decode_view(raw)
         views.require_branch_shape(parent, view)
-        me, they = self._port.my_index(view), view.index(sender, incarnation)
-        if me is None or they is None or self._port.my_index(parent) is None:
-            self._port.drop("not from a member")
+        me, they = self._context.my_index(view), view.index(sender, incarnation)
+        if me is None or they is None or self._context.my_index(parent) is None:
+            self._context.drop("not from a member")
             return
-        now_s, (signed, whom, signed_s) = self._port.now(), self._signed
+        now_s, (signed, whom, signed_s) = self._context.now(), self._signed
         elsewhere = signed != view.hash and whom != sender and now_s - signed_s < SIGNATURE_TIMEOUT_S
         if not self._is_due() or self.adrift or elsewhere:
             return
         if view.first_round < self._floor():
-            self._port.send(sender, BranchSign(view.hash, floor=self._floor()))
+            self._context.send(sender, BranchSign(view.hash, floor=self._floor()))
             return
         self._signed = (view.hash, sender, now_s)
-        self._port.send(sender, BranchSign(view.hash, self._sign(raw)))
+        self._context.send(sender, BranchSign(view.hash, self._sign(raw)))
 
     def _take_signature(self, sender: PeerId, message: BranchSign) -> None:
         petition = self._petition
         if petition is None or petition.view.hash != message.digest or sender not in petition.view.peers:
             return
-        raw, domain = views.encode(petition.view), views.branch_domain(self._port.run)
+        raw, domain = views.encode(petition.view), views.branch_domain(self._context.run)
         if message.floor:
             self._refused = max(self._refused, message.floor)
         elif verify(sender, domain, raw, message.proof):
             petition.proofs[petition.parent.peers.index(sender)] = message.proof
         else:
-            self._port.drop("bad branch")
+            self._context.drop("bad branch")
 
     def _take_branch(self, sender: PeerId, branch: Certified) -> None:
         """Somebody has branched off my newest view. Who has no part in that view, or has waited as long, follows; who holds
-        rounds that the branch does not, or has seen a quorum since, compares the two lines first."""
-        views.require_branch(self._port.run, self._port.views.newest, branch)
-        bound = self._port.my_index(self._port.views.newest) is not None and not self._is_due()
+        rounds that the branch does not, or has seen a quorum since, compares the two chains first."""
+        views.require_branch(self._context.run, self._context.views.newest, branch)
+        bound = self._context.my_index(self._context.views.newest) is not None and not self._is_due()
         if bound or self._rounds.floor() > branch.view.first_round:
             self._ask(sender)
         else:
@@ -203,101 +203,101 @@ class Branching:
 
     def _follow(self, branch: Certified) -> None:
         """Go on as this branch with all that I hold: its log begins where mine is whole."""
-        if self._port.views.extend(branch):
+        if self._context.views.extend(branch):
             self._rounds.rewind(branch.view.first_round)
             self._membership.view_changed()
 
-    # two lines meet
+    # two chains meet
 
     def _tokens(self) -> int:
-        """The agreed tokens of my line."""
+        """The agreed tokens of my chain."""
         if self.adrift:
             return self._believed_tokens
         agreed = [self._rounds.tokens(name) for name in self._rounds.names]
-        return max(self._believed_tokens, max(agreed) if agreed else self._port.progress_tokens())
+        return max(self._believed_tokens, max(agreed) if agreed else self._context.progress_tokens())
 
     def _look_out(self, now_s: float) -> None:
         """Who is on a branch, or has founded the run in this life (perhaps again, finding nobody), asks those who are not with
         it where they are; some at a time."""
-        chain = self._port.views
-        aside = chain.branch is not None or self._port.my_index(chain.views[0].view) is not None
+        chain = self._context.views
+        aside = chain.branch is not None or self._context.my_index(chain.views[0].view) is not None
         if now_s - self._probed_s < PROBE_EVERY_S or not aside:
             return
         self._probed_s = now_s
         member = self._membership.is_member
-        others = branches.elsewhere(chain, self._membership.records, self._port.me, member)
+        others = branches.elsewhere(chain, self._membership.records, self._context.me, member)
         for peer in self._random.sample(others, min(len(others), PROBED)):
             self._ask(peer)
 
-    def _court(self, now_s: float) -> None:
-        suit = self._suit
-        if suit is not None and now_s - suit.heard_s > ANSWER_S:
-            self._suit = None
-        elif suit is not None and now_s - suit.asked_s >= COURT_EVERY_S:
-            suit.asked_s = now_s
-            self._ask(suit.peer)
+    def _ask_candidate(self, now_s: float) -> None:
+        candidate = self._candidate
+        if candidate is not None and now_s - candidate.heard_s > ANSWER_S:
+            self._candidate = None
+        elif candidate is not None and now_s - candidate.asked_s >= CANDIDATE_EVERY_S:
+            candidate.asked_s = now_s
+            self._ask(candidate.peer)
 
     def _ask(self, peer: PeerId) -> None:
-        """Say which line I am on; who is on a stronger one answers with its views."""
-        self._tell(peer, ())
+        """Say which chain I am on; who is on a stronger one answers with its views."""
+        self._send_lineage(peer, ())
 
-    def _tell(self, peer: PeerId, lacking: tuple[bytes, ...]) -> None:
-        chain, now_s, place = self._port.views, self._port.now(), (peer, bool(lacking))
-        if now_s - self._sent.get(place, -1e9) < TELL_EVERY_S:
+    def _send_lineage(self, peer: PeerId, missing: tuple[bytes, ...]) -> None:
+        chain, now_s, place = self._context.views, self._context.now(), (peer, bool(missing))
+        if now_s - self._sent.get(place, -1e9) < LINEAGE_EVERY_S:
             return
-        if len(self._sent) >= MAX_TOLD:
+        if len(self._sent) >= MAX_SENT:
             self._sent.clear()
         self._sent[place] = now_s
-        self._port.send(peer, Lineage(self._tokens(), chain.newest.number, branches.trail(chain), lacking))
+        self._context.send(peer, Lineage(self._tokens(), chain.newest.number, branches.trail(chain), missing))
 
     def _take_lineage(self, sender: PeerId, incarnation: int, message: Lineage) -> None:
-        """Compare lines: tell who is on the weaker one what it lacks, and consider to leave mine if that is the weaker."""
-        chain = self._port.views
+        """Compare chains: tell who is on the weaker one what it lacks, and consider to leave mine if that is the weaker."""
+        chain = self._context.views
         fork = branches.fork_of(chain, message.number, message.trail)
         if fork is None:
-            self._port.drop("unrelated line of views")
+            self._context.drop("unrelated line of views")
         elif not fork.mine and not fork.theirs:
             return
         elif not fork.theirs and branches.first_parting(chain, fork) is None:
             self._membership.sync.send_views(sender, fork.number)
         elif not branches.is_stronger(message.tokens, self._tokens(), fork):
-            if self._suit is not None and self._suit.theirs == fork.theirs:
-                self._suit = None
-            self._tell(sender, branches.lacking(chain, fork))
+            if self._candidate is not None and self._candidate.theirs == fork.theirs:
+                self._candidate = None
+            self._send_lineage(sender, branches.missing_views(chain, fork))
         elif fork.theirs and not message.views:
             self._ask(sender)
-        elif self._port.now() - self._sent.get((sender, False), -1e9) > ANSWER_S:
-            self._port.drop("line of views not asked for")
+        elif self._context.now() - self._sent.get((sender, False), -1e9) > ANSWER_S:
+            self._context.drop("line of views not asked for")
         else:
             self._consider(sender, incarnation, message, fork)
 
     def _consider(self, sender: PeerId, incarnation: int, message: Lineage, fork: Fork) -> None:
-        line, now_s = branches.line_of(self._port.views, fork, message.views), self._port.now()
-        known = (entry.view for entry in line.views if entry.view.number >= fork.number)
+        other, now_s = branches.other_chain(self._context.views, fork, message.views), self._context.now()
+        known = (entry.view for entry in other.views if entry.view.number >= fork.number)
         if all(view.index(sender, incarnation) is None for view in known):
-            self._port.drop("not from a member")
+            self._context.drop("not from a member")
             return
-        suit = self._suit
-        if suit is None or suit.theirs != fork.theirs:
-            self._suit = _Suit(sender, fork.theirs, now_s, now_s, now_s)
-        elif now_s - suit.since_s < SETTLE_S:
-            suit.heard_s = now_s
+        candidate = self._candidate
+        if candidate is None or candidate.theirs != fork.theirs:
+            self._candidate = _Candidate(sender, fork.theirs, now_s, now_s, now_s)
+        elif now_s - candidate.since_s < SETTLE_S:
+            candidate.heard_s = now_s
         else:
-            self._change(line, fork, message.tokens)
+            self._change(other, fork, message.tokens)
 
-    def _change(self, line: Chain, fork: Fork, tokens: int) -> None:
-        """Leave my line for a stronger one; if that is a branch of mine and its log begins where mine is whole, with all
+    def _change(self, other: Chain, fork: Fork, tokens: int) -> None:
+        """Leave my chain for a stronger one; if that is a branch of mine and its log begins where mine is whole, with all
         that I hold."""
-        self._suit = None
-        parting = branches.first_parting(line, fork)
+        self._candidate = None
+        parting = branches.first_parting(other, fork)
         if not fork.mine and (parting is None or parting >= self._rounds.floor()):
-            self._port.chain = line
+            self._context.chain = other
             if parting is not None:
                 self._rounds.rewind(parting)
             self._membership.view_changed()
             return
         self._returns = self._returns if self.adrift else self._membership.admission.wants_in
-        self._membership.change_line(line)
+        self._membership.change_chain(other)
         self._snapshots.withdraw()
         self._believed_tokens = tokens
         self.adrift = frozenset((*self._rounds.abandon(), *self._pairing.abandon()))

@@ -88,9 +88,9 @@ class _Seen:
 class CallServer:
     """The calls that others make to this peer, and its own to itself."""
 
-    def __init__(self, port: PeerContext, room_bytes: int) -> None:
+    def __init__(self, context: PeerContext, room_bytes: int) -> None:
         self.handler: Handler | None = None
-        self._port, self._room_bytes = port, room_bytes
+        self._context, self._room_bytes = context, room_bytes
         self._served: dict[_Key, _Served] = {}
         self._seen: dict[_Caller, _Seen] = {}
         self._held_bytes = 0
@@ -110,7 +110,7 @@ class CallServer:
         else:
             self._served[key] = _Served(size)
             self._held_bytes += size
-            self._port.spawn(self._serve(key, call))
+            self._context.spawn(self._serve(key, call))
 
     def take_heard(self, sender: PeerId, incarnation: int, heard: Heard) -> None:
         """The caller needs no answer, or no longer; its call may still be on the way."""
@@ -122,9 +122,9 @@ class CallServer:
 
     def tick(self) -> None:
         """Give up callers that are gone, and answers that nobody has heard for too long."""
-        now_s = self._port.now()
+        now_s = self._context.now()
         for key, served in list(self._served.items()):
-            if served.until_s <= now_s or self._port.life(key[0]) == "dead":
+            if served.until_s <= now_s or self._context.life(key[0]) == "dead":
                 self._end(key)
         for caller in [caller for caller, seen in self._seen.items() if seen.heard_s + FORGET_S <= now_s]:
             del self._seen[caller]
@@ -177,26 +177,26 @@ class CallServer:
     async def _fetch(self, key: _Key, served: _Served, call: Call) -> tuple[bytes, ...] | None:
         served.fetching = asyncio.current_task()
         try:
-            return await fetch(self._port, key[0], call.payloads, key, FETCH_S)
+            return await fetch(self._context, key[0], call.payloads, key, FETCH_S)
         finally:
             served.fetching = None
-            self._port.store.release(key)
+            self._context.store.release(key)
 
     def _answer(self, key: _Key, served: _Served, verdict: CallVerdict, reply: CallReply) -> None:
         """Answer, and keep the answer until it is heard."""
         size = sum(map(len, reply.payloads))
         self._held_bytes += size - served.held_bytes
         served.held_bytes = size
-        served.answer = Answer(key[1], key[2], verdict, reply.body, put(self._port, reply.payloads, key))
+        served.answer = Answer(key[1], key[2], verdict, reply.body, put(self._context, reply.payloads, key))
         self._send_answer(key, served)
 
     def _send_answer(self, key: _Key, served: _Served) -> None:
         if served.answer is not None:
-            served.until_s = self._port.now() + LEASE_S
-            self._port.send(key[0], served.answer)
+            served.until_s = self._context.now() + LEASE_S
+            self._context.send(key[0], served.answer)
 
     def _say(self, key: _Key, verdict: CallVerdict) -> None:
-        self._port.send(key[0], Answer(key[1], key[2], verdict))
+        self._context.send(key[0], Answer(key[1], key[2], verdict))
 
     def _end(self, key: _Key) -> None:
         """Nobody wants the answer any more. A handler at work is left alone: it may hold more than this call."""
@@ -210,7 +210,7 @@ class CallServer:
 
     def _drop(self, key: _Key) -> None:
         self._held_bytes -= self._served.pop(key).held_bytes
-        self._port.store.release(key)
+        self._context.store.release(key)
         if (seen := self._seen.get(key[:2])) is not None:
             seen.end(key[2])
 
@@ -224,7 +224,7 @@ class CallServer:
             if len(self._seen) >= MAX_CALLERS:
                 return None
             self._seen[caller] = _Seen()
-        self._seen[caller].heard_s = self._port.now()
+        self._seen[caller].heard_s = self._context.now()
         return self._seen[caller]
 
     def _is_full(self, sender: PeerId, size: int) -> bool:

@@ -51,9 +51,9 @@ class Calls:
     """All calls of one peer, both ways. `room_bytes` bounds the payloads under way that it asks with, and as much again those
     that it is asked with and answers with."""
 
-    def __init__(self, port: PeerContext, *, room_bytes: int = ROOM_BYTES) -> None:
-        self._port, self._room_bytes = port, room_bytes
-        self._serving = CallServer(port, room_bytes)
+    def __init__(self, context: PeerContext, *, room_bytes: int = ROOM_BYTES) -> None:
+        self._context, self._room_bytes = context, room_bytes
+        self._serving = CallServer(context, room_bytes)
         self._sending = ByteBudget(room_bytes)
         self._ids = itertools.count()
         self._asked: dict[int, _Asked] = {}
@@ -85,7 +85,7 @@ class Calls:
             raise ValueError(f"a call carries at most {self._room_bytes} bytes, got {size}; cut the batch")
         try:
             async with asyncio.timeout(timeout_s):
-                if peer == self._port.me:
+                if peer == self._context.me:
                     return await self._ask_myself(request, tuple(payloads), max_reply_bytes)
                 taken = await self._sending.take(size, size) if size else 0
                 try:
@@ -108,9 +108,9 @@ class Calls:
     def tick(self) -> None:
         """Repeat my calls, give up those to peers that are gone; the same for what I am asked."""
         self._serving.tick()
-        now_s = self._port.now()
+        now_s = self._context.now()
         for asked in self._asked.values():
-            if self._port.life(asked.peer) == "dead":
+            if self._context.life(asked.peer) == "dead":
                 if not asked.answer.done():
                     asked.answer.set_result(None)
             elif asked.resend_s <= now_s:
@@ -119,11 +119,11 @@ class Calls:
     async def _ask(
         self, peer: PeerId, request: bytes, payloads: Sequence[bytes], timeout_s: float, max_reply_bytes: int
     ) -> CallReply:
-        if self._port.life(peer) == "dead":
+        if self._context.life(peer) == "dead":
             raise CallFailed("dial", f"{peer} is gone")
         number = next(self._ids)
         pin = ("call", number)
-        call = Call(number, request, put(self._port, payloads, pin))
+        call = Call(number, request, put(self._context, payloads, pin))
         asked = self._asked[number] = _Asked(peer, call, asyncio.get_running_loop().create_future())
         try:
             self._send(asked)
@@ -131,15 +131,15 @@ class Calls:
             if answer is None:
                 raise CallFailed("dial", f"{peer} is gone, and has not answered")
             _require_good(peer, answer.verdict, sum(sizes_of(answer.payloads)), max_reply_bytes)
-            fetched = await fetch(self._port, peer, answer.payloads, pin, timeout_s)
+            fetched = await fetch(self._context, peer, answer.payloads, pin, timeout_s)
             if fetched is None:
-                gone = self._port.life(peer) == "dead"
+                gone = self._context.life(peer) == "dead"
                 raise CallFailed("dial" if gone else "rpc", f"{peer} does not deliver what it answered")
             return CallReply(answer.body, fetched)
         finally:
             del self._asked[number]
-            self._port.store.release(pin)
-            self._port.send(peer, Heard(number))
+            self._context.store.release(pin)
+            self._context.send(peer, Heard(number))
 
     async def _ask_myself(self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int) -> CallReply:
         """In a task of its own: a caller that is cancelled leaves the handler alone, as with everybody else."""
@@ -149,25 +149,25 @@ class Calls:
             return payloads
 
         async def work() -> None:
-            outcome = await self._serving.outcome(self._port.me, request, tuple(map(len, payloads)), here)
+            outcome = await self._serving.outcome(self._context.me, request, tuple(map(len, payloads)), here)
             if not done.done():
                 done.set_result(outcome)
 
-        self._port.spawn(work())
+        self._context.spawn(work())
         verdict, reply = await done
-        _require_good(self._port.me, verdict, sum(map(len, reply.payloads)), max_reply_bytes)
+        _require_good(self._context.me, verdict, sum(map(len, reply.payloads)), max_reply_bytes)
         return reply
 
     def _send(self, asked: _Asked) -> None:
-        asked.resend_s = self._port.now() + (KEEP_S if asked.answer.done() else RESEND_S)
-        self._port.send(asked.peer, asked.call)
+        asked.resend_s = self._context.now() + (KEEP_S if asked.answer.done() else RESEND_S)
+        self._context.send(asked.peer, asked.call)
 
     def _take_answer(self, sender: PeerId, answer: Answer) -> None:
         asked = self._asked.get(answer.id)
-        if asked is None or asked.peer != sender or answer.incarnation != self._port.incarnation:
-            self._port.drop("answer to no call")
+        if asked is None or asked.peer != sender or answer.incarnation != self._context.incarnation:
+            self._context.drop("answer to no call")
         elif answer.verdict == "full":
-            self._port.counters["calls to a full peer"] += 1  # nothing was done: it is asked again
+            self._context.counters["calls to a full peer"] += 1  # nothing was done: it is asked again
         elif not asked.answer.done():
             asked.answer.set_result(answer)
 

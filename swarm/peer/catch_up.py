@@ -17,10 +17,10 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, Decided, Forgotten, Key, LogQuery
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, RoundLog, StreamState
-from farflock.swarm.protocol.decide import is_quorum
 from farflock.swarm.protocol.exchange.availability import RoundItem
 from farflock.swarm.protocol.exchange.close_list import BadCloseList, decode_close_list
 from farflock.swarm.protocol.log_truncation import newest_of
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import View
 from farflock.swarm.quota import Quota, units
 
@@ -29,21 +29,21 @@ FETCH_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
 # Decisions in one answer: rounds may be over faster than they can be asked for one by one.
-TOLD_AT_ONCE = 4
+DECISIONS_PER_ANSWER = 4
 ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
 
 
 class CatchUp:
     """One peer's part in keeping up with what is decided without it, and in helping others to."""
 
-    def __init__(self, port: PeerContext, log: RoundLog) -> None:
-        self._port, self._log = port, log
-        self._random = random.Random(f"{port.seed}/{port.me}/follow")
+    def __init__(self, context: PeerContext, log: RoundLog) -> None:
+        self._context, self._log = context, log
+        self._random = random.Random(f"{context.seed}/{context.me}/follow")
         self._answers = Quota(ANSWERS_PER_S, ANSWERS_BURST, 4 * MAX_MEMBERS)
 
     def ask(self, state: StreamState) -> None:
         """Ask a random member for the next round's decision, which this peer may have missed."""
-        now_s, number = self._port.now(), state.next
+        now_s, number = self._context.now(), state.next
         if now_s - state.asked_s < FOLLOW_S or state.stream.terms.group:
             return
         others = self._others()
@@ -55,13 +55,13 @@ class CatchUp:
             self._skip_to(state, min(word.oldest for word in said.values()))
         elif askable := [peer for peer in others if peer not in said]:
             state.asked_s = now_s
-            notes = state.stream.wants == "last"
-            self._port.send(self._random.choice(askable), LogQuery(Key(state.stream.name, number), notes))
+            query = LogQuery(Key(state.stream.name, number), notes=state.stream.wants == "last")
+            self._context.send(self._random.choice(askable), query)
 
     def _others(self) -> list[PeerId]:
         """The living members, as far as one knows, but me."""
-        peers = self._port.views.newest.peers
-        return [peer for peer in peers if peer != self._port.me and self._port.life(peer) != "dead"]
+        peers = self._context.views.newest.peers
+        return [peer for peer in peers if peer != self._context.me and self._context.life(peer) != "dead"]
 
     def lost(self, state: StreamState) -> list[Forgotten]:
         """What others say of the next round if it has left the logs of most; else nothing."""
@@ -73,24 +73,24 @@ class CatchUp:
         Return the view of a round that nobody began, because its members are gone: it is to be begun
         here.
         """
-        numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), TOLD_AT_ONCE)
+        numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), DECISIONS_PER_ANSWER)
         entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
-        told = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
-        size_bytes = sum(len(decided.value) for decided in told)
-        if not self._answers.take(sender.encode(), units(1, size_bytes), self._port.now()):
-            self._port.drop("too many questions about the log")
+        decisions = [entry.decided for entry in itertools.takewhile(lambda entry: entry is not None, entries) if entry]
+        size_bytes = sum(len(decided.value) for decided in decisions)
+        if not self._answers.take(sender.encode(), units(1, size_bytes), self._context.now()):
+            self._context.drop("too many questions about the log")
             return None
-        for decided in told:
-            self._port.send(sender, decided)
-        if told:
+        for decided in decisions:
+            self._context.send(sender, decided)
+        if decisions:
             return None
         if query.key.round <= state.newest:
             first = iter(state.annals) if query.notes and state.annals else iter(state.log)
             # I can tell nothing of rounds before I came in, nor of the last one then.
             oldest = next(first, state.next)
-            self._port.send(sender, Forgotten(query.key, oldest, state.newest))
+            self._context.send(sender, Forgotten(query.key, oldest, state.newest))
             return None
-        view = self._port.views.at(query.key.round, state.stream.stage)
+        view = self._context.views.at(query.key.round, state.stream.stage)
         return view if view is not None and self._is_forsaken(state, view) else None
 
     def _is_forsaken(self, state: StreamState, view: View) -> bool:
@@ -100,25 +100,25 @@ class CatchUp:
         serve the stage now.
         """
         peers = (view.peers[index] for index in view.serving(state.stream.stage))
-        newest = self._port.views.newest
+        newest = self._context.views.newest
         if view is newest:
             return False
         stay = {peer for peer, member in zip(newest.peers, newest.members, strict=True) if member in view.members}
-        return all(peer not in stay or self._port.gone(view, peer) for peer in peers)
+        return all(peer not in stay or self._context.gone(view, peer) for peer in peers)
 
     def take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
         """A member says that a round has left its log: ask the others for it at once."""
-        view = self._port.views.newest
+        view = self._context.views.newest
         if view.index(sender, incarnation) is None:
-            self._port.drop("not from a member")
+            self._context.drop("not from a member")
             return
         if message.key.round != state.next or message.oldest <= message.key.round:
             return
         was_lost = bool(self.lost(state))
-        if state.forgotten.note(sender, message, view.peers, self._port.now()):
+        if state.forgotten.note(sender, message, view.peers, self._context.now()):
             state.asked_s = 0.0
             if state.stream.wants == "all" and not was_lost and self.lost(state):
-                self._port.counters["lost rounds"] += 1
+                self._context.counters["lost rounds"] += 1
 
     def heed(self, state: StreamState, *, is_open: bool) -> None:
         """Take the others' word that the next round is gone.
@@ -134,7 +134,7 @@ class CatchUp:
             if said := self.lost(state):
                 self._log.give_up(state, newest_of(said) + state.stream.cadence.stride)
         elif not state.log:
-            others, now_s = self._others(), self._port.now()
+            others, now_s = self._others(), self._context.now()
             if said := self.lost(state) if is_open else state.forgotten.unopposed(state.next, others, now_s):
                 self._skip_to(state, newest_of(said))
 
@@ -145,8 +145,8 @@ class CatchUp:
 
     def take_decided(self, state: StreamState, view: View, sender: PeerId, incarnation: int, decided: Decided) -> None:
         """Log a decision that I had no part in if it is the next one, and get its content."""
-        if self._port.views.newest.index(sender, incarnation) is None:
-            self._port.drop("not from a member")
+        if self._context.views.newest.index(sender, incarnation) is None:
+            self._context.drop("not from a member")
             return
         state.seen = max(state.seen, decided.key.round)
         if decided.key.round != state.next or decided.key.attempt:
@@ -155,7 +155,7 @@ class CatchUp:
             serving = view.serving(state.stream.stage)
             close = decode_close_list(decided.value, state.stream.terms, serving)
         except BadCloseList:
-            self._port.drop("bad close list")
+            self._context.drop("bad close list")
             return
         nothing = (False,) * state.stream.terms.shards
         self._log.enter(state, decided.key.round, LoggedRound(close, view.peers, len(serving), decided, nothing))
@@ -165,7 +165,7 @@ class CatchUp:
     def fill(self, state: StreamState, key: Key) -> None:
         """Get what this peer wants of a logged round."""
         if state.stream.wanted(state.log[key.round].close):
-            self._port.spawn(self._fill(state, key))
+            self._context.spawn(self._fill(state, key))
         else:
             self._log.completed(state, key.round)
 
@@ -173,23 +173,23 @@ class CatchUp:
         entry = state.log[key.round]
         wanted = state.stream.wanted(entry.close)
         if any(item.size > state.stream.max_shard_bytes for item in wanted):
-            self._port.drop("item too large")
+            self._context.drop("item too large")
             return
         await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
         if state.entry(key.round) is entry:
             self._log.completed(state, key.round)
         else:  # it has left the log meanwhile: nobody else would release what has come since
-            self._port.store.release(key)
+            self._context.store.release(key)
 
     async def _fetch(self, state: StreamState, key: Key, entry: LoggedRound, item: RoundItem) -> None:
         """Ask for one item until it is here, or the round has left the log or been given up."""
-        fetch = self._port.chunks.fetch
+        fetch = self._context.chunks.fetch
         hopeless_s: float | None = None  # since when nobody had it
         while state.entry(key.round) is entry and entry.close.items:
-            asked_s = self._port.now()
+            asked_s = self._context.now()
             if await fetch(item.digest, item.size, self._holders, key, FETCH_TIMEOUT_S, final=True):
                 return
-            now_s = self._port.now()
+            now_s = self._context.now()
             nobody = now_s - asked_s < FETCH_TIMEOUT_S
             hopeless_s = (asked_s if hopeless_s is None else hopeless_s) if nobody else None
             is_hopeless = hopeless_s is not None and now_s - hopeless_s >= HOPELESS_S
@@ -198,7 +198,7 @@ class CatchUp:
             await asyncio.sleep(RETRY_S if nobody else 0.0)
 
     def _holders(self) -> list[PeerId]:
-        return [peer for peer in self._port.views.newest.peers if peer != self._port.me]
+        return [peer for peer in self._context.views.newest.peers if peer != self._context.me]
 
     def _may_forsake(self, state: StreamState) -> bool:
         """Whether a content that nobody has may be done without.
@@ -206,9 +206,9 @@ class CatchUp:
         Only a stage's, which would stand still, and only among a quorum: others may have it on the
         other side of a cut.
         """
-        view, port = self._port.views.newest, self._port
+        view, context = self._context.views.newest, self._context
         members = enumerate(view.peers)
-        there = [i for i, peer in members if peer == port.me or not port.gone(view, peer)]
+        there = [i for i, peer in members if peer == context.me or not context.gone(view, peer)]
         whole = state.stream.stage is not None and state.stream.wants == "all"
         return whole and is_quorum(there, len(view.peers))
 
@@ -218,7 +218,7 @@ class CatchUp:
         A contributor must not bring the same again, for it counts: that peer is behind for good,
         and its state with it.
         """
-        self._port.counters["forsaken rounds"] += 1
+        self._context.counters["forsaken rounds"] += 1
         entry = state.log[number]
         if any(entry.taken):
             self._log.evict(state, number)

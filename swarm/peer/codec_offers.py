@@ -19,35 +19,35 @@ ReadableCodecs = tuple[CodecId, ...]
 class CodecOffers:
     """One peer's part. `reads` says what it reads now, the preferred codec first; who serves nothing leaves it as it is."""
 
-    def __init__(self, port: PeerContext) -> None:
-        self._port = port
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
         self.reads: Callable[[], ReadableCodecs] = tuple
-        self._told: dict[PeerId, tuple[int, ReadableCodecs]] = {}  # with the life that told it
+        self._announced: dict[PeerId, tuple[int, ReadableCodecs]] = {}  # with the life that announced it
         self._said: tuple[bytes, ReadableCodecs] = b"", ()  # the view that it was said to
         self._said_s = 0.0
 
     def receive(self, sender: PeerId, incarnation: int, message: Reads) -> None:
         """A member's."""
-        view = self._port.views.newest
+        view = self._context.views.newest
         if view.index(sender, incarnation) is None:
-            self._port.drop("codecs of a stranger")
+            self._context.drop("codecs of a stranger")
         else:
-            self._told = {peer: told for peer, told in self._told.items() if peer in view.peers}
-            self._told[sender] = incarnation, message.codecs
+            self._announced = {peer: known for peer, known in self._announced.items() if peer in view.peers}
+            self._announced[sender] = incarnation, message.codecs
 
     def tick(self) -> None:
         """Say what changed, to newcomers all, and all of it again after a while."""
-        view, mine = self._port.views.newest, self.reads()
-        is_old = self._port.now() - self._said_s >= REPEAT_S
+        view, mine = self._context.views.newest, self.reads()
+        is_old = self._context.now() - self._said_s >= REPEAT_S
         if mine and (self._said != (view.hash, mine) or is_old):
-            self._said, self._said_s = (view.hash, mine), self._port.now()
+            self._said, self._said_s = (view.hash, mine), self._context.now()
             for peer in view.peers:
-                if peer != self._port.me:
-                    self._port.send(peer, Reads(mine))
+                if peer != self._context.me:
+                    self._context.send(peer, Reads(mine))
 
     def of(self, peer: PeerId, incarnation: int) -> ReadableCodecs | None:
-        """What this life of a peer reads; None if it has not told."""
-        if peer == self._port.me:
+        """What this life of a peer reads; None if it has not said."""
+        if peer == self._context.me:
             return self.reads() or None
-        life, told = self._told.get(peer, (incarnation, None))
-        return told if life == incarnation else None
+        life, codecs = self._announced.get(peer, (incarnation, None))
+        return codecs if life == incarnation else None

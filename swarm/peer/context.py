@@ -6,12 +6,12 @@ read and tested alone.
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from farflock.swarm.chunks import Chunks, Store
-from farflock.swarm.compute import inline
+from farflock.swarm.compute import Compute, inline
 from farflock.swarm.frame import Frame, pack
 from farflock.swarm.links import Links, Liveness, PeerId
 from farflock.swarm.messages import MAX_TRAIL, Message, Piece
@@ -31,7 +31,7 @@ class PeerContext:
     links: Links
     store: Store
     spawn: Callable[[Coroutine[Any, Any, None]], object]
-    compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline
+    compute: Compute = inline
     chain: Chain | None = None
     floor: Floor = NO_FLOOR  # after the rounds that this peer took part in: the next view must not begin before it
     progress_tokens: Callable[[], int] = lambda: 0  # the node's estimate, asked where no round agrees on tokens

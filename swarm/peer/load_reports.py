@@ -15,10 +15,10 @@ REPEAT_S = 1.0
 class LoadReports:
     """One peer's part."""
 
-    def __init__(self, port: PeerContext) -> None:
-        self._port = port
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
         self._mine: Load | None = None
-        self._told: dict[PeerId, Load] = {}
+        self._announced: dict[PeerId, Load] = {}
         self._sent_s = 0.0
 
     def say(self, load: Load) -> None:
@@ -29,31 +29,31 @@ class LoadReports:
 
     def receive(self, sender: PeerId, incarnation: int, message: Load) -> None:
         """A member's."""
-        view = self._port.views.newest
+        view = self._context.views.newest
         if view.index(sender, incarnation) is None:
-            self._port.drop("load of a stranger")
-        elif sender not in self._told or message.number >= self._told[sender].number:
-            self._told = {peer: load for peer, load in self._told.items() if peer in view.peers}
-            self._told[sender] = message
+            self._context.drop("load of a stranger")
+        elif sender not in self._announced or message.number >= self._announced[sender].number:
+            self._announced = {peer: load for peer, load in self._announced.items() if peer in view.peers}
+            self._announced[sender] = message
 
     def tick(self) -> None:
         """Say it again: it may have been lost."""
-        if self._mine is not None and self._port.now() - self._sent_s >= REPEAT_S:
+        if self._mine is not None and self._context.now() - self._sent_s >= REPEAT_S:
             self._send()
 
     def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> LoadSnapshot | None:
         """Who serves what in this period by the newest view, if everybody who is there has told its numbers; else None."""
-        view, told = self._port.views.newest, dict(self._told)
+        view, loads = self._context.views.newest, dict(self._announced)
         if self._mine is not None:
-            told[self._port.me] = self._mine
+            loads[self._context.me] = self._mine
         stages: list[list[ServerLoad]] = [[] for _ in needs_bytes]
         replicas = 0
         for member in view.members:
-            gone = member.peer != self._port.me and self._port.gone(view, member.peer)
+            gone = member.peer != self._context.me and self._context.gone(view, member.peer)
             replicas += not gone and member.stage == EVERY
             if gone or not 0 <= member.stage < len(stages):
                 continue  # replicas and trainers do not move, and nobody holds others up by naming a stage that there is not
-            load = told.get(member.peer)
+            load = loads.get(member.peer)
             if load is None or load.number != number:
                 return None
             stages[member.stage].append(
@@ -63,7 +63,7 @@ class LoadReports:
 
     def _send(self) -> None:
         assert self._mine is not None
-        self._sent_s = self._port.now()
-        for peer in self._port.views.newest.peers:
-            if peer != self._port.me:
-                self._port.send(peer, self._mine)
+        self._sent_s = self._context.now()
+        for peer in self._context.views.newest.peers:
+            if peer != self._context.me:
+                self._context.send(peer, self._mine)

@@ -1,24 +1,20 @@
 """Who is in the run: joins and deaths become views by agreement of the newest view's members.
 
-A peer's part in that has four parts of its own: who is known (`record_book`), who wants in and who
-goes (`admission`), deciding the next view (`next_view`), and sending views to peers that lack them
-(`view_sync`). Here their messages are told apart, and a new view is made known to all of them.
+A peer's part in that has three parts of its own: who is known, wants in or goes (`admission`),
+deciding the next view (`next_view`), and sending views to peers that lack them (`view_sync`). Here
+their messages are told apart, and a new view is made known to all of them.
 """
-
-import asyncio
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Join, Leave, PaxosMessage, Ping, Pong, TimeMessage, ViewMessage, ViewQuery, Views
-from farflock.swarm.peer.admission import Admission
+from farflock.swarm.peer.admission import Admission, RecordBook
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.next_view import NextView
-from farflock.swarm.peer.record_book import RecordBook
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import NO_FLOOR
 from farflock.swarm.protocol.views import Certified, Chain, Member
-from farflock.swarm.record import Record
 from farflock.swarm.runtime import RunClock
 
 PING_EVERY_S = 5.0
@@ -27,78 +23,71 @@ PING_EVERY_S = 5.0
 class Membership:
     """One peer's part in the agreement on who is in the run, and on the run's time."""
 
-    def __init__(self, port: PeerContext, identity: Identity, view_s: float) -> None:
-        self._port = port
+    def __init__(self, context: PeerContext, identity: Identity, view_s: float) -> None:
+        self._context = context
         self.clock = RunClock()
-        self.book = RecordBook(port)
-        self.sync = ViewSync(port, self.view_changed)
-        self.admission = Admission(port, self.book, self.sync)
-        self.next_view = NextView(port, identity, view_s, self.admission, self.sync, self.view_changed)
+        self.book = RecordBook(context)
+        self.records = self.book.records  # the newest of each other peer that I know of
+        self.sync = ViewSync(context, self.view_changed)
+        self.known = self.sync.known  # set once the views are
+        self.admission = Admission(context, self.book)
+        self.next_view = NextView(context, identity, view_s, self.admission, self.sync, self.view_changed)
         self._pinged_s = -1e9
-
-    @property
-    def records(self) -> dict[PeerId, Record]:
-        """The newest record of each other peer that I know of."""
-        return self.book.records
-
-    @property
-    def known(self) -> asyncio.Event:
-        """Set once the views are known."""
-        return self.sync.known
 
     @property
     def is_member(self) -> bool:
         """True if I am in the newest view that I know, in this life."""
-        return self._port.is_member
+        return self._context.is_member
 
     @property
     def branch(self) -> tuple[str, int] | None:
-        """The name and first round of the branch that I am on; None on the run's main line."""
-        view = self._port.chain.branch if self._port.chain else None
+        """The name and first round of the branch that I am on; None on the run's main chain."""
+        view = self._context.chain.branch if self._context.chain else None
         return None if view is None else (view.hash.hex()[:8], view.first_round)
 
     def found(self) -> None:
         """Begin the run: view 0 is me alone."""
-        member = Member(self._port.me, self._port.incarnation, self.book.my_stage())
-        genesis = Certified(views.genesis(self._port.run, member))
-        self.sync.begin(Chain(self._port.run, [genesis]))
+        member = Member(self._context.me, self._context.incarnation, self.book.my_stage())
+        genesis = Certified(views.genesis(self._context.run, member))
+        self.sync.begin(Chain(self._context.run, [genesis]))
         self.clock.is_origin = True
         self.admission.wants_in = True  # back, if the others ever go on without me
 
-    def change_line(self, line: Chain) -> None:
-        """Give up my line of views for another one, whose views I know and am not in: I watch."""
+    def change_chain(self, chain: Chain) -> None:
+        """Give up my chain of views for another one, whose views I know and am not in: I watch."""
         self.admission.say_goodbye()
-        self._port.forsake()
-        self._port.floor = NO_FLOOR
-        self.sync.change_line(line)
+        self._context.forsake()
+        self._context.floor = NO_FLOOR
+        self.sync.change_chain(chain)
         self.admission.start_over()
         self.view_changed()
 
     def view_changed(self) -> None:
         """The newest view is another one: begin anew with what depends on it."""
-        newest = self._port.views.newest
-        heard = self._port.lives.items()
+        newest = self._context.views.newest
+        heard = self._context.lives.items()
         # A member that is in the view with another life than was heard has begun that one since.
-        self._port.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
+        self._context.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
         self.next_view.begin_anew()
         for peer in self.admission.settle(newest):
             self.sync.send_views(peer, newest.number - 1)
 
     def tick(self) -> None:
         """Ask to be let in; put the next view forward if it is due and my turn; keep time."""
-        now_s = self._port.now()
-        self.admission.tick(now_s)
-        if self._port.is_member:
+        now_s = self._context.now()
+        if asked := self.admission.ask(now_s):
+            self.sync.ask_all(asked)
+        if self._context.is_member:
             self.next_view.tick(now_s)
         if now_s - self._pinged_s >= PING_EVERY_S:
             self._pinged_s = now_s
             for peer in self.book.others():
-                self._port.send(peer, Ping(now_s))
+                self._context.send(peer, Ping(now_s))
 
     def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage) -> None:
         """Take in a message about membership or time."""
-        if self._port.chain is not None and sender in self._port.chain.newest.peers:
-            self._port.lives[sender] = incarnation
+        if self._context.chain is not None and sender in self._context.chain.newest.peers:
+            self._context.lives[sender] = incarnation
         match message:
             case Join(record=blob):
                 self.admission.receive_join(sender, blob)
@@ -109,9 +98,9 @@ class Membership:
             case Views(views=encoded):
                 self.sync.receive(sender, encoded)
             case Ping(sent_s=sent_s):
-                self._port.send(sender, Pong(sent_s, self.clock.run_s(self._port.now())))
+                self._context.send(sender, Pong(sent_s, self.clock.run_s(self._context.now())))
             case Pong(sent_s=sent_s, run_s=run_s):
                 if sender in self.book.others():
-                    self.clock.answered(sender, sent_s, self._port.now(), run_s)
+                    self.clock.answered(sender, sent_s, self._context.now(), run_s)
             case _:
                 self.next_view.receive(sender, incarnation, message)

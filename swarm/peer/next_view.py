@@ -11,12 +11,10 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, PaxosMessage
 from farflock.swarm.peer.admission import Admission
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.peer.view_floors import ViewFloors, ViewSignatures
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import Floor
-from farflock.swarm.protocol.decide import Decision, Sends
-from farflock.swarm.protocol.exchange.timing import TAKEOVER_S
+from farflock.swarm.protocol.decide import TAKEOVER_S, AcceptanceRules, Decision, Sends
 from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
 
@@ -34,17 +32,17 @@ class NextView:
 
     def __init__(
         self,
-        port: PeerContext,
+        context: PeerContext,
         identity: Identity,
         view_s: float,
         admission: Admission,
         sync: ViewSync,
         changed: Callable[[], None],
     ) -> None:
-        self._port, self._identity, self._view_s = port, identity, view_s
+        self._context, self._identity, self._view_s = context, identity, view_s
         self._admission, self._sync, self._changed = admission, sync, changed
         self._decision: Decision | None = None
-        self._changed_s = port.now()
+        self._changed_s = context.now()
         self._wanted_s: float | None = None  # since when a change is due
         self._proposed_s = self._sent_s = self._held_s = -1e9
         self._proposals = 0  # of mine for this view
@@ -52,7 +50,7 @@ class NextView:
     def begin_anew(self) -> None:
         """The newest view is another one: what was wanted or said of its number is over."""
         self._decision, self._wanted_s = None, None
-        self._changed_s, self._proposals = self._port.now(), 0
+        self._changed_s, self._proposals = self._context.now(), 0
 
     @property
     def is_overdue(self) -> bool:
@@ -60,10 +58,10 @@ class NextView:
 
         Deciding it takes some round trips.
         """
-        if self._port.views.barrier is not None:
+        if self._context.views.barrier is not None:
             return True
         due_s = self._changed_s + self._view_s
-        return self._wanted_s is not None and self._port.now() >= max(self._wanted_s, due_s)
+        return self._wanted_s is not None and self._context.now() >= max(self._wanted_s, due_s)
 
     def tick(self, now_s: float) -> None:
         """Put the next view forward if it is due and my turn; only for members."""
@@ -83,23 +81,23 @@ class NextView:
         doublings = min(max(self._proposals - 1, 0), MAX_BACKOFF_DOUBLINGS)
         if now_s >= due_s and now_s - self._proposed_s >= TAKEOVER_S * (2 + rank) * 2**doublings:
             self._proposed_s, self._proposals = now_s, self._proposals + 1
-            self._propose(members or self._port.views.newest.members)
+            self._propose(members or self._context.views.newest.members)
 
     @property
     def _hurries(self) -> bool:
         """True if the next view must be decided before I am gone: afterwards it could not be."""
         leaves = self._admission.leaves
-        return leaves and self._admission.is_needed_in(self._port.views.newest)
+        return leaves and self._admission.is_needed_in(self._context.views.newest)
 
     def _must_decide(self, now_s: float) -> bool:
         """True if I have accepted a view, or am held back for one, that nobody has decided in time."""
-        chain = self._port.views
+        chain = self._context.views
         held = chain.held is not None and now_s - self._held_s >= HELD_S
         return (chain.barrier is not None or held) and now_s - self._proposed_s >= TAKEOVER_S
 
     def _next_members(self, now_s: float) -> tuple[Member, ...] | None:
-        newest, candidates = self._port.views.newest, self._admission.candidates
-        lives = {peer: self._port.life(peer) for peer in newest.peers if peer != self._port.me}
+        newest, candidates = self._context.views.newest, self._admission.candidates
+        lives = {peer: self._context.life(peer) for peer in newest.peers if peer != self._context.me}
         joining, leaving = candidates.live(now_s), candidates.leaving
         if not joining and not leaving and "dead" not in lives.values():
             return None  # what nearly every tick finds
@@ -111,20 +109,20 @@ class NextView:
         If I am in a hurry, only members that leave are counted: only they may be in one too.
         """
         before = self._ordered()
-        before = before[: before.index(self._port.me)]
+        before = before[: before.index(self._context.me)]
         if self._hurries:
             leaving = self._admission.candidates.leaving
             before = tuple(peer for peer in before if peer in leaving)
-        return sum(self._port.life(peer) not in ("suspect", "dead") for peer in before)
+        return sum(self._context.life(peer) not in ("suspect", "dead") for peer in before)
 
     def _ordered(self) -> tuple[PeerId, ...]:
         """The members in the order in which they may put the next view forward."""
-        newest = self._port.views.newest
+        newest = self._context.views.newest
         key = views.view_key(newest.number + 1)
-        return order(newest.peers, self._port.seed, newest.hash, key)
+        return order(newest.peers, self._context.seed, newest.hash, key)
 
     def _propose(self, members: tuple[Member, ...]) -> None:
-        decision, newest = self._ensure_decision(), self._port.views.newest
+        decision, newest = self._ensure_decision(), self._context.views.newest
         rounds = newest.first_round, newest.stage_rounds
         view = View(newest.number + 1, newest.hash, rounds[0], members, rounds[1])
         self._send(decision.propose(views.encode(view)))
@@ -132,31 +130,32 @@ class NextView:
 
     def _ensure_decision(self) -> Decision:
         if self._decision is None:
-            newest = self._port.views.newest
-            me = self._port.my_index(newest)
+            newest = self._context.views.newest
+            me = self._context.my_index(newest)
             assert me is not None, "only members decide views"
             self._decision = Decision(
                 views.view_key(newest.number + 1),
                 newest.hash,
                 me,
                 tuple(newest.peers.index(peer) for peer in self._ordered()),
-                floors=ViewFloors(self._port, lambda floor: floor if self._hurries else ahead(floor)),
-                signatures=ViewSignatures(self._port.run, self._identity, newest),
+                rules=ViewRules(
+                    self._context, self._identity, newest, lambda floor: floor if self._hurries else ahead(floor)
+                ),
             )
         return self._decision
 
     def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage) -> None:
         """Take in a message of the decision."""
-        if self._port.chain is None:
+        if self._context.chain is None:
             return
-        newest = self._port.chain.newest
+        newest = self._context.chain.newest
         if message.view != newest.hash or message.key != views.view_key(newest.number + 1):
             self._sync.reconcile(sender, message.view)
             return
         member = newest.index(sender, incarnation)
         if member is None:
-            self._port.drop("not from a member")
-        elif self._port.is_member:
+            self._context.drop("not from a member")
+        elif self._context.is_member:
             self._send(self._ensure_decision().receive(member, message))
             self._take_stock()
         elif isinstance(message, Decided):
@@ -164,23 +163,23 @@ class NextView:
 
     def _take_stock(self) -> None:
         """Hold back from rounds of a view that I accepted; move on when one is decided."""
-        decision, chain = self._decision, self._port.views
+        decision, chain = self._decision, self._context.views
         if decision is None:
             return
         if decision.decided is None:
             chain.barrier = views.decode_view(decision.accepted[1]) if decision.accepted else None
-            staged = chain.newest.staged or self._port.staged
+            staged = chain.newest.staged or self._context.staged
             if chain.held is None and decision.promised[0] and staged:
-                chain.held, self._held_s = self._port.floor, self._port.now()
+                chain.held, self._held_s = self._context.floor, self._context.now()
             return
         ballot, proofs = decision.certificate
         chain.extend(Certified(views.decode_view(decision.decided), ballot, proofs))
         self._changed()
 
     def _send(self, sends: Sends) -> None:
-        peers = self._port.views.newest.peers
+        peers = self._context.views.newest.peers
         for member, message in sends:
-            self._port.send(peers[member], message)
+            self._context.send(peers[member], message)
 
 
 def ahead(floor: Floor) -> Floor:
@@ -189,3 +188,38 @@ def ahead(floor: Floor) -> Floor:
     A stage's rounds begin at once: waiting would only hold them up, for members that are gone.
     """
     return (floor[0] + ROUNDS_AHEAD - 1, *floor[1:]) if floor else floor
+
+
+class ViewRules(AcceptanceRules):
+    """A view must begin after every round that this member took part in under the view before it.
+
+    `begins` says where a view that may begin at a floor should begin. Members sign the next view, to
+    convince outsiders.
+    """
+
+    # Members are at different rounds: each tells its floor before a view is put forward.
+    in_step = False
+
+    def __init__(self, context: PeerContext, identity: Identity, view: View, begins: Callable[[Floor], Floor]) -> None:
+        self._context, self._identity, self._begins = context, identity, begins
+        self._checker = views.checker(context.run, view)
+
+    def floor(self, value: bytes) -> Floor:
+        """Nothing if the view can be accepted here, else the least rounds that could be."""
+        return self._context.views.floor(value, self._context.floor)
+
+    def least(self) -> Floor:
+        """The first rounds that I have no part in."""
+        return self._context.floor
+
+    def lifted(self, value: bytes, floor: Floor) -> bytes:
+        """The view, begun late enough for all that have answered."""
+        return views.lifted(value, self._begins(floor))
+
+    def sign(self, text: bytes) -> bytes:
+        """My signature."""
+        return self._identity.sign(views.signature_domain(self._context.run), text)
+
+    def checks(self, member: int, text: bytes, proof: bytes) -> bool:
+        """Whether the member of the view, by index, has signed this."""
+        return self._checker(member, text, proof)

@@ -34,8 +34,8 @@ MAX_JUMP = 1000  # rounds that one message may move this peer ahead
 class Pairing:
     """All pair exchanges of one peer, one at a time for each stream."""
 
-    def __init__(self, port: PeerContext) -> None:
-        self._port = port
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
         self._streams: dict[str, Stream] = {}
         self._current: dict[str, Pair] = {}
         self._changed: dict[str, asyncio.Event] = {}
@@ -52,10 +52,10 @@ class Pairing:
         self._seen[stream.name] = after_round
 
     def abandon(self) -> tuple[str, ...]:
-        """Another line of views takes the place of mine: what is running ends, and the streams wait to be opened again.
+        """Another chain of views takes the place of mine: what is running ends, and the streams wait to be opened again.
         Returns their names."""
         for name, pair in self._current.items():
-            pair.lost(self._port.now())
+            pair.lost(self._context.now())
             self._changed[name].set()
         self._early.clear()
         return tuple(self._streams)
@@ -66,21 +66,22 @@ class Pairing:
         self._rounds[name] = key.round
         for place in [place for place, early in self._early.items() if place[0] == name and early.offer.key < key]:
             del self._early[place]
-        view = self._port.views.at(key.round) or self._port.views.newest
+        view = self._context.views.at(key.round) or self._context.views.newest
         partner, leader = self._partner(view, stream, key)
-        if partner is None or self._port.views.blocked(key.round):
+        if partner is None or self._context.views.blocked(key.round):
             return self._outcome(stream, offer, None)
-        self._port.touch(None, key.round)
+        self._context.touch(None, key.round)
         offer = Offer(key, view.hash, offer.digests, offer.sizes, offer.weight, offer.tokens, offer.state)
-        pair = self._make(key, partner, leader, offer, stream.terms.deadline_s)
+        begun_s, deadline_s = self._context.now(), stream.terms.deadline_s
+        pair = Pair(key, self._context.me, partner, leader, offer, begun_s, deadline_s)
         self._current[name], self._changed[name] = pair, asyncio.Event()
         try:
             await self._run(view, stream, pair)
         finally:
             if pair.stage != "done":  # this peer is ending: its partner need not wait for the deadline
-                pair.lost(self._port.now())
+                pair.lost(self._context.now())
                 self._flush(pair)
-                self._port.store.release(work_pin(key))
+                self._context.store.release(work_pin(key))
             del self._current[name]
             self._done[key] = pair
             while len(self._done) > DONE_KEPT:
@@ -92,7 +93,7 @@ class Pairing:
         """Route a partner's message to the running pair, or answer for one that is over."""
         key = message.offer.key if isinstance(message, PairPropose | PairAccept) else message.key
         if key.stream not in self._streams:
-            self._port.drop("unknown stream")
+            self._context.drop("unknown stream")
             return
         if isinstance(message, PairPropose | PairAccept) and not self._is_member(sender, incarnation, message.offer):
             self._refuse(sender, key)
@@ -103,44 +104,41 @@ class Pairing:
             return
         if isinstance(message, PairRefuse):
             self._note_seen(key.stream, message.round)
-        pair.receive(self._port.now(), message)
+        pair.receive(self._context.now(), message)
         self._changed[key.stream].set()
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
         """What is waited for now: (exchange, from whom, until when on the local clock)."""
         return [(pair.key, (pair.partner,), pair.ends_s) for pair in self._current.values() if pair.stage != "done"]
 
-    def _make(self, key: Key, partner: PeerId, leader: bool, offer: Offer, deadline_s: float) -> Pair:
-        return Pair(key, self._port.me, partner, leader, offer, self._port.now(), deadline_s)
-
     def _partner(self, view: View, stream: Stream, key: Key) -> tuple[PeerId | None, bool]:
         """This round's partner and whether I lead; None if I am the odd one, no member, or the partner is gone."""
-        if self._port.my_index(view) is None:
+        if self._context.my_index(view) is None:
             return None, False
-        group = group_of(self._port.me, view.peers, 2, self._port.seed, view.hash, key)
-        partner = next((peer for peer in group if peer != self._port.me), None)
-        if partner is None or self._port.gone(view, partner):
+        group = group_of(self._context.me, view.peers, 2, self._context.seed, view.hash, key)
+        partner = next((peer for peer in group if peer != self._context.me), None)
+        if partner is None or self._context.gone(view, partner):
             return None, False
         early = self._early.get((key.stream, partner))
         if early is not None and early.offer.key.round > key.round:
             return None, False  # it has gone on to a later round and will not come back to this one
-        return partner, group[0] == self._port.me
+        return partner, group[0] == self._context.me
 
     async def _run(self, view: View, stream: Stream, pair: Pair) -> None:
-        pair.start(self._port.now())
+        pair.start(self._context.now())
         early = self._early.pop((pair.key.stream, pair.partner), None)
         if early is not None and early.offer.key == pair.key:
-            pair.receive(self._port.now(), early)
+            pair.receive(self._context.now(), early)
         fetching = False
         while pair.stage != "done":
             if pair.theirs is not None and not fetching:
                 fetching = True
-                self._port.spawn(self._fetch(stream, pair))
+                self._context.spawn(self._fetch(stream, pair))
             self._flush(pair)
             await self._wait(pair.key.stream)
-            if self._port.gone(view, pair.partner):
-                pair.lost(self._port.now())
-            pair.tick(self._port.now())
+            if self._context.gone(view, pair.partner):
+                pair.lost(self._context.now())
+            pair.tick(self._context.now())
         self._flush(pair)
 
     async def _wait(self, name: str) -> None:
@@ -160,47 +158,47 @@ class Pairing:
         if not fits or not all(
             await asyncio.gather(*(self._fetch_shard(stream, pair, s) for s in range(stream.terms.shards)))
         ):
-            pair.lost(self._port.now())
+            pair.lost(self._context.now())
         else:
-            pair.complete(self._port.now())
+            pair.complete(self._context.now())
         self._flush(pair)
         self._changed[pair.key.stream].set()
 
     async def _fetch_shard(self, stream: Stream, pair: Pair, shard: int) -> bool:
         assert pair.theirs is not None
         digest, size = pair.theirs.digests[shard], pair.theirs.sizes[shard]
-        left_s = pair.ends_s - self._port.now()
-        if left_s <= 0 or not await self._port.chunks.fetch(
+        left_s = pair.ends_s - self._context.now()
+        if left_s <= 0 or not await self._context.chunks.fetch(
             digest, size, lambda: [pair.partner], work_pin(pair.key), left_s
         ):
             return False
         if pair.stage == "done":  # over meanwhile: nobody will release what has come too late
-            self._port.store.release(work_pin(pair.key))
+            self._context.store.release(work_pin(pair.key))
             return False
-        data = self._port.store.get(digest) or b""
-        intact: bool = await self._port.compute(lambda: stream.check(pair.key.round, shard, data))
-        self._port.counters["corrupt payloads"] += not intact
+        data = self._context.store.get(digest) or b""
+        intact: bool = await self._context.compute(lambda: stream.check(pair.key.round, shard, data))
+        self._context.counters["corrupt payloads"] += not intact
         return intact
 
     def _flush(self, pair: Pair) -> None:
         outbox, pair.outbox = pair.outbox, []
         for message in outbox:
-            self._port.send(pair.partner, message)
+            self._context.send(pair.partner, message)
 
     def _outcome(self, stream: Stream, offer: Offer, pair: Pair | None) -> RoundOutcome:
         """What the node gets: both payloads if applied, mine alone, or nothing. The chunks may go after this."""
         next_round = max(offer.key.round + 1, self._seen[stream.name])
         self._rounds[stream.name] = next_round
         verdict = "alone" if pair is None else pair.verdict
-        offers = {self._port.me: offer}
+        offers = {self._context.me: offer}
         if pair is not None and pair.verdict == "applied":
             assert pair.theirs is not None
             offers[pair.partner] = pair.theirs
         contents = {
-            peer: tuple(self._port.store.get(digest) or b"" for digest in entry.digests)
+            peer: tuple(self._context.store.get(digest) or b"" for digest in entry.digests)
             for peer, entry in sorted(offers.items())
         }
-        self._port.store.release(work_pin(offer.key))
+        self._context.store.release(work_pin(offer.key))
         if verdict == "failed":
             return RoundOutcome(offer.key, "failed", next_round)
         status: RoundStatus = "ok" if verdict == "applied" else "alone"
@@ -217,7 +215,7 @@ class Pairing:
         """Not the running pair's: a proposal ahead of me is kept, one behind me refused, one that is over answered."""
         over = self._done.get(key)
         if over is not None and over.partner == sender:
-            over.receive(self._port.now(), message)
+            over.receive(self._context.now(), message)
             self._flush(over)
         elif isinstance(message, PairPropose):
             busy = key.stream in self._current
@@ -227,24 +225,24 @@ class Pairing:
             else:
                 self._refuse(sender, key)
         elif isinstance(message, PairRefuse):
-            if self._port.views.newest.index(sender, incarnation) is not None:
+            if self._context.views.newest.index(sender, incarnation) is not None:
                 self._note_seen(key.stream, message.round)
         elif isinstance(message, PairAbort):
             self._early.pop((key.stream, sender), None)
         elif isinstance(message, PairAccept | PairHave):
-            self._port.send(sender, PairAbort(key))
+            self._context.send(sender, PairAbort(key))
 
     def _note_seen(self, name: str, number: int) -> None:
         limit = self._rounds[name] + MAX_JUMP
         self._seen[name] = max(self._seen[name], min(number, limit))
 
     def _refuse(self, sender: PeerId, key: Key) -> None:
-        self._port.send(sender, PairRefuse(key, self._rounds[key.stream]))
+        self._context.send(sender, PairRefuse(key, self._rounds[key.stream]))
 
     def _is_member(self, sender: PeerId, incarnation: int, offer: Offer) -> bool:
         """Whether the sender is a member, in this life, of the view that the round belongs to."""
-        view = self._port.views.by_hash(offer.view)
-        known = view is not None and view is self._port.views.at(offer.key.round)
+        view = self._context.views.by_hash(offer.view)
+        known = view is not None and view is self._context.views.at(offer.key.round)
         if not known:
-            self._port.counters["stale view"] += 1
+            self._context.counters["stale view"] += 1
         return known and view is not None and view.index(sender, incarnation) is not None

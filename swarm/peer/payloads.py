@@ -31,31 +31,33 @@ def sizes_of(payloads: Sequence[Payload]) -> tuple[int, ...]:
     return tuple(sum(size for _, size in payload) for payload in payloads)
 
 
-def put(port: PeerContext, payloads: Sequence[bytes], pin: Hashable) -> tuple[Payload, ...]:
+def put(context: PeerContext, payloads: Sequence[bytes], pin: Hashable) -> tuple[Payload, ...]:
     """Cut payloads into chunks and keep these until `pin` is released."""
-    return tuple(tuple((port.store.put(part, pin), len(part)) for part in _cut(payload)) for payload in payloads)
+    return tuple(tuple((context.store.put(part, pin), len(part)) for part in _cut(payload)) for payload in payloads)
 
 
 async def fetch(
-    port: PeerContext, holder: PeerId, payloads: Sequence[Payload], pin: Hashable, timeout_s: float
+    context: PeerContext, holder: PeerId, payloads: Sequence[Payload], pin: Hashable, timeout_s: float
 ) -> tuple[bytes, ...] | None:
     """Get payloads whole; None if time ran out, the holder is dead or has them no longer, or they are not of the sizes named.
     Chunks that are here are pinned, whatever comes of it: release `pin` afterwards."""
     chunks = {digest: size for payload in payloads for digest, size in payload}
-    if not all(await asyncio.gather(*(_fetch(port, holder, *chunk, pin, timeout_s) for chunk in chunks.items()))):
+    if not all(await asyncio.gather(*(_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items()))):
         return None
-    whole = [[port.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
+    whole = [[context.store.get(digest) or b"" for digest, _ in payload] for payload in payloads]
     if [[len(part) for part in parts] for parts in whole] != [[size for _, size in payload] for payload in payloads]:
         return None
     return tuple(parts[0] if len(parts) == 1 else b"".join(parts) for parts in whole)
 
 
-async def _fetch(port: PeerContext, holder: PeerId, digest: bytes, size: int, pin: Hashable, timeout_s: float) -> bool:
-    ends_s = port.now() + timeout_s
-    while (left_s := ends_s - port.now()) > 0:
-        if await port.chunks.fetch(digest, size, lambda: [holder], pin, left_s, final=True):
+async def _fetch(
+    context: PeerContext, holder: PeerId, digest: bytes, size: int, pin: Hashable, timeout_s: float
+) -> bool:
+    ends_s = context.now() + timeout_s
+    while (left_s := ends_s - context.now()) > 0:
+        if await context.chunks.fetch(digest, size, lambda: [holder], pin, left_s, final=True):
             return True
-        if port.life(holder) != "suspect":
+        if context.life(holder) != "suspect":
             return False
         await asyncio.sleep(LOOK_S)
     return False

@@ -8,38 +8,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
+from farflock.swarm import messages
 from farflock.swarm.chunks import Store
-from farflock.swarm.compute import inline
+from farflock.swarm.compute import Compute, inline
 from farflock.swarm.directory import Directory
 from farflock.swarm.frame import Frame, ProtocolViolation, unpack
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import Links, PeerId
-from farflock.swarm.messages import (
-    BranchMessage,
-    CallMessage,
-    ChunkMessage,
-    Key,
-    Load,
-    LogMessage,
-    Message,
-    Offer,
-    PairAccept,
-    PairMessage,
-    PairPropose,
-    PaxosMessage,
-    Reads,
-    ShardMessage,
-    SnapshotMessage,
-    StateOffer,
-    Tally,
-    TimeMessage,
-    ViewMessage,
-)
+from farflock.swarm.messages import Key, Message, Offer
 from farflock.swarm.peer.branching import Branching
 from farflock.swarm.peer.calls import Calls
 from farflock.swarm.peer.codec_offers import CodecOffers
@@ -96,23 +77,23 @@ class Peer:
         *,
         incarnation: int,
         record: Callable[[], bytes],
-        compute: Callable[[Callable[[], Any]], Awaitable[Any]] = inline,
+        compute: Compute = inline,
         store_bytes: int = STORE_BYTES,
     ) -> None:
         self.terms, self._links, self._directory, self._record = terms, links, directory, record
         self._tasks: dict[asyncio.Task[None], None] = {}
         store = Store(store_bytes)
-        self.port = PeerContext(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
-        self.membership = Membership(self.port, identity, terms.view_s)
-        self.rounds = Rounds(self.port)
-        self.pairing = Pairing(self.port)
-        self.calls = Calls(self.port)
-        self.tallies = Tallies(self.port)
-        self.loads = LoadReports(self.port)
-        self.codec_offers = CodecOffers(self.port)
-        self.snapshots = Snapshots(self.port, self._askable)
+        self.context = PeerContext(terms.run, terms.seed, incarnation, links, store, self._spawn, compute)
+        self.membership = Membership(self.context, identity, terms.view_s)
+        self.rounds = Rounds(self.context)
+        self.pairing = Pairing(self.context)
+        self.calls = Calls(self.context)
+        self.tallies = Tallies(self.context)
+        self.loads = LoadReports(self.context)
+        self.codec_offers = CodecOffers(self.context)
+        self.snapshots = Snapshots(self.context, self._askable)
         self.branching = Branching(
-            self.port, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
+            self.context, identity, self.membership, self.rounds, self.pairing, self.snapshots, terms.branch_after_s
         )
         self.router = self._make_router()
         self._pair_streams: set[str] = set()
@@ -120,14 +101,16 @@ class Peer:
 
     def _make_router(self) -> "Router":
         """Return a router that knows which part takes which messages."""
-        router, snapshots = Router(self.port, self.membership, self.rounds), self.snapshots
-        router.add(self.branching.receive, *get_args(BranchMessage))
-        router.add(self.calls.receive, *get_args(CallMessage))
-        router.add_exchange(lambda sender, _, said: snapshots.receive(sender, said), *get_args(SnapshotMessage))
-        router.add_exchange(self.pairing.receive, *get_args(PairMessage))
-        router.add_exchange(self.loads.receive, Load)
-        router.add_exchange(self.codec_offers.receive, Reads)
-        router.add_exchange(self.tallies.receive, Tally)
+        router, snapshots = Router(self.context, self.membership, self.rounds), self.snapshots
+        router.add(self.branching.receive, *get_args(messages.BranchMessage))
+        router.add(self.calls.receive, *get_args(messages.CallMessage))
+        router.add_exchange(
+            lambda sender, _, said: snapshots.receive(sender, said), *get_args(messages.SnapshotMessage)
+        )
+        router.add_exchange(self.pairing.receive, *get_args(messages.PairMessage))
+        router.add_exchange(self.loads.receive, messages.Load)
+        router.add_exchange(self.codec_offers.receive, messages.Reads)
+        router.add_exchange(self.tallies.receive, messages.Tally)
         return router
 
     @property
@@ -164,8 +147,8 @@ class Peer:
     @property
     def alone(self) -> bool:
         """Whether nobody else of the newest view is known to be alive: nobody is there to stay for."""
-        others = (peer for peer in self.port.views.newest.peers if peer != self.me)
-        return all(self.port.life(peer) in ("suspect", "dead", "unknown") for peer in others)
+        others = (peer for peer in self.context.views.newest.peers if peer != self.me)
+        return all(self.context.life(peer) in ("suspect", "dead", "unknown") for peer in others)
 
     def leave(self) -> None:
         """Say goodbye; the next view is made without me."""
@@ -173,7 +156,7 @@ class Peer:
 
     async def part(self) -> None:
         """Say goodbye, and stay until the others can decide without me, for `PART_S` at most."""
-        alone, now = self.port.chain is None or self.alone, self.port.now
+        alone, now = self.context.chain is None or self.alone, self.context.now
         self.leave()
         until_s, goes_s = now() + PART_S, now() + GOODBYE_S
         while not alone and now() < min(until_s, goes_s):
@@ -183,7 +166,8 @@ class Peer:
     def _is_needed(self) -> bool:
         """Whether the others lack a quorum without me, of the newest view or of one that an open round belongs to."""
         return any(
-            self.membership.admission.is_needed_in(view) for view in (self.port.views.newest, *self.rounds.next_views())
+            self.membership.admission.is_needed_in(view)
+            for view in (self.context.views.newest, *self.rounds.next_views())
         )
 
     @contextlib.asynccontextmanager
@@ -230,11 +214,11 @@ class Peer:
     ) -> RoundOutcome:
         """Bring encoded shards to a round of a stream. A pair's ends by the stream's deadline; a collective's when the
         round is decided, however long that takes: the caller trains on meanwhile. It is lost if this peer has given up the
-        line of views that its state belongs to, until the stream is opened again."""
+        chain of views that its state belongs to, until the stream is opened again."""
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
-        digests = tuple(self.port.store.put(shard, work_pin(key)) for shard in shards)
+        digests = tuple(self.context.store.put(shard, work_pin(key)) for shard in shards)
         sizes = tuple(len(shard) for shard in shards)
         offer = Offer(key, bytes(32), digests, sizes, weight, tokens, state)
         if name in self._pair_streams:
@@ -258,13 +242,13 @@ class Peer:
 
     def waits(self) -> list[OpenWait]:
         """What this peer waits for, for whom and how long still: what `status` prints."""
-        now_s = self.port.now()
+        now_s = self.context.now()
         entries = self.rounds.waits() + self.pairing.waits()
         return [OpenWait(key, whom, ends_s - now_s) for key, whom, ends_s in entries]
 
     def run_s(self) -> float:
         """The run's time."""
-        return self.membership.clock.run_s(self.port.now())
+        return self.membership.clock.run_s(self.context.now())
 
     # loops
 
@@ -274,7 +258,7 @@ class Peer:
             try:
                 frame = unpack(packed)
             except ProtocolViolation as error:
-                self.port.drop("bad frame")
+                self.context.drop("bad frame")
                 log.debug("a bad frame of %s: %s", sender, error)
                 continue
             self.router.deliver(sender, frame)
@@ -283,7 +267,7 @@ class Peer:
         for turn in itertools.count():
             self.membership.tick()
             self.calls.tick()
-            if self.port.chain is not None:
+            if self.context.chain is not None:
                 if turn % LOOK_EVERY == 0:
                     self.branching.tick()
                 self.rounds.tick()
@@ -302,11 +286,11 @@ class Peer:
 
     def _askable(self, stage: int | None) -> list[PeerId]:
         """Who may have the state of a stage (None: of the whole model)."""
-        chain = self.port.chain
+        chain = self.context.chain
         members = list(self.membership.records)
         if chain is not None:
             members = [chain.newest.peers[index] for index in chain.newest.serving(stage)]
-        return [peer for peer in members if peer != self.me and self.port.life(peer) != "dead"][:8]
+        return [peer for peer in members if peer != self.me and self.context.life(peer) != "dead"][:8]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -329,18 +313,18 @@ Receive = Callable[[PeerId, int, Any], None]
 class Router:
     """Hands each message to the part of a peer that takes its type."""
 
-    def __init__(self, port: PeerContext, membership: Membership, rounds: Rounds) -> None:
-        self._port, self._membership, self._rounds = port, membership, rounds
+    def __init__(self, context: PeerContext, membership: Membership, rounds: Rounds) -> None:
+        self._context, self._membership, self._rounds = context, membership, rounds
         # Read-only between additions: the peer is watched for tables that grow as messages come in.
         self._receivers: Mapping[type[Message], Receive] = MappingProxyType({})
-        self.add(membership.receive, *get_args(ViewMessage | TimeMessage))
-        self.add(self._receive_vote, *get_args(PaxosMessage))
-        self.add_exchange(rounds.receive, *get_args(ShardMessage | LogMessage))
+        self.add(membership.receive, *get_args(messages.ViewMessage | messages.TimeMessage))
+        self.add(self._receive_vote, *get_args(messages.PaxosMessage))
+        self.add_exchange(rounds.receive, *get_args(messages.ShardMessage | messages.LogMessage))
 
     @property
     def kinds(self) -> frozenset[type[Message]]:
         """The message types that some part takes in."""
-        return frozenset({*self._receivers, *get_args(ChunkMessage)})
+        return frozenset({*self._receivers, *get_args(messages.ChunkMessage)})
 
     def add(self, receive: Receive, *kinds: type[Message]) -> None:
         """From now on messages of these types go to `receive`."""
@@ -355,12 +339,12 @@ class Router:
     def deliver(self, sender: PeerId, frame: Frame) -> None:
         """Hand on the message of a frame."""
         message = frame.message
-        if isinstance(message, ChunkMessage):
-            self._port.chunks.receive(sender, message, frame.body)
+        if isinstance(message, messages.ChunkMessage):
+            self._context.chunks.receive(sender, message, frame.body)
         else:
             self._receivers[type(message)](sender, frame.incarnation, message)
 
-    def _receive_vote(self, sender: PeerId, incarnation: int, vote: PaxosMessage) -> None:
+    def _receive_vote(self, sender: PeerId, incarnation: int, vote: messages.PaxosMessage) -> None:
         """Take a vote on the next view, or on the close list of a round."""
         if vote.key.stream == VIEW_STREAM:
             self._membership.receive(sender, incarnation, vote)
@@ -369,17 +353,21 @@ class Router:
 
     def _receive_in_view(self, receive: Receive, sender: PeerId, incarnation: int, message: Message) -> None:
         """Hand on a message; if its view is not current here, find out which side is out of date."""
-        if self._port.chain is None:
+        if self._context.chain is None:
             return
-        stale = self._port.counters["stale view"]
+        stale = self._context.counters["stale view"]
         receive(sender, incarnation, message)
-        view = view_named(message)
-        if view is not None and self._port.counters["stale view"] > stale:
+        view = view_hash_of(message)
+        if view is not None and self._context.counters["stale view"] > stale:
             self._membership.sync.reconcile(sender, view)
 
 
-def view_named(message: Message) -> bytes | None:
+def view_hash_of(message: Message) -> bytes | None:
     """The hash of the view that a message names; None if it names none."""
-    if isinstance(message, PairPropose | PairAccept):
+    if isinstance(message, messages.PairPropose | messages.PairAccept):
         return message.offer.view
-    return message.view if isinstance(message, ShardMessage | PaxosMessage | StateOffer) else None
+    return (
+        message.view
+        if isinstance(message, messages.ShardMessage | messages.PaxosMessage | messages.StateOffer)
+        else None
+    )

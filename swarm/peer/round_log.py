@@ -9,14 +9,14 @@ at their own pace, and must miss none.
 import asyncio
 import collections
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from farflock.swarm.chunks import Store
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, Key, Offer
 from farflock.swarm.peer.context import PeerContext
-from farflock.swarm.protocol.exchange.close_list import CloseList, told
+from farflock.swarm.protocol.exchange.close_list import CloseList, last_shards
 from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.log_truncation import LogTruncation
 
@@ -93,13 +93,10 @@ class StreamState:
 
 
 class RoundLog:
-    """Keeps the logs of one peer's streams.
+    """Keeps the logs of one peer's streams; the machine of a round that leaves its log is dropped."""
 
-    `drop` forgets the machine of a round that leaves its log.
-    """
-
-    def __init__(self, port: PeerContext, drop: Callable[[Key], object]) -> None:
-        self._port, self._drop = port, drop
+    def __init__(self, context: PeerContext, machines: dict[Key, Any]) -> None:
+        self._context, self._machines = context, machines
 
     def enter(self, state: StreamState, number: int, entry: LoggedRound) -> None:
         """A round is decided: it is the stream's newest, and the oldest one leaves the log."""
@@ -121,9 +118,11 @@ class RoundLog:
         key = Key(state.stream.name, number)
         state.annals[number] = state.log.pop(number)
         state.annals_bytes += _size_bytes(state, entry)
-        self._drop(key)
-        self._port.store.keep_only([item.digest for item in told(entry.close, state.stream.terms.shards)], key)
-        self._port.store.release(work_pin(key))
+        self._machines.pop(key, None)
+        self._context.store.keep_only(
+            [item.digest for item in last_shards(entry.close, state.stream.terms.shards)], key
+        )
+        self._context.store.release(work_pin(key))
         self._shorten(state, ANNALS_ROUNDS)
 
     def _shorten(self, state: StreamState, most: int) -> None:
@@ -132,16 +131,16 @@ class RoundLog:
             number, entry = state.annals.popitem(last=False)
             state.annals_bytes -= _size_bytes(state, entry)
             state.opened_tokens = entry.close.tokens
-            self._port.store.release(Key(state.stream.name, number))
+            self._context.store.release(Key(state.stream.name, number))
 
     def rewind(self, state: StreamState, first_round: int) -> None:
         """Forget the rounds from this one on."""
         for number in [number for number in state.annals if number >= first_round]:
             state.annals_bytes -= _size_bytes(state, state.annals.pop(number))
-            self._port.store.release(Key(state.stream.name, number))
+            self._context.store.release(Key(state.stream.name, number))
         for number in [number for number in state.log if number >= first_round]:
             del state.log[number]
-            self._port.store.release(Key(state.stream.name, number))
+            self._context.store.release(Key(state.stream.name, number))
 
     def clear(self, state: StreamState) -> None:
         """Forget all rounds, and what waits for their content."""
@@ -153,9 +152,9 @@ class RoundLog:
         """Take a round from the log, and whatever still waits for its content."""
         key = Key(state.stream.name, number)
         del state.log[number]
-        self._drop(key)
-        self._port.store.release(key)
-        self._port.store.release(work_pin(key))
+        self._machines.pop(key, None)
+        self._context.store.release(key)
+        self._context.store.release(work_pin(key))
         state.resolve(number, RoundOutcome(key, "lost", state.next))
 
     def completed(self, state: StreamState, number: int) -> None:
@@ -166,10 +165,10 @@ class RoundLog:
         key = Key(state.stream.name, number)
         for item in entry.close.items:
             # As far as it is here: a peer that only votes may have none of it.
-            self._port.store.pin(item.digest, key)
-        self._port.store.release(work_pin(key))
+            self._context.store.pin(item.digest, key)
+        self._context.store.release(work_pin(key))
         entry.complete = True
-        state.resolve(number, outcome(state.stream, number, entry, self._port.store))
+        state.resolve(number, outcome(state.stream, number, entry, self._context.store))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
         """Nobody can say any more what came of the exchanges that wait: they are lost."""
@@ -179,7 +178,7 @@ class RoundLog:
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
     """What a round in the annals takes, roughly."""
-    return len(entry.decided.value) + sum(item.size for item in told(entry.close, state.stream.terms.shards))
+    return len(entry.decided.value) + sum(item.size for item in last_shards(entry.close, state.stream.terms.shards))
 
 
 def work_pin(key: Key) -> tuple[str, Key]:

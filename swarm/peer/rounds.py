@@ -11,7 +11,7 @@ and carries out what these ask for.
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -35,7 +35,7 @@ from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, OpenOffer, RoundLog, StreamState, outcome, work_pin
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, told
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_shards
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import Reduction, RoundOutcome, Stream
@@ -50,12 +50,13 @@ ASK_ANYWAY_S = 2.0
 class Rounds:
     """All collective exchanges of one peer."""
 
-    def __init__(self, port: PeerContext) -> None:
-        self._port = port
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
         self._streams: dict[str, StreamState] = {}
-        self._log = RoundLog(port, lambda key: self.machines.drop(key))
-        self._catch_up = CatchUp(port, self._log)
-        self.machines = Machines(port, self._streams, self._log, self._catch_up)
+        self.machines: dict[Key, Collective] = {}  # of the open rounds
+        self._log = RoundLog(context, self.machines)
+        self._catch_up = CatchUp(context, self._log)
+        self._driver = Machines(context, self._streams, self.machines, self._log, self._catch_up)
 
     # what the node calls
 
@@ -68,7 +69,7 @@ class Rounds:
         if state is None or after > state.newest:
             self._forget(state)
             self._streams[stream.name] = StreamState(stream, after, tokens, tokens, seen=after)
-            self._port.staged |= stream.stage is not None
+            self._context.staged |= stream.stage is not None
 
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
         """Bring an offer, whose shards are in the store, to its round; wait for the outcome."""
@@ -79,22 +80,22 @@ class Rounds:
             if number <= state.newest and number not in state.log:
                 return RoundOutcome(offer.key, "lost", state.next)
             assert number not in state.offers, f"{offer.key} is asked for twice"
-            ends_s = self._port.now() + state.stream.terms.deadline_s
+            ends_s = self._context.now() + state.stream.terms.deadline_s
             placed = state.offers[number] = OpenOffer(offer, ends_s, asyncio.get_running_loop().create_future())
-            self.machines.place_offers(state)
+            self._driver.place_offers(state)
             return await placed.outcome
         finally:
             state.offers.pop(number, None)
             if offer.key not in self.machines:  # else it releases them when it is complete
-                self._port.store.release(work_pin(offer.key))
+                self._context.store.release(work_pin(offer.key))
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
         """The outcome of a round from the log, if it is decided and its content is here."""
         state = self._streams[name]
         entry = state.log.get(number)
-        return outcome(state.stream, number, entry, self._port.store) if entry and entry.complete else None
+        return outcome(state.stream, number, entry, self._context.store) if entry and entry.complete else None
 
-    def told(self, name: str, number: int) -> tuple[bytes, ...] | None:
+    def last_shards(self, name: str, number: int) -> tuple[bytes, ...] | None:
         """The last shards of a decided round, or what they were reduced to; empty if it failed.
 
         None if they are not here yet.
@@ -103,15 +104,17 @@ class Rounds:
         entry = state.entry(number)
         if entry is None or not entry.complete:
             return None
-        return tuple(self._port.store.get(item.digest) or b"" for item in told(entry.close, state.stream.terms.shards))
+        return tuple(
+            self._context.store.get(item.digest) or b"" for item in last_shards(entry.close, state.stream.terms.shards)
+        )
 
     def oldest(self, name: str) -> int:
         """The first round that the log still has, or the next one."""
         state = self._streams[name]
         return next(iter(state.log), state.next)
 
-    def oldest_told(self, name: str) -> int:
-        """The first round of which `told` may still know something, or the next one."""
+    def oldest_kept(self, name: str) -> int:
+        """The first round whose last shards may still be kept, or the next one."""
         return next(iter(self._streams[name].annals), self.oldest(name))
 
     def newest(self, name: str) -> int:
@@ -154,7 +157,7 @@ class Rounds:
 
     def next_views(self) -> list[View]:
         """The views that decide what comes next: those of each stream's next round."""
-        nexts = (self._port.views.at(state.next, state.stream.stage) for state in self._streams.values())
+        nexts = (self._context.views.at(state.next, state.stream.stage) for state in self._streams.values())
         return [view for view in nexts if view is not None]
 
     def floor(self) -> int:
@@ -183,7 +186,7 @@ class Rounds:
 
         My open offers go into the branch's rounds.
         """
-        self.machines.rewind(first_round)
+        self._driver.rewind(first_round)
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             self._log.rewind(state, first_round)
@@ -198,11 +201,11 @@ class Rounds:
         if state is None:
             return
         self._log.clear(state)
-        self.machines.close(state.stream.name)
+        self._driver.close(state.stream.name)
         self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
-        """Give up my line of views: open exchanges are lost, and the logs are empty.
+        """Give up my chain of views: open exchanges are lost, and the logs are empty.
 
         The streams wait to be opened again. Returns their names.
         """
@@ -213,7 +216,11 @@ class Rounds:
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
         """What is waited for now: (exchange, from whom, until when on the local clock)."""
-        waits = [(machine.key, machine.awaited(), machine.ends_s) for machine in self.machines if not machine.complete]
+        waits = [
+            (machine.key, machine.awaited(), machine.ends_s)
+            for machine in self.machines.values()
+            if not machine.complete
+        ]
         for name, state in self._streams.items():
             waits += [
                 (Key(name, number), self._living(number, state.stream.stage), placed.ends_s)
@@ -224,8 +231,8 @@ class Rounds:
 
     def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
         """Who can decide a round that I have no part in, or still has what it decided."""
-        view = self._port.views.at(number, stage) or self._port.views.newest
-        return tuple(peer for peer in view.peers if peer != self._port.me and not self._port.gone(view, peer))
+        view = self._context.views.at(number, stage) or self._context.views.newest
+        return tuple(peer for peer in view.peers if peer != self._context.me and not self._context.gone(view, peer))
 
     # what the peer's loops call
 
@@ -233,25 +240,25 @@ class Rounds:
         """Route a member's message to the machine of its round, or to what keeps up with others."""
         state = self._streams.get(message.key.stream)
         if state is None:
-            self._port.drop("unknown stream")
+            self._context.drop("unknown stream")
         elif isinstance(message, LogQuery):
             view = self._catch_up.answer_query(state, sender, message)
             if view is not None:
-                self.machines.begin(state, message.key, view)
+                self._driver.begin(state, message.key, view)
         elif isinstance(message, Forgotten):
             self._catch_up.take_forgotten(state, sender, incarnation, message)
         elif isinstance(message, Decided) and message.key not in self.machines:
-            view = self.machines.view_of(state, message)
+            view = self._driver.view_of(state, message)
             if view is not None:
                 self._catch_up.take_decided(state, view, sender, incarnation, message)
         else:
-            self.machines.receive(state, sender, incarnation, message)
+            self._driver.receive(state, sender, incarnation, message)
 
     def tick(self) -> None:
         """Let time pass: place offers that had to wait, and ask for what was missed."""
-        self.machines.tick()
+        self._driver.tick()
         for state in self._streams.values():
-            self.machines.place_offers(state)
+            self._driver.place_offers(state)
             if state.forgotten.said:
                 self._catch_up.heed(state, is_open=Key(state.stream.name, state.next) in self.machines)
             if self._lags(state):
@@ -259,8 +266,8 @@ class Rounds:
 
     def _lags(self, state: StreamState) -> bool:
         """Whether the next round may be decided without my hearing of it."""
-        number, newest, now_s = state.next, self._port.views.newest, self._port.now()
-        if self._port.my_index(self._port.views.at(number, state.stream.stage) or newest) is None:
+        number, newest, now_s = state.next, self._context.views.newest, self._context.now()
+        if self._context.my_index(self._context.views.at(number, state.stream.stage) or newest) is None:
             return True
         if state.stream.wants == "last" and now_s - state.asked_s >= ASK_ANYWAY_S:
             return True
@@ -269,46 +276,39 @@ class Rounds:
 
 
 class Machines:
-    """The machines of one peer's open rounds, by key. `streams` are the open streams, by name.
+    """Drives the `machines` of one peer's open rounds. `streams` are the open streams, by name.
 
     A machine is made for a stream's next round alone, under the view that the round belongs to, by
     the first offer or message that concerns it. It ends when its round is complete, when the round
     leaves the log, or when another view comes to hold for the round.
     """
 
-    def __init__(self, port: PeerContext, streams: Mapping[str, StreamState], log: RoundLog, catch_up: CatchUp) -> None:
-        self._port, self._streams, self._log, self._catch_up = port, streams, log, catch_up
-        self._machines: dict[Key, Collective] = {}
-
-    # which there are
-
-    def __len__(self) -> int:
-        return len(self._machines)
-
-    def __iter__(self) -> Iterator[Collective]:
-        return iter(self._machines.values())
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._machines
-
-    def get(self, key: Key) -> Collective | None:
-        """The machine of a key, if its round is open here."""
-        return self._machines.get(key)
-
-    def drop(self, key: Key) -> None:
-        """Forget a machine; whatever it still has at work comes to nothing."""
-        self._machines.pop(key, None)
+    def __init__(
+        self,
+        context: PeerContext,
+        streams: Mapping[str, StreamState],
+        machines: dict[Key, Collective],
+        log: RoundLog,
+        catch_up: CatchUp,
+    ) -> None:
+        self._context, self._streams, self._machines, self._log, self._catch_up = (
+            context,
+            streams,
+            machines,
+            log,
+            catch_up,
+        )
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and what they held."""
         for key in [key for key in self._machines if key.stream == name]:
-            self.drop(key)
-            self._port.store.release(work_pin(key))
+            del self._machines[key]
+            self._context.store.release(work_pin(key))
 
     def rewind(self, first_round: int) -> None:
         """Forget the machines of this round and of later ones."""
         for key in [key for key in self._machines if key.round >= first_round]:
-            self.drop(key)
+            del self._machines[key]
 
     # what happens to them
 
@@ -324,21 +324,21 @@ class Machines:
             return
         member = view.index(sender, incarnation)
         if member is None:
-            self._port.drop("not from a member")
+            self._context.drop("not from a member")
             return
         state.seen = max(state.seen, message.key.round)
         entry = state.log.get(message.key.round)
-        if entry is not None and message.key not in self:
+        if entry is not None and message.key not in self._machines:
             if isinstance(message, Offer | Reduced | Holds | Prepare | Propose):
-                self._port.send(sender, entry.decided)
+                self._context.send(sender, entry.decided)
             return
         machine = self.begin(state, message.key, view)
         if machine is None:
             return
         try:
-            machine.receive(self._port.now(), member, message)
+            machine.receive(self._context.now(), member, message)
         except BadCloseList:
-            self._port.drop("bad close list")
+            self._context.drop("bad close list")
         self._carry_out(machine)
 
     def place_offers(self, state: StreamState) -> None:
@@ -347,24 +347,24 @@ class Machines:
         if placed is None:
             return
         offer = placed.offer
-        view = self._port.views.at(offer.key.round, state.stream.stage)
+        view = self._context.views.at(offer.key.round, state.stream.stage)
         machine = self.begin(state, offer.key, view) if view is not None else None
         if machine is None or not machine.roster.contributes:
             return
         if machine.roster.me not in machine.content.offers:
-            machine.offer(self._port.now(), msgspec.structs.replace(offer, view=machine.view))
+            machine.offer(self._context.now(), msgspec.structs.replace(offer, view=machine.view))
             self._carry_out(machine)
 
     def tick(self) -> None:
         """Time passes for every machine."""
-        now_s = self._port.now()
+        now_s = self._context.now()
         for machine in list(self._machines.values()):
             stage = self._streams[machine.key.stream].stream.stage
-            view = self._port.views.at(machine.key.round, stage)
+            view = self._context.views.at(machine.key.round, stage)
             if view is None or self._retire(machine, view):
                 continue
             peers = machine.roster.peers
-            gone, left = self._port.gone, self._port.left
+            gone, left = self._context.gone, self._context.left
             suspects = (i for i, peer in enumerate(peers) if gone(view, peer) or left(peer))
             machine.tick(now_s, frozenset(suspects))
             self._carry_out(machine)
@@ -372,11 +372,11 @@ class Machines:
 
     def view_of(self, state: StreamState, message: ShardMessage | PaxosMessage) -> View | None:
         """The view that a message names, if it is the one that its round belongs to."""
-        views = self._port.views
+        views = self._context.views
         view = views.by_hash(message.view)
         if view is None or view is not views.at(message.key.round, state.stream.stage):
-            self._port.drop("other view")
-            self._port.counters["stale view"] += 1
+            self._context.drop("other view")
+            self._context.counters["stale view"] += 1
             return None
         return view
 
@@ -388,20 +388,20 @@ class Machines:
         machine = self._machines.get(key)
         if machine is not None and not self._retire(machine, view):
             return machine
-        me, stage = self._port.my_index(view), state.stream.stage
+        me, stage = self._context.my_index(view), state.stream.stage
         if me is None or key.round != state.next or key.attempt:
             return None
-        if self._port.views.blocked(key.round, stage):
+        if self._context.views.blocked(key.round, stage):
             return None
         # A stage's round is touched by voting: until then a next view may take it over.
         if stage is None:
-            self._port.touch(None, key.round)
+            self._context.touch(None, key.round)
         machine = self._make(key, view, me, state)
         self._machines[key] = machine
         return machine
 
     def _make(self, key: Key, view: View, me: int, state: StreamState) -> Collective:
-        seed, peers, stage = self._port.seed, view.peers, state.stream.stage
+        seed, peers, stage = self._context.seed, view.peers, state.stream.stage
         first = order([peers[index] for index in view.serving(stage)], seed, view.hash, key)
         others = order([peer for peer in peers if peer not in first], seed, view.hash, key)
         # Voters come last as proposers: they have nothing to put forward.
@@ -409,14 +409,14 @@ class Machines:
         rotated = tuple(peers.index(peer) for peer in rotation(first, seed, key.stream))
 
         def holds_back() -> bool:
-            return stage is not None and self._port.views.blocked(key.round, stage)
+            return stage is not None and self._context.views.blocked(key.round, stage)
 
         return Collective(
             key,
             view.hash,
             Roster(peers, me, ordered, rotated),
             state.stream.terms,
-            self._port.now(),
+            self._context.now(),
             None if state.skipped else state.tokens,
             self._holding(key),
             holds_back,
@@ -426,9 +426,9 @@ class Machines:
         """Say whether a chunk is here, and keep it until the exchange is over if it is."""
 
         def holding(digest: bytes) -> bool:
-            here = digest in self._port.store
+            here = digest in self._context.store
             if here:
-                self._port.store.pin(digest, work_pin(key))
+                self._context.store.pin(digest, work_pin(key))
             return here
 
         return holding
@@ -441,16 +441,16 @@ class Machines:
         """
         if machine.view == view.hash:
             return False
-        self.drop(machine.key)
+        del self._machines[machine.key]
         return True
 
     def _hand_over(self, machine: Collective) -> None:
         """Seek a stage's content that is long overdue like that of rounds without me."""
         state = self._streams[machine.key.stream]
         is_decided = machine.close is not None and state.stream.stage is not None
-        overdue = self._port.now() > machine.ends_s + HOPELESS_S
+        overdue = self._context.now() > machine.ends_s + HOPELESS_S
         if overdue and is_decided and self._is_live(machine):
-            self.drop(machine.key)
+            del self._machines[machine.key]
             self._catch_up.fill(state, machine.key)
 
     def _is_live(self, machine: Collective) -> bool:
@@ -464,14 +464,14 @@ class Machines:
             return
         key, state = machine.key, self._streams[machine.key.stream]
         if machine.closing.decision.accepted is not None:
-            self._port.touch(state.stream.stage, key.round)
+            self._context.touch(state.stream.stage, key.round)
         while actions := machine.take():
             for action in actions:
                 self._act(machine, action)
         if machine.close is not None and key.round == state.next:
             self._log.enter(state, key.round, _entry(machine, machine.close))
         if machine.complete and self._is_live(machine):
-            self.drop(key)
+            del self._machines[key]
             if machine.roster.contributes:
                 self._log.completed(state, key.round)
             else:
@@ -482,11 +482,11 @@ class Machines:
         stream = self._streams[machine.key.stream].stream
         match action:
             case Fetch():
-                self._port.spawn(self._fetch_for(machine, stream, action))
+                self._context.spawn(self._fetch_for(machine, stream, action))
             case Reduce():
-                self._port.spawn(self._reduce_for(machine, stream, action))
+                self._context.spawn(self._reduce_for(machine, stream, action))
             case (member, message):
-                self._port.send(machine.roster.peers[member], message)
+                self._context.send(machine.roster.peers[member], message)
 
     async def _fetch_for(self, machine: Collective, stream: Stream, wanted: Fetch) -> None:
         fits = wanted.size <= stream.max_shard_bytes
@@ -496,29 +496,29 @@ class Machines:
             return [machine.roster.peers[member] for member in wanted.holders()]
 
         pin = work_pin(machine.key)
-        fetch, digest = self._port.chunks.fetch, wanted.digest
+        fetch, digest = self._context.chunks.fetch, wanted.digest
         there = fits and await fetch(digest, wanted.size, holders, pin, timeout_s)
         if self._is_too_late(machine):
             return
         corrupt = not fits
         if there and stream.terms.kind == "gather":
-            data, number = self._port.store.get(digest) or b"", machine.key.round
-            corrupt = not await self._port.compute(lambda: stream.check(number, wanted.shard, data))
+            data, number = self._context.store.get(digest) or b"", machine.key.round
+            corrupt = not await self._context.compute(lambda: stream.check(number, wanted.shard, data))
         if not there:
             await asyncio.sleep(STALL_S / 2)
-        machine.fetched(self._port.now(), digest, intact=there, corrupt=corrupt)
+        machine.fetched(self._context.now(), digest, intact=there, corrupt=corrupt)
         self._carry_out(machine)
 
     async def _reduce_for(self, machine: Collective, stream: Stream, wanted: Reduce) -> None:
-        peers, store, number = machine.roster.peers, self._port.store, machine.key.round
+        peers, store, number = machine.roster.peers, self._context.store, machine.key.round
         inputs = [(peers[member], weight, store.get(digest) or b"") for member, weight, digest in wanted.inputs]
         work = functools.partial(stream.reduce, number, wanted.shard, inputs)
-        reduction: Reduction = await self._port.compute(work)
+        reduction: Reduction = await self._context.compute(work)
         if self._is_too_late(machine):
             return
         rejected = tuple(peers.index(peer) for peer in reduction.rejected)
-        self._port.counters["corrupt payloads"] += len(rejected)
-        now_s = self._port.now()
+        self._context.counters["corrupt payloads"] += len(rejected)
+        now_s = self._context.now()
         if reduction.data is None:
             machine.unreduced(now_s, wanted.shard)
         else:
@@ -534,8 +534,8 @@ class Machines:
         state = self._streams.get(machine.key.stream)
         # My offer waits for the round's next machine, which needs the same chunks.
         offered = state is not None and machine.key.round in state.offers
-        if machine.key not in self and not offered:
-            self._port.store.release(work_pin(machine.key))
+        if machine.key not in self._machines and not offered:
+            self._context.store.release(work_pin(machine.key))
         return not self._is_live(machine)
 
 

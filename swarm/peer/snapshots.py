@@ -8,7 +8,7 @@ import asyncio
 import collections
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -51,20 +51,27 @@ class SnapshotUnavailable(Exception):
     """No member delivered a snapshot in time; the message says how far it came."""
 
 
+@dataclass(slots=True)
+class _Download:
+    """A download that runs: whose state it is, what of it is of use, and who offers it."""
+
+    stage: int | None
+    least: int  # the first round of use
+    most_bytes: int | None
+    offers: dict[PeerId, StateOffer] = field(default_factory=dict)
+
+
 class Snapshots:
     """Serves this peer's snapshots and downloads those of others."""
 
-    def __init__(self, port: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
-        self._port, self._members = port, asked
+    def __init__(self, context: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
+        self._context, self._members = context, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
         self._versions: dict[str, Callable[[], int]] = {}  # of those that are made anew whenever it changes
         self._made: dict[str, tuple[int, float, int]] = {}  # the last round begun then, the time, and the version
         self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
-        self._offers: dict[str, dict[PeerId, StateOffer]] = {}
-        self._stages: dict[str, int | None] = {}  # of a running download: whose state it is
-        self._most_bytes: dict[str, int | None] = {}
-        self._least: dict[str, int] = {}  # of a running download: older states are of no use
+        self._downloads: dict[str, _Download] = {}
         self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
 
@@ -91,22 +98,22 @@ class Snapshots:
                 self._askers[message.stream].add(sender)
         elif message.stream in self._providers:
             self._askers[message.stream] = set()
-            self._port.spawn(self._offer(sender, message.stream))
+            self._context.spawn(self._offer(sender, message.stream))
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
-        """Not if it is of a view that I lack: its state may belong to another line than the one that I would bring it to."""
-        wanted, chain = self._offers.get(offer.stream), self._port.chain
-        if wanted is None or sender not in self._members(self._stages.get(offer.stream)):
+        """Not if it is of a view that I lack: its state may belong to another chain than the one that I would bring it to."""
+        wanted, chain = self._downloads.get(offer.stream), self._context.chain
+        if wanted is None or sender not in self._members(wanted.stage):
             return  # not asked for, or of nobody who could tell
         if (offer.state, offer.digest) in self._distrusted:
-            self._port.drop("distrusted snapshot")
+            self._context.drop("distrusted snapshot")
         elif chain is None or chain.by_hash(offer.view) is None:
-            self._port.drop("snapshot of an unknown view")
-            self._port.counters["stale view"] += 1
-        elif offer.round < self._least[offer.stream]:
-            self._port.drop("stale snapshot")
+            self._context.drop("snapshot of an unknown view")
+            self._context.counters["stale view"] += 1
+        elif offer.round < wanted.least:
+            self._context.drop("stale snapshot")
         else:
-            wanted[sender] = offer
+            wanted.offers[sender] = offer
 
     def distrust(self, name: str) -> None:
         """The last download was not what its offer said (only the caller can tell): never take it again."""
@@ -124,58 +131,60 @@ class Snapshots:
         """Download the state that most members (of a stage) announce of those after round `least` or later: no log leads on
         from an earlier one, however many lag behind with it. One of more than `most_bytes` is not begun.
         `SnapshotUnavailable` if that fails in time."""
-        self._least[name], self._stages[name], self._most_bytes[name] = least, stage, most_bytes
+        download = self._downloads[name] = _Download(stage, least, most_bytes)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._fetch(name, timeout_s, progress)
+                return await self._fetch(name, download, timeout_s, progress)
         except TimeoutError:
-            heard = len(self._offers.get(name, {}))
+            heard = len(download.offers)
             raise SnapshotUnavailable(
                 f"no snapshot of {name} within {timeout_s:.0f} s ({heard} members offered one); check the link, try again"
             ) from None
         finally:
-            self._offers.pop(name, None)
-            self._least.pop(name, None)
-            self._stages.pop(name, None)
-            self._most_bytes.pop(name, None)
+            self._downloads.pop(name, None)
 
-    async def _fetch(self, name: str, timeout_s: float, progress: DownloadProgress) -> Snapshot:
+    async def _fetch(self, name: str, download: _Download, timeout_s: float, progress: DownloadProgress) -> Snapshot:
         while True:
-            offers: dict[PeerId, StateOffer] = {}
-            line = self._port.chain
-            self._offers[name] = offers
-            await self._gather_offers(name, offers)
-            offer, holders = _choose(offers)
+            chain = self._context.chain
+            download.offers = {}
+            await self._gather_offers(name, download)
+            offer, holders = _choose(download.offers)
             pin = ("download", name)
             try:
-                chunks = await self._download(offer, holders, pin, timeout_s, progress)
+                chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
             finally:
-                self._port.store.release(pin)
-            if chunks is not None and self._port.chain is line:  # else its members are on a line that I left meanwhile
+                self._context.store.release(pin)
+            # If the chain has changed, its members are on one that I left meanwhile.
+            if chunks is not None and self._context.chain is chain:
                 self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
 
-    async def _gather_offers(self, name: str, offers: dict[PeerId, StateOffer]) -> None:
-        while not offers:
-            for peer in self._members(self._stages[name]):
-                self._port.send(peer, StateQuery(name))
+    async def _gather_offers(self, name: str, download: _Download) -> None:
+        while not download.offers:
+            for peer in self._members(download.stage):
+                self._context.send(peer, StateQuery(name))
             await asyncio.sleep(ASK_EVERY_S)
         await asyncio.sleep(SETTLE_S)
 
-    async def _download(
-        self, offer: StateOffer, holders: list[PeerId], pin: object, timeout_s: float, progress: DownloadProgress
+    async def _get(
+        self,
+        offer: StateOffer,
+        holders: list[PeerId],
+        download: _Download,
+        pin: object,
+        timeout_s: float,
+        progress: DownloadProgress,
     ) -> tuple[bytes, ...] | None:
-        fetch = self._port.chunks.fetch
+        fetch = self._context.chunks.fetch
         if not await fetch(offer.digest, offer.size, lambda: holders, pin, timeout_s, final=True):
             return None
         try:
-            listing = msgspec.msgpack.decode(self._port.store.get(offer.digest) or b"", type=Listing)
+            listing = msgspec.msgpack.decode(self._context.store.get(offer.digest) or b"", type=Listing)
         except (msgspec.MsgspecError, RecursionError):
-            self._port.drop("undecodable snapshot listing")
+            self._context.drop("undecodable snapshot listing")
             return None
-        most = self._most_bytes.get(offer.stream)
-        if most is not None and sum(size for _, size in listing.chunks) > most:
-            self._port.drop("snapshot too large")
+        if download.most_bytes is not None and sum(size for _, size in listing.chunks) > download.most_bytes:
+            self._context.drop("snapshot too large")
             return None
         gate, here = asyncio.Semaphore(PARALLEL), 0
 
@@ -189,7 +198,7 @@ class Snapshots:
 
         if not all(await asyncio.gather(*(one(digest, size) for digest, size in listing.chunks))):
             return None
-        return tuple(self._port.store.get(digest) or b"" for digest, _ in listing.chunks)
+        return tuple(self._context.store.get(digest) or b"" for digest, _ in listing.chunks)
 
     async def _offer(self, asker: PeerId, name: str) -> None:
         """Build a snapshot, or take the last one while it is new enough: there may be room for one only, and who is still
@@ -198,16 +207,16 @@ class Snapshots:
         askers.add(asker)
         try:
             if name in self._providers and not self._is_new(name):
-                made = (self._port.touched, self._port.now(), self._version(name))
+                made = (self._context.touched, self._context.now(), self._version(name))
                 snapshot = await self._providers[name]()
-                self._port.store.release(("snapshot", name))
+                self._context.store.release(("snapshot", name))
                 self._served[name] = self._put(name, snapshot, ("snapshot", name))
                 self._made[name] = made
             if name not in self._providers:
                 return  # withdrawn meanwhile
-            current = msgspec.structs.replace(self._served[name], view=self._port.views.newest.hash)
+            current = msgspec.structs.replace(self._served[name], view=self._context.views.newest.hash)
             for waiting in sorted(askers):
-                self._port.send(waiting, current)
+                self._context.send(waiting, current)
         finally:
             del self._askers[name]
 
@@ -215,19 +224,19 @@ class Snapshots:
         touched, now_s, version = self._made.get(name, (0, -math.inf, 0))
         if name in self._versions:
             return name in self._made and version == self._version(name)
-        return self._port.touched - touched <= KEEP_ROUNDS and self._port.now() - now_s <= KEEP_S
+        return self._context.touched - touched <= KEEP_ROUNDS and self._context.now() - now_s <= KEEP_S
 
     def _version(self, name: str) -> int:
         return self._versions[name]() if name in self._versions else 0
 
     def _put(self, name: str, snapshot: Snapshot, pin: object) -> StateOffer:
-        store = self._port.store
+        store = self._context.store
         assert all(len(chunk) <= MAX_CHUNK_BYTES for chunk in snapshot.chunks), "a snapshot chunk is too large"
         listed = tuple((store.put(chunk, pin), len(chunk)) for chunk in snapshot.chunks)
         listing = msgspec.msgpack.encode(Listing(listed))
         digest = store.put(listing, pin)
         return StateOffer(
-            name, self._port.views.newest.hash, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens
+            name, self._context.views.newest.hash, snapshot.round, snapshot.state, digest, len(listing), snapshot.tokens
         )
 
 

@@ -38,91 +38,93 @@ class _Book:
 
     stage: int | None  # None: the whole model
     round: int
-    told: dict[MemberLife, TallyReport] = field(default_factory=dict)
+    reports: dict[MemberLife, TallyReport] = field(default_factory=dict)
     sent_s: float = 0.0
 
 
 class Tallies:
     """The tallies of all streams that this peer contributes to."""
 
-    def __init__(self, port: PeerContext) -> None:
-        self._port = port
-        self._me: MemberLife = (port.me, port.incarnation)
+    def __init__(self, context: PeerContext) -> None:
+        self._context = context
+        self._me: MemberLife = (context.me, context.incarnation)
         self._books: dict[str, _Book] = {}
         self.changed = asyncio.Event()  # set whenever a number did; who waits clears it
 
     def say(self, stream: str, stage: int, number: int, tokens: int) -> None:
         """I have so many tokens for this round of the stream, which is its next one."""
         book = self._books.setdefault(stream, _Book(stage, number))
-        known = book.told.get(self._me)
+        known = book.reports.get(self._me)
         mine = TallyReport(known is not None and known.over, number, tokens)
         if mine != known:
             book.round = number
-            book.told[self._me] = mine
-            self._send(stream, book)
-            self.changed.set()
+            self._report(stream, book, mine)
 
     def end(self, stream: str, stage: int | None, number: int = 0) -> None:
         """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin. This round
         would be the next one."""
         book = self._books.setdefault(stream, _Book(stage, number))
-        known = book.told.get(self._me, TallyReport(round=book.round))
+        known = book.reports.get(self._me, TallyReport(round=book.round))
         mine = known._replace(over=True, round=max(number, known.round))
         if mine != known:
-            book.told[self._me] = mine
-            self._send(stream, book)
-            self.changed.set()
+            self._report(stream, book, mine)
 
     def is_over(self, stream: str) -> bool:
         """Whether the run is over to all living members of the stage."""
-        return all(told.over for told in self.told(stream).values())
+        return all(report.over for report in self.reports(stream).values())
 
-    def told(self, stream: str) -> dict[PeerId, TallyReport]:
+    def reports(self, stream: str) -> dict[PeerId, TallyReport]:
         """What the living members of the stage have said last, I too."""
         book = self._books[stream]
-        return {peer: book.told.get((peer, life), TallyReport()) for peer, life in self._living(book)}
+        return {peer: book.reports.get((peer, life), TallyReport()) for peer, life in self._living(book)}
 
     def total(self, stream: str) -> int:
         """What the living members of the stage have for its next round, together."""
         book = self._books.get(stream)
         if book is None:
             return 0
-        told = (book.told.get(who, TallyReport()) for who in self._living(book))
-        return sum(each.tokens for each in told if each.round == book.round and not each.over)
+        reports = (book.reports.get(who, TallyReport()) for who in self._living(book))
+        return sum(each.tokens for each in reports if each.round == book.round and not each.over)
 
     def _living(self, book: _Book) -> Iterator[MemberLife]:
-        view = self._port.views.newest
+        view = self._context.views.newest
         for member in (view.members[index] for index in view.serving(book.stage)):
-            if member.peer == self._port.me:
+            if member.peer == self._context.me:
                 yield self._me
-            elif not self._port.gone(view, member.peer):
+            elif not self._context.gone(view, member.peer):
                 yield member.peer, member.incarnation
 
     def receive(self, sender: PeerId, incarnation: int, message: Tally) -> None:
         """A member's number."""
-        book, view = self._books.get(message.key.stream), self._port.views.newest
+        book, view = self._books.get(message.key.stream), self._context.views.newest
         index = view.index(sender, incarnation)
         if book is None or index is None or index not in view.serving(book.stage):
-            self._port.drop("tally of somebody else")
+            self._context.drop("tally of somebody else")
             return
-        told, who = TallyReport(message.over, message.key.round, message.tokens), (sender, incarnation)
-        if told > book.told.get(who, TallyReport()):
+        report, who = TallyReport(message.over, message.key.round, message.tokens), (sender, incarnation)
+        if report > book.reports.get(who, TallyReport()):
             members = {(member.peer, member.incarnation) for member in view.members}
             members.add(self._me)  # also once I am none
-            book.told = {each: numbers for each, numbers in book.told.items() if each in members}
-            book.told[who] = told
+            book.reports = {each: numbers for each, numbers in book.reports.items() if each in members}
+            book.reports[who] = report
             self.changed.set()
 
     def tick(self) -> None:
         """Tell again."""
         for stream, book in self._books.items():
-            if self._port.now() - book.sent_s >= REPEAT_S:
+            if self._context.now() - book.sent_s >= REPEAT_S:
                 self._send(stream, book)
 
+    def _report(self, stream: str, book: _Book, mine: TallyReport) -> None:
+        """Tell the others my new numbers."""
+        book.reports[self._me] = mine
+        self._send(stream, book)
+        self.changed.set()
+
     def _send(self, stream: str, book: _Book) -> None:
-        book.sent_s = self._port.now()
-        mine = book.told[self._me]
-        view = self._port.views.newest
+        book.sent_s = self._context.now()
+        mine = book.reports[self._me]
+        view = self._context.views.newest
         for index in view.serving(book.stage):
-            if (peer := view.peers[index]) != self._port.me:
-                self._port.send(peer, Tally(Key(stream, mine.round), mine.tokens, mine.over))
+            if (peer := view.peers[index]) != self._context.me:
+                self._context.send(peer, Tally(Key(stream, mine.round), mine.tokens, mine.over))

@@ -10,7 +10,7 @@ from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 0.5
-MAX_TOLD = 1024  # peers that are remembered for what they were sent
+MAX_SENT = 1024  # peers that are remembered for what they were sent
 
 
 class ViewSync:
@@ -19,75 +19,77 @@ class ViewSync:
     `changed` is called after each view that was appended.
     """
 
-    def __init__(self, port: PeerContext, changed: Callable[[], None]) -> None:
+    def __init__(self, context: PeerContext, changed: Callable[[], None]) -> None:
         self.known = asyncio.Event()  # set once the views are known
         # A peer sent a branch of my newest view; a peer names views that do not follow mine.
         self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None
-        self.on_other_line: Callable[[PeerId], None] = lambda peer: None
-        self._port, self._changed = port, changed
+        self.on_other_chain: Callable[[PeerId], None] = lambda peer: None
+        self._context, self._changed = context, changed
         self._asked: set[PeerId] = set()  # the only peers whose word is taken for the first views
-        self._told: dict[PeerId, tuple[int, int, float]] = {}  # newest view sent, after which, when
+        self._sent: dict[PeerId, tuple[int, int, float]] = {}  # newest view sent, after which, when
 
     def begin(self, chain: Chain) -> None:
         """These are the first views that I know."""
-        self._port.chain = chain
+        self._context.chain = chain
         self.known.set()
 
-    def change_line(self, line: Chain) -> None:
-        """Another line of views takes the place of mine: what I sent of mine says nothing of it."""
-        self._port.chain = line
-        self._told.clear()
+    def change_chain(self, chain: Chain) -> None:
+        """Another chain of views takes the place of mine: what I sent of mine says nothing of it."""
+        self._context.chain = chain
+        self._sent.clear()
 
-    def expect(self, peers: set[PeerId]) -> None:
-        """From now on these peers, and no others, may tell me the first views."""
+    def ask_all(self, peers: set[PeerId]) -> None:
+        """Ask these peers, and take the first views from no others."""
         self._asked = peers
+        for peer in sorted(peers):
+            self.ask(peer)
 
     def ask(self, peer: PeerId) -> None:
         """Ask a peer for the views after my newest one."""
-        chain = self._port.chain
-        self._port.send(peer, ViewQuery(chain.newest.number + 1 if chain else 0))
+        chain = self._context.chain
+        self._context.send(peer, ViewQuery(chain.newest.number + 1 if chain else 0))
 
     def send_views(self, peer: PeerId, after_number: int) -> None:
         """Send a peer the views that it lacks.
 
         The same ones are not sent again at once, however many messages show the lack.
         """
-        chain, now_s = self._port.chain, self._port.now()
+        chain, now_s = self._context.chain, self._context.now()
         if chain is None or after_number >= chain.newest.number:
             return
-        newest, after, told_s = self._told.get(peer, (-1, -1, -1e9))
-        if (newest, after) == (chain.newest.number, after_number) and now_s - told_s < RESEND_S:
+        newest, after, sent_s = self._sent.get(peer, (-1, -1, -1e9))
+        if (newest, after) == (chain.newest.number, after_number) and now_s - sent_s < RESEND_S:
             return
         known = chain.since(after_number) or chain.since(chain.views[0].view.number - 1)
         if known:
-            if len(self._told) >= MAX_TOLD:
-                self._told.clear()
-            self._told[peer] = (chain.newest.number, after_number, now_s)
-            self._port.send(peer, Views(known))
+            if len(self._sent) >= MAX_SENT:
+                self._sent.clear()
+            self._sent[peer] = (chain.newest.number, after_number, now_s)
+            self._context.send(peer, Views(known))
 
     def reconcile(self, peer: PeerId, digest: bytes) -> None:
         """A message named a view that is not current here: find out which of us two lacks views."""
-        chain = self._port.chain
+        chain = self._context.chain
         if chain is None:
             return
         view = chain.by_hash(digest)
         if view is None:
             self.ask(peer)
-            self.on_other_line(peer)
+            self.on_other_chain(peer)
         else:
             self.send_views(peer, view.number)
 
     def receive(self, sender: PeerId, encoded: tuple[bytes, ...]) -> None:
         """Take in the views that a peer sent, oldest first."""
-        if self._port.chain is None and sender not in self._asked:
-            self._port.drop("views of strangers")
+        if self._context.chain is None and sender not in self._asked:
+            self._context.drop("views of strangers")
             return
         try:
             for raw in encoded:
                 self._take(sender, views.decode_certified(raw))
         except BadView:
-            self._port.drop("bad view")
-            self.on_other_line(sender)
+            self._context.drop("bad view")
+            self.on_other_chain(sender)
 
     def receive_decided(self, sender: PeerId, decided: Decided) -> None:
         """Take in a view that was decided without me."""
@@ -95,12 +97,12 @@ class ViewSync:
             view = views.decode_view(decided.value)
             self._take(sender, Certified(view, decided.ballot, decided.proofs))
         except BadView:
-            self._port.drop("bad view")
+            self._context.drop("bad view")
 
     def _take(self, sender: PeerId, certified: Certified) -> None:
-        chain = self._port.chain
+        chain = self._context.chain
         if chain is None:
-            self.begin(Chain(self._port.run, [certified]))
+            self.begin(Chain(self._context.run, [certified]))
         elif certified.view.previous == chain.newest.branch_mark:
             self.on_branch(sender, certified)
         elif chain.extend(certified):

@@ -1,7 +1,7 @@
-"""Branches: how members go on whose majority is gone for good, and which of two lines of views stays when they meet.
+"""Branches: how members go on whose majority is gone for good, and which of two chains of views stays when they meet.
 
-Nobody can tell a majority that is dead from one behind a broken cable, so a branch may be one of two lines that both
-train. Each line has a log of its own in which nothing counts twice, and when they meet, one of them is given up whole:
+Nobody can tell a majority that is dead from one behind a broken cable, so a branch may be one of two chains that both
+train. Each chain has a log of its own in which nothing counts twice, and when they meet, one of them is given up whole:
 no log is ever made of two (docs/decisions/007-branches.md).
 
 Sans I/O, pure. What a branch is, and who must sign it, is in swarm/protocol/views.py beside the rule for ordinary views.
@@ -15,7 +15,7 @@ from farflock.swarm.protocol.views import BadView, Certified, Chain, View, decod
 
 AWAKE_S = 1.0  # a longer stretch between two looks counts as this: the peer itself slept, and saw nobody go
 PREFIX_BYTES = 8  # of a view's hash, in a trail
-MAX_LACKING_BYTES = 192 * 1024  # of views in one message; a frame holds it
+MAX_MISSING_BYTES = 192 * 1024  # of views in one message; a frame holds it
 
 
 @dataclass(slots=True)
@@ -60,13 +60,13 @@ class Petition:
         return Certified(self.view, proofs=tuple(sorted(self.proofs.items())))
 
 
-# When two lines meet.
+# When two chains meet.
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Where two lines part: `number` is that of the last view that both have, -1 if even the foundings differ. `mine` and
-    `theirs` are the trails' prefixes of the view after it, empty for a line that ends there."""
+    """Where two chains part: `number` is that of the last view that both have, -1 if even the foundings differ. `mine` and
+    `theirs` are the trails' prefixes of the view after it, empty for a chain that ends there."""
 
     number: int
     mine: bytes
@@ -79,7 +79,7 @@ def trail(chain: Chain) -> bytes:
 
 
 def fork_of(chain: Chain, number: int, their_trail: bytes) -> Fork | None:
-    """Compare my line with one that ends with view `number`; None if the two have nothing in common that I kept."""
+    """Compare my chain with one that ends with view `number`; None if the two have nothing in common that I kept."""
     mine = {entry.view.number: entry.view.hash[:PREFIX_BYTES] for entry in chain.views}
     prefixes = [their_trail[at : at + PREFIX_BYTES] for at in range(0, len(their_trail), PREFIX_BYTES)]
     theirs = dict(enumerate(prefixes, start=number - len(prefixes) + 1))
@@ -90,10 +90,10 @@ def fork_of(chain: Chain, number: int, their_trail: bytes) -> Fork | None:
     return Fork(common, mine.get(common + 1, b""), theirs.get(common + 1, b""))
 
 
-def lacking(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
+def missing_views(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
     """My certified views after the fork, oldest first, as many as a message holds."""
     views: list[bytes] = []
-    room = MAX_LACKING_BYTES
+    room = MAX_MISSING_BYTES
     for entry in _after(chain, fork):
         raw = encode(entry)
         room -= len(raw)
@@ -103,42 +103,42 @@ def lacking(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
     return tuple(views)
 
 
-def line_of(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
-    """The other line: my views up to the fork, then theirs, each verified; `BadView` if they do not follow.
+def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
+    """The other chain: my views up to the fork, then theirs, each verified; `BadView` if they do not follow.
 
     If the foundings differ, the run must have been founded by the same peer, in another of its lives."""
     views = [decode_certified(raw) for raw in encoded]
-    line = Chain(chain.run, [entry for entry in chain.views if entry.view.number <= fork.number])
-    if not line.views:
-        line.views = [_founding(chain, views[0] if views else None)]
+    other = Chain(chain.run, [entry for entry in chain.views if entry.view.number <= fork.number])
+    if not other.views:
+        other.views = [_founding(chain, views[0] if views else None)]
         views = views[1:]
     for certified in views:
-        if not line.extend(certified):
-            raise BadView(f"view {certified.view.number} of the other line is given twice")
-    reached = next((entry.view.hash[:PREFIX_BYTES] for entry in _after(line, fork)), b"")
+        if not other.extend(certified):
+            raise BadView(f"view {certified.view.number} of the other chain is given twice")
+    reached = next((entry.view.hash[:PREFIX_BYTES] for entry in _after(other, fork)), b"")
     if reached != fork.theirs:
-        raise BadView(f"the other line does not go on as it said after view {line.newest.number}")
-    return line
+        raise BadView(f"the other chain does not go on as it said after view {other.newest.number}")
+    return other
 
 
 def _founding(chain: Chain, first: Certified | None) -> Certified:
     founder = chain.views[0].view.members[0].peer
     if first is None or first.view.members[0].peer != founder or first.proofs:
-        raise BadView("the other line does not begin with a founding by this run's founder")
+        raise BadView("the other chain does not begin with a founding by this run's founder")
     if first.view != genesis(chain.run, first.view.members[0]):
-        raise BadView("the other line's first view is no founding")
+        raise BadView("the other chain's first view is no founding")
     return first
 
 
 def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
-    """Whether the other line stays: more agreed tokens; of equals, the greater hash after the fork. Both sides compute the
-    same from the same numbers, and tokens only rise, so two lines cannot give up for each other on fresh numbers."""
+    """Whether the other chain stays: more agreed tokens; of equals, the greater hash after the fork. Both sides compute the
+    same from the same numbers, and tokens only rise, so two chains cannot give up for each other on fresh numbers."""
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
 
-def first_parting(line: Chain, fork: Fork) -> int | None:
-    """The least round at which a line left its parent after the fork: rounds before it are those of both lines."""
-    pairs = zip(line.views, line.views[1:], strict=False)
+def first_parting(other: Chain, fork: Fork) -> int | None:
+    """The least round at which a chain left its parent after the fork: rounds before it are those of both chains."""
+    pairs = zip(other.views, other.views[1:], strict=False)
     parted = [entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark]
     return min((view.first_round for view in parted if view.number > fork.number), default=None)
 
@@ -148,7 +148,7 @@ def _after(chain: Chain, fork: Fork) -> list[Certified]:
 
 
 def elsewhere(chain: Chain, known: Collection[PeerId], me: PeerId, member: bool) -> tuple[PeerId, ...]:
-    """Who may be on another line: everybody who was ever in a view that I kept, or is known, and is not with me."""
+    """Who may be on another chain: everybody who was ever in a view that I kept, or is known, and is not with me."""
     with_me = {me, *(chain.newest.peers if member else ())}
     ever = {peer for entry in chain.views for peer in entry.view.peers}
     return tuple(sorted((ever | set(known)) - with_me))

@@ -9,7 +9,7 @@ member, which is what agreement rests on (Lamport, "Paxos Made Simple", 2001).
 Members that restart lose their promises: they come back under a new incarnation and are not members
 until the next view, so no acceptor ever forgets.
 
-One step beyond the paper: an acceptor may refuse a value for good (`Floors`). A value that so many
+One step beyond the paper: an acceptor may refuse a value for good (`AcceptanceRules`). A value that so many
 refused that no quorum is left for it was never chosen and never will be, so a proposer that finds
 it accepted by the others is bound to nothing: whatever an earlier ballot could have chosen, that
 value's proposer had to repeat.
@@ -25,9 +25,9 @@ compares ballots. A proposer has the states of the table:
   ("learned").
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -43,9 +43,12 @@ from farflock.swarm.messages import (
     Rejected,
 )
 from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest
+from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.transitions import after
 
 Sends = list[tuple[int, Message]]  # (member index, message)
+
+TAKEOVER_S = 1.0  # each later member waits this much longer before it steps in for a silent one
 
 _NEVER: Ballot = (0, 0)
 
@@ -65,75 +68,40 @@ PROPOSER_TABLE: dict[tuple[ProposerState, ProposerEvent], ProposerState] = {
 }
 
 
-def is_quorum(members: Collection[int], size: int) -> bool:
-    """Whether these distinct member indices may decide for a view of `size` members."""
-    return 2 * len(members) > size or (2 * len(members) == size and 0 in members)
-
-
 def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
     """What an accepting member signs where the decision must convince outsiders."""
     return msgspec.msgpack.encode((key, ballot)) + value
 
 
-class Floors(Protocol):
-    """Which values a member may ever accept: those that begin late enough, as views must.
+class AcceptanceRules:
+    """Which values a member may ever accept, and how it proves that it has: any, and not at all.
 
-    Law: once `floor` has refused a value that is not the last one accepted here, it refuses that
-    value for ever. Members whose floors are far apart are not `in_step` and must not skip the first
-    phase: there each tells its `least`, and a proposer's own value is `lifted` to the highest.
+    So members believe each other: agreement among peers that may crash, not among liars. Law: once
+    `floor` has refused a value that is not the last one accepted here, it refuses that value for
+    ever. Members whose floors are far apart are not `in_step` and must not skip the first phase:
+    there each tells its `least`, and a proposer's own value is `lifted` to the highest.
     """
-
-    @property
-    def in_step(self) -> bool:
-        """Whether the first proposer may skip the first phase."""
-
-    def floor(self, value: bytes) -> Floor:
-        """Nothing if the value can be accepted here, else the least rounds that could be."""
-
-    def least(self) -> Floor:
-        """The least rounds that a value accepted here could begin with."""
-
-    def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """The value, made to begin at `floor` or later."""
-
-
-class NoFloors:
-    """Any value can be accepted."""
 
     in_step = True
 
     def floor(self, value: bytes) -> Floor:
-        """No value is refused."""
+        """Nothing if the value can be accepted here, else the least rounds that could be."""
         return NO_FLOOR
 
     def least(self) -> Floor:
-        """Any beginning will do."""
+        """The least rounds that a value accepted here could begin with."""
         return NO_FLOOR
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """The value as it is."""
+        """The value, made to begin at `floor` or later."""
         return value
 
-
-class Signatures(Protocol):
-    """How a member proves what it has accepted, where a decision must convince outsiders."""
-
     def sign(self, text: bytes) -> bytes:
-        """My signature under this text."""
-
-    def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """Whether this is a member's signature under this text."""
-
-
-class Unsigned:
-    """Members believe each other: agreement among peers that may crash, not among liars."""
-
-    def sign(self, text: bytes) -> bytes:
-        """No signature."""
+        """My signature under this text, where a decision must convince outsiders."""
         return b""
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """Every claim passes."""
+        """Whether this is a member's signature under this text."""
         return True
 
 
@@ -151,15 +119,10 @@ class Proposer:
     # By value that I put forward, the members that can never accept it.
     refusers: dict[bytes, set[int]] = field(default_factory=dict)
 
-    def begin(self, ballot: Ballot, value: bytes) -> None:
-        """Begin a ballot, phase 1."""
-        self._move("prepared")
+    def begin(self, event: Literal["prepared", "skipped"], ballot: Ballot, value: bytes) -> None:
+        """Begin a ballot with phase 1, or with phase 2 where that can be skipped."""
+        self._move(event)
         self.ballot, self.value, self.promises, self.accepts = ballot, value, {}, {}
-
-    def skip(self, ballot: Ballot, value: bytes) -> None:
-        """Begin a ballot with phase 2."""
-        self._move("skipped")
-        self.ballot, self.value = ballot, value
 
     def put(self, value: bytes) -> None:
         """Go on to phase 2, with my value or with one that may have been chosen."""
@@ -207,14 +170,12 @@ class Decision:
         me: int,
         proposers: tuple[int, ...],
         *,
-        floors: Floors | None = None,
-        signatures: Signatures | None = None,
+        rules: AcceptanceRules | None = None,
         holds_back: Callable[[], bool] = lambda: False,
         ready: Callable[[bytes], bool] = lambda value: True,
     ) -> None:
         self.key, self.view, self.me, self.proposers = key, view, me, proposers
-        self.floors: Floors = floors or NoFloors()
-        self.signatures: Signatures = signatures or Unsigned()
+        self.rules = rules or AcceptanceRules()
         self._holds_back, self._ready = holds_back, ready
         self.proposer = Proposer()
         self.promised: Ballot = _NEVER
@@ -240,12 +201,12 @@ class Decision:
             return []
         proposer = self.proposer
         untouched = proposer.ballot is None and self.promised == _NEVER and self.accepted is None
-        if untouched and self.floors.in_step and self.me == self.proposers[0]:
-            proposer.skip((0, self.me), value)
+        if untouched and self.rules.in_step and self.me == self.proposers[0]:
+            proposer.begin("skipped", (0, self.me), value)
             return self._second_phase()
         proposer.highest = max(proposer.highest, self.promised[0]) + 1
         ballot = (proposer.highest, self.me)
-        proposer.begin(ballot, value)
+        proposer.begin("prepared", ballot, value)
         return self._broadcast(Prepare(self.key, self.view, ballot))
 
     def receive(self, sender: int, message: Message) -> Sends:
@@ -302,21 +263,21 @@ class Decision:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         self.promised = ballot
         earlier, value = self.accepted if self.accepted else (None, None)
-        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.floors.least()))
+        return self._deliver(sender, Promise(self.key, self.view, ballot, earlier, value, self.rules.least()))
 
     def _accept(self, sender: int, ballot: Ballot, value: bytes) -> Sends:
         if ballot < self.promised:
             return [(sender, Rejected(self.key, self.view, ballot, self.promised))]
         if self._holds_back():
             return []
-        floor = self.floors.floor(value)
+        floor = self.rules.floor(value)
         if floor:
             return self._deliver(sender, Rejected(self.key, self.view, ballot, self.promised, floor))
         if not self._ready(value):
             self._withheld = sender, ballot, value
             return []
         self.promised, self.accepted = ballot, (ballot, value)
-        proof = self.signatures.sign(signed_text(self.key, ballot, value))
+        proof = self.rules.sign(signed_text(self.key, ballot, value))
         return self._deliver(sender, Accepted(self.key, self.view, ballot, proof))
 
     # the proposer
@@ -329,7 +290,7 @@ class Decision:
         if not is_quorum(proposer.promises.keys(), self.size):
             return []
         bound = proposer.bound_to(self.size)
-        proposer.put(self.floors.lifted(proposer.value, self.known_floor) if bound is None else bound)
+        proposer.put(self.rules.lifted(proposer.value, self.known_floor) if bound is None else bound)
         return self._second_phase()
 
     def _second_phase(self) -> Sends:
@@ -338,7 +299,7 @@ class Decision:
 
     def _accepted(self, sender: int, ballot: Ballot, proof: bytes) -> Sends:
         proposer = self.proposer
-        if not self.signatures.checks(sender, signed_text(self.key, ballot, proposer.value), proof):
+        if not self.rules.checks(sender, signed_text(self.key, ballot, proposer.value), proof):
             return []
         proposer.accepts[sender] = proof
         if not is_quorum(proposer.accepts.keys(), self.size):
@@ -351,7 +312,7 @@ class Decision:
     # the learner
 
     def _learn(self, decided: Decided) -> None:
-        if is_certified(decided, self.size, self.signatures.checks):
+        if is_certified(decided, self.size, self.rules.checks):
             self.proposer.end("learned")
             self.decided, self.certificate = decided.value, (decided.ballot, decided.proofs)
 

@@ -107,11 +107,11 @@ class GradientLeases:
             slot.phase, slot.round = "offered", number
         return keys
 
-    def close(self, number: int, named: Collection[GradientKey]) -> list[GradientKey]:
+    def close(self, number: int, committed: Collection[GradientKey]) -> list[GradientKey]:
         """A round is over, and its close list names these keys. Returns what I had offered and it does not name: that waits
         for the next round again, and so must its gradient."""
         offered = [key for key, slot in self._slots.items() if slot.phase == "offered" and slot.round == number]
-        for key in named:
+        for key in committed:
             if self._slots.pop(key, None) is not None:
                 self._remember(key)
         back = [key for key in offered if key in self._slots]

@@ -5,8 +5,7 @@ follower not ("unsure"); methods that cannot live with that use a collective. Th
 first by the seeded order) proposes, the follower leases itself for the round and accepts, both
 fetch, the follower says what it holds, the leader decides and writes it down before it says so.
 
-The table has the states by role; `waits_for` says what each of them waits for. Every state ends at
-the deadline at the latest, as "aborted".
+The table has the states by role. Every state ends at the deadline at the latest, as "aborted".
 
 - *open*: my partner's offer is not known.
 - *matched*: both offers are known to me ("offered"); I fetch its payload.
@@ -87,16 +86,6 @@ class Pair:
     def ends_s(self) -> float:
         """When this exchange is over, whatever happened."""
         return self.started_s + self.deadline_s
-
-    @property
-    def waits_for(self) -> str:
-        """What `status` says about this wait."""
-        return {
-            "open": "its readiness" if self.leader else "its proposal",
-            "matched": "its payload",
-            "held": "its confirmation" if self.leader else "its decision",
-            "done": "nothing",
-        }[self.stage]
 
     def start(self, now_s: float) -> None:
         """Begin; the follower waits to be asked."""

@@ -244,8 +244,8 @@ class Chain:
         """Encoded views after `number`, oldest first, for a peer that lacks them; empty if mine do not reach back."""
         if self.views[0].view.number > number + 1:
             return ()
-        lacking = (entry for entry in self.views if entry.view.number > number)
-        return tuple(encode(entry) for entry in itertools.islice(lacking, limit))
+        missing = (entry for entry in self.views if entry.view.number > number)
+        return tuple(encode(entry) for entry in itertools.islice(missing, limit))
 
     def floor(self, raw: bytes, least: Floor) -> Floor:
         """Whether I may accept this proposal for the next view: nothing if so, else the least rounds that it could begin at."""

@@ -148,7 +148,7 @@ class Life:
             part.found()
         else:
             await part.join(records, 60.0)
-        while len(part.peer.port.views.newest.members) < PEERS:  # noqa: ASYNC110 - views come by themselves
+        while len(part.peer.context.views.newest.members) < PEERS:  # noqa: ASYNC110 - views come by themselves
             await asyncio.sleep(0.02)
         self.note("begins")
         Killer(links, self.phase, self.chosen)

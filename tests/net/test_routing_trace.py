@@ -67,12 +67,12 @@ class Traced(PipelineSimulation):
             await asyncio.sleep(0.02)
 
     def _are_members(self, many):
-        chains = [node.peer.port.chain for node in self.nodes.values()]
+        chains = [node.peer.context.chain for node in self.nodes.values()]
         return len(chains) == many and all(chain is not None and len(chain.newest.members) == many for chain in chains)
 
     def _are_there(self, node):
         """Whether all are members, and this node hears from each: a partner on a busy machine may seem gone at first."""
-        port = node.peer.port
+        port = node.peer.context
         there = self._are_members(len(self.world.parts))
         return there and not any(
             port.gone(port.views.newest, peer) for peer in port.views.newest.peers if peer != port.me

@@ -217,7 +217,7 @@ def test_a_replica_keeps_every_stage_when_all_their_servers_are_gone_and_newcome
 
 
 def view_of(sim):
-    return max((node.peer.port.views.newest for node in sim.nodes.values()), key=lambda view: view.number)
+    return max((node.peer.context.views.newest for node in sim.nodes.values()), key=lambda view: view.number)
 
 
 async def until(holds):

@@ -77,7 +77,7 @@ class Node:
 
     @property
     def view(self):
-        return self.peer.port.views.newest
+        return self.peer.context.views.newest
 
     @property
     def members(self):
@@ -251,7 +251,7 @@ async def grown(herd, count):
     for number in range(count):
         herd.start(number)
     await until(
-        lambda: all(node.peer.port.chain is not None and len(node.members) == count for node in herd.nodes.values()),
+        lambda: all(node.peer.context.chain is not None and len(node.members) == count for node in herd.nodes.values()),
         30,
         f"a view of {count}",
     )

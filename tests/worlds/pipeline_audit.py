@@ -333,7 +333,7 @@ class Audit:
         while True:
             await asyncio.sleep(0.25)
             for node in sim.nodes.values():
-                sizes = {"store": node.peer.port.store.size_bytes}
+                sizes = {"store": node.peer.context.store.size_bytes}
                 if node.trainer is not None:
                     sizes |= {"kept": node.trainer.kept, "tasks": tasks_of(node.trainer)}
                 self._note_most(sizes)

@@ -57,8 +57,8 @@ class Life:
         self.world, self.name = world, name
         links, self.store = world.network.links(name), Store(0)
         self.tasks = set()
-        self.port = PeerContext("run", 0, incarnation, links, self.store, self.spawn)
-        self.calls = Calls(self.port, **options)
+        self.context = PeerContext("run", 0, incarnation, links, self.store, self.spawn)
+        self.calls = Calls(self.context, **options)
         self.calls.handler = handler
         self.spawn(self.receive(links))
         self.spawn(self.tick())
@@ -80,7 +80,7 @@ class Life:
             if isinstance(frame.message, Call | Answer | Heard):
                 self.calls.receive(sender, frame.incarnation, frame.message)
             else:
-                self.port.chunks.receive(sender, frame.message, frame.body)
+                self.context.chunks.receive(sender, frame.message, frame.body)
 
     async def tick(self):
         while True:
@@ -142,7 +142,7 @@ class World:
 
     def say(self, sender, to, message):
         """Have a peer say what its calls would not."""
-        sender.port.send(to.name, message)
+        sender.context.send(to.name, message)
 
     async def empty(self, within_s=LEASE_S + DEAD_S + 1.0):
         """Wait until nothing is kept for any call at those who live, which must be soon."""

@@ -137,7 +137,7 @@ class Trial(Chaos):
 
     def members_of(self, index):
         numbers = {identity.peer: number for number, identity in enumerate(self.population.identities)}
-        return [numbers[peer] for peer in self.population.lives[index].peer.port.chain.newest.peers]
+        return [numbers[peer] for peer in self.population.lives[index].peer.context.chain.newest.peers]
 
     def all_know_all(self):
         here = all(life.loop is not None for life in self.population.lives.values())

@@ -108,7 +108,7 @@ class Assembly:
             edge_ends(self.edges),
             replace(self.pipeline.server, staleness=staleness),
             self.means,
-            life=self.peer.port.incarnation,
+            life=self.peer.context.incarnation,
             applied=applied,
             versions=versions,
         )

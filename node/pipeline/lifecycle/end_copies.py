@@ -98,7 +98,7 @@ class EndCopies:
 
     def _is_keeper(self) -> bool:
         """Whether I am among the few of my stage that keep copies: the same ones as long as they live."""
-        view, port = self._peer.port.views.newest, self._peer.port
+        view, port = self._peer.context.views.newest, self._peer.context
         mates = [view.peers[index] for index in view.serving(self._serving.index)]
         living = [mate for mate in mates if mate == port.me or not port.gone(view, mate)]
         return port.me in sorted(living, key=_rank)[:KEEPERS]

@@ -52,7 +52,7 @@ class InitialState:
 
 def living(peer: Peer, stages: int) -> tuple[int, ...]:
     """How many others serve each stage and are not known to be gone."""
-    view, port = peer.port.views.newest, peer.port
+    view, port = peer.context.views.newest, peer.context
     others = [[view.peers[index] for index in view.serving(stage)] for stage in range(stages)]
     return tuple(sum(mate != port.me and not port.gone(view, mate) for mate in mates) for mates in others)
 

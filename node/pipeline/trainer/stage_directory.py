@@ -79,7 +79,7 @@ class StageDirectory:
 
     def serving(self) -> StageServers:
         """Who serves which stage and is not known to be gone; the same object as long as nothing changes."""
-        view = self._peer.port.views.newest
+        view = self._peer.context.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
         alive = [[member for member in members if self._is_asked(view, member)] for members in listed]
         mark = (view.hash, *(tuple(member.peer for member in members) for members in alive))
@@ -90,16 +90,16 @@ class StageDirectory:
         return self._serving[1]
 
     def _is_asked(self, view: View, member: Member) -> bool:
-        return not self._peer.port.gone(view, member.peer) and (self._whole or member.stage != EVERY)
+        return not self._peer.context.gone(view, member.peer) and (self._whole or member.stage != EVERY)
 
     def at(self, stage: int, peer: PeerId) -> ServerLife | None:
         """The life of this peer that serves the stage now."""
-        members = self._members(self._peer.port.views.newest, stage)
+        members = self._members(self._peer.context.views.newest, stage)
         return next((ServerLife(peer, member.incarnation) for member in members if member.peer == peer), None)
 
     def server(self, name: str) -> ServerLife | None:
         """The server of this name, if it is still a member."""
-        members = self._peer.port.views.newest.members
+        members = self._peer.context.views.newest.members
         servers = (ServerLife(member.peer, member.incarnation) for member in members)
         return next((server for server in servers if server.name == name), None)
 
@@ -108,10 +108,10 @@ class StageDirectory:
         rounds = self._peer.rounds
         for stage, stream in self._streams.items():
             while True:
-                if (oldest := rounds.oldest_told(stream.name)) > self._heard[stage]:
+                if (oldest := rounds.oldest_kept(stream.name)) > self._heard[stage]:
                     self._heard[stage] = oldest
                     self._skipped.append(stage)
-                told = rounds.told(stream.name, self._heard[stage])
+                told = rounds.last_shards(stream.name, self._heard[stage])
                 if told is None and not self._is_past_hope(stage, stream.name):
                     break
                 self._heard[stage] += stream.stride
@@ -125,7 +125,7 @@ class StageDirectory:
     def _is_past_hope(self, stage: int, name: str) -> bool:
         """Whether the next round is over and all who brought anything to it are gone, so long that nobody seems to have its
         notes: a stage that died out just then. Its weights are gone too, but others may have heard what I have not."""
-        number, port = self._heard[stage], self._peer.port
+        number, port = self._heard[stage], self._peer.context
         view, newest = port.views.at(number, stage), port.views.newest
         stay = view is not None and set(self._members(view, stage)).intersection(newest.members)
         if stay or number > self._peer.rounds.newest(name):
@@ -141,7 +141,7 @@ class StageDirectory:
 
     def left(self) -> Iterator[tuple[int, str]]:
         """By stage, the servers that are in no view any more, once all rounds are known that they could take part in."""
-        views = [entry.view for entry in self._peer.port.views.views if entry.view.number >= self._view]
+        views = [entry.view for entry in self._peer.context.views.views if entry.view.number >= self._view]
         for before, after in itertools.pairwise(views):
             for stage in range(self.stages):
                 gone = set(self._members(before, stage)) - set(after.members)

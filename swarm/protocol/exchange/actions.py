@@ -1,10 +1,9 @@
 """What the machine of an exchange asks for: messages to send, chunks to fetch, shards to reduce."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from farflock.swarm.messages import Message
-from farflock.swarm.protocol.exchange.roster import Roster
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,8 @@ Action = tuple[int, Message] | Fetch | Reduce  # a pair is a message and the mem
 class Actions:
     """The actions of one machine in the order in which its parts asked for them."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, others: Sequence[int]) -> None:
+        self._others = others  # the other members that contribute
         self._actions: list[Action] = []
 
     def add(self, action: Action) -> None:
@@ -48,7 +47,7 @@ class Actions:
 
     def to_others(self, message: Message) -> None:
         """Send a message to all other members that contribute."""
-        self.send((member, message) for member in self._roster.others)
+        self.send((member, message) for member in self._others)
 
     def take(self) -> list[Action]:
         """The actions since the last call."""

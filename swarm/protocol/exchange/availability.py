@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Digest, Mask, Size
-from farflock.swarm.protocol.decide import is_quorum
+from farflock.swarm.protocol.quorum import is_quorum
 
 PREFIX_BYTES = 8
 _NOTHING = bytes(PREFIX_BYTES)
@@ -62,7 +62,7 @@ class Availability:
         self._places: dict[bytes, list[int]] = collections.defaultdict(list)
         self._prefixes = bytearray(PREFIX_BYTES * places)  # what I report
         self._said: dict[int, bytes] = {}
-        self._lacking: set[int] = set()
+        self._missing: set[int] = set()
         self._filled: set[int] = set()
 
     def add(self, item: RoundItem) -> bool:
@@ -75,26 +75,15 @@ class Availability:
         self._update(item.index)
         return True
 
-    def hold(self, digest: bytes) -> None:
+    def hold(self, *digests: bytes) -> None:
         """This content is here from now on."""
-        if digest not in self.held:
-            self.held.add(digest)
-            self._update_all(digest)
+        self.held.update(digests)
+        self._update_all(digests)
 
-    def hold_all(self, digests: Iterable[bytes]) -> None:
-        """All this content is here from now on."""
-        for digest in digests:
-            self.hold(digest)
-
-    def spoil_all(self, digests: Iterable[bytes]) -> None:
-        """All this content is corrupt, whoever has it."""
-        for digest in digests:
-            self.spoil(digest)
-
-    def spoil(self, digest: bytes) -> None:
+    def spoil(self, *digests: bytes) -> None:
         """This content is corrupt, whoever has it."""
-        self.corrupt.add(digest)
-        self._update_all(digest)
+        self.corrupt.update(digests)
+        self._update_all(digests)
 
     def hear(self, member: int, prefixes: bytes) -> None:
         """Note what another member says to hold."""
@@ -131,13 +120,13 @@ class Availability:
     @property
     def whole(self) -> bool:
         """Whether everything that was announced so far is here, or cannot be used."""
-        return not self._lacking
+        return not self._missing
 
     def wanted(self) -> list[RoundItem]:
         """The announced items that are neither here nor corrupt."""
         return [
             item
-            for index in sorted(self._lacking)
+            for index in sorted(self._missing)
             for item in self.rivals[index].values()
             if item.digest not in self.held and item.digest not in self.corrupt
         ]
@@ -152,9 +141,10 @@ class Availability:
             key=lambda entry: (contributions(entry[1]) if self._fewest else 0, entry[0]),
         )
 
-    def _update_all(self, digest: bytes) -> None:
-        for index in self._places.get(digest, ()):
-            self._update(index)
+    def _update_all(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            for index in self._places.get(digest, ()):
+                self._update(index)
 
     def _update(self, index: int) -> None:
         rivals = self.rivals[index]
@@ -163,9 +153,9 @@ class Availability:
         if here != _NOTHING:
             self._filled.add(index)
         if all(digest in self.held or digest in self.corrupt for digest in rivals):
-            self._lacking.discard(index)
+            self._missing.discard(index)
         else:
-            self._lacking.add(index)
+            self._missing.add(index)
         self._agree(index)
 
     def _agree(self, index: int) -> None:

@@ -84,6 +84,6 @@ def _require_places(close: CloseList, terms: RoundTerms, members: list[int], mas
         raise BadCloseList("a gathered item that is not its owner's alone")
 
 
-def told(close: CloseList, shards: int) -> list[RoundItem]:
+def last_shards(close: CloseList, shards: int) -> list[RoundItem]:
     """The last shards of a list's contributions, or what they were reduced to."""
     return [item for item in close.items if item.index % shards == shards - 1]

@@ -21,18 +21,15 @@ There is no way back, and no time-out: a decision may come as late as it likes.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
-from farflock.swarm.messages import Holds, Key, Message, Offer, Reduced
-from farflock.swarm.protocol.decide import Decision, Sends
-from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, has
-from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, decode_close_list
-from farflock.swarm.protocol.exchange.fetches import Fetches
-from farflock.swarm.protocol.exchange.offers import Offers
-from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.timing import TAKEOVER_S, Timing
+from farflock.swarm.messages import Holds, Message, Offer, Reduced
+from farflock.swarm.protocol.decide import TAKEOVER_S, Decision, Sends
+from farflock.swarm.protocol.exchange.availability import RoundItem, has
+from farflock.swarm.protocol.exchange.close_list import CloseList, decode_close_list
+from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.transitions import after
 
 # Of the time that a proposer leaves to one of its ballots before it begins another.
@@ -63,37 +60,6 @@ CLOSING_TABLES: dict[ClosingRole, dict[tuple[ClosingState, ClosingEvent], Closin
 }
 
 
-class Content(Protocol):
-    """What members bring to an exchange of some kind, and what one of them makes of it.
-
-    Implemented by `Mean`, `Gather` and `Voter`. Law: what `closable` names is agreed in `availability`
-    and stays so until it is put forward; `work` asks for things by actions and waits for nothing.
-    """
-
-    offers: Offers
-    availability: Availability
-    fetches: Fetches
-
-    def take(self, member: int, message: Offer | Reduced) -> None:
-        """Note what a member brings, mine included."""
-
-    def fetched(self, digest: bytes) -> None:
-        """A chunk has come, or could not be had now."""
-
-    def work(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Do what has become possible: in all shards, or where the last event concerned them."""
-
-    def closable(self, now_s: float) -> Iterable[int] | None:
-        """The places of the items that could be decided now; None to wait on."""
-
-    def may_accept(self, value: bytes) -> bool:
-        """Return True if I may accept this list now; otherwise fetch what that takes."""
-
-    @property
-    def repeated(self) -> list[Message]:
-        """What I said of content and others may have missed."""
-
-
 class Closing:
     """One member's part in how an exchange ends.
 
@@ -103,21 +69,13 @@ class Closing:
     """
 
     def __init__(
-        self,
-        key: Key,
-        view: bytes,
-        roster: Roster,
-        terms: RoundTerms,
-        timing: Timing,
-        content: Content,
-        prior_tokens: int | None,
-        holds_back: Callable[[], bool],
+        self, context: ExchangeContext, content: Content, prior_tokens: int | None, holds_back: Callable[[], bool]
     ) -> None:
-        self._roster, self._terms, self._timing, self._content = roster, terms, timing, content
-        self.prior_tokens = prior_tokens
+        self._context, self._content, self.prior_tokens = context, content, prior_tokens
+        roster = self._roster = context.roster
         self.decision = Decision(
-            key,
-            view,
+            context.key,
+            context.view,
             roster.me,
             roster.ordered,
             holds_back=holds_back,
@@ -136,7 +94,7 @@ class Closing:
 
     def require_list(self, value: bytes) -> CloseList:
         """Decode a value that is put forward; `BadCloseList` if no correct proposer does so."""
-        return decode_close_list(value, self._terms, self._roster.contributors)
+        return decode_close_list(value, self._context.terms, self._roster.contributors)
 
     def put_forward(self, now_s: float) -> Sends:
         """Put a close list forward if there is one and it is my turn."""
@@ -161,7 +119,7 @@ class Closing:
         if self.state == "fetching":
             held = self._content.availability.held
             missing = [item for item in self.close.items if item.digest not in held]
-            self._content.fetches.collect(missing)
+            self._content.collect(missing)
             # What was in the chunk store already is here now.
             if all(item.digest in held for item in missing):
                 self._move("held")
@@ -184,7 +142,7 @@ class Closing:
         if self.prior_tokens is None and not self._roster.contributes:
             return None
         places = self._content.closable(now_s)
-        is_over = now_s >= self._timing.ends_s or not self._roster.living
+        is_over = now_s >= self._context.ends_s or not self._roster.living
         return () if places is None and is_over else places
 
     def _turn_s(self) -> float:
@@ -201,7 +159,7 @@ class Closing:
         offers, agreed = self._content.offers, self._content.availability.agreed
         items = tuple(agreed[place] for place in places)
         if not offers.includes(self._included(items)):
-            if now_s < self._timing.ends_s:
+            if now_s < self._context.ends_s:
                 # A reducer heard of a member whose offer I lack: a member that knows it proposes.
                 return None
             items = ()

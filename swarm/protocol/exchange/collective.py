@@ -4,8 +4,8 @@ Sans I/O: events come in (`offer`, `receive`, `fetched`, `reduced`, `unreduced`,
 out (`take`). The parts, each readable alone:
 
     roster.py     who contributes, who only votes, who is suspect
-    offers.py     what members offered        holdings.py   which items are here, and who holds what
-    fetches.py    what is on its way          actions.py    what is to be done
+    offers.py     what members offered        availability.py   which items are here, and who holds what
+    actions.py    what is to be done          content.py        the content, and what of it is on its way
     mean.py, gather.py, voter.py              what a member makes of the content, by kind and part
     closing.py    when a list is put forward, which one is decided, when it can be applied
 
@@ -24,12 +24,14 @@ from farflock.swarm.messages import Decided, Holds, Key, Offer, PaxosMessage, Pr
 from farflock.swarm.protocol.exchange.actions import Action, Actions
 from farflock.swarm.protocol.exchange.availability import has
 from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms
-from farflock.swarm.protocol.exchange.closing import Closing, Content
+from farflock.swarm.protocol.exchange.closing import Closing
+from farflock.swarm.protocol.exchange.content import ExchangeContext
 from farflock.swarm.protocol.exchange.gather import Gather
 from farflock.swarm.protocol.exchange.mean import Mean
 from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.timing import RESEND_S, Timing
 from farflock.swarm.protocol.exchange.voter import Voter
+
+RESEND_S = 0.5
 
 
 class Collective:
@@ -50,22 +52,16 @@ class Collective:
         holding: Callable[[bytes], bool] = lambda digest: False,
         holds_back: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.key, self.view, self.roster, self._terms = key, view, roster, terms
-        self._timing = Timing(started_s, terms.deadline_s)
-        self._actions = Actions(roster)
-        self.content = self._content(holding)
-        self.closing = Closing(key, view, roster, terms, self._timing, self.content, prior_tokens, holds_back)
+        self.key, self.view, self.roster = key, view, roster
+        self._actions = Actions(roster.others)
+        context = ExchangeContext(key, view, roster, terms, started_s, self._actions, holding)
+        self.ends_s = context.ends_s  # the deadline: from then on an empty list is put forward
+        kind = Voter if not roster.contributes else Gather if terms.kind == "gather" else Mean
+        self._terms, self.content = terms, kind(context)
+        self.closing = Closing(context, self.content, prior_tokens, holds_back)
         self._reported = b""
         self._sent_s = 0.0
         self._rely_on_the_living()
-
-    def _content(self, holding: Callable[[bytes], bool]) -> Content:
-        roster, terms, timing, actions = self.roster, self._terms, self._timing, self._actions
-        if not roster.contributes:
-            return Voter(roster, terms, actions, holding)
-        if terms.kind == "gather":
-            return Gather(roster, terms, timing, actions, holding)
-        return Mean(self.key, self.view, roster, terms, timing, actions, holding)
 
     # events
 
@@ -99,10 +95,9 @@ class Collective:
 
     def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
         """A fetch is over: the chunk is here (`intact`), is `corrupt`, or could not be had now."""
-        self.content.fetches.ended(digest, intact=intact, corrupt=corrupt)
+        self.content.fetched(digest, intact=intact, corrupt=corrupt)
         if intact and not corrupt:
             self._actions.send(self.closing.decision.resume())
-        self.content.fetched(digest)
         self._advance(now_s)
 
     def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
@@ -126,7 +121,7 @@ class Collective:
         if now_s - self._sent_s >= RESEND_S:
             self._sent_s = now_s
             self._repeat()
-        self.content.fetches.collect(self.content.availability.wanted())
+        self.content.collect(self.content.availability.wanted())
         self._advance(now_s, everywhere=True)
 
     def take(self) -> list[Action]:
@@ -134,11 +129,6 @@ class Collective:
         return self._actions.take()
 
     # what is known
-
-    @property
-    def ends_s(self) -> float:
-        """The deadline: from then on an empty list is put forward."""
-        return self._timing.ends_s
 
     @property
     def close(self) -> CloseList | None:

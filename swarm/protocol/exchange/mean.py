@@ -12,18 +12,18 @@ lacks, in a mean that has each as a whole. A shard that somebody else reduces st
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable
-from typing import Literal, Protocol
+from collections.abc import Collection, Iterable
+from typing import Literal
 
-from farflock.swarm.messages import MAX_MEMBERS, Key, Message, Offer, Reduced
-from farflock.swarm.protocol.exchange.actions import Actions, Reduce
-from farflock.swarm.protocol.exchange.availability import Availability, RoundItem, contributions, mask_of
-from farflock.swarm.protocol.exchange.close_list import RoundTerms
-from farflock.swarm.protocol.exchange.fetches import Fetches
-from farflock.swarm.protocol.exchange.offers import Input, Offers
-from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.timing import Timing
+from farflock.swarm.messages import MAX_MEMBERS, Message, Offer, Reduced
+from farflock.swarm.protocol.decide import TAKEOVER_S
+from farflock.swarm.protocol.exchange.actions import Reduce
+from farflock.swarm.protocol.exchange.availability import RoundItem, contributions, mask_of
+from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
+from farflock.swarm.protocol.exchange.offers import Input
 from farflock.swarm.protocol.transitions import after
+
+LATE_REDUCER = 0.7  # of the deadline: from then on a live but silent reducer is replaced
 
 ShardState = Literal["idle", "reducing", "announced"]
 ShardEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
@@ -36,106 +36,24 @@ SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
 }
 
 
-class Mixture(Protocol):
-    """Which contributions the shards of one mean may have in them, taken together."""
+class Mean(Content):
+    """The content of a mean at a member that contributes to it.
 
-    def heard(self, item: RoundItem) -> None:
-        """Note a reduction that somebody announced."""
-
-    def admits(self, member: int) -> bool:
-        """Whether this member's contribution may be in what is reduced from now on."""
-
-    def allows(self, item: RoundItem) -> bool:
-        """Whether a reduction has only such contributions in it."""
-
-    def has_shrunk(self) -> bool:
-        """Whether fewer may be in than when this was asked last."""
-
-    def agrees(self, items: Collection[RoundItem]) -> bool:
-        """Whether one close list may have all these shards."""
-
-
-class Mixed:
-    """Each shard stands for itself: it has whichever contributions its reducer could get."""
-
-    def heard(self, item: RoundItem) -> None:
-        """It restricts nothing."""
-
-    def admits(self, member: int) -> bool:
-        """Everybody's may be in."""
-        return True
-
-    def allows(self, item: RoundItem) -> bool:
-        """Any may be in the list."""
-        return True
-
-    def has_shrunk(self) -> bool:
-        """It never does."""
-        return False
-
-    def agrees(self, items: Collection[RoundItem]) -> bool:
-        """Any go together."""
-        return True
-
-
-class Uniform:
-    """Each contribution is in all shards or in none.
-
-    Where one shard has been reduced without a member, because it died while others fetched from it,
-    the reducers of the other shards reduce again without it.
+    In a `uniform` mean each contribution is in all shards or in none: where one shard has been
+    reduced without a member, because it died while others fetched from it, the reducers of the
+    other shards reduce again without it.
     """
 
-    def __init__(self) -> None:
-        # One bit for each member that is in every reduction announced so far.
+    def __init__(self, context: ExchangeContext) -> None:
+        shards, uniform = context.terms.shards, context.terms.uniform
+        super().__init__(context, shards, fewest=uniform)
+        # One bit for each member that may be in all shards; if not uniform, nobody is left out.
         self._common = (1 << MAX_MEMBERS) - 1
-        self._is_news = False
-
-    def heard(self, item: RoundItem) -> None:
-        """From now on only what is in this one too can be in all."""
-        self._common &= int.from_bytes(item.mask, "little")
-        self._is_news = True
-
-    def admits(self, member: int) -> bool:
-        """A member that no announced reduction lacks."""
-        return bool(self._common >> member & 1)
-
-    def allows(self, item: RoundItem) -> bool:
-        """Whether nobody is in it whom another one lacks."""
-        return not int.from_bytes(item.mask, "little") & ~self._common
-
-    def has_shrunk(self) -> bool:
-        """Whether a reduction was announced since this was asked last."""
-        was_news, self._is_news = self._is_news, False
-        return was_news
-
-    def agrees(self, items: Collection[RoundItem]) -> bool:
-        """Whether all have the same contributions."""
-        return len({item.mask for item in items}) == 1
-
-
-class Mean:
-    """The content of a mean at a member that contributes to it."""
-
-    def __init__(
-        self,
-        key: Key,
-        view: bytes,
-        roster: Roster,
-        terms: RoundTerms,
-        timing: Timing,
-        actions: Actions,
-        holding: Callable[[bytes], bool],
-    ) -> None:
-        self._key, self._view = key, view
-        self._roster, self._terms, self._timing, self._actions = roster, terms, timing, actions
-        self._mixture: Mixture = Uniform() if terms.uniform else Mixed()
-        self.offers = Offers(terms.shards)
-        self.availability = Availability(terms.shards, len(roster.peers), roster.me, fewest=terms.uniform)
-        self.fetches = Fetches(roster, self.availability, actions, terms.shards, holding, self._makers)
-        self._states: list[ShardState] = ["idle"] * terms.shards
+        self._may_narrow = False  # a reduction was announced since `_narrow` looked
+        self._states: list[ShardState] = ["idle"] * shards
         # By shard that I reduce or have reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
-        self._announced: dict[int, Reduced] = {}  # in the order in which I said so
+        self._results: dict[int, Reduced] = {}  # in the order in which I announced them
         # By contribution that is not here yet, the shards that need it.
         self._waiting: dict[bytes, set[int]] = {}
         self._concerned: set[int] = set()  # shards that may have become reducible
@@ -146,36 +64,38 @@ class Mean:
         """Note what a member offers or has reduced, mine included."""
         if isinstance(message, Reduced):
             self._take_reduced(member, message)
-        elif self.offers.add(member, message) and member == self._roster.me:
-            self.availability.hold_all(message.digests)
+        else:
+            self.add_offer(member, message)
 
-    def fetched(self, digest: bytes) -> None:
+    def fetched(self, digest: bytes, *, intact: bool, corrupt: bool) -> None:
         """A contribution has come, or could not be had: look again at its shards."""
+        super().fetched(digest, intact=intact, corrupt=corrupt)
         self._concerned |= self._waiting.pop(digest, set())
 
     def reduced(self, shard: int, digest: bytes, size: int, rejected: Collection[int]) -> None:
         """Announce my reduction of a shard, without the corrupt payloads of `rejected` members."""
         self._move(shard, "reduced")
-        inputs = self._inputs[shard]
-        self.availability.spoil_all(entry for member, _, entry in inputs if member in rejected)
-        self.availability.hold_all([digest])
+        context, inputs = self._context, self._inputs[shard]
+        self.availability.spoil(*(entry for member, _, entry in inputs if member in rejected))
+        self.availability.hold(digest)
         mask = mask_of(member for member, _, _ in inputs if member not in rejected)
-        message = self._announced[shard] = Reduced(self._key, self._view, shard, digest, size, mask)
+        message = self._results[shard] = Reduced(context.key, context.view, shard, digest, size, mask)
         self._take_reduced(self._roster.me, message)
-        self._actions.to_others(message)
+        context.actions.to_others(message)
 
     def unreduced(self, shard: int) -> None:
         """No payload of a reduction was usable; try again with whatever else comes."""
         self._move(shard, "spoilt")
-        self.availability.spoil_all(digest for _, _, digest in self._inputs.pop(shard))
+        self.availability.spoil(*(digest for _, _, digest in self._inputs.pop(shard)))
         self._concerned.add(shard)
 
     def _take_reduced(self, member: int, message: Reduced) -> None:
         known = 0 < int.from_bytes(message.mask, "little") < 1 << len(self._roster.peers)
         if message.shard < self._terms.shards and known:
-            item = item_of(message)
-            self._mixture.heard(item)
-            self.fetches.announced(member, item)
+            if self._terms.uniform:
+                self._common &= int.from_bytes(message.mask, "little")
+                self._may_narrow = True
+            self.announced(member, item_of(message))
 
     # what follows from them
 
@@ -186,25 +106,21 @@ class Mean:
         for shard in shards:
             if self._states[shard] == "idle" and self._is_mine(shard, now_s):
                 self._try(shard, now_s)
-        if self._mixture.has_shrunk():
+        if self._may_narrow:
+            self._may_narrow = False
             self._narrow()
 
     @property
     def repeated(self) -> list[Message]:
         """My offer, and what I have reduced."""
-        me = self._roster.me
-        return [*([self.offers[me]] if me in self.offers else []), *self._announced.values()]
+        return [*super().repeated, *self._results.values()]
 
     def closable(self, now_s: float) -> Iterable[int] | None:
         """The places of all shards, once one result of each is agreed."""
-        agreed = self.availability.agreed
-        if len(agreed) < self._terms.shards or not self._mixture.agrees(agreed.values()):
+        agreed, shards = self.availability.agreed, self._terms.shards
+        if len(agreed) < shards or (self._terms.uniform and len({item.mask for item in agreed.values()}) > 1):
             return None
-        return range(self._terms.shards)
-
-    def may_accept(self, value: bytes) -> bool:
-        """A contributor accepts any list that could be applied: it gets the content afterwards."""
-        return True
+        return range(shards)
 
     def _move(self, shard: int, event: ShardEvent) -> None:
         self._states[shard] = after(SHARD_TABLE, self._states[shard], event)
@@ -212,7 +128,7 @@ class Mean:
     def _begin(self, shard: int, event: ShardEvent, inputs: tuple[Input, ...]) -> None:
         self._move(shard, event)
         self._inputs[shard] = inputs
-        self._actions.add(Reduce(shard, inputs))
+        self._context.actions.add(Reduce(shard, inputs))
 
     def _try(self, shard: int, now_s: float) -> None:
         """Fetch the contributions to a shard of mine; reduce once all that will come have come."""
@@ -222,17 +138,17 @@ class Mean:
         for member, digest in missing:
             self._waiting.setdefault(digest, set()).add(shard)
             size = self.offers[member].sizes[shard]
-            self.fetches.fetch(shard, digest, size, functools.partial(_only, member))
+            self.fetch(shard, digest, size, functools.partial(_only, member))
         if self._may_reduce(now_s, len(inputs), {member for member, _ in missing}):
             self._begin(shard, "begun", tuple(entry for entry in inputs if entry[2] in held))
 
     def _narrow(self) -> None:
         """Reduce once more what has contributions in it that another shard does not have."""
-        for shard in list(self._announced):
-            fewer = tuple(entry for entry in self._inputs[shard] if self._mixture.admits(entry[0]))
-            has = contributions(item_of(self._announced[shard]))
+        for shard in list(self._results):
+            fewer = tuple(entry for entry in self._inputs[shard] if self._common >> entry[0] & 1)
+            has = contributions(item_of(self._results[shard]))
             if max(self._terms.min_participants, 1) <= len(fewer) < has:
-                del self._announced[shard]  # until it is replaced
+                del self._results[shard]  # until it is replaced
                 self._begin(shard, "narrowed", fewer)
 
     def _is_mine(self, shard: int, now_s: float) -> bool:
@@ -240,31 +156,33 @@ class Mean:
 
         A reducer that lives and stays silent is replaced late in the round, if nobody else has been.
         """
-        line = self._roster.reducers(shard)
-        rank = line.index(self._roster.me)
+        order = self._roster.reducers(shard)
+        rank = order.index(self._roster.me)
         if rank == 0:
             return True
         results = self.availability.rivals[shard].values()
-        rivals = [item.digest for item in results if self._mixture.allows(item)]
+        rivals = [item.digest for item in results if not int.from_bytes(item.mask, "little") & ~self._common]
         if any(digest in self.availability.held for digest in rivals):
             return False
-        if all(member in self._roster.suspects for member in line[:rank]):
+        if all(member in self._roster.suspects for member in order[:rank]):
             return True
-        return not rivals and now_s >= self._timing.replaced_s(rank)
+        return (
+            not rivals and now_s >= self._context.started_s + self._terms.deadline_s * LATE_REDUCER + TAKEOVER_S * rank
+        )
 
     def _usable(self, shard: int) -> tuple[Input, ...]:
         """The contributions to a shard that may be in its result, in member order."""
         return tuple(
             (member, weight, digest)
             for member, weight, digest in self.offers.inputs(shard)
-            if digest not in self.availability.corrupt and self._mixture.admits(member)
+            if digest not in self.availability.corrupt and self._common >> member & 1
         )
 
     def _may_reduce(self, now_s: float, offered: int, missing: set[int]) -> bool:
         living, suspects = self._roster.living, self._roster.suspects
         usable = offered - len(missing) >= self._terms.min_participants
         all_here = self.offers.includes(living) and not missing - suspects
-        return usable and (all_here or now_s >= self._timing.soft_s)
+        return usable and (all_here or now_s >= self._context.soft_s)
 
     def _makers(self, item: RoundItem) -> tuple[int, ...]:
         return self._roster.reducers(item.index)

@@ -7,7 +7,7 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import MAX_MEMBERS, MAX_SHARDS, Key
 from farflock.swarm.protocol.exchange.availability import RoundItem
-from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, told
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, last_shards
 
 RoundStatus = Literal["ok", "partial", "alone", "failed", "lost"]
 
@@ -82,7 +82,7 @@ class Stream:
             case "all":
                 return list(close.items)
             case "last":
-                return told(close, self.terms.shards)
+                return last_shards(close, self.terms.shards)
             case "none":
                 return []
 

@@ -47,7 +47,7 @@ async def train(bench, victim, scale):
                 node.found()
             else:
                 await node.join([bench.record(other) for other in range(number)], 60.0)
-            while len(peer.port.views.newest.members) < 3:  # noqa: ASYNC110 - virtual time
+            while len(peer.context.views.newest.members) < 3:  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.1)
             await node.loop.run(TOKENS, drain_s=30.0)
             done.append(number)

@@ -94,7 +94,7 @@ def test_many_peers_are_let_in_at_once_and_every_rank_sees_all_of_them():
 
     with farflock.local_swarm(8) as swarm:
         seen = swarm.train(work)
-        views = {made._here.peer.port.views.newest.number for made in swarm.optimizers.values()}
+        views = {made._here.peer.context.views.newest.number for made in swarm.optimizers.values()}
     assert {len(members) for members in seen} == {8}
     assert views == {1}
 

@@ -45,7 +45,7 @@ class Members:
         self.me, self._gone, self._answers, self.asked = me, gone, answers, 0
         members = tuple(Member(f"m{number}", 1, stage) for number, stage in enumerate(stages))
         self._view = Certified(View(1, bytes(32), 0, members))
-        self.port = self
+        self.context = self
 
     @property
     def views(self):

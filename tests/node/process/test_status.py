@@ -41,7 +41,7 @@ def node_in(folder, members=("me", "other"), awaited=0, is_member=True, role="re
     what = SimpleNamespace(stream="delta", round=4)
     peer = SimpleNamespace(
         me="me",
-        port=port,
+        context=port,
         membership=SimpleNamespace(is_member=is_member, branch=None),
         pairing=SimpleNamespace(unsure_rounds=0),
     )

@@ -44,7 +44,7 @@ def test_a_fresh_peer_holds_next_to_nothing():
         ("membership.sync", "_asked", set(range(MANY))),
         ("snapshots", "forgotten", [1] * MANY),
         ("pairing", "_early", {"one": collections.deque([0] * MANY)}),
-        ("port", "counters", collections.Counter(range(MANY))),
+        ("context", "counters", collections.Counter(range(MANY))),
     ],
 )
 def test_a_container_that_grows_is_found_and_named(part, name, grown):

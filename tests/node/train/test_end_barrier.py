@@ -21,7 +21,7 @@ class Here:
     def __init__(self, members=2):
         self.time_s, self.alone, self.agreed, self.estimate = 0.0, False, 0, 0
         self.newest = SimpleNamespace(members=[None] * members)
-        self.port = self.views = self.rounds = self.tallies = self
+        self.context = self.views = self.rounds = self.tallies = self
         self.pending, self.next_rounds = (), {"delta": 4}
         self.streams = [SimpleNamespace(deadline_s=PATIENCE_S)]
         self.said = {"delta": {"mate": TallyReport(True, 4)}}
@@ -42,7 +42,7 @@ class Here:
         assert stage is None
         self.ended[name] = number
 
-    def told(self, name):
+    def reports(self, name):
         return {"me": TallyReport(True, self.ended[name]), **self.said[name]}  # who has told nothing has no book
 
     def called(self, name):

@@ -43,7 +43,7 @@ def between(bench, text, work):
             await other.join([made.record(0)], 30.0)
             while not (one.membership.is_member and other.membership.is_member):  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.5)
-            first = max(peer.port.views.newest.first_round for peer in (one, other))
+            first = max(peer.context.views.newest.first_round for peer in (one, other))
             clients = [ExchangeClient(peer, 3) for peer in (one, other)]
             return await work(clients, first)
 

@@ -99,7 +99,7 @@ def joined(bench, text, broken):
             await second.join([made.record(0)], 60.0)
             other = second.loop.driver
             assert second.loop.driver.position.rounds == {"delta": 3}
-            return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.port.counters
+            return state_hash(state), state_hash(other.method.snapshot(other.replica)), newcomer.context.counters
 
     return run_virtual(main())
 
@@ -226,10 +226,10 @@ def test_a_stage_s_state_has_a_name_of_its_own_and_only_its_members_count(bench,
             peer.found()
             driver.contributions = Books()
             state_sync = StateSync(peer, driver, client, inline)
-            newest = peer.port.views.newest
+            newest = peer.context.views.newest
             others = (Member("a", 1, 1), Member("b", 1, 0), Member("c", 1, NOTHING))
             members = (*newest.members, *others)
-            peer.port.chain.views.append(Certified(View(1, newest.hash, 0, members)))
+            peer.context.chain.views.append(Certified(View(1, newest.hash, 0, members)))
             state_sync.open()
             driver.trained(64, client.members())
             return set(peer.snapshots._providers), driver.members, driver.tokens

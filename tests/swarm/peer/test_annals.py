@@ -26,10 +26,10 @@ class Ears:
 
     def listen(self):
         rounds = self.looker.rounds
-        if rounds.oldest_told(self.name) > self.next:
-            self.skipped += rounds.oldest_told(self.name) - self.next
-            self.next = rounds.oldest_told(self.name)
-        while (told := rounds.told(self.name, self.next)) is not None:
+        if rounds.oldest_kept(self.name) > self.next:
+            self.skipped += rounds.oldest_kept(self.name) - self.next
+            self.next = rounds.oldest_kept(self.name)
+        while (told := rounds.last_shards(self.name, self.next)) is not None:
             self.heard[self.next] = tuple(json.loads(told[0])["names"]) if told else ()
             self.next += 1
 
@@ -52,7 +52,7 @@ async def test_who_looks_on_and_was_away_for_longer_than_the_log_hears_of_every_
     await away(made, made.nodes[3], 3 * LOG_ROUNDS)
     await ears.all_of(made, made.newest(0))
     assert (ears.skipped, len(ears.heard) >= 3 * LOG_ROUNDS) == (0, True)
-    assert made.nodes[3].peer.port.counters["lost rounds"] == 0
+    assert made.nodes[3].peer.context.counters["lost rounds"] == 0
 
 
 @flock(0, 0, 1, NOTHING, witnessed=True)
@@ -60,7 +60,7 @@ async def test_only_what_a_round_was_about_stays_when_it_leaves_the_log(made):
     await made.go_on(0, 2 * LOG_ROUNDS, 60.0)
     await asyncio.sleep(1.0)
     for node in made.nodes.values():
-        state, store = node.rounds._streams[name_of(0)], node.peer.port.store
+        state, store = node.rounds._streams[name_of(0)], node.peer.context.store
         assert len(state.log) == LOG_ROUNDS
         assert list(state.annals) + list(state.log) == list(range(node.rounds.newest(name_of(0)) + 1))
         for number, entry in state.annals.items():
@@ -76,7 +76,7 @@ async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
     assert state.annals
     node.rounds.close(name)
     assert (len(state.log), len(state.annals), state.annals_bytes) == (0, 0, 0)
-    pins = [pin[1] if isinstance(pin, tuple) else pin for pin in node.peer.port.store._pinned_by]
+    pins = [pin[1] if isinstance(pin, tuple) else pin for pin in node.peer.context.store._pinned_by]
     assert not [pin for pin in pins if isinstance(pin, Key) and pin.stream == name]
 
 
@@ -84,7 +84,7 @@ async def test_of_a_stream_that_is_closed_nothing_is_kept(made):
 async def test_a_stream_that_is_not_witnessed_has_no_annals(made):
     await made.go_on(0, LOG_ROUNDS + 3, 60.0)
     assert not any(node.rounds._streams[name_of(0)].annals for node in made.nodes.values())
-    assert made.nodes[3].rounds.oldest_told(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
+    assert made.nodes[3].rounds.oldest_kept(name_of(0)) == made.nodes[3].rounds.oldest(name_of(0))
 
 
 @flock(0, 0, 0, 1, witnessed=True)
@@ -95,7 +95,7 @@ async def test_a_server_that_brings_nothing_and_was_left_behind_is_called_to_a_r
     await asyncio.sleep(10.0)
     assert not idle.rounds.called(name) or idle.rounds.newest(name) == made.newest(0)
     await away(made, idle, 2 * LOG_ROUNDS)
-    await until(lambda: idle.peer.port.counters["lost rounds"] > 0, 30.0, "word that the round is gone")
+    await until(lambda: idle.peer.context.counters["lost rounds"] > 0, 30.0, "word that the round is gone")
     assert idle.rounds.called(name)
     number = idle.rounds.newest(name) + 1
     outcome = await asyncio.wait_for(idle.peer.exchange(name, number, [b'{"name": "idle"}'] * SHARDS, tokens=0), 30.0)
@@ -115,7 +115,7 @@ def test_annals_are_bounded_and_what_has_left_them_is_said_to_be_skipped(monkeyp
         for node in made.nodes.values():
             state = node.rounds._streams[name_of(0)]
             assert 0 < len(state.annals) <= 8
-            assert node.peer.port.store.size_bytes < 100_000
+            assert node.peer.context.store.size_bytes < 100_000
 
     main()
 
@@ -181,7 +181,7 @@ async def test_one_word_beside_others_who_have_nothing_to_say_yet_leads_nobody_a
     await asyncio.sleep(10.0)
     before = looker.rounds.newest(name)
     word = Forgotten(Key(name, before + 1), 2**40, 2**40)
-    looker.rounds.receive(liar.id, liar.peer.port.incarnation, word)
+    looker.rounds.receive(liar.id, liar.peer.context.incarnation, word)
     assert looker.rounds._streams[name].forgotten.by(before + 1, liar.id) == word
     await asyncio.sleep(HOPELESS_S + 5.0)
     assert looker.rounds.newest(name) == before
@@ -218,8 +218,8 @@ def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
     async def main(made):
         looker, name = made.nodes[3], name_of(0)
         await made.go_on(0, 2)
-        chunks, begun, pins = looker.peer.port.chunks, asyncio.Event(), looker.peer.port.store._pinned_by
-        spawn, fetch = looker.peer.port.spawn, chunks.fetch
+        chunks, begun, pins = looker.peer.context.chunks, asyncio.Event(), looker.peer.context.store._pinned_by
+        spawn, fetch = looker.peer.context.spawn, chunks.fetch
 
         def spawned(work):
             if work.__name__ == "_fetch_for":
@@ -230,7 +230,7 @@ def test_a_stream_may_be_closed_while_what_it_votes_for_is_on_its_way(after_s):
             await asyncio.sleep(2.0)
             return await fetch(*given, **options)
 
-        chunks.fetch, looker.peer.port.spawn = slow, spawned
+        chunks.fetch, looker.peer.context.spawn = slow, spawned
         going = asyncio.create_task(made.go_on(0, 2))
         await begun.wait()
         await asyncio.sleep(after_s)

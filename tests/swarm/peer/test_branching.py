@@ -41,13 +41,13 @@ class Lines(Herd):
 
     def agreed(self, node, outcome, contents, name):
         number = outcome.key.round
-        place = (node.peer.port.views.at(number).hash, number)
+        place = (node.peer.context.views.at(number).hash, number)
         result = (contents, outcome.participants, outcome.tokens, node.state)
         assert self.by_view.setdefault(place, result) == result, f"two results of round {number} in one view"
 
     def check_line(self, *numbers):
         """All these nodes are on one line, in its view, and nothing counts twice in its log."""
-        chains = [self.nodes[number].peer.port.views for number in numbers]
+        chains = [self.nodes[number].peer.context.views for number in numbers]
         assert len({chain.newest.hash for chain in chains}) == 1
         assert all(self.nodes[number].peer.membership.is_member for number in numbers)
         counted, tokens, rounds = collections.Counter(), 0, 0
@@ -98,7 +98,7 @@ def names_of(herd, *numbers):
 def is_one(herd, *numbers):
     """Whether these nodes are all members of one newest view."""
     nodes = [herd.nodes[number] for number in numbers]
-    if not all(node.peer.port.chain and node.peer.membership.is_member for node in nodes):
+    if not all(node.peer.context.chain and node.peer.membership.is_member for node in nodes):
         return False
     return len({node.view.hash for node in nodes}) == 1 and nodes[0].members == {node.id for node in nodes}
 
@@ -237,7 +237,7 @@ async def test_rounds_of_an_old_view_whose_members_were_all_replaced_since_are_t
         await asyncio.sleep(9)
         herd.start(number)
         herd.nodes[number].quiet = True
-        await until(lambda: all(len(node.members) == 5 for node in herd.nodes.values() if node.peer.port.chain), 30)
+        await until(lambda: all(len(node.members) == 5 for node in herd.nodes.values() if node.peer.context.chain), 30)
         await asyncio.sleep(4)
     moment_s = now()
     for node in herd.nodes.values():
@@ -285,7 +285,7 @@ async def test_a_founder_that_founds_the_run_again_while_it_sees_nobody_finds_ba
 @lines(5, group=2)
 async def test_pairs_branch_and_meet_too(herd):
     for node in herd.nodes.values():
-        node.peer.port.progress_tokens = lambda node=node: node.serial * TOKENS
+        node.peer.context.progress_tokens = lambda node=node: node.serial * TOKENS
     herd.kill(0)
     herd.network.partition(ids(herd, 1, 2), ids(herd, 3, 4))
     await asyncio.sleep(AFTER_S + 15)
@@ -307,14 +307,14 @@ def told(herd, number, sender, message, incarnation=1):
 async def test_nobody_signs_a_branch_while_a_quorum_is_there(herd):
     node, other = herd.nodes[0], herd.nodes[1]
     sent = []
-    node.peer.port.links.send = lambda peer, frame: sent.append(frame) or True
+    node.peer.context.links.send = lambda peer, frame: sent.append(frame) or True
     view = branch_of(node.view, (0,), node.applied + 5)
     index = {node.view.peers.index(other.id)}
     for founders in (index, {1}, {2}):
         view = branch_of(node.view, founders, node.applied + 5)
         told(herd, 0, other.id, BranchAsk(encode(view)), other.incarnation)
     assert not any(b"branch" in frame for frame in sent)
-    del node.peer.port.links.send
+    del node.peer.context.links.send
 
 
 @lines(3)
@@ -322,7 +322,7 @@ async def test_hostile_messages_about_branches_change_nothing_and_are_counted(he
     node, member = herd.nodes[0], herd.nodes[1]
     stranger = IDENTITIES[4].peer
     await asyncio.sleep(1)
-    chain = node.peer.port.views
+    chain = node.peer.context.views
     view, me = chain.newest, chain.newest.peers.index(node.id)
     lone = branch_of(view, ({0, 1, 2} - {me, 0}) or {1}, 5)
     lure = trail(Chain("run", [*chain.views[:-1], Certified(lone)]))
@@ -343,7 +343,7 @@ async def test_hostile_messages_about_branches_change_nothing_and_are_counted(he
         await asyncio.sleep(1.5)
     assert node.view.hash == view.hash
     assert not node.peer.branching.adrift
-    assert sum(count for reason, count in node.peer.port.counters.items() if reason.startswith("dropped")) >= 12
+    assert sum(count for reason, count in node.peer.context.counters.items() if reason.startswith("dropped")) >= 12
     assert not any(status == "lost" for _, _, status in node.events)
 
 
@@ -353,27 +353,27 @@ async def test_a_stranger_cannot_lend_tokens_to_a_line_that_it_is_not_in(herd):
     await until(lambda: None not in names_of(herd, 3, 4), AFTER_S + 15, "the branch")
     await until(lambda: len(herd.nodes[0].members) == 3, 20, "the main line's view")
     node, stranger = herd.nodes[0], IDENTITIES[4].peer
-    chain = herd.nodes[3].peer.port.views
-    views_there = branches.lacking(chain, fork_of(chain, node.view.number, trail(node.peer.port.views)))
+    chain = herd.nodes[3].peer.context.views
+    views_there = branches.missing_views(chain, fork_of(chain, node.view.number, trail(node.peer.context.views)))
     message = Lineage(2**62, chain.newest.number, trail(chain), views_there)
     for _ in range(20):
         told(herd, 0, stranger, msgspec.structs.replace(message, views=()))
         told(herd, 0, stranger, message)
         await asyncio.sleep(1)
     assert node.peer.membership.branch is None
-    assert node.peer.port.counters["dropped: not from a member"] >= 10
+    assert node.peer.context.counters["dropped: not from a member"] >= 10
 
 
 @lines(3)
 async def test_who_gave_up_a_view_never_acts_in_it_again(herd):
     node = herd.nodes[2]
     old = node.view
-    assert node.peer.port.my_index(old) is not None
-    node.peer.port.forsake()
-    assert node.peer.port.my_index(old) is None
+    assert node.peer.context.my_index(old) is not None
+    node.peer.context.forsake()
+    assert node.peer.context.my_index(old) is None
     assert not node.peer.membership.is_member
     await until(lambda: node.view.number >= old.number + 2 and node.peer.membership.is_member, 30, "its return")
-    assert node.peer.port.my_index(old) is None
+    assert node.peer.context.my_index(old) is None
 
 
 # Seeded disasters.

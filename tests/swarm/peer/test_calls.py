@@ -285,7 +285,7 @@ async def test_a_pause_of_either_side_is_waited_for(world):
         await asyncio.sleep(pause_at_s - now())
         world.network.stop("server")
         await asyncio.sleep(STALE_S)
-        assert caller.port.life("server") == "suspect"
+        assert caller.context.life("server") == "suspect"
         world.network.cont("server")
     assert await asking == CallReply(b"do", backwards(data_of(900_000)))
     assert now() > 6.0 + STALE_S
@@ -338,7 +338,7 @@ def test_peers_carry_calls_between_their_links_and_their_handlers():
                 )
                 assert reply == CallReply(b"%d" % number, backwards(payload))
             assert set(server.calls.handler.served.values()) == {1}
-            server.port.links.send(caller.me, pack(Frame(2, Answer(1, 99, "ok"))))
+            server.context.links.send(caller.me, pack(Frame(2, Answer(1, 99, "ok"))))
             await asyncio.sleep(1.0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

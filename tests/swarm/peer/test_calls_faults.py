@@ -69,7 +69,7 @@ async def test_a_late_copy_of_a_call_is_served_neither_after_it_was_heard_nor_af
         world.say(caller, server, Call(number, b"again"))
     await asyncio.sleep(1.0)
     assert server.calls.handler.judged == {("caller", b"do"): 1}
-    assert caller.port.counters["dropped: answer to no call"] == 2, "who still waited would wait in vain"
+    assert caller.context.counters["dropped: answer to no call"] == 2, "who still waited would wait in vain"
 
 
 @in_a_world
@@ -78,7 +78,7 @@ async def test_a_call_whose_answer_is_gone_fails_before_its_deadline(world):
     world.lose(Answer, times=10**6)
     asking = asyncio.create_task(caller.fails("server", timeout_s=1000.0))
     await asyncio.sleep(1.0)
-    server.calls._serving._end(("caller", caller.port.incarnation, 0))  # as at the end of its lease
+    server.calls._serving._end(("caller", caller.context.incarnation, 0))  # as at the end of its lease
     world.taps.clear()
     assert await asking == "deadline"
     assert now() < 1.0 + RESEND_S + 2 * RTT_S
@@ -198,4 +198,4 @@ async def test_a_caller_that_comes_back_uses_the_same_ids_and_gets_its_own_answe
     successor = world.peer("caller")
     assert (await successor.ask("server", b"new")).body == b"new"
     assert server.calls.handler.served == {("caller", b"old"): 1, ("caller", b"new"): 1}
-    assert successor.port.counters["dropped: answer to no call"] == 1
+    assert successor.context.counters["dropped: answer to no call"] == 1

@@ -27,14 +27,14 @@ async def test_an_answer_counts_only_from_who_was_asked_and_for_the_call_and_the
     liar = world.peer("liar")
     asking = asyncio.create_task(caller.ask("server", b"do"))
     await asyncio.sleep(RTT_S)
-    mine = caller.port.incarnation
+    mine = caller.context.incarnation
     world.say(liar, caller, Answer(mine, 0, "ok", b"lie"))
     world.say(liar, caller, Answer(mine, 0, "failed"))
     world.say(liar, caller, Heard(0))
     world.say(server, caller, Answer(mine, 1, "ok", b"lie"))
     world.say(server, caller, Answer(mine - 1, 0, "ok", b"lie"))
     assert (await asking).body == b"do"
-    assert caller.port.counters["dropped: answer to no call"] == 4
+    assert caller.context.counters["dropped: answer to no call"] == 4
 
 
 @in_a_world
@@ -44,7 +44,7 @@ async def test_nobody_ends_the_call_of_another_peer_or_of_another_life(world):
     asking = asyncio.create_task(caller.ask("server", b"do"))
     await asyncio.sleep(RTT_S)
     world.say(liar, server, Heard(0))
-    server.calls.receive("caller", caller.port.incarnation + 1, Heard(0))
+    server.calls.receive("caller", caller.context.incarnation + 1, Heard(0))
     assert (await asking).body == b"do"
 
 
@@ -66,7 +66,7 @@ def test_payloads_that_are_not_what_the_call_says_are_never_served(payloads):
         await asyncio.sleep(2.0)
         assert server.calls.handler.judged == {("caller", b"do"): 1}
         assert not server.calls.handler.served
-        answer = server.calls._serving._served["caller", liar.port.incarnation, 0].answer
+        answer = server.calls._serving._served["caller", liar.context.incarnation, 0].answer
         assert answer.verdict == "late"
         for life in (liar, server):
             life.store.release("mine")
@@ -104,7 +104,7 @@ def test_an_answer_whose_payloads_are_not_what_it_says_fails_the_call(payloads, 
         liar.store.put(b"other", "mine")
         asking = asyncio.create_task(caller.fails("server", timeout_s=10.0))
         await asyncio.sleep(0.5)
-        world.say(liar, caller, Answer(caller.port.incarnation, 0, "ok", b"", payloads))
+        world.say(liar, caller, Answer(caller.context.incarnation, 0, "ok", b"", payloads))
         assert await asking == reason
         for life in (caller, liar):
             life.store.release("mine")
@@ -126,7 +126,7 @@ async def test_who_asks_too_much_at_once_is_served_when_there_is_room(world):
     assert [reply.body for reply in await replies] == requests
     assert now() < 3.0 + 3.0 + 2 * RESEND_S
     assert set(server.calls.handler.served.values()) == {1}
-    assert caller.port.counters["calls to a full peer"] >= 10
+    assert caller.context.counters["calls to a full peer"] >= 10
 
 
 @in_a_world
@@ -189,7 +189,7 @@ async def test_callers_and_lives_are_remembered_in_bounded_number_and_for_bounde
         patch.setattr(server_module, "MAX_CALLERS", MAX_LIVES)
         other = world.peer("other")
         assert await other.fails("server", timeout_s=1.0) == "deadline"
-        assert other.port.counters["calls to a full peer"] > 0
+        assert other.context.counters["calls to a full peer"] > 0
     assert not server.calls.handler.judged
     assert len(seen) == MAX_LIVES
     await asyncio.sleep(FORGET_S + 1.0)

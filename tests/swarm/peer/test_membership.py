@@ -50,7 +50,7 @@ async def test_a_founder_alone_is_a_run(herd):
 
 @in_virtual_time(4)
 async def test_joiners_are_let_in_and_all_see_the_same_views(herd):
-    chains = [[entry.view for entry in node.peer.port.views.views] for node in herd.nodes.values()]
+    chains = [[entry.view for entry in node.peer.context.views.views] for node in herd.nodes.values()]
     newest = {chain[-1].hash for chain in chains}
     assert len(newest) == 1
     assert all(one.hash == other.previous for chain in chains for one, other in pairwise(chain))
@@ -93,7 +93,7 @@ async def test_a_restarted_peer_comes_back_as_another_life_and_contributes(herd)
     old = herd.kill(1)
     await asyncio.sleep(0.5)
     new = herd.start(1)
-    await until(lambda: new.peer.port.chain is not None and new.peer.membership.is_member, 20, "its return")
+    await until(lambda: new.peer.context.chain is not None and new.peer.membership.is_member, 20, "its return")
     await until(lambda: new.served(), 10, "its contribution")
     lives = {member.incarnation for member in herd.nodes[0].view.members if member.peer == new.id}
     assert lives == {new.incarnation}
@@ -252,7 +252,7 @@ async def test_a_round_begun_under_a_view_that_did_not_hold_for_it_is_begun_agai
 async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd):
     """The floor must know of a round in the very moment in which it is begun, not a tick later."""
     node = herd.nodes[0]
-    port = node.peer.port
+    port = node.peer.context
     for other in herd.nodes.values():
         other.quiet = True
     await asyncio.sleep(3)
@@ -262,7 +262,7 @@ async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd
     newest = port.views.newest
     proposal = views.encode(View(newest.number + 1, newest.hash, number, newest.members))
     decision = node.peer.membership.next_view._ensure_decision()
-    assert decision.floors.floor(proposal) == (number + 1,)
+    assert decision.rules.floor(proposal) == (number + 1,)
     for other in (1, 2):
         herd.nodes[other].quiet = False
     await task
@@ -307,7 +307,9 @@ def test_nobody_but_a_member_in_its_present_life_changes_anything(who):
         assert node.peer.membership.clock.offset_s == offset or who != "a stranger"
         assert node.peer.rounds._streams["weights"].seen < 10**5
         assert not any(event[2] in ("lost", "failed") for event in node.events)
-        assert sum(node.peer.port.counters[reason] for reason in node.peer.port.counters if "dropped" in reason) >= 6
+        assert (
+            sum(node.peer.context.counters[reason] for reason in node.peer.context.counters if "dropped" in reason) >= 6
+        )
         assert len(node.peer.membership.admission.candidates.leaving) == 0
 
     main()
@@ -319,7 +321,7 @@ async def test_the_first_views_are_believed_only_of_those_who_were_asked(herd):
     liar = identity(9)
     fake = views.Certified(views.genesis("run", Member(liar.peer, 1)))
     node.peer.router.deliver(liar.peer, Frame(1, Views((views.encode(fake),))))
-    assert node.peer.port.chain is None
+    assert node.peer.context.chain is None
     await until(lambda: len(herd.nodes[0].members) == 3, 20, "its admission")
     assert liar.peer not in node.members
 
@@ -340,16 +342,16 @@ async def test_a_join_with_the_largest_incarnation_does_not_stop_the_views(herd)
 @in_virtual_time(3)
 async def test_messages_about_an_old_view_are_answered_with_what_the_sender_lacks_but_not_each_one(herd):
     node, asker = herd.nodes[0], herd.nodes[1]
-    old = node.peer.port.views.views[0].view
+    old = node.peer.context.views.views[0].view
     sent = []
-    send = node.peer.port.links.send
-    node.peer.port.links.send = lambda peer, frame: sent.append((peer, len(frame))) or send(peer, frame)
+    send = node.peer.context.links.send
+    node.peer.context.links.send = lambda peer, frame: sent.append((peer, len(frame))) or send(peer, frame)
     message = Offer(Key("weights", node.applied + 5), old.hash, (bytes(32),) * 3, (5,) * 3, 1.0, 10)
     for _ in range(100):
         node.peer.router.deliver(asker.id, Frame(asker.incarnation, message))
     answers = [size for peer, size in sent if peer == asker.id and size > 300]
     assert len(answers) == 1
-    assert node.peer.port.counters["stale view"] >= 100
+    assert node.peer.context.counters["stale view"] >= 100
 
 
 @in_virtual_time(3)

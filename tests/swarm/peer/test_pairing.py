@@ -44,9 +44,9 @@ class Peer:
 
     def __init__(self, world, name, view, incarnation):
         self.name, self.links, self.store = name, world.network.links(name), Store(0)
-        self.port = PeerContext("run", 5, incarnation, self.links, self.store, world.spawn)
-        self.port.chain = Chain("run", [Certified(view)])
-        self.pairing = Pairing(self.port)
+        self.context = PeerContext("run", 5, incarnation, self.links, self.store, world.spawn)
+        self.context.chain = Chain("run", [Certified(view)])
+        self.pairing = Pairing(self.context)
         self.heard, self.keeps = [], lambda message: True
         self.check = lambda number, shard, data: True
         self.pairing.open(
@@ -68,7 +68,7 @@ class Peer:
             sender, packed = await self.links.receive()
             frame = unpack(packed)
             if isinstance(frame.message, Want | Piece | Miss):
-                self.port.chunks.receive(sender, frame.message, frame.body)
+                self.context.chunks.receive(sender, frame.message, frame.body)
             elif self.keeps(frame.message):
                 self.heard.append(frame.message)
                 self.pairing.receive(sender, frame.incarnation, frame.message)
@@ -196,7 +196,7 @@ async def test_a_partner_that_is_dead_or_suspect_costs_no_time(world):
     a, _ = world.peers.values()
     world.network.kill("b")
     await asyncio.sleep(1.0)
-    assert a.port.life("b") == "suspect"
+    assert a.context.life("b") == "suspect"
     begun_s = now()
     assert (await a.swap(0)).status == "alone"
     assert now() == begun_s
@@ -233,7 +233,7 @@ async def test_a_partner_that_dies_in_the_middle_ends_the_wait_when_it_is_suspec
 @in_a_world()
 async def test_who_is_no_member_is_alone(world):
     a, _ = world.peers.values()
-    a.port.incarnation = 2  # a life that the view does not know
+    a.context.incarnation = 2  # a life that the view does not know
     assert (await a.swap(0)).status == "alone"
     assert now() == 0.0
 
@@ -241,10 +241,10 @@ async def test_who_is_no_member_is_alone(world):
 @in_a_world()
 async def test_rounds_that_the_next_view_may_own_are_not_begun_in_pairs(world):
     a, _ = world.peers.values()
-    a.port.views.barrier = msgspec.structs.replace(a.port.views.newest, first_round=4)
+    a.context.views.barrier = msgspec.structs.replace(a.context.views.newest, first_round=4)
     assert (await a.swap(5)).status == "alone"
     assert now() == 0.0
-    assert a.port.touched == -1
+    assert a.context.touched == -1
 
 
 # Broken payloads and offers.
@@ -257,7 +257,7 @@ async def test_a_corrupt_payload_fails_on_both_sides_and_is_counted(world):
     results = await asyncio.gather(leader.swap(0), follower.swap(0))
     assert [result.status for result in results] == ["failed", "failed"]
     assert [result.gathered for result in results] == [None, None]
-    assert follower.port.counters["corrupt payloads"] == 1
+    assert follower.context.counters["corrupt payloads"] == 1
     assert now() < 2.0
 
 
@@ -275,7 +275,7 @@ def test_an_offer_that_is_not_of_this_stream_fails_and_nothing_is_fetched(digest
         world.network.tap = lambda at_s, sender, to, frame: said.append((sender, unpack(frame).message)) or frame
         task = asyncio.create_task(follower.swap(0))
         await asyncio.sleep(0.1)
-        leader.port.send(follower.name, PairPropose(Offer(Key(NAME, 0), world.view.hash, digests, sizes, 1.0, 0)))
+        leader.context.send(follower.name, PairPropose(Offer(Key(NAME, 0), world.view.hash, digests, sizes, 1.0, 0)))
         assert (await task).status == "failed"
         assert [type(message) for sender, message in said if sender == follower.name] == [PairAccept, PairAbort]
         assert now() < 1.0
@@ -292,9 +292,9 @@ async def test_a_payload_that_comes_after_the_end_is_not_kept(world):
     task = asyncio.create_task(follower.swap(0))
     await asyncio.sleep(0.1)
     offer = msgspec.structs.replace(leader.offer(0), view=world.view.hash)
-    leader.port.send(follower.name, PairPropose(offer))
+    leader.context.send(follower.name, PairPropose(offer))
     await asyncio.sleep(0.5)
-    leader.port.send(follower.name, PairAbort(offer.key))
+    leader.context.send(follower.name, PairAbort(offer.key))
     assert (await task).status == "failed"
     before_bytes = follower.links.received_bytes
     await asyncio.sleep(DEADLINE_S)
@@ -375,11 +375,11 @@ async def test_strangers_move_nobody(world):
     a, b = world.peers.values()
     stranger = Peer(world, "s", world.view, 1)
     for message in (PairRefuse(Key(NAME, 0), 50), PairPropose(stranger.offer(50))):
-        stranger.port.send("a", message)
-    b.port.incarnation = 9  # a member's name in a life that the view does not know
-    b.port.send("a", PairRefuse(Key(NAME, 0), 60))
+        stranger.context.send("a", message)
+    b.context.incarnation = 9  # a member's name in a life that the view does not know
+    b.context.send("a", PairRefuse(Key(NAME, 0), 60))
     await asyncio.sleep(1.0)
-    a.port.incarnation = 2
+    a.context.incarnation = 2
     assert (await a.swap(0)).next_round == 1
     assert any(isinstance(message, PairRefuse) for message in stranger.heard), "a proposal is answered, with no"
 
@@ -392,7 +392,7 @@ async def test_messages_about_what_nobody_runs_are_answered_with_the_end_of_it(w
     b = world.peers["b"]
     accept = PairAccept(Offer(Key(NAME, 2), world.view.hash, (), (), 1.0, 0))
     for message in (accept, PairHave(Key(NAME, 3), bytes(32)), PairCommit(Key(NAME, 4))):
-        b.port.send("a", message)
+        b.context.send("a", message)
     await asyncio.sleep(1.0)
     assert sorted(b.heard, key=lambda message: message.key) == [PairAbort(Key(NAME, 2)), PairAbort(Key(NAME, 3))]
 
@@ -400,10 +400,10 @@ async def test_messages_about_what_nobody_runs_are_answered_with_the_end_of_it(w
 @in_a_world()
 async def test_an_unknown_stream_is_dropped_and_an_unknown_view_counted_and_refused(world):
     a, b = world.peers.values()
-    b.port.send("a", PairAbort(Key("another", 0)))
-    b.port.send("a", PairPropose(Offer(Key(NAME, 0), bytes([9]) * 32, (), (), 1.0, 0)))
+    b.context.send("a", PairAbort(Key("another", 0)))
+    b.context.send("a", PairPropose(Offer(Key(NAME, 0), bytes([9]) * 32, (), (), 1.0, 0)))
     await asyncio.sleep(1.0)
-    assert a.port.counters == {"dropped: unknown stream": 1, "stale view": 1}
+    assert a.context.counters == {"dropped: unknown stream": 1, "stale view": 1}
     assert b.heard == [PairRefuse(Key(NAME, 0), 0)]
 
 

@@ -70,10 +70,10 @@ class World:
                 peer.found()
             else:
                 await peer.join([self.record(0)], 20.0)
-        await until(lambda: all(len(peer.port.views.newest.members) == count for peer in self.peers))
+        await until(lambda: all(len(peer.context.views.newest.members) == count for peer in self.peers))
         for peer in self.peers:
             for opened in (stream(), stream(PAIRS, group=2)):
-                peer.open(opened, after_round=peer.port.views.newest.first_round - 1)
+                peer.open(opened, after_round=peer.context.views.newest.first_round - 1)
         return self.peers
 
 
@@ -123,10 +123,10 @@ async def test_who_meets_the_run_knows_the_views_and_is_let_in_only_when_it_asks
     founder.found()
     await newcomer.meet([world.record(0)], 10.0)
     await asyncio.sleep(5 * VIEW_S)
-    assert newcomer.port.views.newest.peers == founder.port.views.newest.peers == (founder.me,)
+    assert newcomer.context.views.newest.peers == founder.context.views.newest.peers == (founder.me,)
     newcomer.ask_in()
     await until(lambda: newcomer.membership.is_member)
-    assert founder.port.views.newest.peers == (founder.me, newcomer.me)
+    assert founder.context.views.newest.peers == (founder.me, newcomer.me)
 
 
 @in_a_world
@@ -141,7 +141,7 @@ async def test_nobody_answers_so_meeting_the_run_times_out(world):
 async def test_who_leaves_is_out_of_the_next_view(world):
     founder, other = await world.members(2)
     other.leave()
-    await until(lambda: founder.port.views.newest.peers == (founder.me,), within_s=2 * VIEW_S + 2)
+    await until(lambda: founder.context.views.newest.peers == (founder.me,), within_s=2 * VIEW_S + 2)
 
 
 @in_a_world
@@ -151,11 +151,11 @@ async def test_who_is_alone_knows_it_soon_after_the_last_other_member_has_died(w
     assert founder.alone
     other = await world.begin()
     await other.join([world.record(0)], 20.0)
-    await until(lambda: len(founder.port.views.newest.members) == 2)
+    await until(lambda: len(founder.context.views.newest.members) == 2)
     assert not founder.alone
     world.network.kill(other.me)
     await until(lambda: founder.alone, within_s=2.0)
-    assert len(founder.port.views.newest.members) == 2
+    assert len(founder.context.views.newest.members) == 2
 
 
 @in_a_world
@@ -172,7 +172,7 @@ async def test_all_agree_on_the_time_of_the_run(world):
 @in_a_world
 async def test_a_mean_and_a_pair_go_their_own_ways_and_bring_the_same_to_both(world):
     one, two = await world.members(2)
-    number = one.port.views.newest.first_round
+    number = one.context.views.newest.first_round
     results = await asyncio.gather(
         *(
             peer.exchange(name, number, [peer.me[-4:].encode()], tokens=10)
@@ -197,7 +197,7 @@ async def test_a_mean_and_a_pair_go_their_own_ways_and_bring_the_same_to_both(wo
 @in_a_world
 async def test_what_is_waited_for_is_told_with_whom_and_for_how_long(world):
     one, two = await world.members(2)
-    number = one.port.views.newest.first_round
+    number = one.context.views.newest.first_round
     tasks = [asyncio.create_task(one.exchange(name, number, [b"x"])) for name in (MEAN, PAIRS)]
     await asyncio.sleep(1.0)
     waits = {wait.what: wait for wait in one.waits()}
@@ -218,8 +218,8 @@ async def back_in_another_life(world, number):
     await world._stack.enter_async_context(born.running())
     await born.meet([world.record(0)], 10.0)
     others = [peer for peer in world.peers if peer.me != born.me]
-    await until(lambda: all(peer.port.gone(peer.port.views.newest, born.me) for peer in others), within_s=3.0)
-    assert {peer.port.life(born.me) for peer in others} == {"alive"}
+    await until(lambda: all(peer.context.gone(peer.context.views.newest, born.me) for peer in others), within_s=3.0)
+    assert {peer.context.life(born.me) for peer in others} == {"alive"}
     return born, others
 
 
@@ -227,7 +227,7 @@ async def back_in_another_life(world, number):
 async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
     """Neither a group nor a pair, though it is alive again: its deadline would be theirs in each round until the next view."""
     members = await world.members(3)
-    number, began_s = members[0].port.views.newest.first_round, now()
+    number, began_s = members[0].context.views.newest.first_round, now()
     _, others = await back_in_another_life(world, 2)
     back_s = now() - began_s
     results = await asyncio.gather(
@@ -241,7 +241,7 @@ async def test_nobody_waits_for_what_a_member_began_in_the_life_before(world):
 @in_a_world
 async def test_who_is_not_in_a_round_s_view_yet_names_those_who_decide_it(world):
     members = await world.members(3)
-    number = members[0].port.views.newest.first_round
+    number = members[0].context.views.newest.first_round
     born, others = await back_in_another_life(world, 2)
     born.open(stream(), after_round=number - 1)
     waiting = asyncio.create_task(born.exchange(MEAN, number, [b"z"]))
@@ -261,16 +261,16 @@ async def test_a_view_that_names_another_life_is_believed_before_it_is_heard(wor
     await world.members(3)
     born, others = await back_in_another_life(world, 2)
     born.ask_in()
-    while others[1].port.views.newest.index(born.me, 77) is None and now() < 60.0:
-        others[1].port.lives[born.me] = 2  # the last that it heard was of the life before
+    while others[1].context.views.newest.index(born.me, 77) is None and now() < 60.0:
+        others[1].context.lives[born.me] = 2  # the last that it heard was of the life before
         await asyncio.sleep(0.01)
-    assert not others[1].port.gone(others[1].port.views.newest, born.me)
+    assert not others[1].context.gone(others[1].context.views.newest, born.me)
 
 
 @in_a_world
 async def test_a_cancelled_exchange_does_not_end_the_peer(world):
     one, _ = await world.members(2)
-    number = one.port.views.newest.first_round
+    number = one.context.views.newest.first_round
     for name in (MEAN, PAIRS):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
@@ -307,7 +307,7 @@ async def test_records_that_the_directory_should_not_have_shown_are_dropped_and_
     peer = await world.begin(Poisoned())
     await asyncio.sleep(1)
     assert set(peer.membership.records) == {identity(6).peer}
-    assert peer.port.counters["dropped: bad record"] == 3
+    assert peer.context.counters["dropped: bad record"] == 3
 
 
 # Hostile frames.
@@ -346,7 +346,7 @@ def test_no_bytes_of_a_stranger_end_a_peer(frames, number):
             for frame in (*frames, *(pack(Frame(1, message)) for message in messages)):
                 stranger.send(peer.me, frame)
             await asyncio.sleep(2)
-            assert peer.port.counters["dropped: bad frame"] == len(frames)
+            assert peer.context.counters["dropped: bad frame"] == len(frames)
             assert (await peer.exchange(MEAN, 0, [b"x"])).status == "alone"
 
     run_virtual(main())

@@ -12,7 +12,7 @@ import pytest
 
 from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import Decided, Forgotten, Key, LogQuery, Offer, Piece, Promise, Propose, Views, Want
-from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, TOLD_AT_ONCE
+from farflock.swarm.peer.catch_up import ANSWERS_BURST, ANSWERS_PER_S, DECISIONS_PER_ANSWER
 from farflock.swarm.peer.round_log import LOG_ROUNDS, work_pin
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.decide import signed_text
@@ -62,7 +62,7 @@ def test_a_stream_with_a_stride_has_its_own_rounds_of_the_axis_and_every_law_hol
         await until(lambda: newcomer.applied > start + 15, 60, "three rounds with the newcomer")
         assert {number % 5 for number in herd.results} == {2}
         assert set(herd.results) == set(range(2, max(herd.results) + 1, 5))
-        assert herd.nodes[0].peer.port.views.newest.first_round > 2
+        assert herd.nodes[0].peer.context.views.newest.first_round > 2
 
     main()
 
@@ -96,7 +96,7 @@ async def test_who_has_fallen_out_of_the_log_adopts_the_newest_state_although_mo
     await until(
         lambda: min(node.applied for node in herd.nodes.values()) > max(behind) + 2 * LOG_ROUNDS, 30, "all go on"
     )
-    assert herd.nodes[1].peer.port.counters["dropped: stale snapshot"] > 0
+    assert herd.nodes[1].peer.context.counters["dropped: stale snapshot"] > 0
 
 
 @pytest.mark.long
@@ -121,14 +121,14 @@ def test_the_same_for_longer_with_deaths_and_returns(kind, seed):
 async def test_over_two_hundred_rounds_nothing_grows(herd):
     herd.padding = 20_000
     for node in herd.nodes.values():
-        node.peer.port.store._budget_bytes = 0  # only what is pinned stays
+        node.peer.context.store._budget_bytes = 0  # only what is pinned stays
     herd.pace_s = 0.2
 
     def sizes():
         return [
             size
             for node in herd.nodes.values()
-            for store in [node.peer.port.store]
+            for store in [node.peer.context.store]
             for size in (
                 store.size_bytes,
                 len(store._pins),
@@ -136,7 +136,7 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
                 len(node.peer._tasks),
                 len(node.peer.rounds.machines),
                 len(node.peer.rounds._streams[STREAM].log),
-                len(node.peer.port.counters),
+                len(node.peer.context.counters),
             )
         ]
 
@@ -153,7 +153,7 @@ async def test_over_two_hundred_rounds_nothing_grows(herd):
     assert set(late[5::7]) == {LOG_ROUNDS}
     await calm(herd, 0, 1, 2, 3)
     for node in herd.nodes.values():
-        pins = set(node.peer.port.store._pinned_by)
+        pins = set(node.peer.context.store._pinned_by)
         assert pins <= {Key(STREAM, number) for number in range(node.applied - LOG_ROUNDS + 1, node.applied + 1)} | {
             ("snapshot", "state")
         }, "something is pinned that no round in the log and no snapshot needs"
@@ -170,7 +170,7 @@ async def test_nothing_stays_pinned_for_a_round_that_was_decided_before_it_was_a
     outcome = await node.peer.exchange(STREAM, behind + 1, payload)
     assert outcome.participants
     assert outcome.taken == (False,) * SHARDS
-    assert work_pin(Key(STREAM, behind + 1)) not in node.peer.port.store._pinned_by
+    assert work_pin(Key(STREAM, behind + 1)) not in node.peer.context.store._pinned_by
 
 
 @in_virtual_time(3)
@@ -180,10 +180,10 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
     number = node.applied + 5
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
-    assert work_pin(Key(STREAM, number)) in node.peer.port.store._pinned_by
+    assert work_pin(Key(STREAM, number)) in node.peer.context.store._pinned_by
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert work_pin(Key(STREAM, number)) not in node.peer.port.store._pinned_by
+    assert work_pin(Key(STREAM, number)) not in node.peer.context.store._pinned_by
     task = asyncio.create_task(node.peer.exchange(STREAM, number, [b"{}"] * SHARDS))
     await asyncio.sleep(0.2)
     for other in (herd.nodes[0], herd.nodes[1]):
@@ -191,7 +191,7 @@ async def test_nothing_stays_pinned_for_a_round_that_is_lost_or_was_given_up_by_
             other.id, other.incarnation, Forgotten(Key(STREAM, node.applied + 1), number, number + 9)
         )
     assert (await task).status == "lost"
-    assert work_pin(Key(STREAM, number)) not in node.peer.port.store._pinned_by
+    assert work_pin(Key(STREAM, number)) not in node.peer.context.store._pinned_by
 
 
 @in_virtual_time(4)
@@ -221,7 +221,7 @@ async def test_the_word_of_one_member_loses_no_round(herd):
         node.peer.rounds.receive(liar.id, liar.incarnation, lie)
         await asyncio.sleep(4.0)
         assert not task.done()
-    assert node.peer.port.counters["lost rounds"] == 0
+    assert node.peer.context.counters["lost rounds"] == 0
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -235,7 +235,7 @@ async def test_a_round_whose_content_nobody_can_deliver_ends_as_lost_when_it_lea
         return None if to == node.id and isinstance(unpack(packed).message, Piece) else packed
 
     for other in herd.nodes.values():
-        other.peer.port.store._budget_bytes = 0
+        other.peer.context.store._budget_bytes = 0
     herd.network.tap = starve
     before = node.applied
     await until(lambda: herd.nodes[0].applied > before + LOG_ROUNDS + 4, 200, "rounds that it cannot follow")
@@ -254,7 +254,7 @@ async def test_a_round_begun_under_a_view_that_did_not_come_to_hold_for_it_is_be
     number = early.applied + 1
     task = asyncio.create_task(early.step())
     await asyncio.sleep(0)
-    old = early.peer.port.views.newest
+    old = early.peer.context.views.newest
     assert early.peer.rounds.machines.get(Key(STREAM, number)).view == old.hash
     view = View(old.number + 1, old.hash, number, old.members[::-1])
     text = signed_text(view_key(view.number), (1, 0), views.encode(view))
@@ -312,7 +312,7 @@ def test_a_member_that_puts_forward_or_announces_nonsense_is_ignored_and_the_rou
         for lie in lies:  # and with one
             node.peer.router.deliver(liar.id, Frame(liar.incarnation, lie))
         await until(lambda: node.applied > key.round, 15, "the round")
-        assert node.peer.port.counters["dropped: bad close list"] >= 3
+        assert node.peer.context.counters["dropped: bad close list"] >= 3
         assert not any(event[2] in ("lost", "failed") for event in node.events)
 
     main()
@@ -332,7 +332,7 @@ async def test_an_item_larger_than_a_shard_may_be_is_not_fetched(herd):
     lie = Decided(Key(STREAM, node.applied + 1), node.view.hash, value, (0, 0), ((0, b""), (1, b""), (2, b"")))
     node.peer.router.deliver(liar.id, Frame(liar.incarnation, lie))
     await asyncio.sleep(2)
-    assert node.peer.port.counters["dropped: item too large"] == 1
+    assert node.peer.context.counters["dropped: item too large"] == 1
     assert not wants
 
 
@@ -344,8 +344,8 @@ async def test_a_question_about_the_log_is_answered_with_the_decision_or_with_ho
     node, answers = herd.nodes[0], []
     await until(lambda: node.applied > LOG_ROUNDS + 2, 40, "a full log")
     await calm(herd, 0, 1, 2)
-    send = node.peer.port.links.send
-    node.peer.port.links.send = lambda peer, packed: answers.append(unpack(packed).message) or send(peer, packed)
+    send = node.peer.context.links.send
+    node.peer.context.links.send = lambda peer, packed: answers.append(unpack(packed).message) or send(peer, packed)
     for number in (node.applied, 0, node.applied + 1):
         node.peer.rounds.receive(herd.nodes[1].id, herd.nodes[1].incarnation, LogQuery(Key(STREAM, number)))
     told = [message for message in answers if isinstance(message, Decided | Forgotten)]
@@ -359,7 +359,7 @@ async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd
     node, answers = herd.nodes[0], collections.Counter()
     await until(lambda: node.applied > LOG_ROUNDS, 40, "a full log")
     await calm(herd, 0, 1, 2)
-    node.peer.port.links.send = lambda peer, packed: answers.update(
+    node.peer.context.links.send = lambda peer, packed: answers.update(
         [peer] if isinstance(unpack(packed).message, Decided) else []
     )
 
@@ -369,12 +369,12 @@ async def test_who_asks_about_the_log_without_end_is_answered_only_so_often(herd
         return answers.pop(asker.id, 0)
 
     first = ask(herd.nodes[1], 5000)
-    assert 0 < first <= TOLD_AT_ONCE * ANSWERS_BURST
+    assert 0 < first <= DECISIONS_PER_ANSWER * ANSWERS_BURST
     assert ask(herd.nodes[1], 100) == 0
-    assert ask(herd.nodes[2], 1) == TOLD_AT_ONCE, "another asker has its own share"
-    assert node.peer.port.counters["dropped: too many questions about the log"] > 100
+    assert ask(herd.nodes[2], 1) == DECISIONS_PER_ANSWER, "another asker has its own share"
+    assert node.peer.context.counters["dropped: too many questions about the log"] > 100
     await asyncio.sleep(1.0)
-    assert 0 < ask(herd.nodes[1], 5000) <= 2 * TOLD_AT_ONCE * ANSWERS_PER_S
+    assert 0 < ask(herd.nodes[1], 5000) <= 2 * DECISIONS_PER_ANSWER * ANSWERS_PER_S
 
 
 @in_virtual_time(4)
@@ -398,7 +398,7 @@ async def test_an_unknown_stream_is_dropped_and_counted(herd):
     node = herd.nodes[0]
     offer = Offer(Key("unheard-of", 0), node.view.hash, (), (), 1.0, 0)
     node.peer.router.deliver(herd.nodes[1].id, Frame(herd.nodes[1].incarnation, offer))
-    assert node.peer.port.counters["dropped: unknown stream"] == 1
+    assert node.peer.context.counters["dropped: unknown stream"] == 1
 
 
 @in_virtual_time(3)
@@ -425,7 +425,7 @@ async def test_corrupt_payloads_are_left_out_of_the_mean_and_counted(herd):
     assert [outcome.status for outcome in outcomes] == ["partial"] * 3
     assert [outcome.taken[0] for outcome in outcomes] == [True, False, True]
     assert json.loads(outcomes[0].reduced[0])["names"] == ["fresh", "ripe"]
-    assert sum(node.peer.port.counters["corrupt payloads"] for node in herd.nodes.values()) == SHARDS
+    assert sum(node.peer.context.counters["corrupt payloads"] for node in herd.nodes.values()) == SHARDS
     for node in herd.nodes.values():
         node.applied = number
 

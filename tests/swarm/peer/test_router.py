@@ -9,7 +9,7 @@ import pytest
 from farflock.swarm.frame import Frame
 from farflock.swarm.identity import Identity
 from farflock.swarm.messages import Key, Leave, Message, Offer, PairPropose, Ping, Prepare
-from farflock.swarm.peer.peer import Peer, Router, RunTerms, view_named
+from farflock.swarm.peer.peer import Peer, Router, RunTerms, view_hash_of
 from farflock.swarm.protocol.views import view_key
 from farflock.swarm.sim.network import SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
@@ -26,14 +26,14 @@ class Part:
 
     def receive(self, sender, incarnation, message):
         self.world.came.append((self.name, sender, incarnation, message))
-        self.world.port.counters["stale view"] += self.name != "membership"
+        self.world.context.counters["stale view"] += self.name != "membership"
 
 
 class World:
     def __init__(self, chain="known"):
         self.came, self.reconciled = [], []
-        self.port = SimpleNamespace(chain=chain, counters=collections.Counter())
-        self.router = Router(self.port, Part(self, "membership"), Part(self, "rounds"))
+        self.context = SimpleNamespace(chain=chain, counters=collections.Counter())
+        self.router = Router(self.context, Part(self, "membership"), Part(self, "rounds"))
 
     def reconcile(self, peer, view):
         self.reconciled.append((peer, view))
@@ -80,5 +80,5 @@ def test_after_a_message_of_another_view_it_is_found_out_who_lacks_views():
 
 
 def test_a_proposal_to_a_pair_names_the_view_of_its_offer():
-    assert view_named(PairPropose(OFFER)) == VIEW
-    assert view_named(Ping(1.0)) is None
+    assert view_hash_of(PairPropose(OFFER)) == VIEW
+    assert view_hash_of(Ping(1.0)) is None

@@ -41,9 +41,9 @@ class Peer:
     def __init__(self, world, name, budget_bytes=2**30):
         self.name, self.world = name, world
         links, self.store = world.network.links(name), Store(budget_bytes)
-        self.port = PeerContext("run", 0, 1, links, self.store, world.spawn)
-        self.port.chain = Chain("run", [Certified(GENESIS)])
-        self.snapshots = Snapshots(self.port, lambda stage: [peer for peer in world.members if peer != name])
+        self.context = PeerContext("run", 0, 1, links, self.store, world.spawn)
+        self.context.chain = Chain("run", [Certified(GENESIS)])
+        self.snapshots = Snapshots(self.context, lambda stage: [peer for peer in world.members if peer != name])
         self.built = 0
         world.spawn(self.receive(links))
 
@@ -54,7 +54,7 @@ class Peer:
             if isinstance(frame.message, StateQuery | StateOffer):
                 self.snapshots.receive(sender, frame.message)
             else:
-                self.port.chunks.receive(sender, frame.message, frame.body)
+                self.context.chunks.receive(sender, frame.message, frame.body)
 
     def serve(self, what, build_s=0.0):
         async def provide():
@@ -147,7 +147,7 @@ async def test_the_state_of_a_stage_is_asked_of_its_members_and_believed_of_nobo
 
     async def lie():
         while True:
-            liar.port.send("joiner", liar.snapshots._put(NAME, snapshot(9, b"lie"), "lies"))
+            liar.context.send("joiner", liar.snapshots._put(NAME, snapshot(9, b"lie"), "lies"))
             await asyncio.sleep(0.1)
 
     lying = asyncio.create_task(lie())
@@ -180,10 +180,10 @@ async def test_only_members_are_asked_and_believed(world):
 @in_a_world
 async def test_an_offer_that_nobody_asked_for_is_kept_nowhere(world):
     world.joiner.snapshots.receive("a", StateOffer(NAME, GENESIS.hash, 7, bytes(32), bytes(32), 100, 0))
-    assert not world.joiner.snapshots._offers
+    assert not world.joiner.snapshots._downloads
     with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
         await world.joiner.fetch(timeout_s=3.0)
-    assert not world.joiner.snapshots._offers
+    assert not world.joiner.snapshots._downloads
 
 
 @in_a_world
@@ -192,12 +192,12 @@ async def test_a_state_of_a_line_of_views_that_the_joiner_does_not_know_is_not_t
     elsewhere = View(1, GENESIS.hash, 4, (Member("a", 1), Member("b", 1)))
     there = Certified(elsewhere)
     for name in "abc":
-        world.peer(name).serve(snapshot(9, b"elsewhere")).port.chain = Chain("run", [Certified(GENESIS), there])
+        world.peer(name).serve(snapshot(9, b"elsewhere")).context.chain = Chain("run", [Certified(GENESIS), there])
     with pytest.raises(SnapshotUnavailable, match="0 members offered one"):
         await world.joiner.fetch(timeout_s=5.0)
-    assert world.joiner.port.counters["dropped: snapshot of an unknown view"] >= 3
-    assert world.joiner.port.counters["stale view"] >= 3, "nobody is asked for the views that are lacking"
-    world.joiner.port.chain = Chain("run", [Certified(GENESIS), there])
+    assert world.joiner.context.counters["dropped: snapshot of an unknown view"] >= 3
+    assert world.joiner.context.counters["stale view"] >= 3, "nobody is asked for the views that are lacking"
+    world.joiner.context.chain = Chain("run", [Certified(GENESIS), there])
     assert await world.joiner.fetch() == snapshot(9, b"elsewhere")
 
 
@@ -218,7 +218,7 @@ async def test_who_changes_its_line_while_offers_come_in_begins_anew(world):
 
     async def change():
         await asyncio.sleep(ASK_EVERY_S + SETTLE_S / 2)
-        world.joiner.port.chain = Chain("run", [Certified(GENESIS)])
+        world.joiner.context.chain = Chain("run", [Certified(GENESIS)])
         host.serve(snapshot(5, b"new"))
 
     world.spawn(change())
@@ -281,7 +281,7 @@ def test_a_listing_that_cannot_be_read_is_dropped_and_better_ones_are_taken_when
         digest = liar.store.put(listing, "lie")
 
         def offer():
-            liar.port.send("joiner", StateOffer(NAME, GENESIS.hash, 99, bytes(32), digest, len(listing), 0))
+            liar.context.send("joiner", StateOffer(NAME, GENESIS.hash, 99, bytes(32), digest, len(listing), 0))
 
         async def keep_lying():
             while True:
@@ -291,7 +291,7 @@ def test_a_listing_that_cannot_be_read_is_dropped_and_better_ones_are_taken_when
         world.spawn(keep_lying())
         fetch = asyncio.create_task(world.joiner.fetch())
         await asyncio.sleep(8.0)
-        assert world.joiner.port.counters["dropped: undecodable snapshot listing"] >= 2
+        assert world.joiner.context.counters["dropped: undecodable snapshot listing"] >= 2
         for name in "bc":
             world.peer(name).serve(snapshot())
         assert await fetch == snapshot()
@@ -308,7 +308,7 @@ async def test_a_distrusted_download_is_never_taken_again(world):
     assert await world.joiner.fetch() == snapshot(9, b"lie")
     world.joiner.snapshots.distrust(NAME)
     assert await world.joiner.fetch() == snapshot(7)
-    assert world.joiner.port.counters["dropped: distrusted snapshot"] >= 3
+    assert world.joiner.context.counters["dropped: distrusted snapshot"] >= 3
 
 
 @in_a_world
@@ -396,7 +396,7 @@ async def test_who_asks_later_gets_the_snapshot_that_others_are_downloading_unti
 
     host.snapshots.serve(NAME, provide)
     for touched, number in ((0, 0), (KEEP_ROUNDS, 0), (KEEP_ROUNDS + 1, 1), (2 * KEEP_ROUNDS + 1, 1)):
-        host.port.floor = (touched + 1,)
+        host.context.floor = (touched + 1,)
         assert (await world.joiner.fetch()).round == number
     await asyncio.sleep(KEEP_S)
     assert (await world.joiner.fetch()).round == 2
@@ -413,13 +413,13 @@ async def test_a_snapshot_with_a_version_is_made_anew_when_that_changes_and_only
 
     host.snapshots.serve(NAME, provide, lambda: version)
     for version, number in ((7, 0), (7, 0), (8, 1), (8, 1), (7, 2)):  # noqa: B007 - asked for by the lambda
-        host.port.floor = (host.port.touched + 2 * KEEP_ROUNDS,)
+        host.context.floor = (host.context.touched + 2 * KEEP_ROUNDS,)
         await asyncio.sleep(KEEP_S)
         assert (await world.joiner.fetch()).round == number
     host.snapshots.withdraw()
     host.snapshots.serve(NAME, provide)
     assert (await world.joiner.fetch()).round == 3
-    host.port.floor = (host.port.touched + KEEP_ROUNDS + 2,)
+    host.context.floor = (host.context.touched + KEEP_ROUNDS + 2,)
     assert (await world.joiner.fetch()).round == 4, "it has no version any more"
 
 
@@ -438,7 +438,7 @@ async def test_a_snapshot_that_is_larger_than_it_can_be_is_not_begun(world):
 async def test_whose_download_was_let_go_meanwhile_asks_for_a_newer_one(world):
     host = Peer(world, "a", budget_bytes=0).serve(snapshot(1, b"one", size=3_000_000))
     download = asyncio.create_task(world.joiner.fetch(timeout_s=300.0))
-    while not world.joiner.port.chunks._incoming:  # noqa: ASYNC110 - until it has begun
+    while not world.joiner.context.chunks._incoming:  # noqa: ASYNC110 - until it has begun
         await asyncio.sleep(0.01)
     host.serve(snapshot(2, b"two"))
     await Peer(world, "b").fetch()

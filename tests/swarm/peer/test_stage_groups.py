@@ -63,7 +63,7 @@ class Node:
 
     @property
     def view(self):
-        return self.peer.port.views.newest
+        return self.peer.context.views.newest
 
     async def live(self):
         async with self.peer.running():
@@ -89,7 +89,7 @@ class Node:
 
     async def join(self):
         """With the state of a mate, or where there is none, after the last round that anybody knows of."""
-        port, view = self.peer.port, self.view
+        port, view = self.peer.context, self.view
         mates = [view.peers[index] for index in view.serving(self.stage)] if self.stage != NOTHING else []
         if any(not port.gone(view, mate) for mate in mates if mate != self.id):
             await self.adopt()
@@ -220,7 +220,7 @@ def flock(*stages, wants="last", seed=1, pace_s=None, witnessed=False):
                     await asyncio.sleep(0.1)
                 nodes = made.nodes.values()
                 await until(
-                    lambda: all(n.peer.port.chain is not None and len(n.view.members) == len(stages) for n in nodes),
+                    lambda: all(n.peer.context.chain is not None and len(n.view.members) == len(stages) for n in nodes),
                     40.0,
                     "a view of all",
                 )
@@ -258,7 +258,7 @@ async def test_a_stage_s_members_contribute_and_everybody_knows_what_its_rounds_
         for stage in {0, 1} - {node.stage}:
             last = node.rounds.newest(name_of(stage))
             assert last >= made.newest(stage) - 1
-            (told,) = node.rounds.told(name_of(stage), last)
+            (told,) = node.rounds.last_shards(name_of(stage), last)
             assert tuple(json.loads(told)["names"]) == made.results[stage][last][0]
             assert json.loads(told)["shard"] == SHARDS - 1
             assert node.rounds.tokens(name_of(stage)) == made.results[stage][last][2]
@@ -271,11 +271,11 @@ def test_who_looks_on_fetches_what_it_wants_and_no_more(wants, fetched):
         await made.go_on(0, 3)
         node, name = made.nodes[2], name_of(0)
         entry = node.rounds._streams[name].log[number := node.rounds.newest(name) - 1]
-        here = {item.index for item in entry.close.items if item.digest in node.peer.port.store}
+        here = {item.index for item in entry.close.items if item.digest in node.peer.context.store}
         assert here == fetched
         assert entry.complete
-        told = node.rounds.told(name, number)
-        assert told == ((b"",) if wants == "none" else (node.peer.port.store.get(entry.close.items[-1].digest),))
+        told = node.rounds.last_shards(name, number)
+        assert told == ((b"",) if wants == "none" else (node.peer.context.store.get(entry.close.items[-1].digest),))
 
     main()
 
@@ -286,9 +286,9 @@ async def test_of_rounds_that_are_not_decided_or_have_left_the_log_nothing_is_to
     rounds, name = made.nodes[3].rounds, name_of(0)
     oldest, newest = rounds.oldest(name), rounds.newest(name)
     assert newest - oldest == LOG_ROUNDS - 1
-    assert rounds.told(name, oldest - 1) is None
-    assert rounds.told(name, newest + 1) is None
-    assert all(rounds.told(name, number) is not None for number in range(oldest, newest))
+    assert rounds.last_shards(name, oldest - 1) is None
+    assert rounds.last_shards(name, newest + 1) is None
+    assert all(rounds.last_shards(name, number) is not None for number in range(oldest, newest))
     assert rounds.oldest(name_of(1)) <= rounds.newest(name_of(1))
 
 
@@ -303,9 +303,9 @@ async def test_who_looks_on_and_was_away_for_longer_than_the_log_goes_on_with_wh
     made.network.heal()
     await until(lambda: looker.rounds.newest(name) >= made.newest(0) - 1, 25.0, "its catching up")
     assert looker.rounds.oldest(name) > before + 1
-    await until(lambda: looker.rounds.told(name, looker.rounds.newest(name)) is not None, 5.0, "the notes")
+    await until(lambda: looker.rounds.last_shards(name, looker.rounds.newest(name)) is not None, 5.0, "the notes")
     assert looker.rounds.tokens(name) == made.results[0][looker.rounds.newest(name)][2]
-    assert looker.peer.port.counters["lost rounds"] == 0, "no state of its own was lost"
+    assert looker.peer.context.counters["lost rounds"] == 0, "no state of its own was lost"
 
 
 @flock(0, 0, 1)
@@ -350,7 +350,7 @@ async def test_a_round_that_died_with_the_only_one_that_had_it_has_failed_to_who
     await made.go_on(0, 3, 90.0)
     assert newcomer.applied > lost
     assert made.forsaken == {(0, number) for number in range(behind + 1, lost + 1)}
-    assert newcomer.peer.port.counters["forsaken rounds"] == lost - behind
+    assert newcomer.peer.context.counters["forsaken rounds"] == lost - behind
 
 
 @flock(0, 0, 0, 1, NOTHING, NOTHING, NOTHING)
@@ -365,7 +365,7 @@ async def test_who_is_left_without_a_round_that_it_is_in_itself_brings_that_neve
     for number in range(2):
         made.kill(number)
     made.network.tap = None
-    await until(lambda: left.peer.port.counters["forsaken rounds"], 90.0, "that it gives up")
+    await until(lambda: left.peer.context.counters["forsaken rounds"], 90.0, "that it gives up")
     assert left.applied == stuck - 1
     await until(lambda: left.statuses[-1] == "lost", 1.0, "its being told")
     assert not left.rounds.names or stuck not in left.rounds._streams[name_of(0)].log
@@ -384,7 +384,7 @@ async def test_a_content_that_comes_late_or_that_a_minority_waits_for_is_waited_
     await asyncio.sleep(2 * HOPELESS_S)
     made.network.heal()
     await until(lambda: newcomer.applied >= made.newest(0) - 1, 60.0, "its catching up")
-    assert newcomer.peer.port.counters["forsaken rounds"] == 0
+    assert newcomer.peer.context.counters["forsaken rounds"] == 0
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -501,8 +501,8 @@ async def test_who_wants_a_view_and_falls_silent_holds_the_stages_up_only_for_a_
     for number in (0, 1, 2):
         made.nodes[number].peer.membership.receive(silent.id, silent.life, ask)
     for node in (made.nodes[number] for number in (0, 1, 2)):
-        told = axes.at(node.peer.port.floor, 0)
-        assert [node.peer.port.views.blocked(number, 0) for number in (told - 1, told)] == [False, True]
+        told = axes.at(node.peer.context.floor, 0)
+        assert [node.peer.context.views.blocked(number, 0) for number in (told - 1, told)] == [False, True]
     assert await made.go_on(0, 3, 20.0) > 1.0
     await made.go_on(1, 3, 5.0)
     assert made.nodes[0].view.number > before.number
@@ -560,7 +560,7 @@ async def test_a_stream_that_was_closed_can_be_opened_for_another_part_in_it(mad
     looker, name = made.nodes[3], name_of(0)
     looker.rounds.close(name)
     assert name not in looker.rounds.names
-    assert not any(machine.key.stream == name for machine in looker.rounds.machines)
+    assert not any(machine.key.stream == name for machine in looker.rounds.machines.values())
     await made.go_on(0, 2)
     looker.peer.open(replace(stream(0), wants="none"), made.newest(0))
     await made.go_on(0, 2)

@@ -45,7 +45,7 @@ def among(count):
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(live(peer, [] if peer is peers[0] else [made[0][0]])) for peer in peers]
                     await until(lambda: all(peer.membership.is_member for peer in peers), 30.0, "everybody")
-                    await until(lambda: len(peers[0].port.views.newest.members) == count, 30.0, "one view")
+                    await until(lambda: len(peers[0].context.views.newest.members) == count, 30.0, "one view")
                     await main(peers)
                     for task in tasks:
                         task.cancel()
@@ -78,7 +78,7 @@ async def round_of(peers, stage, number):
 
 @among(2)
 async def test_members_of_every_stage_are_in_each_stages_group_at_its_own_pace(peers):
-    view = peers[0].port.views.newest
+    view = peers[0].context.views.newest
     assert [member.stage for member in view.members] == [EVERY, EVERY]
     assert not view.staged
     for stage, count in ((0, 3), (1, 1)):
@@ -92,12 +92,12 @@ async def test_members_of_every_stage_are_in_each_stages_group_at_its_own_pace(p
 async def test_where_all_members_are_replicas_a_view_that_is_wanted_holds_the_stages_rounds_back_too(peers):
     """Else it could begin with a round that some have voted in, and neither could ever be decided."""
     await round_of(peers, 0, 0)
-    before = peers[0].port.views.newest
-    silent = before.index(peers[2].me, peers[2].port.incarnation)
+    before = peers[0].context.views.newest
+    silent = before.index(peers[2].me, peers[2].context.incarnation)
     ask = Prepare(view_key(before.number + 1), before.hash, (1, silent))
-    peers[0].membership.receive(peers[2].me, peers[2].port.incarnation, ask)
-    assert [peers[0].port.views.blocked(number, 0) for number in (0, 1)] == [False, True]
-    assert peers[0].port.views.blocked(0, 1)
+    peers[0].membership.receive(peers[2].me, peers[2].context.incarnation, ask)
+    assert [peers[0].context.views.blocked(number, 0) for number in (0, 1)] == [False, True]
+    assert peers[0].context.views.blocked(0, 1)
 
 
 @pytest.mark.parametrize(("after", "expected"), [((7, 3), {0: 7, 1: 3, None: -1}), ((2, 9), {0: 2, 1: 9, None: -1})])

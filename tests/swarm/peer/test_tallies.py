@@ -147,13 +147,13 @@ def test_the_end_is_told_with_the_next_round_and_again_with_a_later_one():
     tallies.end(STREAM, 1, 7)
     assert port.sent[-1][1] == Tally(Key(STREAM, 7), 0, over=True)
     over(tallies, "mate")
-    assert tallies.told(STREAM) == {
+    assert tallies.reports(STREAM) == {
         "me": TallyReport(True, 7, 0),
         "mate": TallyReport(True, 4, 3),
         "all": TallyReport(),
     }
     port.dead.add("mate")
-    assert tallies.told(STREAM).keys() == {"me", "all"}
+    assert tallies.reports(STREAM).keys() == {"me", "all"}
 
 
 def test_of_a_stream_of_the_whole_model_all_members_are_told_and_awaited():
@@ -161,7 +161,7 @@ def test_of_a_stream_of_the_whole_model_all_members_are_told_and_awaited():
     tallies = Tallies(port)
     tallies.end("delta", None, 2)
     assert [peer for peer, _ in port.sent] == ["mate", "other", "all", "t"]
-    assert tallies.told("delta").keys() == {"me", "mate", "other", "all", "t"}
+    assert tallies.reports("delta").keys() == {"me", "mate", "other", "all", "t"}
 
 
 def test_others_lives_stages_and_streams_are_dropped_and_counted():
@@ -216,7 +216,7 @@ def test_what_departed_members_said_is_not_kept():
         heard(tallies, "mate", 4, 7, life=life - 1)
         next_view(port, MEMBERS[0], Member("mate", life, 1), *MEMBERS[2:])
     heard(tallies, "all", 4, 7)
-    assert len(tallies._books[STREAM].told) == 2
+    assert len(tallies._books[STREAM].reports) == 2
 
 
 def test_who_is_no_member_any_more_and_hears_of_others_still_tells_its_own_number():

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from farflock.swarm.identity import Identity
 from farflock.swarm.protocol import branches, views
-from farflock.swarm.protocol.branches import Fork, Petition, Solitude, branch_of, fork_of, is_stronger, line_of, trail
+from farflock.swarm.protocol.branches import (
+    Fork,
+    Petition,
+    Solitude,
+    branch_of,
+    fork_of,
+    is_stronger,
+    other_chain,
+    trail,
+)
 from farflock.swarm.protocol.decide import signed_text
 from farflock.swarm.protocol.views import BadView, Certified, Chain, Member, View, encode, genesis, view_key
 
@@ -176,7 +185,7 @@ def test_the_other_line_is_verified_from_the_fork_on():
     one, other = branched(chain, (1,)), branched(chain, (2, 3))
     other.extend(decided(other, [MEMBERS[3]], 9, [0]))
     mine, theirs = both(one, other)
-    line = line_of(one, mine, branches.lacking(other, theirs))
+    line = other_chain(one, mine, branches.missing_views(other, theirs))
     assert [entry.view.hash for entry in line.views] == [entry.view.hash for entry in other.views]
     assert one.newest.members == (MEMBERS[1],), "mine is untouched"
     assert branches.first_parting(line, mine) == 7
@@ -188,12 +197,12 @@ def test_a_founding_anew_by_the_same_founder_is_another_line_and_one_by_somebody
     for founder, good in ((MEMBERS[0].peer, True), (MEMBERS[1].peer, False)):
         again = Chain(RUN, [Certified(genesis(RUN, Member(founder, 77)))])
         fork, theirs = both(chain, again)
-        raw = branches.lacking(again, theirs)
+        raw = branches.missing_views(again, theirs)
         if good:
-            assert line_of(chain, fork, raw).newest == again.newest
+            assert other_chain(chain, fork, raw).newest == again.newest
         else:
             with pytest.raises(BadView, match="founder"):
-                line_of(chain, fork, raw)
+                other_chain(chain, fork, raw)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +214,7 @@ def test_another_line_with_views_missing_doubled_or_broken_is_refused(spoil):
     other.extend(decided(other, [MEMBERS[3]], 9, [0]))
     mine, theirs = both(one, other)
     with pytest.raises(BadView):
-        line_of(one, mine, spoil(branches.lacking(other, theirs)))
+        other_chain(one, mine, spoil(branches.missing_views(other, theirs)))
 
 
 def test_a_line_that_is_not_the_one_that_was_announced_is_refused():
@@ -214,7 +223,7 @@ def test_a_line_that_is_not_the_one_that_was_announced_is_refused():
     third = branched(chain, (4,))
     mine, _ = both(one, other)
     with pytest.raises(BadView, match="as it said"):
-        line_of(one, mine, branches.lacking(third, both(third, one)[0]))
+        other_chain(one, mine, branches.missing_views(third, both(third, one)[0]))
 
 
 def test_what_a_message_holds_of_a_long_line_is_bounded_and_goes_on_from_the_fork(monkeypatch):
@@ -222,11 +231,11 @@ def test_what_a_message_holds_of_a_long_line_is_bounded_and_goes_on_from_the_for
     line = branched(chain, (1,))
     for number in range(8, 40):
         assert line.extend(decided(line, [MEMBERS[1]], number, [0]))
-    monkeypatch.setattr(branches, "MAX_LACKING_BYTES", 1500)
+    monkeypatch.setattr(branches, "MAX_MISSING_BYTES", 1500)
     fork = both(line, chain)[0]
-    raw = branches.lacking(line, fork)
+    raw = branches.missing_views(line, fork)
     assert 0 < sum(map(len, raw)) <= 1500
-    assert line_of(chain, both(chain, line)[0], raw).newest.number == 1 + len(raw)
+    assert other_chain(chain, both(chain, line)[0], raw).newest.number == 1 + len(raw)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.binary(max_size=8), st.binary(max_size=8))

@@ -7,7 +7,8 @@ import pytest
 
 from farflock.swarm.messages import Accepted, Decided, Key, Prepare, Promise, Propose, Rejected
 from farflock.swarm.protocol import decide
-from farflock.swarm.protocol.decide import Decision, NoFloors, is_certified, is_quorum, signed_text
+from farflock.swarm.protocol.decide import AcceptanceRules, Decision, is_certified, signed_text
+from farflock.swarm.protocol.quorum import is_quorum
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 EVERYDAY_SCHEDULES = 3000
@@ -18,8 +19,8 @@ def group(size, proposers=None, **options):
     return [Decision(KEY, VIEW, me, order, **options) for me in range(size)]
 
 
-class Floored(NoFloors):
-    """Members for whom some of the rules about floors are others."""
+class Ruled(AcceptanceRules):
+    """Members for whom some of the rules are others."""
 
     def __init__(self, **rules):
         for name, rule in rules.items():
@@ -41,7 +42,7 @@ class Schedule:
                 VIEW,
                 me,
                 tuple(order),
-                floors=Floored(floor=lambda value, me=me: (1,) * (value in self.refused[me])),
+                rules=Ruled(floor=lambda value, me=me: (1,) * (value in self.refused[me])),
             )
             for me in range(self.size)
         ]
@@ -182,7 +183,7 @@ def refusing_group(size, refusers):
             VIEW,
             me,
             tuple(range(size)),
-            floors=Floored(floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers)),
+            rules=Ruled(floor=lambda value, me=me: (1,) * (value == b"old" and me in refusers)),
         )
         for me in range(size)
     ]
@@ -335,7 +336,7 @@ def test_answers_to_an_older_ballot_count_for_nothing():
 
 
 def test_a_value_below_the_floor_is_refused_and_the_proposer_learns_the_floor():
-    members = group(3, floors=Floored(floor=lambda value: () if value == b"late enough" else (12,)))
+    members = group(3, rules=Ruled(floor=lambda value: () if value == b"late enough" else (12,)))
     sends = members[0].propose(b"too early")
     for to, message in sends:
         for _, answer in members[to].receive(0, message):
@@ -355,7 +356,7 @@ def test_members_out_of_step_tell_their_floors_first_so_that_no_value_is_accepte
             VIEW,
             me,
             (2, 0, 1, 3),
-            floors=Floored(
+            rules=Ruled(
                 floor=lambda value, me=me: () if int(value) > begun[me] else (begun[me] + 1,),
                 in_step=False,
                 least=lambda me=me: (begun[me] + 1,),
@@ -416,15 +417,10 @@ def checks(member, text, proof):
     return proof == sign_as(member)(text)
 
 
-class Signing:
-    """Signatures of member `me`."""
-
-    def __init__(self, me):
-        self.sign, self.checks = sign_as(me), checks
-
-
 def signed_group(size):
-    return [Decision(KEY, VIEW, me, tuple(range(size)), signatures=Signing(me)) for me in range(size)]
+    return [
+        Decision(KEY, VIEW, me, tuple(range(size)), rules=Ruled(sign=sign_as(me), checks=checks)) for me in range(size)
+    ]
 
 
 def certificate(signers, ballot=(0, 0), value=b"v", key=KEY):

@@ -88,7 +88,6 @@ def test_the_leader_proposes_and_the_follower_waits():
     follower.start(0.0)
     assert said(leader) == [PROPOSE]
     assert said(follower) == []
-    assert (leader.waits_for, follower.waits_for) == ("its readiness", "its proposal")
 
 
 def test_a_proposal_is_accepted_and_again_when_the_answer_was_lost():
@@ -232,7 +231,6 @@ def test_every_state_ends_and_only_a_follower_that_holds_both_is_unsure(make, ve
         side.lost(0.5)
     assert (side.stage, side.verdict, side.unsure) == ("done", verdict, unsure)
     assert said(side)[-1:] == [ABORT]
-    assert side.waits_for == "nothing"
 
 
 @pytest.mark.parametrize(

@@ -236,8 +236,8 @@ def test_peers_that_know_nobody_form_one_run_through_a_bad_directory(seed):
             directories = [table.directory(identity(number).peer) for number in range(5)]
             peers = [await member(stack, network, directory, number) for number, directory in enumerate(directories)]
             await asyncio.sleep(6 * ANNOUNCE_EVERY_S)
-            assert {peer.port.views.newest.peers for peer in peers} == {peers[0].port.views.newest.peers}
-            assert len(peers[0].port.views.newest.members) == 5
+            assert {peer.context.views.newest.peers for peer in peers} == {peers[0].context.views.newest.peers}
+            assert len(peers[0].context.views.newest.members) == 5
             everybody = {peer.me for peer in peers}
             assert all(set(peer.membership.records) | {peer.me} == everybody for peer in peers)
             assert table.fired["lost"]

@@ -51,7 +51,7 @@ class Swarm:
         self.me, self._gone, self.served, self.asked = me, gone, {}, []
         members = tuple(Member(f"m{number}", 1, stage) for number, stage in enumerate(stages))
         self.views = Chain("run", [Certified(View(1, bytes(32), 0, members))])
-        self.port = self.snapshots = self
+        self.context = self.snapshots = self
 
     def gone(self, view, peer):
         return peer in self._gone

@@ -15,7 +15,7 @@ class Swarm:
     """A peer whose views and logs are what a test says."""
 
     def __init__(self, *members, streams=STREAMS):
-        self.port = self.rounds = self
+        self.context = self.rounds = self
         self.views = Chain("run", [Certified(View(1, bytes(32), 0, members))])
         self.dead = set()
         self.logs = {stream.name: collections.OrderedDict() for stream in streams.values()}
@@ -41,10 +41,10 @@ class Swarm:
         for _ in range(count):
             self.logs[STREAMS[stage].name].popitem(last=False)
 
-    def told(self, name, number):
+    def last_shards(self, name, number):
         return self.logs[name].get(number)
 
-    def oldest_told(self, name):
+    def oldest_kept(self, name):
         return next(iter(self.logs[name]), self.firsts[name])
 
     def newest(self, name):

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from farflock.swarm.protocol.decide import is_quorum
 from farflock.swarm.protocol.exchange.availability import Availability, RoundItem
+from farflock.swarm.protocol.quorum import is_quorum
 
 PLACES, MEMBERS, ME = 5, 4, 1
 

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from farflock.swarm.messages import Holds, Key, Offer, Reduced
-from farflock.swarm.protocol.decide import is_quorum
 from farflock.swarm.protocol.exchange.actions import Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, decode_close_list, told
+from farflock.swarm.protocol.exchange.close_list import CloseList, RoundTerms, decode_close_list, last_shards
 from farflock.swarm.protocol.exchange.collective import Collective
-from farflock.swarm.protocol.exchange.mean import Mean
+from farflock.swarm.protocol.exchange.content import SOFT
+from farflock.swarm.protocol.exchange.mean import LATE_REDUCER, Mean
 from farflock.swarm.protocol.exchange.roster import Roster
-from farflock.swarm.protocol.exchange.timing import LATE_REDUCER, SOFT
+from farflock.swarm.protocol.quorum import is_quorum
 
 KEY, VIEW = Key("weights", 3), bytes(32)
 DEADLINE_S = 20.0
@@ -237,9 +237,9 @@ class World:
         for machine in self.machines:
             if machine.closing.decision.accepted and not machine.roster.contributes:
                 close = decode_close_list(machine.closing.decision.accepted[1], self.terms, self.contributors)
-                assert all(item.digest in self.holds[machine.roster.me] for item in told(close, self.shards))
+                assert all(item.digest in self.holds[machine.roster.me] for item in last_shards(close, self.shards))
         if is_quorum(self.live, self.n) and any(machine.close for machine in self.machines):
-            for item in told(self.close, self.shards):
+            for item in last_shards(self.close, self.shards):
                 assert any(item.digest in self.holds[me] for me in self.live), "nobody knows any more what counts"
 
     @property
