@@ -19,9 +19,9 @@ from farflock.node.errors import Usage, nearest
 
 if TYPE_CHECKING:
     from farflock.experiments.quality.arms import Arms
-    from farflock.experiments.quality.runs import Kept
     from farflock.experiments.quality.score import Scores
     from farflock.experiments.quality.screen import Bench, Size
+    from farflock.experiments.reproduce.shelf import Kept
 
 PREFIX = "quality.share."
 CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
