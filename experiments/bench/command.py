@@ -5,12 +5,13 @@ A benchmark is a module with `run(options) -> Iterator[Metric]`, imported only w
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from farflock.experiments.measure.metric import COLUMNS, facts
+from farflock.experiments.measure.metric import COLUMNS
 from farflock.node.cli.output import Output
 from farflock.node.errors import Failure, Usage, nearest
 
@@ -98,8 +99,8 @@ def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: boo
         out.line(f"measuring {name}")
         try:
             for metric in measured(_benchmark(name), Options(repeats, rate, quick, only)):
-                out.result(facts(metric), "")
-                rows.append([_short(facts(metric)[name]) for name in SHOWN])
+                out.result(asdict(metric), "")
+                rows.append([_short(getattr(metric, name)) for name in SHOWN])
         except NotMeasured as reason:
             failed.append(name)
             out.line(f"{name} could not be measured: {reason}")

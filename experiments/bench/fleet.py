@@ -21,6 +21,7 @@ from farflock.experiments.measure.metric import NotMeasured
 
 START_TIMEOUT_S = 90.0
 ANSWER_TIMEOUT_S = 120.0
+BARRIER_S = 0.1  # for everybody to hear of the start
 LINE_BYTES = 4 * 1024 * 1024
 MAX_COMMANDS = 64
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +125,19 @@ async def introduce(workers: Sequence[Worker]) -> list[Fields]:
     return await hear_all(workers, "ready", START_TIMEOUT_S)
 
 
+async def together(
+    workers: Sequence[Worker], kind: str, timeout_s: float, **fields: object
+) -> tuple[float, list[Fields]]:
+    """One piece of work of all, from a common start until the last is done: that start, and what each said."""
+    for worker in workers:
+        worker.tell(kind, **fields)
+    await hear_all(workers, "prepared")
+    start_s = asyncio.get_running_loop().time() + BARRIER_S
+    for worker in workers:
+        worker.tell("go", start_s=start_s)
+    return start_s, await hear_all(workers, "done", timeout_s)
+
+
 def _surroundings() -> dict[str, str]:
     """One compute thread a worker: they share the machine's cores."""
     paths = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path)
@@ -162,6 +176,15 @@ class Owner:
         message = await self.next()
         assert message["kind"] == kind, f"expected {kind}, got {message}"
         return message
+
+    async def barrier(self) -> float:
+        """Wait for the common start: a moment on the clock that all processes of a machine share."""
+        self.say("prepared")
+        start_s = float((await self.command("go"))["start_s"])
+        left_s = start_s - asyncio.get_running_loop().time()
+        assert left_s > 0, f"the start was {-left_s:.3f} s ago; choose a later one"
+        await asyncio.sleep(left_s)
+        return start_s
 
     @staticmethod
     def say(kind: str, **fields: object) -> None:

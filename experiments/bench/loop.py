@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from farflock.experiments.bench.bare import SEED, Bare, plan_of
+from farflock.experiments.bench.bare import Bare, plan_of
+from farflock.experiments.bench.member import RUN, SEED, Place, member
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians, seconds
 from farflock.experiments.measure.threads import one_thread
 from farflock.node.assembly.node import ReplicaNode, replica_node
@@ -23,11 +24,8 @@ from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.history import History
 from farflock.swarm.compute import Worker
-from farflock.swarm.identity import Identity
-from farflock.swarm.peer.peer import Peer, RunTerms
-from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
+from farflock.swarm.peer.peer import RunTerms
 
-RUN = "bench"
 SAME_LOSS = 1e-4  # of its value: the arithmetic is the same, though not every order of it
 
 
@@ -84,7 +82,6 @@ async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tup
 @contextlib.asynccontextmanager
 async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
     """A node that has founded a run and is its only member; nothing of it is left after the block."""
-    identity = Identity.from_seed(bytes(32))
     codecs, steps = Worker("codec"), Worker("train")
     with tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder, contextlib.ExitStack() as stack:
         stack.callback(codecs.close)
@@ -95,16 +92,10 @@ async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
             if kind == "step":
                 history.metrics(int(str(fields["step"])), loss=float(str(fields["loss"])))
 
-        links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=1, listen="tcp://127.0.0.1:0"))
-        try:
-            terms = RunTerms(RUN, SEED)
-            peer = Peer(terms, identity, links, None, incarnation=1, record=links.record, compute=codecs)
-            async with peer.running():
-                node = replica_node(plan, peer, tokens, compute=codecs, train=steps, report=report)
-                node.found()
-                yield node
-        finally:
-            await links.close()
+        async with member(None, Place(0, 1, "127.0.0.1"), codecs, RunTerms(RUN, SEED)) as peer:
+            node = replica_node(plan, peer, tokens, compute=codecs, train=steps, report=report)
+            node.found()
+            yield node
 
 
 def _require_alike(ours: float | None, theirs: float) -> None:

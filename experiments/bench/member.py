@@ -18,7 +18,7 @@ from farflock.swarm.zmq.links import LinkOptions, ZmqLinks
 
 RUN = "bench"
 SEED = 20_261_121
-VIEW_S = 2.0
+TERMS = RunTerms(RUN, SEED, view_s=2.0)
 JOIN_TIMEOUT_S = 60.0
 POLL_S = 0.02
 
@@ -33,17 +33,17 @@ class Place(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def member(
-    owner: Owner, place: Place, compute: Callable[[Callable[[], Any]], Awaitable[Any]]
+    owner: Owner | None, place: Place, compute: Callable[[Callable[[], Any]], Awaitable[Any]], terms: RunTerms = TERMS
 ) -> AsyncIterator[Peer]:
-    """A running peer on real links, not yet in any view; its owner is told its record."""
+    """A running peer on real links, not yet in any view; its owner, if it has one, is told its record."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
     incarnation = place.number + 1
     links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=incarnation, listen=f"tcp://{place.host}:0"))
     try:
-        terms = RunTerms(RUN, SEED, VIEW_S)
         peer = Peer(terms, identity, links, None, incarnation=incarnation, record=links.record, compute=compute)
         async with peer.running():
-            owner.say("record", record=links.record().hex())
+            if owner is not None:
+                owner.say("record", record=links.record().hex())
             yield peer
     finally:
         await links.close()

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from farflock.experiments.bench import fleet
-from farflock.experiments.bench.fleet import Fields, Worker, hear_all
+from farflock.experiments.bench.fleet import Fields, Worker
 from farflock.experiments.bench.netns import Host, hosts
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load, medians
 from farflock.node.model.llama import ModelConfig
@@ -31,7 +31,6 @@ from farflock.node.model.llama import ModelConfig
 WORKER = "farflock.experiments.bench.overlap_peer"
 RATES_BITS = (1e8, 1e7)
 PEERS = 2
-BARRIER_S = 0.1  # for everybody to hear of the start
 PIECE_TIMEOUT_S = 180.0
 CODEC, RETURN_CODEC = "fp4", "bf16"
 ARMS = ("local", "overlapping", "waiting")
@@ -129,13 +128,7 @@ async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]
 
 async def _piece(workers: Sequence[Worker], arm: str, steps: int, exchanges: int) -> Piece:
     """So many steps of all workers, from the barrier until each is done."""
-    for worker in workers:
-        worker.tell("train", arm=arm, steps=steps)
-    await hear_all(workers, "prepared")
-    start_s = asyncio.get_running_loop().time() + BARRIER_S
-    for worker in workers:
-        worker.tell("go", start_s=start_s)
-    answers = await hear_all(workers, "done", PIECE_TIMEOUT_S)
+    _, answers = await fleet.together(workers, "train", PIECE_TIMEOUT_S, arm=arm, steps=steps)
     _require_exchanges(arm, answers, exchanges)
     return Piece(max(answer["took_s"] for answer in answers), statistics.mean(answer["cpu_s"] for answer in answers))
 

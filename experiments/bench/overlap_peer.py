@@ -63,9 +63,7 @@ class Pieces:
 
     async def train(self, steps: int) -> None:
         """So many steps of the node's own loop, from the barrier on."""
-        self._owner.say("prepared")
-        start_s = float((await self._owner.command("go"))["start_s"])
-        await asyncio.sleep(max(start_s - asyncio.get_running_loop().time(), 0))
+        start_s = await self._owner.barrier()
         self._results.clear()
         loop, begun_s = self._node.loop, time.process_time()
         for _ in range(steps):

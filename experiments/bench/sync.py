@@ -23,12 +23,11 @@ from dataclasses import dataclass
 
 from farflock.compression.catalog import codec
 from farflock.experiments.bench import fleet
-from farflock.experiments.bench.fleet import Fields, Worker, hear_all
+from farflock.experiments.bench.fleet import Fields
 from farflock.experiments.bench.netns import Host, hosts, obstacle
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
 
 WORKER = "farflock.experiments.bench.sync_peer"
-BARRIER_S = 0.1  # for everybody to hear of the start
 ROUND_TIMEOUT_S = 180.0
 
 
@@ -102,24 +101,13 @@ async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[lis
         for worker in workers:
             worker.tell("plain", addresses=addresses)
         for _ in range(1 + repeats):
-            took_s, answers = await _round(workers, "sync")
+            start_s, answers = await fleet.together(workers, "sync", ROUND_TIMEOUT_S)
             _require_sync(answers)
-            synced_s.append(took_s)
+            synced_s.append(max(answer["done_s"] for answer in answers) - start_s)
             cpu_s.append(sum(answer["cpu_s"] for answer in answers))
-            plain_s.append((await _round(workers, "swap", bytes=part_bytes))[0])
+            start_s, answers = await fleet.together(workers, "swap", ROUND_TIMEOUT_S, bytes=part_bytes)
+            plain_s.append(max(answer["done_s"] for answer in answers) - start_s)
     return synced_s[1:], plain_s[1:], cpu_s[1:]
-
-
-async def _round(workers: Sequence[Worker], kind: str, **fields: object) -> tuple[float, list[Fields]]:
-    """From the barrier until the last worker is done."""
-    for worker in workers:
-        worker.tell(kind, **fields)
-    await hear_all(workers, "prepared")
-    start_s = asyncio.get_running_loop().time() + BARRIER_S
-    for worker in workers:
-        worker.tell("go", start_s=start_s)
-    answers = await hear_all(workers, "done", ROUND_TIMEOUT_S)
-    return max(answer["done_s"] for answer in answers) - start_s, answers
 
 
 def _require_sync(answers: Sequence[Fields]) -> None:

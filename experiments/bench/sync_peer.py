@@ -64,13 +64,6 @@ def fingerprint(result: Result) -> str:
     return whole.hexdigest()
 
 
-async def until(start_s: float) -> None:
-    """The start barrier: a moment on the clock that all processes of a machine share."""
-    left_s = start_s - asyncio.get_running_loop().time()
-    assert left_s > 0, f"the start was {-left_s:.3f} s ago; choose a later one"
-    await asyncio.sleep(left_s)
-
-
 @dataclass(slots=True)
 class Sync:
     """The worker's work: one round after another, as it is told."""
@@ -85,8 +78,7 @@ class Sync:
     async def round(self) -> None:
         """Encode, exchange, decode, from the barrier to the decoded mean."""
         exchange = exchange_of(self.settings, self.number, self.tensors)
-        self.owner.say("prepared")
-        await until(float((await self.owner.command("go"))["start_s"]))
+        await self.owner.barrier()
         begun_s = time.process_time()
         offer = await self.codecs(partial(self.client.encode, exchange, Claim(tokens=1)))
         outcome = await self.client.exchange(offer)
@@ -148,8 +140,7 @@ class Plain:
 
     async def round(self, owner: Owner, size_bytes: int) -> None:
         """One swap from the barrier on."""
-        owner.say("prepared")
-        await until(float((await owner.command("go"))["start_s"]))
+        await owner.barrier()
         await self.swap(size_bytes)
         owner.say("done", done_s=asyncio.get_running_loop().time())
 

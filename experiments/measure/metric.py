@@ -8,9 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-COLUMNS = ("metric", "value", "yardstick", "ratio", "n", "load", "unit", "note")
+from dataclasses import dataclass, fields
 
 
 class NotMeasured(RuntimeError):
@@ -29,6 +27,9 @@ class Metric:
     load: float
     unit: str = "s"
     note: str = ""
+
+
+COLUMNS = tuple(field.name for field in fields(Metric))  # of a line, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,3 @@ def medians(pairs: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     values, yardsticks = zip(*pairs, strict=True)
     ratios = [value / yardstick for value, yardstick in pairs]
     return statistics.median(values), statistics.median(yardsticks), round(statistics.median(ratios), 4)
-
-
-def facts(metric: Metric) -> dict[str, object]:
-    """The line's fields in the order of `COLUMNS`."""
-    return {name: getattr(metric, name) for name in COLUMNS}

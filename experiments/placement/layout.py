@@ -116,15 +116,6 @@ class Costs:
         """MATCH of two stages: the slowest of the best partners."""
         return bottleneck(self._between(one, other))[0]
 
-    def partners(self, one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
-        """Who hands on to whom so that `match` comes out, as (node of `one`, node of `other`), one for each of the larger."""
-        if len(one) < len(other):
-            return [(a, b) for b, a in self.partners(other, one)]
-        places = _places(one, other)
-        return [
-            (node, places[column]) for node, column in zip(one, bottleneck(self._between(one, other))[1], strict=True)
-        ]
-
     def layout(self, stages: Sequence[Sequence[int]]) -> Layout:
         """COMM of a partition: its stages in their cheapest order."""
         count = len(stages)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,9 @@ from farflock.node.errors import Usage, nearest
 
 if TYPE_CHECKING:
     from farflock.experiments.quality.arms import Arms
-    from farflock.experiments.quality.runs import Kept
     from farflock.experiments.quality.score import Scores
     from farflock.experiments.quality.screen import Bench, Size
+    from farflock.experiments.reproduce.shelf import Kept
 
 PREFIX = "quality.share."
 CHOICES = {"100": (100,), "500": (500,), "all": (100, 500)}
@@ -146,7 +146,6 @@ def _progress(out: Output) -> Iterator[Callable[[float, float], None]]:
 
 
 def _say(out: Output, scores: "Scores", budget: int, as_json: bool) -> None:
-    from farflock.experiments.measure.metric import facts
     from farflock.experiments.quality import report as quality_report
 
     if not as_json:
@@ -158,7 +157,7 @@ def _say(out: Output, scores: "Scores", budget: int, as_json: bool) -> None:
             out.line(f"\n{title}")
             out.table(*table)
     for metric in quality_report.metrics(scores, budget):
-        out.result(facts(metric), "")
+        out.result(asdict(metric), "")
 
 
 def _record(page: Path, bench: "Bench", shelf: "Kept", scores: "Scores") -> None:

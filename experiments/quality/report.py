@@ -143,7 +143,7 @@ def record(page: Path, sections: dict[int, str]) -> None:
     """Put sections, by budget, into the page's generated part; those of other budgets stay. `Usage` if it has no such part."""
 
     def made(inside: str) -> str:
-        kept = _sections(inside) | sections
+        kept = {int(place[0]): text for place, text in pages.parsed(inside, _SECTION).items()} | sections
         return "\n\n".join(kept[budget].strip() for budget in sorted(kept))
 
     pages.rewrite(page, BEGIN, END, made)
@@ -159,12 +159,6 @@ def _setting(size: Size) -> str:
         f" {size.floor:.0%}. Screen: {size.screen_steps} steps on seed {size.seeds[0]}. Final: {size.steps} steps on seeds"
         f" {seeds}. Losses in nats a token over {size.held_out} held-out sequences."
     )
-
-
-def _sections(text: str) -> dict[int, str]:
-    found = list(_SECTION.finditer(text))
-    ends = [match.start() for match in found[1:]] + [len(text)] * bool(found)
-    return {int(match[1]): text[match.start() : end] for match, end in zip(found, ends, strict=True)}
 
 
 def _final_row(scores: Scores, name: str) -> Sequence[object]:

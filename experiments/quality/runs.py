@@ -7,7 +7,6 @@ of hours can so go on elsewhere, and everybody can look behind a table's numbers
 import os
 import time
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -15,19 +14,6 @@ from farflock.experiments.reproduce.job import AnyJob, Outcome, key
 from farflock.node.errors import Usage
 
 START = b'{"key":'  # of each line
-
-
-class Kept(Protocol):
-    """Where finished runs are: a folder (experiments/reproduce/shelf.py) or a file."""
-
-    def find(self, job: AnyJob) -> Outcome | None:
-        """The outcome of exactly this job, if it was run before."""
-
-    def keep(self, job: AnyJob, outcome: Outcome) -> None:
-        """Remember it."""
-
-    def kept_at(self, job: AnyJob) -> float:
-        """When a job that is here was kept, in seconds since 1970."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

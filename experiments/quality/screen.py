@@ -12,15 +12,17 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from farflock.experiments.measure.metric import NotMeasured
-from farflock.experiments.pipelines.text import texts
 from farflock.experiments.quality.arms import Arms
 from farflock.experiments.quality.pace import Pace, effort
-from farflock.experiments.quality.runs import Kept
 from farflock.experiments.quality.score import Contender, Final, Run, Scores, best, ranked
-from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Outcome, Swarm, key
-from farflock.experiments.reproduce.recipe import LINES
-from farflock.experiments.reproduce.workers import run_all
+from farflock.experiments.reproduce.job import EXACT_BYTES, Line, Swarm, key
+from farflock.experiments.reproduce.recipe import LINES, Arm, Sizes
+from farflock.experiments.reproduce.shelf import Kept
+from farflock.experiments.reproduce.study import job_of
+from farflock.experiments.reproduce.workers import outcomes
 from farflock.node.model.llama import PRESETS, ModelConfig, build
 
 RUNG = 0.6  # from one learning rate of a finalist's ladder to the next
@@ -99,37 +101,24 @@ class Bench:
                 found += [Contender(name, budget, trial) for trial in arm.at(budget)[: self.size.trials]]
         return found
 
-    def job(self, contender: Contender, seed: int, steps: int) -> AnyJob:
+    def job(self, contender: Contender, seed: int, steps: int) -> Line | Swarm:
         """One run of one contender."""
-        size, trial = self.size, contender.trial
-        common = {field: getattr(size, field) for field in _COMMON} | {
-            "seed": seed,
-            "steps": steps,
-            "lr": trial.lr,
-            "warmup": trial.warmup,
-            "betas": (size.beta1, trial.beta2),
-            "corpus": texts()[2],
-            "points": 1,
-            "device": "cpu",
-        }
-        if contender.budget is None:
-            batch = size.batch if contender.arm == "ddp" else size.batch // size.peers
-            return Line(**{**common, "optimizer": "adamw", "batch": batch})
-        arm = self._arms.arms[contender.arm]
-        if arm.clip is not None:
-            common["clip"] = arm.clip
-        return Swarm(
-            **common,
-            optimizer=arm.optimizer,
-            method=contender.arm,
-            options=trial.options,
-            peers=size.peers,
-            late=0.0,
-            speeds=(),
+        size, name, trial, arm = self.size, contender.arm, contender.trial, None
+        sizes = Sizes(
+            **{field: getattr(size, field) for field in _COMMON},
+            model=msgspec.to_builtins(size.model),
+            steps=steps,
+            betas=(size.beta1, trial.beta2),
+            seeds=[seed],
+            points=1,
             step_s=STEP_S,
         )
+        if contender.budget is not None:
+            own = self._arms.arms[name]
+            arm = Arm(label=name, method=name, options=trial.options, optimizer=own.optimizer, clip=own.clip)
+        return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
 
-    def efforts(self) -> tuple[list[AnyJob], float]:
+    def efforts(self) -> tuple[list[Line | Swarm], float]:
         """The screen's jobs, and about the effort of everything, in the unit of quality_pace.py: who will be in the final is
         not known before, so its methods count like the one in the middle."""
         size, screened = self.size, self.screened()
@@ -170,7 +159,10 @@ class Bench:
     ) -> list[Run]:
         """The contenders' runs in their order, each with its seeds in order."""
         wanted = [(one, seed, self.job(one, seed, steps)) for one in contenders for seed in seeds]
-        found = outcomes([job for _, _, job in wanted], shelf, workers, pace)
+        longest_first = sorted(
+            (job for _, _, job in wanted), key=effort, reverse=True
+        )  # so that all workers end together
+        found = outcomes(longest_first, shelf, workers, pace.keep, pace.told)
         ring = ring_bytes(self.size, steps)
         return [Run(one, seed, found[key(job)], ring) for one, seed, job in wanted]
 
@@ -183,19 +175,6 @@ def further(ladder: Sequence[Run]) -> Contender:
     return above.contender.at(rate)
 
 
-def outcomes(jobs: Iterable[AnyJob], shelf: Kept, workers: int, pace: Pace) -> dict[str, Outcome]:
-    """By key, those on the shelf and those that were not there yet; the longest are run first, so that all workers end
-    together."""
-    wanted = {key(job): job for job in jobs}
-    found = {name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None}
-    pace.keep(wanted[name] for name in found)
-    rest = sorted((job for name, job in wanted.items() if name not in found), key=effort, reverse=True)
-    for job, outcome in run_all(rest, workers, pace.told):
-        shelf.keep(job, outcome)
-        found[key(job)] = outcome
-    return found
-
-
 def _by_name(runs: Iterable[Run]) -> dict[str, tuple[Run, ...]]:
     found: dict[str, tuple[Run, ...]] = {}
     for run in runs:
@@ -203,4 +182,4 @@ def _by_name(runs: Iterable[Run]) -> dict[str, tuple[Run, ...]]:
     return found
 
 
-_COMMON = ("model", "batch", "seq", "floor", "weight_decay", "clip", "held_out")
+_COMMON = ("peers", "batch", "seq", "floor", "weight_decay", "clip", "held_out")

@@ -18,7 +18,7 @@ def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
     """Put sections, by recipe and tier, into the generated part; `Usage` if the page has none."""
 
     def made(inside: str) -> str:
-        kept = parsed(inside) | sections
+        kept = {(place[0], place[1]): text for place, text in parsed(inside, _HEADING).items()} | sections
         return "\n\n".join([_summary(kept), *(kept[place].strip() for place in sorted(kept))])
 
     rewrite(page, BEGIN, END, made)
@@ -45,11 +45,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     return [f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in cells]
 
 
-def parsed(text: str) -> dict[tuple[str, str], str]:
-    """The sections of a generated part, by recipe and tier."""
-    found = list(_HEADING.finditer(text))
+def parsed(text: str, heading: re.Pattern[str]) -> dict[tuple[str, ...], str]:
+    """The sections of a generated part, by what their headings name."""
+    found = list(heading.finditer(text))
     ends = [match.start() for match in found[1:]] + [len(text)] * bool(found)
-    return {(match[1], match[2]): text[match.start() : end] for match, end in zip(found, ends, strict=True)}
+    return {match.groups(): text[match.start() : end] for match, end in zip(found, ends, strict=True)}
 
 
 def _summary(sections: dict[tuple[str, str], str]) -> str:

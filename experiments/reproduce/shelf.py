@@ -7,12 +7,25 @@ recipe. Files appear whole.
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from farflock.experiments.pipelines.table import Table
 from farflock.experiments.reproduce.job import AnyJob, Outcome, key
+
+
+class Kept(Protocol):
+    """Where finished runs are: a folder, or a file (experiments/quality/runs.py)."""
+
+    def find(self, job: AnyJob) -> Outcome | None:
+        """The outcome of exactly this job, if it was run before."""
+
+    def keep(self, job: AnyJob, outcome: Outcome) -> None:
+        """Remember it."""
+
+    def kept_at(self, job: AnyJob) -> float:
+        """When a job that is here was kept, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)

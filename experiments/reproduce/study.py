@@ -15,10 +15,10 @@ import msgspec
 
 from farflock.experiments.pipelines.text import texts
 from farflock.experiments.reproduce.job import EXACT_BYTES, AnyJob, Line, Noise, Outcome, Point, Swarm, key
-from farflock.experiments.reproduce.recipe import LINES, Arm, Recipe, missing, options_of
+from farflock.experiments.reproduce.recipe import LINES, Arm, Recipe, Sizes, missing, options_of
 from farflock.experiments.reproduce.shelf import Shelf
 from farflock.experiments.reproduce.verdict import UNKNOWN, YES, Finding, estimate, judge, rises, together
-from farflock.experiments.reproduce.workers import run_all
+from farflock.experiments.reproduce.workers import outcomes
 from farflock.node.errors import Failure, Usage
 
 Setting = tuple[float, float]  # learning rate, share of warm-up
@@ -76,14 +76,14 @@ class Study:
         seeds = self.sizes.seeds
         search = {name: self._searched(name) for name in self.arms if len(self._grid(name)) > 1}
         steps = _Steps(sum(map(len, search.values())), len(self.arms) * len(seeds), progress)
-        found = self._outcomes(itertools.chain.from_iterable(search.values()), shelf, workers, steps)
+        found = outcomes(itertools.chain.from_iterable(search.values()), shelf, workers, steps.keep, steps.told)
         best = {name: self._best(name, search.get(name, []), found) for name in self.arms}
         finals = {name: [self.job(name, seed, best[name][0]) for seed in seeds] for name in self.arms}
-        found |= self._outcomes(itertools.chain.from_iterable(finals.values()), shelf, workers, steps)
+        found |= outcomes(itertools.chain.from_iterable(finals.values()), shelf, workers, steps.keep, steps.told)
         results = []
         for name, arm in self.arms.items():
-            outcomes = tuple(self._scaled(name, found[key(job)]) for job in finals[name])
-            results.append(Result(name, arm.label if arm else LABELS[name], *best[name], outcomes))
+            scaled = tuple(self._scaled(name, found[key(job)]) for job in finals[name])
+            results.append(Result(name, arm.label if arm else LABELS[name], *best[name], scaled))
         self._require_tokens(results)
         return results
 
@@ -113,27 +113,7 @@ class Study:
             return Noise(
                 seed=seed, peers=sizes.peers, rounds=sizes.steps, alpha=options["alpha"], gamma=options["gamma"]
             )
-        common = {field: getattr(sizes, field) for field in _COMMON} | {
-            "seed": seed,
-            "lr": setting[0],
-            "warmup": setting[1],
-            "model": sizes.shape,
-            "corpus": texts()[2],
-            "optimizer": arm.optimizer if arm else "adamw",
-        }
-        if arm is not None and arm.clip is not None:
-            common["clip"] = arm.clip
-        if arm is None:
-            return Line(**{**common, "batch": sizes.batch if name == "ddp" else sizes.batch // sizes.peers})
-        return Swarm(
-            **common,
-            method=arm.method,
-            options=options_of(arm, sizes),
-            peers=arm.peers or sizes.peers,
-            late=arm.late,
-            speeds=tuple(arm.speeds),
-            step_s=sizes.step_s,
-        )
+        return job_of(sizes, name, arm, seed, setting)
 
     def _grid(self, name: str) -> list[Setting]:
         arm = self.arms[name]
@@ -154,17 +134,6 @@ class Study:
             return grid[0], {}
         losses = {setting: found[key(job)].metrics.get("loss") for setting, job in zip(grid, search, strict=True)}
         return min(grid, key=lambda setting: math.inf if (loss := losses[setting]) is None else loss), losses
-
-    def _outcomes(self, jobs: Iterable[AnyJob], shelf: Shelf, workers: int, steps: "_Steps") -> dict[str, Outcome]:
-        """By key, those on the shelf and those that were not there yet."""
-        wanted = {key(job): job for job in jobs}
-        found = {name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None}
-        steps.skip(len(found))
-        rest = [job for name, job in wanted.items() if name not in found]
-        for job, outcome in run_all(rest, workers, steps.told):
-            shelf.keep(job, outcome)
-            found[key(job)] = outcome
-        return found
 
     def _scaled(self, name: str, outcome: Outcome) -> Outcome:
         """A line ran without peers: its bytes are a ring's, its tokens and its time those of the swarm that it stands for."""
@@ -214,6 +183,31 @@ class Study:
                     )
 
 
+def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting) -> Line | Swarm:
+    """One run of an arm, or of the line of this name."""
+    common = {field: getattr(sizes, field) for field in _COMMON} | {
+        "seed": seed,
+        "lr": setting[0],
+        "warmup": setting[1],
+        "model": sizes.shape,
+        "corpus": texts()[2],
+        "optimizer": arm.optimizer if arm else "adamw",
+    }
+    if arm is None:
+        return Line(**{**common, "batch": sizes.batch if name == "ddp" else sizes.batch // sizes.peers})
+    if arm.clip is not None:
+        common["clip"] = arm.clip
+    return Swarm(
+        **common,
+        method=arm.method,
+        options=options_of(arm, sizes),
+        peers=arm.peers or sizes.peers,
+        late=arm.late,
+        speeds=tuple(arm.speeds),
+        step_s=sizes.step_s,
+    )
+
+
 def verdict(tier: str, findings: Sequence[Finding]) -> str | None:
     """The recipe's; None in tier ci, whose runs are too small to say anything."""
     return None if tier == "ci" else together(findings)
@@ -226,9 +220,9 @@ class _Steps:
         self._total, self._done, self._progress = search + final, 0, progress
         self._running: dict[int, float] = {}
 
-    def skip(self, count: int) -> None:
-        """So many were on the shelf."""
-        self._done += count
+    def keep(self, jobs: Sequence[AnyJob]) -> None:
+        """These were on the shelf."""
+        self._done += len(jobs)
         self._tell()
 
     def told(self, job: AnyJob, share: float) -> None:

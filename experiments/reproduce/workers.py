@@ -7,7 +7,7 @@ what comes back: no object of one process is rebuilt by another's bytes.
 import contextlib
 import functools
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -15,7 +15,8 @@ from multiprocessing.process import BaseProcess
 import msgspec
 
 from farflock.compression.codec import UnencodableTensor
-from farflock.experiments.reproduce.job import AnyJob, Diverged, Noise, Outcome, Swarm
+from farflock.experiments.reproduce.job import AnyJob, Diverged, Noise, Outcome, Swarm, key
+from farflock.experiments.reproduce.shelf import Kept
 from farflock.node.errors import Failure, explained
 from farflock.node.process.worker_processes import warm
 
@@ -78,6 +79,19 @@ def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[
                 if word.outcome is not None:
                     _give(worker, waiting)
                     yield job, word.outcome
+
+
+def outcomes(
+    jobs: Iterable[AnyJob], shelf: Kept, workers: int, kept: Callable[[list[AnyJob]], None], told: Told
+) -> dict[str, Outcome]:
+    """By key, those on the shelf, which `kept` hears of, and those that were not there yet, run in their order."""
+    wanted = {key(job): job for job in jobs}
+    found = {name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None}
+    kept([wanted[name] for name in found])
+    for job, outcome in run_all([job for name, job in wanted.items() if name not in found], workers, told):
+        shelf.keep(job, outcome)
+        found[key(job)] = outcome
+    return found
 
 
 def _runner(job: AnyJob) -> Callable[..., Outcome]:

@@ -3,10 +3,11 @@
 import itertools
 import json
 import statistics
+from dataclasses import asdict
 
 import pytest
 
-from farflock.experiments.measure.metric import Metric, Options, facts, load, medians, seconds, turns
+from farflock.experiments.measure.metric import Metric, Options, load, medians, seconds, turns
 from farflock.node.cli.output import one_line
 
 
@@ -27,7 +28,7 @@ def clock():
 
 
 def test_a_line_is_one_json_object_with_every_field():
-    line = one_line(facts(Metric("loop", 2.0, 4.0, 0.5, 5, 0.1, note="a note\nof two lines")))
+    line = one_line(asdict(Metric("loop", 2.0, 4.0, 0.5, 5, 0.1, note="a note\nof two lines")))
     assert "\n" not in line
     assert json.loads(line) == {
         "metric": "loop",
@@ -42,7 +43,7 @@ def test_a_line_is_one_json_object_with_every_field():
 
 
 def test_a_metric_without_a_yardstick_says_null():
-    assert json.loads(one_line(facts(Metric("sim.peer_s", 0.1, None, None, 1, 0.0))))["ratio"] is None
+    assert json.loads(one_line(asdict(Metric("sim.peer_s", 0.1, None, None, 1, 0.0))))["ratio"] is None
 
 
 @pytest.mark.parametrize(("only", "wanted"), [(None, True), ("codec.int8", True), ("codec.int4", False)])

@@ -147,29 +147,13 @@ def test_as_many_stages_as_allowed_are_ordered_and_no_more():
         cheapest_order(np.zeros((17, 17)))
 
 
-def test_a_match_names_its_partners():
-    costs = Costs(links(8, 3), TRAFFIC)
-    one, other = (0, 3, 5, 6), (1, 2, 4, 7)
-    partners = costs.partners(one, other)
-    assert sorted(a for a, _ in partners) == sorted(one)
-    assert sorted(b for _, b in partners) == sorted(other)
-    assert max(costs.handing_s[a][b] for a, b in partners) == costs.match(one, other)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_between_unequal_stages_nobody_has_more_partners_than_the_sizes_force(seed):
     costs = Costs(links(8, seed), TRAFFIC)
     larger, smaller = (0, 1, 2, 3, 4), (5, 6, 7)
-    partners = costs.partners(smaller, larger)
-    assert sorted(node for _, node in partners) == list(larger)
-    served = [node for node, _ in partners]
-    assert max(served.count(node) for node in smaller) <= 2
-    assert (
-        max(costs.handing_s[a][b] for a, b in partners) == costs.match(larger, smaller) == costs.match(smaller, larger)
-    )
     ways = [way for way in itertools.product(smaller, repeat=5) if max(way.count(node) for node in smaller) <= 2]
     best = min(max(costs.handing_s[a][b] for a, b in zip(larger, way, strict=True)) for way in ways)
-    assert costs.match(larger, smaller) == best
+    assert costs.match(larger, smaller) == costs.match(smaller, larger) == best
 
 
 def test_the_diagonal_is_never_read():

@@ -2,10 +2,10 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 
-from farflock.experiments.measure.metric import facts
 from farflock.experiments.quality import report as report
 from farflock.experiments.quality.score import Final
 from farflock.experiments.quality.screen import Size
@@ -71,7 +71,7 @@ def test_a_metric_is_named_by_method_and_budget_and_says_what_it_rests_on(scores
     assert first.ratio == 0.7
     assert "± 0.0500 (standard error); bytes 1/100.0 of DDP's; lr 0.001, warm-up 0.25, period 16" in first.note
     assert second.metric == "quality.share.slow.100"
-    assert json.loads(one_line(facts(first)))["unit"] == "of DDP's gain"
+    assert json.loads(one_line(asdict(first)))["unit"] == "of DDP's gain"
 
 
 def test_where_ddp_gains_nothing_there_is_no_number_and_the_reason(scores, run_of):
@@ -79,7 +79,7 @@ def test_where_ddp_gains_nothing_there_is_no_number_and_the_reason(scores, run_o
     changed = type(scores)(scores.screen, {**scores.finals, "ddp": flat})
     first, _ = report.metrics(changed, 100)
     assert math.isnan(first.value)
-    assert json.loads(one_line(facts(first)))["value"] is None
+    assert json.loads(one_line(asdict(first)))["value"] is None
     assert report.NO_GAIN in first.note
     assert row(report.final_table(changed, 100), "fast")["share"] == "-"
 

@@ -57,7 +57,7 @@ def played(monkeypatch, arms, tmp_path):
                 metrics = {} if found is None else {"loss": found, "bytes": sent(job)}
                 yield job, Outcome(metrics=metrics, diverged=found is None)
 
-        monkeypatch.setattr(quality, "run_all", run_all)
+        monkeypatch.setattr("farflock.experiments.reproduce.workers.run_all", run_all)
         pace = Pace(1.0, 1, 1.0, lambda share, left_s: None)
         return Bench(size, arms, budgets, only).run(Shelf(tmp_path), 1, pace), ran
 

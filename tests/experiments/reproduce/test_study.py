@@ -24,7 +24,7 @@ def played(monkeypatch, outcome, tmp_path):
                 found = loss(job)
                 yield job, Outcome(metrics={}, diverged=True) if found is None else outcome(found, **metrics(job))
 
-        monkeypatch.setattr(study, "run_all", run_all)
+        monkeypatch.setattr("farflock.experiments.reproduce.workers.run_all", run_all)
         mine = Study(recipe.read("mine", text), tier)
         return mine, mine.run(Shelf(tmp_path), 1, lambda share: None), ran
 
@@ -172,7 +172,7 @@ def test_progress_ends_at_one_and_never_falls(recipe_text, monkeypatch, outcome,
                 tell(job, share)
             yield job, outcome(1.0)
 
-    monkeypatch.setattr(study, "run_all", run_all)
+    monkeypatch.setattr("farflock.experiments.reproduce.workers.run_all", run_all)
     Study(recipe.read("mine", recipe_text), "cpu").run(Shelf(tmp_path), 1, told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
