@@ -71,12 +71,13 @@ class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[pipeline]. `stages` are the layers of each stage; a founder may name how many stages there are instead, of
-    nearly equally many layers each (unequal ones, for unequal machines, are written down here). A stage steps once
-    its group has taken in `batch` microbatches, which are train.batch sequences of train.seq tokens. Activations go as
-    `codec` between stages, or as the first of several (`int4 | int8`) that all servers of an edge read
-    (docs/decisions/020), on paths of a `policy`. `basis` is the SHA-256 of what all peers share for a subspace codec;
-    each makes it from the run's seed (node/run/basis.py), and does not begin with another one. Of a codec that
-    remembers samples (docs/decisions/018), each end of an edge holds at most `cache_bytes` of their values.
+    nearly equally many layers each (unequal ones, for machines that were measured, come from the planner,
+    experiments/placement/asymmetric.py, and are then written down here). A stage steps once its group has taken in
+    `batch` microbatches, which are train.batch sequences of train.seq tokens. Activations go as `codec` between stages,
+    or as the first of several (`int4 | int8`) that all servers of an edge read (docs/decisions/020), on paths of a
+    `policy`. `basis` is the SHA-256 of what all peers share for a subspace codec; each makes it from the run's seed
+    (node/run/basis.py), and does not begin with another one. Of a codec that remembers samples (docs/decisions/018),
+    each end of an edge holds at most `cache_bytes` of their values.
 
     Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
     gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to

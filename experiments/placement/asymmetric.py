@@ -1,0 +1,376 @@
+"""How many layers each stage has and which machines serve it, when machines are unequal in compute, memory and bandwidth.
+
+Equal stages waste strong machines and shut out weak ones. What counts is the slowest stage: its machines' summed rates over
+its work, or what their links carry. Boundaries are constants of a run, since parameters must match, so this is done before
+it starts. Own procedure: greedy max-min as list scheduling does it (Graham, "Bounds on multiprocessing timing anomalies",
+1969), then exchanges that help the slowest stage, then layers moved between stages.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from farflock.node.run.terms import MAX_STAGES
+
+REPLICAS = 3  # machines a stage: one may fail while another is away, and the stage is still there
+
+SMALL = 6  # machines of two stages that are divided in all ways
+FEW = 50  # boundaries that are rather all tried
+ENOUGH = 0.99  # of what all machines would compute if nothing were lost: more stages would only send more
+
+_NOTHING = 1e-9  # relative gains below are rounding
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """What was measured of one: samples through one layer, forward and backward, a second, and bytes a second of its link."""
+
+    rate: float
+    memory_bytes: float
+    up: float
+    down: float
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "memory_bytes", "up", "down"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"a machine's {name} of {value} is impossible; measure it again or leave the machine out"
+                )
+
+    @property
+    def link(self) -> float:
+        """The slower direction: a stage carries as much in as out."""
+        return min(self.up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """What its parts need. Bytes of layer, embedding and head are those of parameters, gradients and optimizer together."""
+
+    layers: int
+    layer_bytes: float
+    embedding_bytes: float
+    head_bytes: float
+    head_layers: float  # the head's work, in layers: about its parameters over a layer's
+    edge_bytes: float  # a sample's activations between two stages
+    inner_bytes: float = (
+        0.0  # what one layer keeps of a sample while a microbatch is computed once more for its gradient
+    )
+    microbatch: int = 1  # samples
+    in_flight: int = 1  # microbatches whose input a stage keeps
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.microbatch < 1 or self.in_flight < 1:
+            raise ValueError(
+                f"{self.layers} layers with {self.in_flight} microbatches of {self.microbatch} cannot run; give at least 1 each"
+            )
+        for name in ("layer_bytes", "embedding_bytes", "head_bytes", "head_layers", "edge_bytes", "inner_bytes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"a model's {name} of {value} is impossible; give a finite number of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class StageShare:
+    """One stage's share of the model."""
+
+    model: ModelCosts
+    begin: int  # its first layer
+    end: int  # the first that is no longer its
+    stage: int
+    stages: int
+
+    @property
+    def memory_bytes(self) -> float:
+        """What each of its machines must hold: its parts of the model, the inputs of what is in flight, and one microbatch
+        inside all its layers while it is recomputed."""
+        model, layers = self.model, self.end - self.begin
+        extra = (self.stage == 0) * model.embedding_bytes + (self.stage == self.stages - 1) * model.head_bytes
+        sample = (self.stage > 0) * model.in_flight * model.edge_bytes + layers * model.inner_bytes
+        return layers * model.layer_bytes + extra + model.microbatch * sample
+
+    @property
+    def work(self) -> float:
+        """Of a sample, in layers. Looking an embedding up is none."""
+        return self.end - self.begin + (self.stage == self.stages - 1) * self.model.head_layers
+
+    @property
+    def crossed(self) -> int:
+        """Boundaries to other stages: over each a sample's activations go once either way, as values and as gradients."""
+        return (self.stage > 0) + (self.stage < self.stages - 1)
+
+    def samples_per_s(self, machines: Sequence[MachineProfile]) -> float:
+        """What these machines bring through it."""
+        computed = sum(machine.rate for machine in machines) / self.work
+        crossing = self.crossed * self.model.edge_bytes
+        carried = sum(machine.link for machine in machines)
+        return min(computed, carried / crossing) if crossing > 0 else computed
+
+    def __str__(self) -> str:
+        extra = " and the embedding" * (self.stage == 0) + " and the head" * (self.stage == self.stages - 1)
+        return f"stage {self.stage} of {self.stages}, {self.end - self.begin} layers{extra},"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Layers and machines (by number) of each stage, what comes through the slowest, and who fits none: they may train as
+    trainers do, holding no parameters."""
+
+    layers: tuple[int, ...]
+    machines: tuple[tuple[int, ...], ...]
+    samples_per_s: float
+    spare: tuple[int, ...]
+
+
+def split(
+    model: ModelCosts, machines: Sequence[MachineProfile], stages: int | None = None, replicas: int = REPLICAS
+) -> Split:
+    """The fastest split that is found into this many stages. If that is None, of all numbers the fastest and fewest; none are
+    looked for beyond what comes close to all rates together. Every stage has at least `replicas` machines that can hold it.
+
+    `ValueError` with the stage and the remedy if there is none.
+    """
+    if replicas < 1:
+        raise ValueError(f"{replicas} replicas serve no stage; take at least 1, usually {REPLICAS}")
+    most = min(model.layers, len(machines) // replicas, MAX_STAGES)
+    wanted = 1 if stages is None else stages
+    if not 1 <= wanted <= most:
+        raise ValueError(
+            f"{len(machines)} machines, {replicas} a stage, and {model.layers} layers cannot make {wanted} stages; take 1"
+            f" to {max(most, 1)} stages, find more machines, or allow for fewer replicas"
+        )
+    if stages is not None:
+        return _refined(model, machines, stages, replicas)
+    ideal = sum(machine.rate for machine in machines) / (model.layers + model.head_layers)
+    best, reason = None, None
+    for count in range(1, most + 1):
+        try:
+            found = _refined(model, machines, count, replicas)
+        except ValueError as error:
+            reason = error
+            continue
+        if best is None or found.samples_per_s > best.samples_per_s * (1 + _NOTHING):
+            best = found
+        if best.samples_per_s >= ENOUGH * ideal:
+            break
+    if best is None:
+        assert reason is not None
+        raise reason
+    return best
+
+
+def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
+    """The stages of a model that is cut into so many layers each."""
+    ends = tuple(itertools.accumulate(layers))
+    return tuple(
+        StageShare(model, begin, end, stage, len(ends))
+        for stage, (begin, end) in enumerate(itertools.pairwise((0, *ends)))
+    )
+
+
+def assigned(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int = REPLICAS) -> Split:
+    """Machines for these stages, the better of two tries: those that compute fastest come first, or those with the fastest
+    links. `ValueError` if a stage fits too few."""
+    _require_servable(stages, machines, replicas)
+    numbers = range(len(machines))
+    by_rate = sorted(numbers, key=lambda number: -machines[number].rate)
+    by_link = sorted(numbers, key=lambda number: -machines[number].link)
+    casts = [_Cast(stages, machines, replicas) for _ in range(2)]
+    for cast, order in zip(casts, (by_rate, by_link), strict=True):
+        cast.deal(order)
+        cast.exchange()
+    best = max(casts, key=lambda cast: min(cast.speeds))
+    served = set(itertools.chain(*best.teams))
+    return Split(
+        layers=tuple(part.end - part.begin for part in stages),
+        machines=tuple(tuple(sorted(team)) for team in best.teams),
+        samples_per_s=min(best.speeds),
+        spare=tuple(number for number in numbers if number not in served),
+    )
+
+
+def _require_servable(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
+    """Whoever can hold a stage can hold every smaller one, so it is enough to count from the largest on."""
+    for taken, part in enumerate(sorted(stages, key=lambda part: -part.memory_bytes)):
+        fitting = sum(machine.memory_bytes >= part.memory_bytes for machine in machines)
+        if fitting < (taken + 1) * replicas:
+            others = f", and {taken} larger stages need {taken * replicas} of them" if taken else ""
+            raise ValueError(
+                f"{part} needs {part.memory_bytes / 2**20:.0f} MiB: {fitting} of {len(machines)} machines have that{others},"
+                f" but {replicas} must serve it; take more stages, keep fewer or smaller microbatches in flight, or allow for"
+                " fewer replicas"
+            )
+
+
+class _Cast:
+    """Who serves which stage, while it is being decided, with the stages' and machines' numbers at hand."""
+
+    def __init__(self, stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
+        self.replicas = replicas
+        self.teams: list[list[int]] = [[] for _ in stages]
+        self.speeds = [0.0] * len(stages)
+        self._needs = [part.memory_bytes for part in stages]
+        self._work = [part.work for part in stages]
+        self._crossing = [part.crossed * part.model.edge_bytes for part in stages]
+        self._large_first = sorted(range(len(stages)), key=lambda stage: -self._needs[stage])
+        self._memory = [machine.memory_bytes for machine in machines]
+        self._rate = [machine.rate for machine in machines]
+        self._link = [machine.link for machine in machines]
+
+    def deal(self, order: Sequence[int]) -> None:
+        """Each in turn to the stage that is slowest so far among those that it can hold, unless a stage would then be left
+        without; those who can hold none get none."""
+        for turn, number in enumerate(order):
+            later = order[turn + 1 :]
+            fitting = [stage for stage, need in enumerate(self._needs) if need <= self._memory[number]]
+            for stage in sorted(fitting, key=self.speeds.__getitem__):
+                self.teams[stage].append(number)
+                if self._servable(later):
+                    self.speeds[stage] = self._speed(stage, self.teams[stage])
+                    break
+                self.teams[stage].pop()
+
+    def exchange(self) -> None:
+        """Change whom the slowest stage and another have, while the slower of both gains by it."""
+        while True:
+            slow = self.speeds.index(min(self.speeds))
+            for other in range(len(self.teams)):
+                if other != slow and (change := self._change(slow, other)) is not None:
+                    for stage, team in zip((slow, other), change, strict=True):
+                        self.teams[stage], self.speeds[stage] = team, self._speed(stage, team)
+                    break
+            else:
+                return
+
+    def _speed(self, stage: int, team: Sequence[int]) -> float:
+        computed = sum([self._rate[number] for number in team]) / self._work[stage]
+        if not self._crossing[stage]:
+            return computed
+        return min(computed, sum([self._link[number] for number in team]) / self._crossing[stage])
+
+    def _servable(self, later: Sequence[int]) -> bool:
+        needed = 0
+        for stage in self._large_first:
+            lacking = self.replicas - len(self.teams[stage])
+            if lacking > 0:
+                needed += lacking
+                if sum([self._memory[number] >= self._needs[stage] for number in later]) < needed:
+                    return False
+        return True
+
+    def _change(self, slow: int, other: int) -> tuple[list[int], list[int]] | None:
+        """Whom both had better have, the first that is found."""
+        limit = self.speeds[slow] * (1 + _NOTHING)
+        for mine, theirs in _divided(self.teams[slow], self.teams[other]):
+            if (
+                min(len(mine), len(theirs)) >= self.replicas
+                and self._speed(slow, mine) > limit
+                and self._speed(other, theirs) > limit
+                and all(self._memory[number] >= self._needs[slow] for number in mine)
+                and all(self._memory[number] >= self._needs[other] for number in theirs)
+            ):
+                return mine, theirs
+        return None
+
+
+def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Ways to divide both teams anew: all there are if they are small, else one goes over or two change places."""
+    both = [*mine, *theirs]
+    if len(both) <= SMALL:
+        for chosen in itertools.product((True, False), repeat=len(both)):
+            yield list(itertools.compress(both, chosen)), list(itertools.compress(both, [not mine for mine in chosen]))
+        return
+    for comes in theirs:
+        rest = [number for number in theirs if number != comes]
+        yield [*mine, comes], rest
+        for goes in mine:
+            yield [comes, *(number for number in mine if number != goes)], [*rest, goes]
+
+
+def _refined(model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int) -> Split:
+    """All boundaries if there are few; else, from each start on, a layer goes from the slowest stage to another while that
+    makes the slowest faster."""
+    even = _even(model, [model.layers] * count)
+    starts = [even, *_even_within_memory(model, machines, count, replicas)]
+    few = math.comb(model.layers - 1, count - 1) <= FEW
+    servable = [
+        found
+        for layers in (_cut(model.layers, count) if few else starts)
+        if (found := _if_servable(model, layers, machines, replicas)) is not None
+    ]
+    if not servable:
+        _require_servable(parts(model, even), machines, replicas)
+    tried = servable if few else [_climbed(model, machines, found, replicas) for found in servable]
+    return max(tried, key=lambda found: found.samples_per_s)
+
+
+def _cut(layers: int, count: int) -> Iterator[list[int]]:
+    for cuts in itertools.combinations(range(1, layers), count - 1):
+        yield [end - begin for begin, end in itertools.pairwise((0, *cuts, layers))]
+
+
+def _climbed(model: ModelCosts, machines: Sequence[MachineProfile], best: Split, replicas: int) -> Split:
+    while True:
+        stages = parts(model, best.layers)
+        teams = [[machines[number] for number in members] for members in best.machines]
+        speeds = [part.samples_per_s(team) for part, team in zip(stages, teams, strict=True)]
+        giving = speeds.index(min(speeds))
+        for taking in range(len(stages)):
+            layers = list(best.layers)
+            layers[giving] -= 1
+            layers[taking] += 1
+            found = _if_servable(model, layers, machines, replicas) if layers[giving] and taking != giving else None
+            if found is not None and found.samples_per_s > best.samples_per_s * (1 + _NOTHING):
+                best = found
+                break
+        else:
+            return best
+
+
+def _if_servable(
+    model: ModelCosts, layers: Sequence[int], machines: Sequence[MachineProfile], replicas: int
+) -> Split | None:
+    try:
+        return assigned(parts(model, layers), machines, replicas)
+    except ValueError:
+        return None
+
+
+def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
+    """Layers of each stage, at most so many: one each, and every further one where there is least work so far."""
+    layers = [1] * len(most)
+    for _ in range(model.layers - len(most)):
+        open_stages = [part for part in parts(model, layers) if layers[part.stage] < most[part.stage]]
+        layers[min(open_stages, key=lambda part: part.work).stage] += 1
+    return layers
+
+
+def _even_within_memory(
+    model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int
+) -> Iterator[list[int]]:
+    """The same within what machines hold; nothing if together they cannot hold the model.
+
+    The largest machines serve one stage, the next largest another, and so on; all that matters is which of these groups
+    serve the ends, where embedding and head take memory as well. The groups that together hold most layers are taken.
+    """
+    memory = sorted((machine.memory_bytes for machine in machines), reverse=True)
+    groups = [memory[(group + 1) * replicas - 1] for group in range(count)]
+    most: list[int] = []
+    for ends in itertools.permutations(range(count), min(count, 2)):
+        inner = [group for group in range(count) if group not in ends]
+        order = [ends[0], *inner, *ends[1:]]
+        holds = [_holds(model, stage, count, groups[group]) for stage, group in enumerate(order)]
+        if min(holds) >= 1 and sum(holds) > sum(most):
+            most = holds
+    if sum(most) >= model.layers:
+        yield _even(model, most)
+
+
+def _holds(model: ModelCosts, stage: int, stages: int, memory_bytes: float) -> int:
+    """How many layers this stage may have in so much memory."""
+    none, one = (StageShare(model, 0, layers, stage, stages).memory_bytes for layers in (0, 1))
+    if one <= none:
+        return model.layers if none <= memory_bytes else 0
+    return max(0, min(model.layers, math.floor((memory_bytes - none) / (one - none))))
