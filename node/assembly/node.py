@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from farflock.node.loop import Loop, TrainingTask
+from farflock.node.assembly.resume import Newcomer
+from farflock.node.loop import Loop
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
@@ -88,12 +89,6 @@ class Node(Protocol):
         ...
 
 
-class NewcomersTrainee(TrainingTask, Protocol):
-    """A trainee that warms up again after it joined: its inner moments are empty then."""
-
-    joined_at: int  # the step at which the peer came in; 0 for a founder
-
-
 @dataclass(slots=True)
 class ReplicaNode:
     """A node that is ready to found a run or to join one."""
@@ -102,7 +97,7 @@ class ReplicaNode:
     model: Llama
     state_sync: StateSync
     loop: Loop
-    training_task: NewcomersTrainee
+    training_task: Newcomer
     role: str = "replica"
     # How it ends, once it runs, where all are to have one state then.
     together: EndBarrier | None = field(default=None, init=False)
@@ -120,7 +115,7 @@ class ReplicaNode:
     @property
     def trained_tokens(self) -> int:
         """As many in each step."""
-        return self.step * self.training_task.tokens_per_step
+        return self.step * self.loop.training_task.tokens_per_step
 
     @property
     def last_loss(self) -> float | None:

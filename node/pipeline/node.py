@@ -14,8 +14,8 @@ from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
-from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices
-from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageNode, StageStartup
+from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, StageNode
+from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
@@ -207,7 +207,7 @@ class PipelineNode:
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
             terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
-            serve += [EndCopies(self.peer, each, *terms).run() for each in self.servings]
+            serve += [EndCopies(each, self._means.compute, *terms).run() for each in self.servings]
         serve.append(self._embedding.run())
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:

@@ -11,7 +11,6 @@ import torch
 from farflock.node.loop import Loop
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.pipeline.lifecycle.beginning import StageNode
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -33,7 +32,6 @@ from farflock.optimizers.method import Exchange
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.roles import role_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,20 @@ class NodeServices:
     report: Report = lambda kind, fields: None
     memory_bytes: int = 1 << 62  # for a stage, should this node go to another one
     needs_bytes: tuple[int, ...] = ()  # by stage, what it takes to serve it; nothing where room does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class StageNode:
+    """The part of a node that serves stage `index`."""
+
+    index: int
+    peer: Peer
+    model: Llama
+    state_sync: StateSync
+    loop: Loop
+    training_task: StageTask
+    server: StageServer
+    batch: BatchTrigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +107,7 @@ class Assembly:
         )
         report, train = self._report_of(index), gated(batch, means.train)
         loop = Loop(driver, state_sync, training_task, means.compute, train, report, adopt=_over)
-        return StageNode(
-            peer, stage.model, state_sync, loop, training_task, role_of(index), index, server=server, batch=batch
-        )
+        return StageNode(index, peer, stage.model, state_sync, loop, training_task, server, batch)
 
     def _server(
         self, index: int, stage: Stage, staleness: int, applied: Callable[[], int], versions: WeightVersions

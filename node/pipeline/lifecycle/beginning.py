@@ -9,14 +9,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from farflock.node.assembly.node import ReplicaNode
 from farflock.node.assembly.resume import cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
-from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
+from farflock.node.pipeline.lifecycle.state import SCALE, ServedStage, begin_anew, living, round_of, scale_snapshot
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
-from farflock.node.pipeline.server.server import StageServer
-from farflock.node.pipeline.server.task import BatchTrigger, StageTask
 from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
@@ -29,15 +26,6 @@ log = logging.getLogger(__name__)
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
 
 
-@dataclass(slots=True)
-class StageNode(ReplicaNode):
-    """The part of a node that serves stage `index`: like a replica, of one stage."""
-
-    index: int = 0
-    server: StageServer = field(kw_only=True)
-    batch: BatchTrigger = field(kw_only=True)
-
-
 @dataclass(frozen=True, slots=True)
 class StageStartup:
     """Of the stage that `serving` serves. `stages` are the layers of each, `templates` one exchange of each of its streams,
@@ -45,7 +33,7 @@ class StageStartup:
 
     plan: RunPlan
     stages: Sequence[range]
-    serving: StageNode
+    serving: ServedStage
     templates: Sequence[Exchange]
     saved: Checkpoint | None
     look_on: Callable[[], None]
@@ -164,7 +152,6 @@ class StageStartup:
         serving = self.serving
 
         async def scale() -> Snapshot:
-            assert isinstance(serving.training_task, StageTask)
             return scale_snapshot(serving.state_sync.applied_round, serving.training_task.scale)
 
         serving.peer.snapshots.serve(f"{SCALE}/{serving.index}", scale)

@@ -11,20 +11,18 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from farflock.node.model.llama import ModelConfig
+from farflock.node.pipeline.lifecycle.state import ServedStage
 from farflock.node.pipeline.recovery.rebuild import EndCopy, Unrecoverable, end_shapes
 from farflock.node.train.state_sync import CorruptSnapshot, decode_state, encode_state
+from farflock.swarm.compute import Compute
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
-
-if TYPE_CHECKING:
-    from farflock.node.pipeline.lifecycle.beginning import StageNode
 
 OWN, KEPT = "end", "kept end"  # snapshots that an end's servers offer, and those that keep a copy
 KEEPERS = 2
@@ -45,14 +43,15 @@ class EndCopies:
 
     def __init__(
         self,
-        peer: Peer,
-        serving: "StageNode",
+        serving: ServedStage,
+        compute: Compute,
         config: ModelConfig,
         spans: Sequence[range],
         streams: Mapping[int, str],
         every: int,
     ) -> None:
-        self._peer, self._serving, self._streams, self._every = peer, serving, dict(streams), every
+        self._peer, self._serving, self._compute = serving.peer, serving, compute
+        self._streams, self._every = dict(streams), every
         self._config, self._spans = config, spans
         self._beside = ends_beside(serving.index, len(streams))
         self._copies: dict[int, EndCopy] = {}
@@ -89,7 +88,7 @@ class EndCopies:
             copy = EndCopy.of(state_sync.applied_round, driver.method.eval_params(driver.replica))
             return encode_state(dict(copy.tensors), copy.round, 0)
 
-        found: Snapshot = await self._serving.loop.compute(now)
+        found: Snapshot = await self._compute(now)
         return found
 
     async def _offered(self, end: int) -> Snapshot:
