@@ -6,26 +6,28 @@ replica is the union of its stages: a server of each, and microbatches of its ow
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from farflock.node.model.data import Batches
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.model.tokenizer import TokenIds
-from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
+from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, LocalStage
 from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
-from farflock.node.pipeline.lifecycle.features import frozen_embedding
+from farflock.node.pipeline.lifecycle.features import frozen_embedding, pass_weights, stage_inputs
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
-from farflock.node.pipeline.passes.edges import edges_of
+from farflock.node.pipeline.passes.edges import Edges, edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
+from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
-from farflock.node.pipeline.training import TrainerAssembly
-from farflock.node.run.policies import SWAP
+from farflock.node.run.policies import SWAP, lane_of, policy_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.exchange_client import ExchangeClient
@@ -152,7 +154,7 @@ class PipelineNode:
         """Its stage's steps, of several those of the one that is behind; of a trainer, microbatches."""
         if self.servings:
             return min(serving.loop.step for serving in self.servings)
-        return self.trainer.begun if self.trainer else 0
+        return self.trainer.source.begun if self.trainer else 0
 
     @property
     def tokens(self) -> int:
@@ -163,7 +165,7 @@ class PipelineNode:
     def trained_tokens(self) -> int:
         """What has counted here, or was trained from here."""
         passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
-        return self._edges.tokens * max(passes, self.trainer.finished if self.trainer is not None else 0)
+        return self._edges.tokens * max(passes, self.trainer.commits.finished if self.trainer is not None else 0)
 
     @property
     def last_loss(self) -> float | None:
@@ -180,12 +182,13 @@ class PipelineNode:
             served = [serving.server.served for serving in self.servings]
             counts |= {name: sum(each[name] for each in served) for name in ("forward", "backward", "merged", "busy")}
         if self.trainer is not None:
+            commits = self.trainer.commits
             counts |= {
-                "microbatches": self.trainer.finished,
+                "microbatches": commits.finished,
                 "under way": self.trainer.kept,
-                "in doubt": self.trainer.lost,
-                "dropped": self.trainer.dropped,
-                "doubled": self.trainer.doubled,
+                "in doubt": commits.lost,
+                "dropped": commits.dropped,
+                "doubled": commits.doubled,
             }
         if isinstance(self.trainer, Trainer):
             counts |= self.trainer.visits
@@ -206,8 +209,11 @@ class PipelineNode:
             serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
-            terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
-            serve += [EndCopies(each, self._means.compute, *terms).run() for each in self.servings]
+            known = self._means.compute, self.plan, self.pipeline, names
+            serve += [
+                EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
+                for each in self.servings
+            ]
         serve.append(self._embedding.run())
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
@@ -277,15 +283,28 @@ class PipelineNode:
         return Dispatch({serving.index: serving.server for serving in self.servings})
 
     def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
-        known = self.plan, self.pipeline, self.peer, self.stage_directory, self._edges
-        assembly = TrainerAssembly(*known, tokens, self._means.report)
-        if self._stage != EVERY:
-            return assembly.trainer()
-        parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
-        return assembly.full(parts, self._means)
+        """A trainer that asks the servers of stages, or a full replica's own training."""
+        plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self._edges
+        policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
+        batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
+        lane, first = lane_of(peer.me), first_number(peer.port.incarnation)
+        source = MicrobatchSource(batches, edges, policy, lane, first, pass_weights(pipeline.asynchronous))
+        terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self._means.report
+        if self._stage == EVERY:
+            parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
+            limits = FullLimits(late, terms.kept)
+            return FullTrainer(peer, self.stage_directory, parts, source, limits, self._means, report)
+        terms = replace(terms, window=min(terms.window, late))
+        return Trainer(peer, self.stage_directory, policy, source, terms, report, stage_inputs(edges, batches))
 
     def _exchange_client(self, index: int) -> ExchangeClient:
         return ExchangeClient(self.peer, self.plan.run_seed, self._means.compute, index)
+
+
+def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
+    """The microbatches of as many batches as a gradient may be late. No more may be on their way: the last stage would get
+    too far ahead of the first, and find what comes then too old."""
+    return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
 
 
 class _StageExchanges:

@@ -164,7 +164,7 @@ def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
     assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
-    assert not any(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+    assert not any(node.trainer.commits.dropped for node in one.sim.nodes.values() if node.trainer is not None)
 
 
 def test_so_it_is_with_the_method_of_the_paper_which_sends_few_values_and_keeps_the_rest():

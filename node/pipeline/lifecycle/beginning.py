@@ -8,22 +8,36 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from farflock.node.assembly.resume import cursors_of, load_stage_state
+from farflock.node.assembly.resume import Resumable, cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
-from farflock.node.pipeline.lifecycle.state import SCALE, ServedStage, begin_anew, living, round_of, scale_snapshot
+from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
+from farflock.node.pipeline.server.task import StageTask
 from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
 from farflock.node.reporting import Report
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Result, Tensors
+from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
+
+
+class ServedStage(Resumable, Protocol):
+    """The stage that a node serves: number `index`, through its peer."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def peer(self) -> Peer: ...
+    @property
+    def training_task(self) -> StageTask: ...
 
 
 @dataclass(frozen=True, slots=True)

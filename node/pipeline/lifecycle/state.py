@@ -9,11 +9,9 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from farflock.node.assembly.resume import Resumable
 from farflock.node.model.llama import build
 from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
@@ -25,7 +23,6 @@ from farflock.node.pipeline.recovery.rebuild import (
     neighbour_mean,
     partner_copy,
 )
-from farflock.node.pipeline.server.task import StageTask
 from farflock.node.run.terms import RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.state_sync import MARK, NEXT, STATE, CorruptSnapshot, decode_state, most_state_bytes
@@ -41,17 +38,6 @@ NEIGHBOUR_TIMEOUT_S = 120.0
 _SCALE = struct.Struct("<d")
 
 log = logging.getLogger(__name__)
-
-
-class ServedStage(Resumable, Protocol):
-    """The stage that a node serves: number `index`, through its peer."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def peer(self) -> Peer: ...
-    @property
-    def training_task(self) -> StageTask: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,11 +244,22 @@ class MicrobatchSource:
         """Microbatches so far."""
         return self._next - self._first
 
+    def next(self) -> Microbatch:
+        """Number the next one."""
+        self._next += 1
+        return Microbatch(step=self._next - 1, index=0, lane=self.lane)
+
+    def order(self, microbatch: Microbatch) -> tuple[int, ...]:
+        """Return the stages that it visits."""
+        return self._policy.stage_order(microbatch)
+
+    def batch(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Draw its tokens and targets (B, L)."""
+        return self._batches.batch(microbatch.step % NUMBERS)
+
     def draw(self, epoch: int) -> InFlight:
         """The next one, which sets out when `epoch` is the newest round that is over."""
-        number, self._next = self._next, self._next + 1
-        microbatch = Microbatch(step=number, index=0, lane=self.lane)
-        tokens_BL, targets_BL = self._batches.batch(number % NUMBERS)
-        tokens, targets = self.edges.pack(tokens_BL), self.edges.pack(targets_BL)
-        order = self._policy.stage_order(microbatch)
+        microbatch = self.next()
+        tokens, targets = map(self.edges.pack, self.batch(microbatch))
+        order = self.order(microbatch)
         return InFlight(microbatch, order, tokens, epoch, self._weights(), {order[-1]: targets})

@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from farflock.node.pipeline.trainer.blame import Quarantine
-from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer
+from farflock.node.pipeline.trainer.commits import CommitTracker
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, MicrobatchSource, StageInputs, WholeInputs
-from farflock.node.pipeline.trainer.stage_client import StageClient
+from farflock.node.pipeline.trainer.stage_client import Confirmer, StageClient
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.pipeline.trainer.walker import Walker
 from farflock.node.reporting import Report
@@ -90,36 +90,10 @@ class Trainer:
         return sum(losses) / len(losses) if losses else None
 
     @property
-    def doubled(self) -> int:
-        """Microbatches named twice at one stage, which must not be."""
-        return self.commits.doubled
-
-    @property
-    def finished(self) -> int:
-        """Microbatches that count at every stage."""
-        return self.commits.finished
-
-    @property
-    def dropped(self) -> int:
-        """Gradients that never counted, for their weights were gone: each of one microbatch at one
-        stage."""
-        return self.commits.dropped
-
-    @property
-    def lost(self) -> int:
-        """Microbatches of which it is not known whether they count."""
-        return self.commits.lost
-
-    @property
     def visits(self) -> dict[str, int]:
         """Of a codec that remembers samples: how many came whole, and as differences, and how often
         a server lacked one."""
         return dict(self.inputs.counts)
-
-    @property
-    def begun(self) -> int:
-        """Microbatches so far."""
-        return self.source.begun
 
     @property
     def load(self) -> dict[str, int]:

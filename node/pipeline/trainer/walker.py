@@ -22,17 +22,16 @@ from farflock.node.pipeline.passes.requests import (
     Stale,
 )
 from farflock.node.pipeline.trainer.blame import Quarantine
-from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer
+from farflock.node.pipeline.trainer.commits import RECENT, CommitTracker
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, StageInputs, WholeInput
-from farflock.node.pipeline.trainer.stage_client import PAUSE_S, Asked, StageClient
+from farflock.node.pipeline.trainer.stage_client import PAUSE_S, Asked, Confirmer, StageClient
 from farflock.node.pipeline.trainer.stage_directory import ServerLife, StageDirectory
 from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 
 ATTEMPTS_PER_SERVER = 2  # in vain, until nobody seems to have some weights
-RECENT = 32  # microbatches whose mean loss is shown
 
 ForwardRefusal = Stale | Foreign | Refused  # after which a walk begins again
 
