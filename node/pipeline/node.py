@@ -27,7 +27,7 @@ from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
-from farflock.node.run.policies import SWAP, lane_of, policy_of
+from farflock.node.run.policies import SWAP, lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.exchange_client import ExchangeClient
@@ -327,8 +327,9 @@ class _StageExchanges:
     def stream(self, index: int) -> StreamName:
         """The first stream of a stage: its notes tell which microbatches count."""
         first = self.templates(index)[0]
-        name, share = f"{first.key.stream}/{index}", self._pipeline.share(index)
-        return StreamName(name, first.key.round, first.stride, share)
+        pipeline = self._pipeline
+        share = shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[index]
+        return StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride, share)
 
 
 class _Together:

@@ -324,7 +324,7 @@ async def _join(
 def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
     """Of a model that is cut into stages a node holds one, which it looks at when it knows which."""
     if manifest.pipeline is None:
-        require_memory(manifest, error)
+        require_memory(manifest.plan(), error)
 
 
 async def _come_in(part: Node, records: list[bytes], downloaded: DownloadProgress) -> None:

@@ -5,14 +5,12 @@ read and checked without importing any of it.
 """
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import torch
 
 from farflock.compression.subspace import OVERLAP_EPOCHS
 from farflock.node.model.llama import ModelConfig
-from farflock.node.run.policies import shares_of
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
@@ -188,7 +186,3 @@ class PipelinePlan:
     def layers(self) -> tuple[int, ...]:
         """How many each stage has."""
         return tuple(map(len, self.stages))
-
-    def share(self, stage: int) -> Fraction:
-        """Of all microbatches, how many visit this stage."""
-        return shares_of(self.policy, self.layers, self.paths)[stage]

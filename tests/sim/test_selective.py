@@ -17,8 +17,8 @@ import torch
 
 from farflock.node.pipeline.contrib.embedding_sync import NAME
 from farflock.node.pipeline.passes.constraint import EMBEDDING
+from farflock.node.pipeline.passes.edges import basis_of
 from farflock.node.pipeline.passes.requests import Forward, Refused, decode_answer, encode
-from farflock.node.run.basis import basis_of
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.parts.inner import InnerConfig

@@ -15,14 +15,14 @@ from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.passes.constraint import ConstrainedReplica, ConstrainedStage, Constraint
-from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.edges import Edges, basis_of
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.pipeline.server.server import Pass, StageServer
 from farflock.node.pipeline.server.task import BatchTrigger, StageTask, gated
 from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.reporting import Report
-from farflock.node.run.basis import basis_of
+from farflock.node.run.policies import shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import ExchangeClient
@@ -78,7 +78,8 @@ class Assembly:
         stage, replica, inner = self._stage_and_replica(index)
         driver = Driver(method(plan.method, **plan.options), replica)
         staleness = self.pipeline.server.staleness * first.stride
-        summing, share = plan.method in SUMMING, self.pipeline.share(index)
+        summing, pipeline = plan.method in SUMMING, self.pipeline
+        share = shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[index]
 
         def applied() -> int:
             return state_sync.place.rounds[stream]
