@@ -34,6 +34,7 @@ from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
 from farflock.swarm.messages import Load
+from farflock.swarm.peer.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.roles import EVERY, NOTHING, role_of
@@ -72,7 +73,7 @@ class PipelineNode:
         )
         if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
             peer.calls.handler = self._handler()
-            if isinstance(peer.calls.handler, Dispatch):
+            if not isinstance(peer.calls.handler, Closed):
                 peer.codec_offers.reads = lambda: self._edges.reads
         for serving in self.servings:
             if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
@@ -277,10 +278,11 @@ class PipelineNode:
         terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
         return frozen_embedding(turns, self._edges.codec, self.peer, *terms)
 
-    def _handler(self) -> Dispatch | Closed:
+    def _handler(self) -> Handler:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":
             return Closed("this peer trains a model that is free: ask one that serves a stage of a pipeline")
-        return Dispatch({serving.index: serving.server for serving in self.servings})
+        servers = {serving.index: serving.server for serving in self.servings}
+        return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
     def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
         """A trainer that asks the servers of stages, or a full replica's own training."""

@@ -84,16 +84,15 @@ class Assembly:
         def applied() -> int:
             return state_sync.place.rounds[stream]
 
-        versions = weight_versions(
-            self.pipeline.asynchronous,
-            staleness,
-            stage.model,
-            inner,
-            driver,
-            applied=applied,
-            marks=lambda: state_sync.marks,
-            summing=summing,
-            report=lambda fields: means.report("delay", {"stage": index, **fields}),
+        def marks() -> dict[str, int]:
+            return state_sync.marks
+
+        def report_delay(fields: dict[str, object]) -> None:
+            means.report("delay", {"stage": index, **fields})
+
+        make_versions, weights = weight_versions(pipeline.asynchronous), (stage.model, inner, driver)
+        versions = make_versions(
+            staleness, *weights, applied=applied, marks=marks, summing=summing, report=report_delay
         )
         server = self._server(index, stage, staleness, applied, versions)
         contributions = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)

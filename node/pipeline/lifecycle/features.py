@@ -18,9 +18,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import torch
-from torch import nn
-
 from farflock.compression.activation import ActivationCodec
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.data import Batches
@@ -31,7 +28,6 @@ from farflock.node.pipeline.server.edge_ends import EdgeEnds, PlainEnds
 from farflock.node.pipeline.server.weight_versions import SingleVersion, WeightVersions
 from farflock.node.pipeline.trainer.in_flight import NewestWeights, PassWeights, StageInputs, WholeInputs
 from farflock.node.run.terms import Asynchronous, EmbeddingSchedule
-from farflock.node.train.driver import Driver
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
@@ -65,26 +61,10 @@ def pass_weights(terms: Asynchronous | None) -> Callable[[], PassWeights]:
     return NewestWeights if terms is None else partial(_maker("named weights"), terms.gone)
 
 
-def weight_versions(
-    terms: Asynchronous | None,
-    bound: int,
-    module: nn.Module,
-    inner: torch.optim.Optimizer,
-    driver: Driver,
-    *,
-    applied: Callable[[], int],
-    marks: Callable[[], dict[str, int]],
-    summing: bool,
-    report: Callable[[dict[str, object]], None],
-) -> WeightVersions:
-    """Make the versions of a stage's weights at one server; the arguments are those of
-    `contrib.kept_versions.versions_of`."""
-    if terms is None:
-        return SingleVersion()
-    made: WeightVersions = _maker("weight versions")(
-        terms, bound, module, inner, driver, applied=applied, marks=marks, summing=summing, report=report
-    )
-    return made
+def weight_versions(terms: Asynchronous | None) -> Callable[..., WeightVersions]:
+    """Return what makes the versions of a stage's weights at one server, of what
+    `contrib.kept_versions.versions_of` takes after its terms."""
+    return (lambda *given, **named: SingleVersion()) if terms is None else partial(_maker("weight versions"), terms)
 
 
 def frozen_embedding(
