@@ -37,18 +37,10 @@ class LocalStage:
     batch: BatchTrigger
 
 
-@dataclass(frozen=True, slots=True)
-class FullLimits:
-    """How far a replica runs ahead: at most `ahead` microbatches wait for a step of a stage that
-    has enough, and at most `kept` wait to be named."""
-
-    ahead: int
-    kept: int
-
-
 class FullTrainer:
     """One life of a full replica's own training. `parts` are those of all stages, from the first to
-    the last; its microbatches are drawn from `source`."""
+    the last; its microbatches are drawn from `source`. At most `ahead` of
+    them wait for a step of a stage that has enough, and at most `kept` wait to be named."""
 
     def __init__(
         self,
@@ -56,12 +48,13 @@ class FullTrainer:
         stage_directory: StageDirectory,
         parts: Sequence[LocalStage],
         source: MicrobatchSource,
-        limits: FullLimits,
+        ahead: int,
+        kept: int,
         computing: Computing,
         report: Report = lambda kind, fields: None,
     ) -> None:
         self._peer, self._stage_directory, self._parts = peer, stage_directory, tuple(parts)
-        self.source, self._limits = source, limits
+        self.source, self._ahead, self._most = source, ahead, kept
         self._computing, self._report = computing, report
         # Nobody is asked for a pass, so whatever a round may have named is open here.
         self.commits = CommitTracker(peer.me, stage_directory, report, doubtful=("open",))
@@ -94,9 +87,9 @@ class FullTrainer:
         return []
 
     def _may_begin(self) -> bool:
-        if self.kept >= self._limits.kept or not self._peer.membership.is_member:
+        if self.kept >= self._most or not self._peer.membership.is_member:
             return False
-        ready = [part for part in self._parts if part.server.accounts.untaken(self._peer.me) >= self._limits.ahead]
+        ready = [part for part in self._parts if part.server.accounts.untaken(self._peer.me) >= self._ahead]
         return not any(part.batch.is_full() for part in ready)  # one that lacks something may lack it of me alone
 
     async def _train(self, microbatch: Microbatch) -> None:

@@ -15,11 +15,11 @@ from farflock.node.model.data import Batches
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.model.tokenizer import TokenIds
-from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, LocalStage
+from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
 from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, StageNode
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
-from farflock.node.pipeline.lifecycle.features import frozen_embedding, pass_weights, stage_inputs
+from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
 from farflock.node.pipeline.passes.edges import Edges, edges_of
@@ -27,7 +27,7 @@ from farflock.node.pipeline.server.dispatch import Closed, Dispatch
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
-from farflock.node.run.policies import SWAP, lane_of, policy_of, shares_of
+from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.exchange_client import ExchangeClient
@@ -111,23 +111,9 @@ class PipelineNode:
         index = serving.index
         templates, saved = self._exchanges.templates(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
-        pipeline, report = self.pipeline, self._means.report
-        copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
-        versioned = pipeline.asynchronous is not None
         embedding = self._embedding if index in (0, self._stage) else FixedEmbedding()  # a full replica asks once
-        return StageStartup(
-            self.plan,
-            pipeline.stages,
-            serving,
-            templates,
-            saved,
-            look_on,
-            report,
-            copied,
-            swapping,
-            versioned,
-            embedding,
-        )
+        known = self.plan, self.pipeline, serving, templates, saved, look_on
+        return StageStartup(*known, self._means.report, embedding)
 
     def _look_on(self) -> None:
         for index in self._others:
@@ -192,7 +178,7 @@ class PipelineNode:
                 "doubled": commits.doubled,
             }
         if isinstance(self.trainer, Trainer):
-            counts |= self.trainer.visits
+            counts |= self.trainer.inputs.counts
         return counts
 
     def waits(self) -> list[OpenWait]:
@@ -290,12 +276,12 @@ class PipelineNode:
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
         batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
         lane, first = lane_of(peer.me), first_number(peer.port.incarnation)
-        source = MicrobatchSource(batches, edges, policy, lane, first, pass_weights(pipeline.asynchronous))
+        gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
+        source = MicrobatchSource(batches, edges, policy, lane, first, gone)
         terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self._means.report
         if self._stage == EVERY:
             parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
-            limits = FullLimits(late, terms.kept)
-            return FullTrainer(peer, self.stage_directory, parts, source, limits, self._means, report)
+            return FullTrainer(peer, self.stage_directory, parts, source, late, terms.kept, self._means, report)
         terms = replace(terms, window=min(terms.window, late))
         return Trainer(peer, self.stage_directory, policy, source, terms, report, stage_inputs(edges, batches))
 

@@ -19,12 +19,13 @@ import msgspec
 import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager, CheckpointManagers, last_of
-from farflock.node.assembly.node import Node, ReplicaNode, replica_node
+from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
@@ -76,7 +77,7 @@ class NodeProcess:
     manifest: Manifest
     run: str
     founder: str
-    participant: Node
+    participant: ReplicaNode | PipelineNode
     directory: DhtDirectory
     links: ZmqLinks
     history: History
@@ -316,7 +317,8 @@ async def _join(
             part = node.participant
             if saved is not None and isinstance(part, ReplicaNode):
                 load_moments(part, saved)
-            await _come_in(part, records, downloaded)
+            with _answered(peer):
+                await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
 
@@ -325,11 +327,6 @@ def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
     """Of a model that is cut into stages a node holds one, which it looks at when it knows which."""
     if manifest.pipeline is None:
         require_memory(manifest.plan(), error)
-
-
-async def _come_in(part: Node, records: list[bytes], downloaded: DownloadProgress) -> None:
-    with _answered(part.peer):
-        await part.join(records, JOIN_TIMEOUT_S, downloaded)
 
 
 @contextlib.contextmanager
@@ -417,7 +414,7 @@ def _node(
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
-    part: Node
+    part: ReplicaNode | PipelineNode
     keeper: CheckpointManager | CheckpointManagers | None
     if manifest.pipeline is not None:
         part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)

@@ -67,14 +67,12 @@ class ServerTerms:
 @dataclass(frozen=True, slots=True)
 class TrainerTerms:
     """At most `window` microbatches are on their way, fewer where that keeps all servers busy
-    (swarm/protocol/depth.py), and at most `kept` are there in all, with those that wait to be named. `gone` says what
-    becomes of a microbatch whose weights no server of a stage has any more (`Asynchronous`)."""
+    (swarm/protocol/depth.py), and at most `kept` are there in all, with those that wait to be named."""
 
     window: int = 64
     kept: int = 256
     forward_timeout_s: float = FORWARD_TIMEOUT_S
     backward_timeout_s: float = BACKWARD_TIMEOUT_S
-    gone: WhenGone = "drop"
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept:

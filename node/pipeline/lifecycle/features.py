@@ -9,7 +9,6 @@ the implementation for a run that does without it.
 | a codec that remembers samples | node/pipeline/server/edge_ends.py | `PlainEnds` |
 | the same, at a trainer | `StageInputs`, node/pipeline/trainer/in_flight.py | `WholeInputs` |
 | `[pipeline.asynchronous]` | node/pipeline/server/weight_versions.py | `SingleVersion` |
-| the same, at a trainer | `PassWeights`, node/pipeline/trainer/in_flight.py | `NewestWeights` |
 | `pipeline.constrain = "pipelines"` | node/pipeline/lifecycle/frozen_embedding.py | `FixedEmbedding` |
 """
 
@@ -26,7 +25,7 @@ from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, Fr
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, PlainEnds
 from farflock.node.pipeline.server.weight_versions import SingleVersion, WeightVersions
-from farflock.node.pipeline.trainer.in_flight import NewestWeights, PassWeights, StageInputs, WholeInputs
+from farflock.node.pipeline.trainer.in_flight import StageInputs, WholeInputs
 from farflock.node.run.terms import Asynchronous, EmbeddingSchedule
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
@@ -35,7 +34,6 @@ MAKERS = {
     "sample memory": "farflock.node.pipeline.contrib.sample_memory:ServerMemory",
     "sample inputs": "farflock.node.pipeline.contrib.sample_inputs:SampleInputs",
     "weight versions": "farflock.node.pipeline.contrib.kept_versions:versions_of",
-    "named weights": "farflock.node.pipeline.contrib.named_weights:NamedWeights",
     "embedding versions": "farflock.node.pipeline.contrib.embedding_sync:embedding_sync_of",
 }
 
@@ -54,11 +52,6 @@ def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
         return WholeInputs()
     made: StageInputs = _maker("sample inputs")(edges, batches)
     return made
-
-
-def pass_weights(terms: Asynchronous | None) -> Callable[[], PassWeights]:
-    """Return what makes a microbatch's memory of the weights that it meets."""
-    return NewestWeights if terms is None else partial(_maker("named weights"), terms.gone)
 
 
 def weight_versions(terms: Asynchronous | None) -> Callable[..., WeightVersions]:

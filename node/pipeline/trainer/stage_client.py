@@ -1,28 +1,22 @@
-"""A trainer's client of stage servers: one call to one server, and what is learned of it; and which gradients
-that they put aside are to count."""
+"""A trainer's client of stage servers: one call to one server, and what is learned of it."""
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from farflock.node.pipeline.passes.requests import (
     Backward,
     BadRequest,
     Busy,
-    Confirm,
     Done,
     Foreign,
     Forward,
     Gone,
-    Merged,
     Refused,
-    Revoke,
     StageAnswer,
     StageRequest,
-    Unknown,
     decode_answer,
     encode,
 )
@@ -36,7 +30,6 @@ from farflock.swarm.paths.policy import CallOutcome, FinishedCall, PathPolicy
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.peer.peer import OpenWait, Peer
-from farflock.swarm.protocol.ledger import Ledger
 
 PAUSE_S = 0.25  # before a stage that refused, or that nobody serves, is asked again
 CONFIRM_TIMEOUT_S = 10.0
@@ -165,43 +158,6 @@ class StageClient:
             size = 1.0 if isinstance(request, Forward) else BACKWARD_SIZE
             call = FinishedCall(server.peer, request.stage, size, started_s, took_s)
             self._policy.on_result(call, outcome, _now())
-
-
-class Confirmer:
-    """Tells servers which of the gradients that they put aside count, and which do not."""
-
-    def __init__(
-        self,
-        client: StageClient,
-        stage_directory: StageDirectory,
-        ledger: Ledger,
-        spawn: Callable[[Coroutine[Any, Any, object]], None],
-    ) -> None:
-        self._client, self._stage_directory, self._ledger, self._spawn = client, stage_directory, ledger, spawn
-
-    def confirm(self, flight: InFlight, stage: int, server: str, attempt: int) -> None:
-        """Begin to ask a life of a server to merge what it computed under this attempt. It is asked
-        once: whoever looks through the ledger repeats this until the answer has come."""
-        self._spawn(self._confirm(flight, stage, server, attempt))
-
-    def revoke(self, server: ServerLife, number: int, stage: int, attempt: int) -> None:
-        """Begin to tell a server that what it computed under this attempt counts nowhere."""
-        self._spawn(self._client.ask(server, Revoke(number, stage, attempt)))
-
-    async def _confirm(self, flight: InFlight, stage: int, name: str, attempt: int) -> None:
-        place = flight.number, stage
-        flight.asking.add(stage)
-        try:
-            server = self._stage_directory.server(name)
-            if server is None:
-                return  # gone: its last rounds will tell
-            match (await self._client.ask(server, Confirm(*place, attempt))).answer:
-                case Merged():
-                    self._ledger.merged(place, attempt)
-                case Unknown():
-                    self._ledger.refused(place, attempt)
-        finally:
-            flight.asking.discard(stage)
 
 
 def _now() -> float:

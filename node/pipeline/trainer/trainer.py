@@ -14,7 +14,7 @@ from farflock.node.pipeline.trainer.blame import Quarantine
 from farflock.node.pipeline.trainer.commits import CommitTracker
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, MicrobatchSource, StageInputs, WholeInputs
-from farflock.node.pipeline.trainer.stage_client import Confirmer, StageClient
+from farflock.node.pipeline.trainer.stage_client import StageClient
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.pipeline.trainer.walker import Walker
 from farflock.node.reporting import Report
@@ -46,9 +46,8 @@ class Trainer:
         timeouts_s = terms.forward_timeout_s, terms.backward_timeout_s
         self.client = StageClient(peer, stage_directory, policy, codecs, quarantine, *timeouts_s)
         self.commits = CommitTracker(peer.me, stage_directory, report)
-        self._confirmer = Confirmer(self.client, stage_directory, self.commits.ledger, self._spawn)
-        parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits, self._confirmer
-        self._walker = Walker(*parts, report)
+        parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits
+        self._walker = Walker(*parts, report, self._spawn)
         self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
         self._flights: dict[int, InFlight] = {}
         self._walking: set[int] = set()
@@ -79,28 +78,10 @@ class Trainer:
         return len(self._flights)
 
     @property
-    def walking(self) -> int:
-        """Microbatches on their way."""
-        return len(self._walking)
-
-    @property
     def recent_loss(self) -> float | None:
         """Mean of the last microbatches' losses, in nats a token."""
         losses = self._walker.losses
         return sum(losses) / len(losses) if losses else None
-
-    @property
-    def visits(self) -> dict[str, int]:
-        """Of a codec that remembers samples: how many came whole, and as differences, and how often
-        a server lacked one."""
-        return dict(self.inputs.counts)
-
-    @property
-    def load(self) -> dict[str, int]:
-        """How much it has to do with at once: tasks, calls for gradients and confirmations, and
-        places of its ledger."""
-        asking = sum(len(flight.asking) for flight in self._flights.values())
-        return {"tasks": len(self._tasks), "asking": asking, "places": len(self.commits.ledger)}
 
     def waits(self) -> list[OpenWait]:
         """What is asked of which peer now, and which stages nobody can be asked for."""
@@ -123,7 +104,7 @@ class Trainer:
         for (number, stage), server, attempt in list(ledger.confirms()):
             flight = self._flights[number]
             if stage not in flight.asking:
-                self._confirmer.confirm(flight, stage, server, attempt)
+                self._spawn(self._walker.confirm(flight, stage, server, attempt))
 
     def _begin_more(self) -> None:
         while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:

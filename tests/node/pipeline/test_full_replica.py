@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, LocalStage
+from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
 from farflock.node.pipeline.trainer.in_flight import NUMBERS, MicrobatchSource
@@ -55,7 +55,7 @@ class World:
         report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
         self.order, self.stages = order, STAGES
         source = MicrobatchSource(self, SimpleNamespace(tokens=TOKENS), self, first=FIRST)
-        self.trainer = FullTrainer(self, self, parts, source, FullLimits(ahead, kept), self, report)
+        self.trainer = FullTrainer(self, self, parts, source, ahead, kept, self, report)
 
     def stage_order(self, microbatch):
         return self.order(microbatch.step)

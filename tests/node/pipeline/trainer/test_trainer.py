@@ -44,7 +44,7 @@ World, saying, silence, trained, stages_of, STAGES, TOKENS, EPOCH, LIFE = (
 @trained()
 async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_all_stages_name_it(world):
     await world.merged()
-    assert world.trainer.visits == {}
+    assert world.trainer.inputs.counts == {}
     assert stages_of(world.asked(Forward)) == [0, 1], "the last stage's own pass is part of its way back"
     assert stages_of(world.asked(Backward)) == [2, 1, 0]
     assert sorted(stages_of(world.asked(Confirm))) == [0, 1, 2]
@@ -245,7 +245,7 @@ async def test_so_many_are_on_their_way_and_so_many_are_kept_and_no_more(world):
     most = 0
     for _ in range(200):
         await asyncio.sleep(0.03)
-        walking = world.trainer.walking
+        walking = len(world.trainer._walking)
         most = max(most, walking)
         assert walking <= 3
         assert world.trainer.kept <= 7
@@ -265,9 +265,9 @@ async def test_over_many_microbatches_nothing_grows(world):
     trainer = world.trainer
     assert trainer.source.begun > 80
     assert trainer.kept <= 16
-    assert trainer.load["places"] <= 16 * STAGES
-    assert trainer.load["tasks"] <= 4 + 16 * STAGES
-    assert trainer.load["asking"] <= 16 * STAGES
+    assert len(trainer.commits.ledger) <= 16 * STAGES
+    assert len(trainer._tasks) <= 4 + 16 * STAGES
+    assert sum(len(flight.asking) for flight in trainer._flights.values()) <= 16 * STAGES
     assert world.trainer.commits.lost == 0
 
 

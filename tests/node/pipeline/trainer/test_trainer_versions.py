@@ -37,7 +37,7 @@ def with_versions(*scripts, **terms):
     """Run a test with servers that keep versions, of which some answer otherwise at first."""
 
     def decorate(main):
-        @trained(versioned=True, **terms)
+        @trained(**{"gone": "drop"} | terms)
         async def test(world):
             for peers in world.order.values():
                 for peer in peers:
