@@ -28,7 +28,7 @@ class Loop:
     driver: Driver
     client: ExchangeClient
     state_sync: StateSync
-    task: TrainingTask
+    training_task: TrainingTask
     compute: Compute
     train: Callable[[Callable[[], float]], Awaitable[float | None]]
     report: Report = lambda kind, fields: None
@@ -68,14 +68,14 @@ class Loop:
 
     def train_one(self, progress: Progress) -> float:
         """Make one local step and return its loss; runs in the worker, so it reads no clock."""
-        loss = self.task.forward_backward(self.step, progress)
-        self.driver.method.local_step(self.driver.replica, replace(progress, weight=self.task.weight))
+        loss = self.training_task.forward_backward(self.step, progress)
+        self.driver.method.local_step(self.driver.replica, replace(progress, weight=self.training_task.weight))
         return loss
 
     async def end_step(self, loss: float) -> None:
         """Start the exchanges that are due, then settle before the next step."""
         self.step, self.last_loss = self.step + 1, loss
-        self.driver.trained(self.task.tokens_per_step, self.client.members())
+        self.driver.trained(self.training_task.tokens_per_step, self.client.members())
         self.report("step", {"step": self.step, "loss": loss})
         self._start(self.driver.after_step(self.progress))
         await self.settle()
@@ -112,7 +112,7 @@ class Loop:
 
         def apply(progress: Progress = self.progress) -> list[Exchange]:
             if action.result.tokens:
-                self.task.set_rate(action.result.tokens)
+                self.training_task.set_rate(action.result.tokens)
             return self.driver.apply(action, progress)
 
         self._start(await self.compute(apply))

@@ -109,7 +109,7 @@ class Books:
             members=len(outcome.participants),
             status=outcome.status,
             state=state.hex(),
-            agreed=outcome.tokens // part.training_task.tokens_per_step,
+            agreed=outcome.tokens // part.loop.training_task.tokens_per_step,
             counted=self.counted,
             lost=self.lost,
         )

@@ -14,7 +14,7 @@ import msgspec
 from farflock.experiments.reproduce.recipe import LINES, Rate, Rates, Share, built
 from farflock.experiments.reproduce.recipe import Arm as RecipeArm
 from farflock.node.errors import Usage, nearest
-from farflock.node.run.manifest import convert, tables
+from farflock.node.run.sections import convert, tables
 from farflock.optimizers.catalog import METHODS, PRESETS
 
 TRIALS = 4

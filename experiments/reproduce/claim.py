@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from farflock.node.errors import Usage, nearest
-from farflock.node.run.manifest import convert
+from farflock.node.run.sections import convert
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 

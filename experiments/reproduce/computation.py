@@ -18,7 +18,7 @@ from farflock.experiments.reproduce.shelf import Shelf
 from farflock.experiments.reproduce.verdict import Finding, judge
 from farflock.experiments.reproduce.version import sources_hash
 from farflock.node.errors import Failure, Usage, nearest
-from farflock.node.run.manifest import tables
+from farflock.node.run.sections import tables
 
 
 class Comparison(Entry, frozen=True, kw_only=True):

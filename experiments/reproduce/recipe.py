@@ -16,14 +16,8 @@ from farflock.experiments.reproduce.computation import Computation
 from farflock.experiments.reproduce.computation import read as read_computation
 from farflock.node.errors import Usage, nearest
 from farflock.node.model.llama import PRESETS, ModelConfig
-from farflock.node.run.manifest import (
-    ExchangeSection,
-    MethodSection,
-    constructor_options,
-    override,
-    require_method,
-    tables,
-)
+from farflock.node.run.manifest import override
+from farflock.node.run.sections import ExchangeSection, MethodSection, constructor_options, require_method, tables
 from farflock.optimizers.catalog import METHODS, method, unfolded
 
 LINES = ("ddp", "none")  # are in every recipe that trains, and not written into it

@@ -18,7 +18,7 @@ from farflock.experiments.reproduce.job import RUN, Diverged, Outcome, Point, Sw
 from farflock.experiments.reproduce.share import Share
 from farflock.experiments.reproduce.text import measure
 from farflock.node.assembly.node import ReplicaNode
-from farflock.node.run.manifest import ExchangeSection, MethodSection, constructor_options
+from farflock.node.run.sections import ExchangeSection, MethodSection, constructor_options
 from farflock.node.simulate.segments import SegmentState
 from farflock.node.simulate.simulation import Simulation, World
 from farflock.node.train.task import LanguageModelTask

@@ -5,11 +5,12 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from farflock.node.assembly.node import ReplicaNode
-from farflock.node.assembly.resume import checkpoint_state
+from farflock.node.assembly.resume import Resumable, checkpoint_state
+from farflock.node.model.llama import Llama
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError
 from farflock.node.state.paths import RunFolder
@@ -19,11 +20,18 @@ KEPT = 3
 log = logging.getLogger(__name__)
 
 
+class SavedNode(Resumable, Protocol):
+    """A node whose model is saved with its state."""
+
+    @property
+    def model(self) -> Llama: ...
+
+
 @dataclass(slots=True)
 class CheckpointManager:
     """Writes a checkpoint between two steps every `every_s` seconds, and one at the end; the last `KEPT` are kept."""
 
-    node: ReplicaNode
+    node: SavedNode
     folder: RunFolder
     run: str
     manifest: str  # its canonical text

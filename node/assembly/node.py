@@ -6,8 +6,8 @@ Processes and simulations assemble their nodes here, alike; what differs (links,
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from farflock.node.assembly.resume import Newcomer
 from farflock.node.loop import Loop
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import Llama, build
@@ -19,90 +19,23 @@ from farflock.node.train.driver import Driver
 from farflock.node.train.end_barrier import EndBarrier
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.node.train.state_sync import StateSync
-from farflock.node.train.task import LanguageModelTask, TrainingTask
+from farflock.node.train.task import LanguageModelTask
 from farflock.optimizers.catalog import method
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
 
 
-class Node(Protocol):
-    """A node's part in a run, whatever it is (a replica here, a stage or a trainer in node/pipeline/node.py), as its
-    process, the status and the live view see it."""
-
-    @property
-    def peer(self) -> Peer: ...
-    @property
-    def role(self) -> str:
-        """What it does, as its record says."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Its own steps, or microbatches."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Where the run is."""
-        ...
-
-    @property
-    def trained_tokens(self) -> int:
-        """What it has trained itself."""
-        ...
-
-    @property
-    def last_loss(self) -> float | None:
-        """In nats a token, where it knows one."""
-        ...
-
-    @property
-    def work(self) -> dict[str, int]:
-        """What else can be counted, by name."""
-        ...
-
-    def waits(self) -> list[OpenWait]:
-        """What it waits for."""
-        ...
-
-    @property
-    def stopping(self) -> bool:
-        """Whether it is to end."""
-        ...
-
-    def stop(self) -> None:
-        """End soon, in good order."""
-        ...
-
-    def found(self) -> None:
-        """Found the run."""
-        ...
-
-    async def join(self, records: list[bytes], timeout_s: float, downloaded: DownloadProgress) -> None:
-        """Join through these members: download the state, and ask to be admitted. `TimeoutError` if that takes too long."""
-        ...
-
-    async def run(self, total_tokens: int) -> None:
-        """Take part until the run has its tokens, or until `stop`."""
-        ...
-
-
-class NewcomersTrainee(TrainingTask, Protocol):
-    """A trainee that warms up again after it joined: its inner moments are empty then."""
-
-    joined_at: int  # the step at which the peer came in; 0 for a founder
-
-
 @dataclass(slots=True)
 class ReplicaNode:
-    """A node that is ready to found a run or to join one."""
+    """A node that is ready to found a run or to join one. Its process, the status and the live view see a stage or a
+    trainer by the same attributes (node/pipeline/node.py)."""
 
     peer: Peer
     model: Llama
     state_sync: StateSync
     loop: Loop
-    training_task: NewcomersTrainee
+    training_task: Newcomer
     role: str = "replica"
     # How it ends, once it runs, where all are to have one state then.
     together: EndBarrier | None = field(default=None, init=False)
@@ -120,7 +53,7 @@ class ReplicaNode:
     @property
     def trained_tokens(self) -> int:
         """As many in each step."""
-        return self.step * self.training_task.tokens_per_step
+        return self.step * self.loop.training_task.tokens_per_step
 
     @property
     def last_loss(self) -> float | None:

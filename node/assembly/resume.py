@@ -9,14 +9,14 @@ right where nobody else goes on meanwhile; in a swarm that does, a node takes up
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from torch import Tensor
 
-from farflock.node.assembly.node import ReplicaNode
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt
-from farflock.node.train.driver import Pending, RunPosition
+from farflock.node.train.driver import Driver, Pending, RunPosition
+from farflock.node.train.state_sync import StateSync
 from farflock.optimizers.method import Exchange, ExchangeKey, RandomGroups, Replica, Result, State
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.state import WrongState, unnamed
@@ -24,6 +24,32 @@ from farflock.optimizers.parts.state import WrongState, unnamed
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", "mu_product", TREND)
 
 StateGroups = dict[str, dict[str, Tensor]]
+
+
+class ResumableLoop(Protocol):
+    """As much of a loop as a checkpoint remembers."""
+
+    step: int
+
+    @property
+    def driver(self) -> Driver: ...
+
+
+class Newcomer(Protocol):
+    """A training task that warms up again after its node joined: its inner moments are empty then."""
+
+    joined_at: int  # the step at which the node came in; 0 for a founder
+
+
+class Resumable(Protocol):
+    """As much of a node as a checkpoint remembers."""
+
+    @property
+    def loop(self) -> ResumableLoop: ...
+    @property
+    def state_sync(self) -> StateSync: ...
+    @property
+    def training_task(self) -> Newcomer: ...
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -59,7 +85,7 @@ class Cursors(msgspec.Struct, frozen=True):
     pending: list[_Open]
 
 
-def checkpoint_state(node: ReplicaNode) -> tuple[StateGroups, dict[str, Any]]:
+def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
     """All tensors and numbers that `load_state` needs, copied; call it between two steps."""
     method, replica = node.loop.driver.method, node.loop.driver.replica
     parts: StateGroups = {
@@ -80,7 +106,7 @@ def checkpoint_state(node: ReplicaNode) -> tuple[StateGroups, dict[str, Any]]:
     return parts, msgspec.to_builtins(cursors)
 
 
-def load_state(node: ReplicaNode, saved: Checkpoint) -> None:
+def load_state(node: Resumable, saved: Checkpoint) -> None:
     """Make a fresh node what the checkpoint's was, and open its streams; `CheckpointCorrupt` if it is another model's."""
     cursors = cursors_of(saved)
     driver = node.loop.driver
@@ -96,7 +122,7 @@ def load_state(node: ReplicaNode, saved: Checkpoint) -> None:
     node.loop.step, node.training_task.joined_at = cursors.step, cursors.joined_at
 
 
-def load_moments(node: ReplicaNode, saved: Checkpoint) -> None:
+def load_moments(node: Resumable, saved: Checkpoint) -> None:
     """For a node that goes back into a living swarm: its data cursor and its inner moments; the state comes from the swarm."""
     try:
         _write_moments(node.loop.driver.replica, saved.parts["inner"])
@@ -105,7 +131,7 @@ def load_moments(node: ReplicaNode, saved: Checkpoint) -> None:
     node.loop.step = cursors_of(saved).step
 
 
-def load_stage_state(node: ReplicaNode, saved: Checkpoint) -> None:
+def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
     """For a stage that nobody else has: the checkpoint's state and inner moments, as who adopts them from another peer; what
     was on its way then belongs to rounds that are over. `CheckpointCorrupt` if it is another stage's."""
     driver = node.loop.driver
@@ -166,7 +192,7 @@ def _tensors_of(number: int, pending: Pending) -> dict[str, Tensor]:
     }
 
 
-def _pending(node: ReplicaNode, cursors: Cursors, tensors: State) -> list[Pending]:
+def _pending(node: Resumable, cursors: Cursors, tensors: State) -> list[Pending]:
     driver = node.loop.driver
     templates = {template.key.stream: template for template in driver.method.streams(driver.replica)}
     table = []

@@ -6,32 +6,35 @@ replica is the union of its stages: a server of each, and microbatches of its ow
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from farflock.node.model.data import Batches
 from farflock.node.model.shapes import ShapeReplica
 from farflock.node.model.stage_tensors import shapes_of
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
-from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices
-from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageNode, StageStartup
+from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, StageNode
+from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
-from farflock.node.pipeline.lifecycle.features import frozen_embedding
+from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
-from farflock.node.pipeline.passes.edges import edges_of
+from farflock.node.pipeline.passes.edges import Edges, edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
+from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, first_number
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
-from farflock.node.pipeline.training import TrainerAssembly
-from farflock.node.run.policies import SWAP
+from farflock.node.run.policies import lane_of, policy_of, shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.exchange_client import ExchangeClient
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import Exchange
 from farflock.swarm.messages import Load
+from farflock.swarm.peer.call_server import Handler
 from farflock.swarm.peer.peer import OpenWait, Peer
 from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.roles import EVERY, NOTHING, role_of
@@ -70,7 +73,7 @@ class PipelineNode:
         )
         if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
             peer.calls.handler = self._handler()
-            if isinstance(peer.calls.handler, Dispatch):
+            if not isinstance(peer.calls.handler, Closed):
                 peer.codec_offers.reads = lambda: self._edges.reads
         for serving in self.servings:
             if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
@@ -108,23 +111,9 @@ class PipelineNode:
         index = serving.index
         templates, saved = self._exchanges.templates(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
-        pipeline, report = self.pipeline, self._means.report
-        copied, swapping = pipeline.end_copies > 0, pipeline.policy == SWAP
-        versioned = pipeline.asynchronous is not None
         embedding = self._embedding if index in (0, self._stage) else FixedEmbedding()  # a full replica asks once
-        return StageStartup(
-            self.plan,
-            pipeline.stages,
-            serving,
-            templates,
-            saved,
-            look_on,
-            report,
-            copied,
-            swapping,
-            versioned,
-            embedding,
-        )
+        known = self.plan, self.pipeline, serving, templates, saved, look_on
+        return StageStartup(*known, self._means.report, embedding)
 
     def _look_on(self) -> None:
         for index in self._others:
@@ -152,7 +141,7 @@ class PipelineNode:
         """Its stage's steps, of several those of the one that is behind; of a trainer, microbatches."""
         if self.servings:
             return min(serving.loop.step for serving in self.servings)
-        return self.trainer.begun if self.trainer else 0
+        return self.trainer.source.begun if self.trainer else 0
 
     @property
     def tokens(self) -> int:
@@ -163,7 +152,7 @@ class PipelineNode:
     def trained_tokens(self) -> int:
         """What has counted here, or was trained from here."""
         passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
-        return self._edges.tokens * max(passes, self.trainer.finished if self.trainer is not None else 0)
+        return self._edges.tokens * max(passes, self.trainer.commits.finished if self.trainer is not None else 0)
 
     @property
     def last_loss(self) -> float | None:
@@ -180,15 +169,16 @@ class PipelineNode:
             served = [serving.server.served for serving in self.servings]
             counts |= {name: sum(each[name] for each in served) for name in ("forward", "backward", "merged", "busy")}
         if self.trainer is not None:
+            commits = self.trainer.commits
             counts |= {
-                "microbatches": self.trainer.finished,
+                "microbatches": commits.finished,
                 "under way": self.trainer.kept,
-                "in doubt": self.trainer.lost,
-                "dropped": self.trainer.dropped,
-                "doubled": self.trainer.doubled,
+                "in doubt": commits.lost,
+                "dropped": commits.dropped,
+                "doubled": commits.doubled,
             }
         if isinstance(self.trainer, Trainer):
-            counts |= self.trainer.visits
+            counts |= self.trainer.inputs.counts
         return counts
 
     def waits(self) -> list[OpenWait]:
@@ -206,8 +196,11 @@ class PipelineNode:
             serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
         if self.pipeline.end_copies:
             names = {index: stream.name for index, stream in self._streams.items()}
-            terms = self.plan.model, self.pipeline.stages, names, self.pipeline.end_copies
-            serve += [EndCopies(self.peer, each, *terms).run() for each in self.servings]
+            known = self._means.compute, self.plan, self.pipeline, names
+            serve += [
+                EndCopies(self.peer, each.index, each.loop.driver, each.state_sync, *known).run()
+                for each in self.servings
+            ]
         serve.append(self._embedding.run())
         train = [serving.loop.run(ENDLESS) for serving in self.servings]
         if self.servings:
@@ -271,21 +264,35 @@ class PipelineNode:
         terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
         return frozen_embedding(turns, self._edges.codec, self.peer, *terms)
 
-    def _handler(self) -> Dispatch | Closed:
+    def _handler(self) -> Handler:
         if self._stage == EVERY and self.pipeline.constrain == "pipelines":
             return Closed("this peer trains a model that is free: ask one that serves a stage of a pipeline")
-        return Dispatch({serving.index: serving.server for serving in self.servings})
+        servers = {serving.index: serving.server for serving in self.servings}
+        return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
     def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
-        known = self.plan, self.pipeline, self.peer, self.stage_directory, self._edges
-        assembly = TrainerAssembly(*known, tokens, self._means.report)
-        if self._stage != EVERY:
-            return assembly.trainer()
-        parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
-        return assembly.full(parts, self._means)
+        """A trainer that asks the servers of stages, or a full replica's own training."""
+        plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self._edges
+        policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
+        batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
+        lane, first = lane_of(peer.me), first_number(peer.context.incarnation)
+        gone = None if pipeline.asynchronous is None else pipeline.asynchronous.gone
+        source = MicrobatchSource(batches, edges, policy, lane, first, gone)
+        terms, late, report = pipeline.trainer, _max_late(pipeline, edges), self._means.report
+        if self._stage == EVERY:
+            parts = [LocalStage(serving.server, serving.batch) for serving in self.servings]
+            return FullTrainer(peer, self.stage_directory, parts, source, late, terms.kept, self._means, report)
+        terms = replace(terms, window=min(terms.window, late))
+        return Trainer(peer, self.stage_directory, policy, source, terms, report, stage_inputs(edges, batches))
 
     def _exchange_client(self, index: int) -> ExchangeClient:
         return ExchangeClient(self.peer, self.plan.run_seed, index)
+
+
+def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
+    """The microbatches of as many batches as a gradient may be late. No more may be on their way: the last stage would get
+    too far ahead of the first, and find what comes then too old."""
+    return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
 
 
 class _StageExchanges:
@@ -308,8 +315,9 @@ class _StageExchanges:
     def stream(self, index: int) -> StreamName:
         """The first stream of a stage: its notes tell which microbatches count."""
         first = self.templates(index)[0]
-        name, share = f"{first.key.stream}/{index}", self._pipeline.share(index)
-        return StreamName(name, first.key.round, first.stride, share)
+        pipeline = self._pipeline
+        share = shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[index]
+        return StreamName(f"{first.key.stream}/{index}", first.key.round, first.stride, share)
 
 
 class _Together:

@@ -15,7 +15,8 @@ import msgspec
 
 from farflock.node.errors import RefusedByRun
 from farflock.node.run.invite import Invite
-from farflock.node.run.manifest import Head, Manifest, parse, require_same_protocol, unseal_head
+from farflock.node.run.manifest import Head, Manifest, parse, unseal_head
+from farflock.node.run.sections import require_same_protocol
 from farflock.node.state.paths import RunFolder, write_whole
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity

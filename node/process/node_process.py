@@ -5,22 +5,27 @@ run. Everything lives on one asyncio loop; what computes runs in two worker thre
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from farflock.node.assembly.checkpoints import CheckpointManager, CheckpointManagers, last_of
-from farflock.node.assembly.node import Node, ReplicaNode, replica_node
+from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
 from farflock.node.model.corpus import load_corpus
 from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
+from farflock.node.pipeline.node import PipelineNode
 from farflock.node.process.network import (
     LEARN_TIMEOUT_S,
     AddressCache,
@@ -31,20 +36,23 @@ from farflock.node.process.network import (
     network,
 )
 from farflock.node.process.pipeline_role import founders, joiners, last_of_part, part_of
-from farflock.node.process.status import Status, StatusWriter
+from farflock.node.process.status import PartnerStatus, Status, Waiting
 from farflock.node.run.invite import MAX_ADDRESSES, Invite, mint
 from farflock.node.run.manifest import Head, Manifest, seal_head
 from farflock.node.run.memory import require_memory
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.state.history import History
+from farflock.node.state.paths import write_whole
 from farflock.node.state.run_log import RunRecorder
 from farflock.swarm.chunks import digest_of
 from farflock.swarm.compute import Worker
 from farflock.swarm.dht.greeting import DirectoryUnreachable
 from farflock.swarm.dht.kademlia import DhtDirectory
 from farflock.swarm.identity import Identity
+from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import DownloadProgress
+from farflock.swarm.protocol.views import Member
 from farflock.swarm.record import unseal
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 from farflock.swarm.zmq.links import ZmqLinks
@@ -55,6 +63,8 @@ POLL_S = 0.1
 LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
 REMEMBER_EVERY_S = 5.0
 INVITE_LASTS_S = 7 * 24 * 3600
+STATUS_EVERY_S = 1.0
+PACE_SAMPLES = 10  # the pace is that of so many seconds
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +77,7 @@ class NodeProcess:
     manifest: Manifest
     run: str
     founder: str
-    participant: Node
+    participant: ReplicaNode | PipelineNode
     directory: DhtDirectory
     links: ZmqLinks
     history: History
@@ -75,6 +85,14 @@ class NodeProcess:
     keeper: CheckpointManager | CheckpointManagers | None  # none where nothing is held that could be kept
     doors: tuple[str, ...] = ()  # by which I came in
     show: Callable[[Status], None] = lambda status: None  # called once a second
+
+    def show_to(self, show: Callable[[Status], None]) -> None:
+        """Call this with each status from now on."""
+        self.show = show
+
+    def stop(self) -> None:
+        """End soon, in good order."""
+        self.participant.stop()
 
     def awaited(self) -> int:
         """How many members there must be before the founder trains; 0 where nobody is waited for any more."""
@@ -101,6 +119,94 @@ class NodeProcess:
                 with contextlib.suppress(OSError):  # a full disk must not end a node that could train on
                     AddressCache(self.machine.folder).write(self._invite(others))
             await asyncio.sleep(REMEMBER_EVERY_S)
+
+
+class StatusWriter:
+    """Writes a node's status to `status.json` in its folder, atomically, and shows it to whoever watches."""
+
+    def __init__(self, node: NodeProcess) -> None:
+        self._node = node
+        self._path = node.machine.folder.path / "status.json"
+        self._pace: collections.deque[tuple[float, int]] = collections.deque(
+            maxlen=PACE_SAMPLES
+        )  # when, how many tokens
+        self._fails = False
+
+    async def run(self, show: Callable[[Status], None]) -> None:
+        """Until cancelled."""
+        while True:
+            self._pace.append((asyncio.get_running_loop().time(), self._node.participant.trained_tokens))
+            show(self.write())
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def write(self, doing: str | None = None) -> Status:
+        """Once, now. A disk that is full must not end a node that could train on."""
+        status = status_of(self._node, doing, self._tokens_per_s())
+        try:
+            write_whole(self._path, msgspec.json.encode(status))
+            self._fails = False
+        except OSError as error:
+            if not self._fails:
+                log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._fails = True
+        return status
+
+    def _tokens_per_s(self) -> float | None:
+        if len(self._pace) < 2:
+            return None
+        (began_s, first), (ended_s, last) = self._pace[0], self._pace[-1]
+        return (last - first) / (ended_s - began_s)
+
+
+def status_of(node: NodeProcess, doing: str | None = None, tokens_per_s: float | None = None) -> Status:
+    """What there is to say about a node now; `doing` where the caller knows better."""
+    part, links = node.participant, node.links
+    peer = part.peer
+    view = peer.context.views.newest
+    sent_bytes, received_bytes = links.total_bytes()
+    return Status(
+        pid=os.getpid(),
+        run=node.run,
+        peer=peer.me,
+        invite=node.invite(),
+        step=part.step,
+        tokens=part.tokens,
+        total_tokens=node.manifest.run.total_tokens,
+        loss=None if part.last_loss is None or math.isnan(part.last_loss) else part.last_loss,
+        view=view.number,
+        members=view.peers,
+        is_member=peer.membership.is_member,
+        partners=tuple(_partner(links, other) for other in view.members if other.peer != peer.me),
+        waits=tuple(Waiting(wait.what.stream, wait.what.round, wait.whom, wait.left_s) for wait in part.waits()),
+        sent_bytes=sent_bytes,
+        received_bytes=received_bytes,
+        unsure_rounds=peer.pairing.unsure_rounds,
+        dropped=dict(peer.context.counters) | dict(links.counters),
+        doing=doing or _doing(node),
+        rounds=dict(node.journal.rounds),
+        last_round=node.journal.last_round,
+        tokens_per_s=tokens_per_s,
+        branch=peer.membership.branch,
+        role=part.role,
+        work=part.work,
+    )
+
+
+def _doing(node: NodeProcess) -> str:
+    part, here, wanted = node.participant, len(node.participant.peer.context.views.newest.peers), node.awaited()
+    if part.stopping:
+        return "is leaving"
+    if here < wanted:
+        return f"waits for members: {here} of {wanted} are here"
+    does = "trains" if part.role in ("replica", "trainer") else f"serves {part.role.replace(':', ' ')}"
+    return does if part.peer.membership.is_member else f"{does}, and waits to be admitted"
+
+
+def _partner(links: Links, member: Member) -> PartnerStatus:
+    peer = member.peer
+    rtt_s = links.rtt_s(peer)
+    rtt_ms = None if rtt_s is None else rtt_s * 1000
+    return PartnerStatus(peer, links.life(peer), links.road(peer), rtt_ms, role_of(member.stage))
 
 
 async def found(machine: MachineOptions, manifest: Manifest, on_start: Callable[[NodeProcess], None]) -> Path:
@@ -211,7 +317,8 @@ async def _join(
             part = node.participant
             if saved is not None and isinstance(part, ReplicaNode):
                 load_moments(part, saved)
-            await _come_in(part, records, downloaded)
+            with _answered(peer):
+                await part.join(records, JOIN_TIMEOUT_S, downloaded)
             node.history.event("joined", tokens=part.tokens, run=invite.run, role=part.role)
             return await _train(node, head, on_start)
 
@@ -219,12 +326,7 @@ async def _join(
 def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
     """Of a model that is cut into stages a node holds one, which it looks at when it knows which."""
     if manifest.pipeline is None:
-        require_memory(manifest, error)
-
-
-async def _come_in(part: Node, records: list[bytes], downloaded: DownloadProgress) -> None:
-    with _answered(part.peer):
-        await part.join(records, JOIN_TIMEOUT_S, downloaded)
+        require_memory(manifest.plan(), error)
 
 
 @contextlib.contextmanager
@@ -312,7 +414,7 @@ def _node(
     tokens = ByteTokenizer().encode(corpus.train)
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
-    part: Node
+    part: ReplicaNode | PipelineNode
     keeper: CheckpointManager | CheckpointManagers | None
     if manifest.pipeline is not None:
         part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)

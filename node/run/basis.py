@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from farflock.compression.activation import Incompatible
-from farflock.compression.activation_catalog import subspace_terms
 from farflock.compression.exact_product import product
 from farflock.compression.subspace import Basis
-from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.optimizers.parts.philox import words
 
 MAX_RANK = 1024
@@ -79,13 +77,3 @@ def _bells(seed: int, stream: int, count: int) -> Tensor:
     drawn = words(seed, stream, 0, count)
     sums = sum(((drawn >> shift) & 255 for shift in (0, 8, 16, 24)), torch.zeros_like(drawn))
     return (sums - 510).double() / _BELL
-
-
-def basis_of(plan: RunPlan, pipeline: PipelinePlan) -> Basis | None:
-    """What all peers of a run share for its codec, if that needs something; `Incompatible` if this machine makes another one
-    than the manifest names."""
-    terms = subspace_terms(pipeline.codec)
-    if terms is None:
-        return None
-    made = run_basis(plan.run_seed, plan.model.dim, terms.rank, plan.model.vocab_size)
-    return require_digest(made, pipeline.basis)

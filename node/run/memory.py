@@ -12,7 +12,6 @@ from farflock.node.errors import FarflockError
 from farflock.node.model.llama import ModelConfig
 from farflock.node.run.basis import basis_bytes
 from farflock.node.run.composition import Uncomposable
-from farflock.node.run.manifest import Manifest
 from farflock.node.run.terms import PipelinePlan, RunPlan
 
 VALUE_BYTES = 4  # everything is kept in fp32
@@ -21,7 +20,7 @@ RULE = "stage that fits nobody"
 REPLICA_RULE = "replica that fits nobody"
 
 
-def needed_bytes(manifest: Manifest) -> int:
+def needed_bytes(plan: RunPlan) -> int:
     """Bytes that training this run's model takes beside the program itself, an estimate from above.
 
     Of each weight `VALUES` numbers, and `VALUES_ALONE` where nothing is exchanged: itself, its gradient and moments, the
@@ -29,10 +28,10 @@ def needed_bytes(manifest: Manifest) -> int:
     AdamW was 28.2 to 30.3 numbers (DDP, DiLoCo, NoLoCo) and 20.1 (alone), at 10.7 and 39.5 million weights.
     Of each token of a batch: what the backward pass reads again (ten widths and four hidden widths a layer, attention,
     and the logits)."""
-    model, train = manifest.model, manifest.train
-    a_weight = VALUES_ALONE if manifest.method.name == "local" else VALUES
-    a_token = model.layers * layer_values(model, train.seq) + 3 * model.vocab_size
-    return VALUE_BYTES * (model.parameters() * a_weight + train.batch * train.seq * a_token)
+    model = plan.model
+    a_weight = VALUES_ALONE if plan.method == "local" else VALUES
+    a_token = model.layers * layer_values(model, plan.seq) + 3 * model.vocab_size
+    return VALUE_BYTES * (model.parameters() * a_weight + plan.batch * plan.seq * a_token)
 
 
 def layer_values(model: ModelConfig, seq: int) -> int:
@@ -40,12 +39,12 @@ def layer_values(model: ModelConfig, seq: int) -> int:
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
-def require_memory(manifest: Manifest, error: type[FarflockError]) -> None:
+def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
     """Raise `error`, with the numbers, if the machine has less memory free than the run takes."""
-    needed, free = needed_bytes(manifest), int(psutil.virtual_memory().available)
+    needed, free = needed_bytes(plan), int(psutil.virtual_memory().available)
     if needed > free:
         why = (
-            f"training its {manifest.model.parameters():,} parameters takes about {needed / 1e6:,.0f} MB of memory, and"
+            f"training its {plan.model.parameters():,} parameters takes about {needed / 1e6:,.0f} MB of memory, and"
             f" {free / 1e6:,.0f} MB are free here"
         )
         raise error("the run's model is too large for this machine", why, "close programs, or use a larger machine")

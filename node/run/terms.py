@@ -5,14 +5,12 @@ read and checked without importing any of it.
 """
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import torch
 
 from farflock.compression.subspace import OVERLAP_EPOCHS
 from farflock.node.model.llama import ModelConfig
-from farflock.node.run.policies import shares_of
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
@@ -68,14 +66,12 @@ class ServerTerms:
 @dataclass(frozen=True, slots=True)
 class TrainerTerms:
     """At most `window` microbatches are on their way, fewer where that keeps all servers busy
-    (swarm/protocol/depth.py), and at most `kept` are there in all, with those that wait to be named. `gone` says what
-    becomes of a microbatch whose weights no server of a stage has any more (`Asynchronous`)."""
+    (swarm/protocol/depth.py), and at most `kept` are there in all, with those that wait to be named."""
 
     window: int = 64
     kept: int = 256
     forward_timeout_s: float = FORWARD_TIMEOUT_S
     backward_timeout_s: float = BACKWARD_TIMEOUT_S
-    gone: WhenGone = "drop"
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept:
@@ -187,7 +183,3 @@ class PipelinePlan:
     def layers(self) -> tuple[int, ...]:
         """How many each stage has."""
         return tuple(map(len, self.stages))
-
-    def share(self, stage: int) -> Fraction:
-        """Of all microbatches, how many visit this stage."""
-        return shares_of(self.policy, self.layers, self.paths)[stage]

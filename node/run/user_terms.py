@@ -15,7 +15,7 @@ from torch import nn
 
 from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run.fit import require_members
-from farflock.node.run.manifest import (
+from farflock.node.run.sections import (
     PROTOCOL,
     SENT,
     USER_MODEL,

@@ -16,6 +16,7 @@ from farflock.node.pipeline.lifecycle.assembly import NodeServices
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.node import PipelineNode
 from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.peer.snapshots import SnapshotUnavailable
@@ -158,22 +159,16 @@ class PipelineSimulation:
     def _means(self, number: int) -> NodeServices:
         forward_s, turn = self._world.parts[number].forward_s, asyncio.Lock()
 
-        async def compute(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
-            return work()
-
         async def run_pass(work: Callable[[], Any], cost: float) -> Any:  # noqa: ANN401
             async with turn:  # a machine computes one thing at a time, also where it serves several stages
                 done = work()
                 await asyncio.sleep(forward_s * cost)
                 return done
 
-        async def train(work: Callable[[], float]) -> float:
-            return work()
-
         def report(kind: str, fields: dict[str, object]) -> None:
             self.tale.events.append((_now(), number, kind, fields))
 
-        return NodeServices(compute, run_pass, train, report)
+        return NodeServices(inline, run_pass, inline, report)
 
     def _peer(self, number: int, incarnation: int, directory: MemoryDirectory) -> Peer:
         identity, run = self._identities[number], str(self._plan.run_seed)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from farflock.node.assembly.node import ReplicaNode
-from farflock.node.assembly.resume import checkpoint_state
+from farflock.node.assembly.resume import Resumable, checkpoint_state
 from farflock.node.errors import Usage
 from farflock.node.state import checkpoint
 from farflock.node.state.checkpoint import Checkpoint, CheckpointError
@@ -64,7 +63,7 @@ class SegmentStore:
                 continue  # cut short: the leg before it is whole
         return SegmentState(), {}
 
-    def save(self, story: SegmentState, nodes: Mapping[int, ReplicaNode]) -> dict[int, Checkpoint]:
+    def save(self, story: SegmentState, nodes: Mapping[int, Resumable]) -> dict[int, Checkpoint]:
         """Write the leg that has just ended, and read it back: what goes on is what was written."""
         leg = self._folder / f"leg-{story.legs}"
         shutil.rmtree(leg, ignore_errors=True)  # one that was cut short

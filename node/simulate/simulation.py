@@ -30,6 +30,7 @@ from farflock.node.train.ending import drain
 from farflock.optimizers.catalog import method
 from farflock.optimizers.method import State
 from farflock.optimizers.parts.state import state_hash
+from farflock.swarm.compute import inline
 from farflock.swarm.identity import Identity
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer, RunTerms
@@ -166,9 +167,6 @@ class Simulation:
     def _assemble(self, index: int, peer: Peer) -> ReplicaNode:
         step_s = self._world.step_s * self._slowness[index]
 
-        async def compute(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work returns
-            return work()
-
         async def train(work: Callable[[], float]) -> float:
             loss = work()
             await asyncio.sleep(step_s)
@@ -180,7 +178,7 @@ class Simulation:
             elif kind == "round":
                 self._story.rounds.add((fields["stream"], fields["round"]))
 
-        node = replica_node(self._plan, peer, self._tokens, compute=compute, train=train, report=report)
+        node = replica_node(self._plan, peer, self._tokens, compute=inline, train=train, report=report)
         return node
 
     def _peer(self, index: int, incarnation: int, directory: MemoryDirectory) -> Peer:

@@ -52,7 +52,7 @@ class Traced(PipelineSimulation):
             for number in range(len(self.world.parts)):
                 self._lives[number] = asyncio.create_task(self._live(number))
                 await self._until(lambda number=number: self._are_members(number + 1))
-            await self._until(lambda: self.nodes[len(STAGES)].trainer.finished >= WALKED)
+            await self._until(lambda: self.nodes[len(STAGES)].trainer.commits.finished >= WALKED)
         finally:
             for task in self._lives.values():
                 task.cancel()

@@ -27,7 +27,7 @@ async def test_an_input_that_two_servers_cannot_read_is_made_anew_by_somebody_el
     await world.merged()
     assert peers_of(world.asked(Forward)) == ["0a", "1a", "1b", "0b", "1a"]
     assert ("shunned", 0) in world.events
-    assert world.trainer.dropped == 0
+    assert world.trainer.commits.dropped == 0
 
 
 @trained()
@@ -38,7 +38,7 @@ async def test_of_the_last_stage_too_whose_only_pass_is_backward(world):
     assert peers_of(world.asked(Forward)) == ["0a", "1a", "0a", "1b"]
     assert peers_of(world.asked(Backward)) == ["2a", "2b", "2a", "1b", "0a"]
     assert [entry.request.attempt for entry in world.asked(Backward, stage=2)] == [1, 2, 3]
-    assert world.trainer.dropped == 0
+    assert world.trainer.commits.dropped == 0
 
 
 @trained()
@@ -62,13 +62,13 @@ async def test_where_one_serves_alone_its_word_has_it_made_anew_and_nobody_is_pa
 async def test_a_gradient_that_two_servers_cannot_read_ends_the_rest_of_a_microbatch(world):
     for peer in ("1a", "1b"):
         world.script(peer, Backward, GRADIENT)
-    await world.until(lambda: world.trainer.dropped)
+    await world.until(lambda: world.trainer.commits.dropped)
     assert [event for event in world.events if event[0] == "dropped"] == [("dropped", 0)] * 2
     assert stages_of(world.asked(Backward)) == [2, 1, 1]
     await world.close(0, stages=(2,))
     await world.merged(1 + STAGES)
     assert set(peers_of(world.asked(Backward, stage=2)[1:])) == {"2b"}, "who made it is passed by"
-    assert world.trainer.finished == 0
+    assert world.trainer.commits.finished == 0
 
 
 @trained()
@@ -119,6 +119,6 @@ def test_with_a_server_that_makes_nonsense_for_ever_all_microbatches_come_throug
         await world.merged(2 * STAGES)
         await world.close(0, 1)
         await world.merged(4 * STAGES)
-        assert (world.trainer.finished, world.trainer.dropped) == (2, 0)
+        assert (world.trainer.commits.finished, world.trainer.commits.dropped) == (2, 0)
 
     main()

@@ -155,7 +155,7 @@ def test_who_dies_between_a_forward_pass_and_its_backward_pass_is_replaced_by_wh
 
 
 def dropped(one):
-    return sum(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+    return sum(node.trainer.commits.dropped for node in one.sim.nodes.values() if node.trainer is not None)
 
 
 def left_out(one):

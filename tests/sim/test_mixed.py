@@ -67,7 +67,7 @@ def test_two_replicas_that_wait_for_each_round_train_the_unsplit_model():
         trainer = node.trainer
         begins = trainer._may_begin
         trainer._may_begin = lambda: (
-            begins() and all_at(node.stage_directory.epoch) and trainer.begun < half(node.stage_directory.epoch)
+            begins() and all_at(node.stage_directory.epoch) and trainer.source.begun < half(node.stage_directory.epoch)
         )
 
     def half(epoch):
@@ -167,14 +167,14 @@ def test_a_replica_that_dies_at_any_point_leaves_what_was_named_and_nobody_asks_
 
     def see(what, number):
         ready = points and number == 4 and what == points[0][0] and one.sim.settled
-        if ready and one.sim.nodes[4] not in dying and one.sim.nodes[4].trainer.finished >= BATCH:
+        if ready and one.sim.nodes[4] not in dying and one.sim.nodes[4].trainer.commits.finished >= BATCH:
             dying.append(one.sim.nodes[4])
-            lost.update(dying[-1].trainer._begun_s)
+            lost.update(dying[-1].trainer.commits.begun_s)
             asyncio.get_running_loop().call_later(points.pop(0)[1], one.sim.kill, 4, 2.0)
 
     async def until_all(sim):
         await until(lambda: one.tale.kills == len(POINTS))
-        await until(lambda: sim.settled and sim.nodes[4].trainer.finished >= BATCH)
+        await until(lambda: sim.settled and sim.nodes[4].trainer.commits.finished >= BATCH)
         sim.end()
 
     one.on_event = see
@@ -198,9 +198,9 @@ def test_a_replica_keeps_every_stage_when_all_their_servers_are_gone_and_newcome
             sim.kill(number, 60.0 + number)
             await until(lambda number=number: me(one, number) not in view_of(sim).peers)
         gone = {stage: max(rounds) for stage, rounds in one.named.items()}
-        finished = sim.nodes[3].trainer.finished
+        finished = sim.nodes[3].trainer.commits.finished
         await until(lambda: all(max(one.named[stage]) >= number + 4 for stage, number in gone.items()))
-        seen["alone"] = sorted(sim.nodes), sim.nodes[3].trainer.finished - finished
+        seen["alone"] = sorted(sim.nodes), sim.nodes[3].trainer.commits.finished - finished
         await until(lambda: sim.settled)
         back = max(map(max, one.named.values()))
         await until(lambda: min(map(max, one.named.values())) >= back + 4)

@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 from farflock.compression.subspace import outside
 from farflock.node.pipeline.passes.constraint import EMBEDDING
+from farflock.node.pipeline.passes.edges import basis_of
 from farflock.node.pipeline.server.edge_ends import PlainEnds
-from farflock.node.run.basis import basis_of
 from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.parts.inner import InnerConfig

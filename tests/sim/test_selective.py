@@ -17,8 +17,8 @@ import torch
 
 from farflock.node.pipeline.contrib.embedding_sync import NAME
 from farflock.node.pipeline.passes.constraint import EMBEDDING
+from farflock.node.pipeline.passes.edges import basis_of
 from farflock.node.pipeline.passes.requests import Forward, Refused, decode_answer, encode
-from farflock.node.run.basis import basis_of
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.node.train.state_sync import encode_state
 from farflock.optimizers.parts.inner import InnerConfig
@@ -165,7 +165,7 @@ def test_pipelines_compute_with_the_projected_average_replicas_with_the_average_
     versions = {version for _, _, version in one.spoken}
     assert versions >= {1, 2, 3, 4}, versions
     assert one.mixed_versions > 10, "no microbatch was on its way while a version changed"
-    assert not any(node.trainer.dropped for node in one.sim.nodes.values() if node.trainer is not None)
+    assert not any(node.trainer.commits.dropped for node in one.sim.nodes.values() if node.trainer is not None)
 
 
 def test_so_it_is_with_the_method_of_the_paper_which_sends_few_values_and_keeps_the_rest():

@@ -18,7 +18,7 @@ MAX_FILES = 8  # of node/ and swarm/peer; the protocol, the method and the codec
 
 def traced_update(monkeypatch):
     """The trace of round `ROUND` of a DiLoCo run of three peers."""
-    trace, open_updates = Trace(("node", "swarm/peer")), set()
+    trace, open_updates = Trace(("node", "swarm/peer"), marked=False), set()
     due, apply, unpack, call = DiLoCo.due, Loop._apply, peer.unpack, compute.Worker.__call__
 
     def marked_due(self, replica, progress):

@@ -9,25 +9,23 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trace:
-    """The files under some folders that marked work enters while the trace is `on`."""
+    """The files under some folders that marked work enters while the trace is `on`: from the first call of
+    the function `begin` (a qualified name) to the first call of `end` after it, if they are given."""
 
-    def __init__(self, folders: Sequence[str]) -> None:
+    def __init__(self, folders, *, begin="", end="", marked=True):
         self.folders, self.on = tuple(f"{folder}/" for folder in folders), False
         self.entered: dict[str, list[str]] = {}  # by file, the functions, in order
-        self.mark: contextvars.ContextVar[bool] = contextvars.ContextVar("mark", default=False)
-        self._ours: dict[str, str | None] = {}
+        self.mark = contextvars.ContextVar("mark", default=marked)
+        self._begin, self._end, self._ours = begin, end, {}
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator["Trace"]:
+    def watching(self):
         """Watch this thread and those that begin inside the block."""
         before = sys.getprofile()
         threading.setprofile(self._called)
@@ -35,29 +33,33 @@ class Trace:
         try:
             yield self
         finally:
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
             sys.setprofile(before)
 
-    def carried(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def carried(self, work):
         """The same work, for a thread that does not inherit the context."""
         context = contextvars.copy_context()
         return lambda: context.run(work)
 
-    def _called(self, frame: FrameType, event: str, arg: object) -> None:
-        if event != "call" or not self.on:
+    def _called(self, frame, event, arg):
+        code = frame.f_code
+        if event != "call" or code.co_code[frame.f_lasti + 1] & 3:  # RESUME after an await: it was entered before
             return
-        if frame.f_code.co_code[frame.f_lasti + 1] & 3:  # RESUME after an await or a yield: it was entered before
-            return
-        name = self._name(frame.f_code.co_filename)
-        if name is not None and self.mark.get():
+        if code.co_qualname == self._begin:
+            self.on, self._begin = True, ""
+        name = self._name(code) if self.on and self.mark.get() else None
+        if name is not None:
             functions = self.entered.setdefault(name, [])
-            if frame.f_code.co_qualname not in functions:
-                functions.append(frame.f_code.co_qualname)
+            if code.co_qualname not in functions:
+                functions.append(code.co_qualname)
+        if self.on and code.co_qualname == self._end:
+            self.on = False
 
-    def _name(self, file: str) -> str | None:
-        """The file's path in the repository, if it is in one of the folders."""
+    def _name(self, code):
+        """The file's path in the repository, if it is in one of the folders and not just being imported."""
+        file = code.co_filename
         if file not in self._ours:
             path = Path(file).resolve()
-            inside = path.is_relative_to(ROOT) and str(path.relative_to(ROOT))
+            inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).as_posix()
             self._ours[file] = inside if inside and inside.startswith(self.folders) else None
-        return self._ours[file]
+        return None if code.co_name == "<module>" else self._ours[file]

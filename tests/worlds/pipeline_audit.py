@@ -237,12 +237,12 @@ class Audit:
         """A full replica's own microbatches."""
         compute, audit = node.trainer._compute, self
 
-        def computing(number):
+        def computing(servers, microbatch):
             audit._event("whole begins", lives[0])
-            found = compute(number)
+            found = compute(servers, microbatch)
             weights = {name: x for life in lives for name, x in audit._weights_of(life).items()}
             for life in lives:
-                life.computed[node.peer.me, number] = Whole(life.stage, weights)
+                life.computed[node.peer.me, microbatch.step] = Whole(life.stage, weights)
             audit._event("whole computed", lives[0])
             return found
 
@@ -498,14 +498,14 @@ class Audit:
 
     def check_finished(self, patience_s=60.0):
         """What a trainer believes to count does count, at each stage; nothing is in doubt, and nothing waits for ever."""
-        assert not sum(node.trainer.lost for node in self.sim.nodes.values() if node.trainer is not None)
+        assert not sum(node.trainer.commits.lost for node in self.sim.nodes.values() if node.trainer is not None)
         for stage in range(len(self.pipeline.stages)):
             listed = {key for keys in self.named[stage].values() for key in keys}
             lacking = sorted(key for key in self.finished() - listed if stage in self.order(key))
             assert not lacking, f"stage {stage} lacks {lacking[:5]}"
         for node in self.sim.nodes.values():
             if node.trainer is not None:
-                assert node.trainer.doubled == 0
+                assert node.trainer.commits.doubled == 0
                 oldest_s = min(begun_of(node.trainer), default=self.tale.virtual_s)
                 assert self.tale.virtual_s - oldest_s < patience_s, "a microbatch that never comes to count"
         return self
@@ -526,11 +526,9 @@ class Audit:
 
 def begun_of(trainer):
     """When its microbatches set out that do not count everywhere yet."""
-    if isinstance(trainer, FullTrainer):
-        return list(trainer._begun_s.values())
     return list(trainer.commits.begun_s.values())
 
 
 def tasks_of(trainer):
     """How many tasks of its own it has; a full replica asks nobody for anything."""
-    return 0 if isinstance(trainer, FullTrainer) else trainer.load["tasks"]
+    return 0 if isinstance(trainer, FullTrainer) else len(trainer._tasks)

@@ -6,7 +6,6 @@ import collections
 import torch
 
 from farflock.compression.activation_catalog import activation_codec
-from farflock.node.pipeline.contrib.named_weights import NamedWeights
 from farflock.node.pipeline.contrib.sample_inputs import SampleInputs
 from farflock.node.pipeline.contrib.sample_memory import NotHeld, ServerMemory
 from farflock.node.pipeline.passes.edges import Edges
@@ -22,7 +21,7 @@ from farflock.node.pipeline.passes.requests import (
     decode_request,
     encode,
 )
-from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, NewestWeights, WholeInputs
+from farflock.node.pipeline.trainer.in_flight import MicrobatchSource, WholeInputs
 from farflock.node.pipeline.trainer.stage_directory import ServerLife
 from farflock.node.pipeline.trainer.trainer import Trainer
 from farflock.node.run.terms import TrainerTerms
@@ -57,7 +56,7 @@ class World:
     me = "t"
     stages = STAGES
 
-    def __init__(self, codec="raw", others=(), versioned=False, **terms):
+    def __init__(self, codec="raw", others=(), gone=None, **terms):
         self.calls = self.codec_offers = self
         self.reads = {}  # by server, what it has said that it reads
         self.epoch, self.log, self.scripts = EPOCH, [], collections.defaultdict(list)
@@ -70,8 +69,7 @@ class World:
         self.memories = collections.defaultdict(lambda: ServerMemory(edges))
         usual = {"window": 1, "kept": 1, "forward_timeout_s": 4.0, "backward_timeout_s": 6.0}
         terms = TrainerTerms(**{**usual, **terms})
-        weights = (lambda: NamedWeights(terms.gone)) if versioned else NewestWeights
-        source = MicrobatchSource(self, edges, self, weights=weights)
+        source = MicrobatchSource(self, edges, self, gone=gone)
         inputs = SampleInputs(edges, self) if edges.remembers else WholeInputs()
         self.trainer = Trainer(self, self, self, source, terms, self.report, inputs)
 

@@ -65,15 +65,15 @@ def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
     manifest = run_until_asked(ending, lambda: fetch_manifest(machine, invited, LOOK_TIMEOUT_S))
     if manifest is None:
         return conclude(out, None, ending.asked)
-    text = manifest.canonical().decode()
+    text, needed = manifest.canonical().decode(), needed_bytes(manifest.plan())
     facts = {
         "run": invited.run,
         "founder": invited.founder,
         "addresses": list(invited.addresses),
-        "memory_bytes": needed_bytes(manifest),
+        "memory_bytes": needed,
         "manifest": text,
         "hash": manifest.hash(),
     }
-    memory = f"about {needed_bytes(manifest) / 1e6:,.0f} MB of memory"
+    memory = f"about {needed / 1e6:,.0f} MB of memory"
     out.result(facts, f"{text}\nrun {invited.run}, founded by {invited.founder}; {memory}\nhash {manifest.hash()}")
     return 0

@@ -9,7 +9,7 @@ import click
 from farflock.node.cli.output import Output
 
 if TYPE_CHECKING:
-    from farflock.node.pipeline.lifecycle.beginning import StageNode
+    from farflock.node.pipeline.lifecycle.assembly import StageNode
     from farflock.node.pipeline.node import PipelineNode
     from farflock.node.run.manifest import Manifest
     from farflock.node.simulate.pipeline import PipelineWorld

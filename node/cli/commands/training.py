@@ -2,30 +2,36 @@
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
+from farflock.node.cli.live import watching
 from farflock.node.cli.output import Output, conclude
-
-if TYPE_CHECKING:
-    from farflock.node.process.node_process import NodeProcess
-
-TrainingCommand = Callable[[Callable[["NodeProcess"], None]], Coroutine[Any, Any, Path]]
+from farflock.node.process.signals import GracefulStop, run_until_asked
+from farflock.node.process.status import Status
 
 
-def train(out: Output, title: str, work: TrainingCommand, greet: Callable[["NodeProcess"], None]) -> int:
+class WatchedNode(Protocol):
+    """A node that is shown while it trains, and can be asked to end."""
+
+    def show_to(self, show: Callable[[Status], None]) -> None: ...
+    def stop(self) -> None: ...
+
+
+NodeT = TypeVar("NodeT", bound=WatchedNode)
+TrainingCommand = Callable[[Callable[[NodeT], None]], Coroutine[Any, Any, Path]]
+
+
+def train(out: Output, title: str, work: TrainingCommand[NodeT], greet: Callable[[NodeT], None]) -> int:
     """Run a node to its end, or until it is asked to end; returns the exit code.
 
     `work` is given what to call with the node once it is in its run; `greet` then prints what a person must know."""
-    from farflock.node.cli.live import watching
-    from farflock.node.process.signals import GracefulStop, run_until_asked
-
     ending = GracefulStop()
     with watching(title) as show:
 
-        def watched(node: "NodeProcess") -> None:
+        def watched(node: NodeT) -> None:
             greet(node)
-            ending.gently = node.participant.stop
-            node.show = show
+            ending.gently = node.stop
+            node.show_to(show)
 
         saved = run_until_asked(ending, lambda: work(watched))
     return conclude(out, saved, ending.asked)

@@ -1,8 +1,8 @@
 """Rare features of pipelines, which many will read and few will use.
 
 - asynchronous passes, with weights kept by round and late gradients corrected (PipeDream's stashes; decision 016):
-  kept_versions, stash, named_weights
-- free replicas, with versions of the frozen embedding (decision 019): table_keeper, table_versions
+  kept_versions, stash
+- free replicas, with versions of the frozen embedding (decision 019): embedding_sync, embedding_versions
 - AQ-SGD's memory of samples (decision 018): sample_memory, sample_inputs
 
 The promise is smaller than the core's: each is correct against its oracle, in the law tests and simulations of

@@ -4,20 +4,12 @@ whole. Behind the seam `StageInputs` of node/pipeline/trainer/in_flight.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from farflock.node.model.data import Batches
 from farflock.node.pipeline.contrib.sample_memory import Known, Row, TrainerMemory, refers
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Visit
 from farflock.node.pipeline.trainer.in_flight import NUMBERS, InFlight
-
-
-class SampleStream(Protocol):
-    """A trainer's text whose sequences come again."""
-
-    def samples(self, step: int, /) -> tuple[int, ...]:
-        """Ids of the n-th microbatch's sequences."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,7 @@ class SampleOutput:
 class SampleInputs:
     """The trainer's end of all edges."""
 
-    def __init__(self, edges: Edges, stream: SampleStream) -> None:
+    def __init__(self, edges: Edges, stream: Batches) -> None:
         self.memory, self._stream = TrainerMemory(edges), stream
         # How many rows came whole and as differences, and how often a server lacked one.
         self.counts = self.memory.counts

@@ -11,19 +11,18 @@ import torch
 from farflock.node.loop import Loop
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.replica import PlainReplica
-from farflock.node.pipeline.lifecycle.beginning import StageNode
 from farflock.node.pipeline.lifecycle.features import edge_ends, weight_versions
 from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import LifeOver
 from farflock.node.pipeline.passes.constraint import ConstrainedReplica, ConstrainedStage, Constraint
-from farflock.node.pipeline.passes.edges import Edges
+from farflock.node.pipeline.passes.edges import Edges, basis_of
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.pipeline.server.server import Pass, StageServer
 from farflock.node.pipeline.server.task import BatchTrigger, StageTask, gated
 from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.reporting import Report
-from farflock.node.run.basis import basis_of
+from farflock.node.run.policies import shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.exchange_client import ExchangeClient
@@ -33,7 +32,6 @@ from farflock.optimizers.method import Exchange
 from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
-from farflock.swarm.roles import role_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,20 @@ class NodeServices:
     report: Report = lambda kind, fields: None
     memory_bytes: int = 1 << 62  # for a stage, should this node go to another one
     needs_bytes: tuple[int, ...] = ()  # by stage, what it takes to serve it; nothing where room does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class StageNode:
+    """The part of a node that serves stage `index`."""
+
+    index: int
+    peer: Peer
+    model: Llama
+    state_sync: StateSync
+    loop: Loop
+    training_task: StageTask
+    server: StageServer
+    batch: BatchTrigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +78,21 @@ class Assembly:
         stage, replica, inner = self._stage_and_replica(index)
         driver = Driver(method(plan.method, **plan.options), replica)
         staleness = self.pipeline.server.staleness * first.stride
-        summing, share = plan.method in SUMMING, self.pipeline.share(index)
+        summing, pipeline = plan.method in SUMMING, self.pipeline
+        share = shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[index]
 
         def applied() -> int:
             return driver.position.rounds[stream]
 
-        versions = weight_versions(
-            self.pipeline.asynchronous,
-            staleness,
-            stage.model,
-            inner,
-            driver,
-            applied=applied,
-            marks=lambda: state_sync.marks,
-            summing=summing,
-            report=lambda fields: means.report("delay", {"stage": index, **fields}),
+        def marks() -> dict[str, int]:
+            return state_sync.marks
+
+        def report_delay(fields: dict[str, object]) -> None:
+            means.report("delay", {"stage": index, **fields})
+
+        make_versions, weights = weight_versions(pipeline.asynchronous), (stage.model, inner, driver)
+        versions = make_versions(
+            staleness, *weights, applied=applied, marks=marks, summing=summing, report=report_delay
         )
         server = self._server(index, stage, staleness, applied, versions)
         driver.contributions = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
@@ -95,9 +107,7 @@ class Assembly:
         )
         report, train = self._report_of(index), gated(batch, means.train)
         loop = Loop(driver, exchange_client, state_sync, training_task, means.compute, train, report, adopt=_over)
-        return StageNode(
-            peer, stage.model, state_sync, loop, training_task, role_of(index), index, server=server, batch=batch
-        )
+        return StageNode(index, peer, stage.model, state_sync, loop, training_task, server, batch)
 
     def _server(
         self, index: int, stage: Stage, staleness: int, applied: Callable[[], int], versions: WeightVersions

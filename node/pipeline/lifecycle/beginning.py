@@ -8,20 +8,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from farflock.node.assembly.node import ReplicaNode
-from farflock.node.assembly.resume import cursors_of, load_stage_state
+from farflock.node.assembly.resume import Resumable, cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
 from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
 from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
-from farflock.node.pipeline.server.server import StageServer
-from farflock.node.pipeline.server.task import BatchTrigger, StageTask
+from farflock.node.pipeline.server.task import StageTask
 from farflock.node.pipeline.server.weight_versions import ORIGIN, origin_of
 from farflock.node.reporting import Report
-from farflock.node.run.terms import RunPlan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.optimizers.method import Exchange, ExchangeKey, Result, Tensors
+from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
 
 log = logging.getLogger(__name__)
@@ -29,30 +29,29 @@ log = logging.getLogger(__name__)
 SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
 
 
-@dataclass(slots=True)
-class StageNode(ReplicaNode):
-    """The part of a node that serves stage `index`: like a replica, of one stage."""
+class ServedStage(Resumable, Protocol):
+    """The stage that a node serves: number `index`, through its peer."""
 
-    index: int = 0
-    server: StageServer = field(kw_only=True)
-    batch: BatchTrigger = field(kw_only=True)
+    @property
+    def index(self) -> int: ...
+    @property
+    def peer(self) -> Peer: ...
+    @property
+    def training_task(self) -> StageTask: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StageStartup:
-    """Of the stage that `serving` serves. `stages` are the layers of each, `templates` one exchange of each of its streams,
+    """Of the stage that `serving` serves. `templates` are one exchange of each of its streams,
     `saved` its last checkpoint here; `look_on` opens its streams as for who does not serve it."""
 
     plan: RunPlan
-    stages: Sequence[range]
-    serving: StageNode
+    pipeline: PipelinePlan
+    serving: ServedStage
     templates: Sequence[Exchange]
     saved: Checkpoint | None
     look_on: Callable[[], None]
     report: Report
-    copied: bool = False  # whether the stages beside the ends keep copies of what these hold besides layers
-    swapping: bool = False  # whether microbatches go out of order, as CheckFree+ has it
-    versioned: bool = False  # whether passes name the weights that they use
     embedding: FrozenEmbedding = field(default_factory=FixedEmbedding)  # each node's is brought by one of its stages
 
     def found(self) -> None:
@@ -74,9 +73,7 @@ class StageStartup:
         after = max(rounds.values(), default=-1)
         await self.embedding.before(after)
         ends = await self._end_copy() if after >= 0 else None
-        begun = await begin_anew(
-            serving.peer, self.plan, self.stages, serving.index, after, self.saved, ends, swapping=self.swapping
-        )
+        begun = await begin_anew(serving.peer, self.plan, self.pipeline, serving.index, after, self.saved, ends)
         self.report("stage", {"stage": serving.index, "from": begun.kind, "why": begun.reason, "round": after})
         if begun.tensors is not None:
             serving.loop.driver.replica.write(begun.tensors, "param")
@@ -134,22 +131,22 @@ class StageStartup:
         return newest, tokens
 
     async def _end_copy(self) -> Tensors | None:
-        peer, index = self.serving.peer, self.serving.index
-        if not self.copied or index not in (0, len(self.stages) - 1):
+        peer, index, stages = self.serving.peer, self.serving.index, self.pipeline.stages
+        if not self.pipeline.end_copies or index not in (0, len(stages) - 1):
             return None
         try:
-            return await find_copy(peer, self.plan.model, self.stages, index)
+            return await find_copy(peer, self.plan.model, stages, index)
         except Unrecoverable as reason:
             log.warning("stage %d: %s", index, reason)
             return None
 
     def _is_served(self) -> bool:
-        return bool(living(self.serving.peer, len(self.stages))[self.serving.index])
+        return bool(living(self.serving.peer, len(self.pipeline.stages))[self.serving.index])
 
     def _begin(self, rounds: Mapping[str, int], tokens: int) -> None:
         driver = self.serving.loop.driver
         state = driver.method.snapshot(driver.replica)  # the round begins here, before a step can
-        if self.versioned and max(rounds.values(), default=-1) >= 0:
+        if self.pipeline.asynchronous is not None and max(rounds.values(), default=-1) >= 0:
             self.serving.state_sync.marks[ORIGIN] = origin_of(state)
         for entry in self.templates:
             after = rounds.get(entry.key.stream, -1)
@@ -164,7 +161,6 @@ class StageStartup:
         serving = self.serving
 
         async def scale() -> Snapshot:
-            assert isinstance(serving.training_task, StageTask)
             return scale_snapshot(serving.state_sync.applied_round, serving.training_task.scale)
 
         serving.peer.snapshots.serve(f"{SCALE}/{serving.index}", scale)

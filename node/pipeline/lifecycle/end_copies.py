@@ -11,20 +11,19 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from farflock.node.model.llama import ModelConfig
 from farflock.node.pipeline.recovery.rebuild import EndCopy, Unrecoverable, end_shapes
-from farflock.node.train.state_sync import CorruptSnapshot, decode_state, encode_state
+from farflock.node.run.terms import PipelinePlan, RunPlan
+from farflock.node.train.driver import Driver
+from farflock.node.train.state_sync import CorruptSnapshot, StateSync, decode_state, encode_state
+from farflock.swarm.compute import Compute
 from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
-
-if TYPE_CHECKING:
-    from farflock.node.pipeline.lifecycle.beginning import StageNode
 
 OWN, KEPT = "end", "kept end"  # snapshots that an end's servers offer, and those that keep a copy
 KEEPERS = 2
@@ -40,29 +39,32 @@ def ends_beside(index: int, stages: int) -> tuple[int, ...]:
 
 
 class EndCopies:
-    """One server's part: its own end offered, and copies of the ends beside it kept. `streams` names each stage's stream,
-    `spans` are the layers of each."""
+    """One server's part, that of stage `index`: its own end offered, and copies of the ends beside it kept. `streams` names
+    each stage's stream."""
 
     def __init__(
         self,
         peer: Peer,
-        serving: "StageNode",
-        config: ModelConfig,
-        spans: Sequence[range],
+        index: int,
+        driver: Driver,
+        state_sync: StateSync,
+        compute: Compute,
+        plan: RunPlan,
+        pipeline: PipelinePlan,
         streams: Mapping[int, str],
-        every: int,
     ) -> None:
-        self._peer, self._serving, self._streams, self._every = peer, serving, dict(streams), every
-        self._config, self._spans = config, spans
-        self._beside = ends_beside(serving.index, len(streams))
+        self._peer, self._index, self._driver, self._state_sync = peer, index, driver, state_sync
+        self._compute, self._streams, self._every = compute, dict(streams), pipeline.end_copies
+        self._config, self._spans = plan.model, pipeline.stages
+        self._beside = ends_beside(index, len(streams))
         self._copies: dict[int, EndCopy] = {}
         self._next = dict.fromkeys(self._beside, 0)  # the first round whose copy is wanted
 
     async def run(self) -> None:
         """Offer, and keep copies, for ever."""
-        index = self._serving.index
+        index = self._index
         if index in (0, len(self._streams) - 1):
-            self._peer.snapshots.serve(f"{OWN}/{index}", self._own, lambda: self._serving.state_sync.applied_round)
+            self._peer.snapshots.serve(f"{OWN}/{index}", self._own, lambda: self._state_sync.applied_round)
         while True:
             for end in self._beside:
                 if self._peer.rounds.newest(self._streams[end]) >= self._next[end] and self._is_keeper():
@@ -83,13 +85,13 @@ class EndCopies:
         self._copies[end] = EndCopy.of(snapshot.round, tensors)
 
     async def _own(self) -> Snapshot:
-        driver, state_sync = self._serving.loop.driver, self._serving.state_sync
+        driver, state_sync = self._driver, self._state_sync
 
         def now() -> Snapshot:
             copy = EndCopy.of(state_sync.applied_round, driver.method.eval_params(driver.replica))
             return encode_state(dict(copy.tensors), copy.round, 0)
 
-        found: Snapshot = await self._serving.loop.compute(now)
+        found: Snapshot = await self._compute(now)
         return found
 
     async def _offered(self, end: int) -> Snapshot:
@@ -98,10 +100,10 @@ class EndCopies:
 
     def _is_keeper(self) -> bool:
         """Whether I am among the few of my stage that keep copies: the same ones as long as they live."""
-        view, port = self._peer.context.views.newest, self._peer.context
-        mates = [view.peers[index] for index in view.serving(self._serving.index)]
-        living = [mate for mate in mates if mate == port.me or not port.gone(view, mate)]
-        return port.me in sorted(living, key=_rank)[:KEEPERS]
+        view, context = self._peer.context.views.newest, self._peer.context
+        mates = [view.peers[index] for index in view.serving(self._index)]
+        living = [mate for mate in mates if mate == context.me or not context.gone(view, mate)]
+        return context.me in sorted(living, key=_rank)[:KEEPERS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ the implementation for a run that does without it.
 | a codec that remembers samples | node/pipeline/server/edge_ends.py | `PlainEnds` |
 | the same, at a trainer | `StageInputs`, node/pipeline/trainer/in_flight.py | `WholeInputs` |
 | `[pipeline.asynchronous]` | node/pipeline/server/weight_versions.py | `SingleVersion` |
-| the same, at a trainer | `PassWeights`, node/pipeline/trainer/in_flight.py | `NewestWeights` |
 | `pipeline.constrain = "pipelines"` | node/pipeline/lifecycle/frozen_embedding.py | `FixedEmbedding` |
 """
 
@@ -17,9 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
-
-import torch
-from torch import nn
 
 from farflock.compression.activation import ActivationCodec
 from farflock.compression.subspace_versions import SubspaceVersions
@@ -29,9 +25,8 @@ from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, Fr
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.server.edge_ends import EdgeEnds, PlainEnds
 from farflock.node.pipeline.server.weight_versions import SingleVersion, WeightVersions
-from farflock.node.pipeline.trainer.in_flight import NewestWeights, PassWeights, StageInputs, WholeInputs
+from farflock.node.pipeline.trainer.in_flight import StageInputs, WholeInputs
 from farflock.node.run.terms import Asynchronous, EmbeddingSchedule
-from farflock.node.train.driver import Driver
 from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 
@@ -39,7 +34,6 @@ MAKERS = {
     "sample memory": "farflock.node.pipeline.contrib.sample_memory:ServerMemory",
     "sample inputs": "farflock.node.pipeline.contrib.sample_inputs:SampleInputs",
     "weight versions": "farflock.node.pipeline.contrib.kept_versions:versions_of",
-    "named weights": "farflock.node.pipeline.contrib.named_weights:NamedWeights",
     "embedding versions": "farflock.node.pipeline.contrib.embedding_sync:embedding_sync_of",
 }
 
@@ -60,31 +54,10 @@ def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
     return made
 
 
-def pass_weights(terms: Asynchronous | None) -> Callable[[], PassWeights]:
-    """Return what makes a microbatch's memory of the weights that it meets."""
-    return NewestWeights if terms is None else partial(_maker("named weights"), terms.gone)
-
-
-def weight_versions(
-    terms: Asynchronous | None,
-    bound: int,
-    module: nn.Module,
-    inner: torch.optim.Optimizer,
-    driver: Driver,
-    *,
-    applied: Callable[[], int],
-    marks: Callable[[], dict[str, int]],
-    summing: bool,
-    report: Callable[[dict[str, object]], None],
-) -> WeightVersions:
-    """Make the versions of a stage's weights at one server; the arguments are those of
-    `contrib.kept_versions.versions_of`."""
-    if terms is None:
-        return SingleVersion()
-    made: WeightVersions = _maker("weight versions")(
-        terms, bound, module, inner, driver, applied=applied, marks=marks, summing=summing, report=report
-    )
-    return made
+def weight_versions(terms: Asynchronous | None) -> Callable[..., WeightVersions]:
+    """Return what makes the versions of a stage's weights at one server, of what
+    `contrib.kept_versions.versions_of` takes after its terms."""
+    return (lambda *given, **named: SingleVersion()) if terms is None else partial(_maker("weight versions"), terms)
 
 
 def frozen_embedding(

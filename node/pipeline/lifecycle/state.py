@@ -23,7 +23,8 @@ from farflock.node.pipeline.recovery.rebuild import (
     neighbour_mean,
     partner_copy,
 )
-from farflock.node.run.terms import RunPlan
+from farflock.node.run.policies import SWAP
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.state.checkpoint import Checkpoint
 from farflock.node.train.state_sync import MARK, NEXT, STATE, CorruptSnapshot, decode_state, most_state_bytes
 from farflock.optimizers.catalog import method
@@ -60,17 +61,15 @@ def living(peer: Peer, stages: int) -> tuple[int, ...]:
 async def begin_anew(
     peer: Peer,
     plan: RunPlan,
-    stages: Sequence[range],
+    pipeline: PipelinePlan,
     index: int,
     after: int,
     saved: Checkpoint | None,
     ends: Tensors | None = None,
-    *,
-    swapping: bool = False,
 ) -> InitialState:
     """What a stage that nobody has begins with, after round `after` of its stream (-1: the run's first). `ends` are the exact
-    copies of an end stage's own tensors, if there are any; `swapping`: the run has trained with CheckFree+'s swap."""
-    snapshot = round_of(saved)
+    copies of an end stage's own tensors, if there are any."""
+    snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
         began = "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
         return InitialState("initial" if snapshot is None else "snapshot", began)
@@ -80,7 +79,7 @@ async def begin_anew(
         living=living(peer, len(stages)),
         snapshots=tuple(snapshot if stage == index else None for stage in range(len(stages))),
         ends=(ends is not None and index == 0, ends is not None and index == len(stages) - 1),
-        swapping=swapping,
+        swapping=pipeline.policy == SWAP,
     )
     try:
         chosen = source(now, index)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from farflock.compression.activation import ActivationCodec, ActivationContext, Direction, Incompatible
-from farflock.compression.activation_catalog import activation_codec, known_of
+from farflock.compression.activation_catalog import activation_codec, known_of, subspace_terms
 from farflock.compression.aqsgd import AqSgd
-from farflock.compression.subspace import Subspace, id_bytes, pack_tokens, stamp_of, unpack_tokens
+from farflock.compression.subspace import Basis, Subspace, id_bytes, pack_tokens, stamp_of, unpack_tokens
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.pipeline.passes.requests import Backward, Forward
-from farflock.node.run.basis import basis_of
+from farflock.node.run.basis import require_digest, run_basis
 from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.swarm.messages import MAX_CODECS, CodecId
 
@@ -176,3 +176,13 @@ def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
     if pipeline.turns is not None and isinstance(codec, Subspace):
         codec = SubspaceVersions(codec)
     return Edges(codec, plan.batch, plan.seq, config.dim, config.vocab_size, plan.run_seed, plan.dtype, others)
+
+
+def basis_of(plan: RunPlan, pipeline: PipelinePlan) -> Basis | None:
+    """What all peers of a run share for its codec, if that needs something; `Incompatible` if this machine makes another one
+    than the manifest names."""
+    terms = subspace_terms(pipeline.codec)
+    if terms is None:
+        return None
+    made = run_basis(plan.run_seed, plan.model.dim, terms.rank, plan.model.vocab_size)
+    return require_digest(made, pipeline.basis)

@@ -4,10 +4,9 @@ have counted."""
 import asyncio
 import collections
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from farflock.node.pipeline.passes.stage import MicrobatchGradient
-from farflock.node.pipeline.server.sums import AccumulatorByRound
+from farflock.node.pipeline.passes.stage import GradientAccumulator, MicrobatchGradient
 from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.train import microbatch_ids as notes
 from farflock.swarm.links import PeerId
@@ -34,6 +33,47 @@ class _Step:
     after: int
 
 
+@dataclass(frozen=True, slots=True)
+class AccumulatedGradient:
+    """What a step takes: the sum, its loss (nats, summed over tokens), the round of the weights of
+    each microbatch in it, and the microbatches that are left out as `late`."""
+
+    staged: MicrobatchGradient
+    loss_sum: float
+    rounds: dict[GradientKey, int]
+    late: frozenset[GradientKey]
+
+
+@dataclass(slots=True)
+class AccumulatorByRound:
+    """Gradients merged since the last step, a sum for each round of the weights that they are of: what
+    is too old when the step comes can be left out. Only the thread that computes touches it."""
+
+    rounds: dict[GradientKey, int] = field(default_factory=dict)
+    _sums: dict[int, GradientAccumulator] = field(default_factory=dict)
+    _losses: dict[int, float] = field(default_factory=dict)
+
+    def add(self, key: GradientKey, staged: MicrobatchGradient, loss_sum: float | None, round_number: int) -> None:
+        """Add the gradient of one more microbatch, of the weights of that round; its loss is in nats,
+        summed over tokens."""
+        self._sums.setdefault(round_number, GradientAccumulator()).add(staged)
+        self._losses[round_number] = self._losses.get(round_number, 0.0) + (loss_sum or 0.0)
+        self.rounds[key] = round_number
+
+    def take(self, is_late: Callable[[int], bool] = lambda number: False) -> AccumulatedGradient:
+        """Take all of it, oldest first, without the gradients of weights of a round that
+        `is_late`."""
+        total, loss_sum = GradientAccumulator(), 0.0
+        left_out = {number for number in self._sums if is_late(number)}
+        for number in sorted(self._sums.keys() - left_out):  # in this order, for sums are rounded
+            total.add(self._sums[number].take())
+            loss_sum += self._losses[number]
+        late = frozenset(key for key, number in self.rounds.items() if number in left_out)
+        rounds = {key: number for key, number in self.rounds.items() if key not in late}
+        self.rounds, self._sums, self._losses = {}, {}, {}
+        return AccumulatedGradient(total.take(), loss_sum, rounds, late)
+
+
 class StageAccounts:
     """The microbatches of one stage server from merge to count; for its rounds these are the
     `Books` (node/train/state_sync.py).
@@ -41,7 +81,7 @@ class StageAccounts:
     A microbatch is merged, taken by a step, brought into a round, and named by that round or
     another; what is too late for a step, by more rounds than `staleness`, is left out and named as
     such, so that nobody waits for it. `applied` is the last round in the weights, `tokens_each` the
-    tokens of a microbatch. `add` and `take` are called by the thread that computes."""
+    tokens of a microbatch. `sums.add` and `take` are called by the thread that computes."""
 
     def __init__(
         self,
@@ -64,16 +104,6 @@ class StageAccounts:
         self.merged = asyncio.Event()  # set with each merge; whoever waits for it clears it
 
     # merging
-
-    def own(self, key: GradientKey) -> None:
-        """A microbatch of this peer's own is about to be merged: nobody was asked for it, and it
-        takes no place."""
-        self._staging.own(key)
-
-    def add(self, key: GradientKey, staged: MicrobatchGradient, loss_sum: float | None, number: int) -> None:
-        """Add a gradient to the sum, of the weights of round `number`; `loss_sum` is in nats,
-        summed over tokens."""
-        self.sums.add(key, staged, loss_sum, number)
 
     def count_merge(self) -> None:
         """One more is in the sum: wake whoever waits for a step."""

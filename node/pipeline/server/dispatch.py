@@ -1,4 +1,4 @@
-"""Calls of trainers at a node that serves one stage or several: each goes to the server of its stage."""
+"""Calls of trainers at a node that serves several stages, each handed to the server of its stage, or none."""
 
 from collections.abc import Mapping
 

@@ -188,11 +188,11 @@ class StageServer:
         """Merge the gradient of a microbatch that this node itself took through all stages, by the
         weights of round `number`: nobody was asked for it, and nobody else has it. `loss` is for
         the last stage, nats summed over tokens."""
-        self.accounts.own(key)
+        self.pending.staging.own(key)
         await self._merge(key, PendingGradient(staged, loss, number))
 
     async def _merge(self, key: GradientKey, found: PendingGradient) -> None:
-        await self._computing.compute(lambda: self.accounts.add(key, found.staged, found.loss_sum, found.round))
+        await self._computing.compute(lambda: self.accounts.sums.add(key, found.staged, found.loss_sum, found.round))
         self.accounts.count_merge()
 
     # computing

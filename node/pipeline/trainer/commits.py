@@ -1,18 +1,15 @@
-"""Which of a trainer's microbatches count, and where: gradients are confirmed to the servers that
-computed them, until the rounds of all stages have named them (decision 014)."""
+"""Which of a trainer's microbatches count, and where: those that the rounds of all stages have
+named (decision 014)."""
 
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Iterable
 
-from farflock.node.pipeline.passes.requests import Confirm, Merged, Revoke, Unknown
-from farflock.node.pipeline.trainer.in_flight import InFlight
-from farflock.node.pipeline.trainer.stage_client import StageClient
-from farflock.node.pipeline.trainer.stage_directory import ServerLife, StageDirectory
+from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.gradient_leases import GradientKey
-from farflock.swarm.protocol.ledger import Ledger
+from farflock.swarm.protocol.ledger import Ledger, Phase
 
+RECENT = 32  # microbatches whose mean loss is shown
 REMEMBERED = 4096  # numbers named, of each stage
 
 
@@ -37,10 +34,17 @@ class DuplicateDetector:
 
 class CommitTracker:
     """What becomes of a trainer's microbatches: `ledger` says how far each is at each stage, and
-    rounds say what counts."""
+    rounds say what counts. In one of the `doubtful` phases a microbatch may be in a round already."""
 
-    def __init__(self, me: PeerId, stage_directory: StageDirectory, report: Report) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        stage_directory: StageDirectory,
+        report: Report,
+        doubtful: tuple[Phase, ...] = ("bound", "merged"),
+    ) -> None:
         self._me, self._stage_directory, self._report = me, stage_directory, report
+        self._doubtful = doubtful
         self.ledger = Ledger(stage_directory.stages)
         self._named = DuplicateDetector(me, stage_directory.stages)
         # When those microbatches set out that do not count everywhere yet.
@@ -103,43 +107,6 @@ class CommitTracker:
         """Rounds of a stage have left everybody's log before this peer heard of them: what waits
         for them may count or not."""
         phases = {number: self.ledger.phase((number, stage)) for number in self.begun_s}
-        waiting = [number for number, phase in phases.items() if phase in ("bound", "merged")]
+        waiting = [number for number, phase in phases.items() if phase in self._doubtful]
         self.ledger.committed(stage, waiting)
         self.lost += len(waiting)
-
-
-class Confirmer:
-    """Tells servers which of the gradients that they put aside count, and which do not."""
-
-    def __init__(
-        self,
-        client: StageClient,
-        stage_directory: StageDirectory,
-        ledger: Ledger,
-        spawn: Callable[[Coroutine[Any, Any, object]], None],
-    ) -> None:
-        self._client, self._stage_directory, self._ledger, self._spawn = client, stage_directory, ledger, spawn
-
-    def confirm(self, flight: InFlight, stage: int, server: str, attempt: int) -> None:
-        """Begin to ask a life of a server to merge what it computed under this attempt. It is asked
-        once: whoever looks through the ledger repeats this until the answer has come."""
-        self._spawn(self._confirm(flight, stage, server, attempt))
-
-    def revoke(self, server: ServerLife, number: int, stage: int, attempt: int) -> None:
-        """Begin to tell a server that what it computed under this attempt counts nowhere."""
-        self._spawn(self._client.ask(server, Revoke(number, stage, attempt)))
-
-    async def _confirm(self, flight: InFlight, stage: int, name: str, attempt: int) -> None:
-        place = flight.number, stage
-        flight.asking.add(stage)
-        try:
-            server = self._stage_directory.server(name)
-            if server is None:
-                return  # gone: its last rounds will tell
-            match (await self._client.ask(server, Confirm(*place, attempt))).answer:
-                case Merged():
-                    self._ledger.merged(place, attempt)
-                case Unknown():
-                    self._ledger.refused(place, attempt)
-        finally:
-            flight.asking.discard(stage)

@@ -4,23 +4,23 @@ counts at every stage.
 It keeps the input of each stage and the gradient of each stage's output, encoded as they came: so
 whatever dies, the pass can be asked of another server.
 
-Two features that few runs use plug in here: a codec that remembers samples keeps inputs in another
-way (`StageInputs`, node/pipeline/contrib/sample_inputs.py), and a pipeline that does not wait names the weights of
-its backward passes (`PassWeights`, node/pipeline/contrib/named_weights.py).
+A codec that remembers samples keeps inputs in another way (`StageInputs`, node/pipeline/contrib/sample_inputs.py).
 
 Shapes: B sequences, L positions.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from farflock.node.model.data import Batches
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version, Visit
 from farflock.node.pipeline.trainer.blame import PayloadOrigins
+from farflock.node.run.terms import WhenGone
 from farflock.swarm.messages import CodecId
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
 
@@ -106,51 +106,39 @@ class WholeInputs:
         """No samples are named."""
 
 
-class PassWeights(Protocol):
-    """Which weights the passes of one microbatch use, by stage."""
+@dataclass(slots=True)
+class PassWeights:
+    """The versions of weights that one microbatch met on its way, by stage: its backward passes name
+    them, where servers keep versions (decision 016). `gone` says what becomes of it where no server
+    has one of them any more: it is dropped, or differentiated at the newest weights. None: servers
+    have one version, and none is named."""
+
+    gone: WhenGone | None = None
+    _versions: dict[int, Version] = field(default_factory=dict)
 
     def used(self, stage: int, version: Version | None) -> None:
-        """Note what a server says that a pass used."""
-        ...
+        """Name the version that a server says that a pass used, if it is one."""
+        if version is not None and self.gone is not None:
+            self._versions[stage] = version
 
     def named(self, stage: int) -> Version | None:
         """The version that a backward pass is to use, None for whatever the server has."""
-        ...
+        return self._versions.get(stage)
 
     def is_ahead(self, stage: int, round: int) -> bool:
         """Whether a server that is at this round of the stage has yet to come to the named
         version."""
-        ...
+        version = self._versions.get(stage)
+        return version is not None and round < version.round
 
     def give_up(self, stage: int) -> bool:
         """Give up the named version, which no server has any more. True if the backward pass is to
-        use another one now; if not, what is left of the microbatch's way is dropped."""
-        ...
+        use the newest now; if not, what is left of the microbatch's way is dropped."""
+        return self.gone == "newest" and self._versions.pop(stage, None) is not None
 
     def forget(self) -> None:
-        """Forget all versions: the walk begins again."""
-        ...
-
-
-class NewestWeights:
-    """Servers use the weights that they have."""
-
-    def used(self, stage: int, version: Version | None) -> None:
-        """It does not matter."""
-
-    def named(self, stage: int) -> None:
-        """No version is named."""
-
-    def is_ahead(self, stage: int, round: int) -> bool:
-        """Never."""
-        return False
-
-    def give_up(self, stage: int) -> bool:
-        """There is no other one."""
-        return False
-
-    def forget(self) -> None:
-        """There is nothing to forget."""
+        """Forget all versions: the walk begins again, and its passes may use others."""
+        self._versions.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -201,14 +189,6 @@ class InFlight:
         self.weights.forget()
 
 
-class BatchStream(Protocol):
-    """A trainer's own text."""
-
-    def batch(self, step: int, /) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of the n-th microbatch, (B, L) each."""
-        ...
-
-
 def first_number(life: int) -> int:
     """Where this life of a trainer begins to number its microbatches: not where a former one did,
     for those may count already or be somewhere on their way. The rest after `NUMBERS` says which of
@@ -218,20 +198,20 @@ def first_number(life: int) -> int:
 
 class MicrobatchSource:
     """Draws and numbers the microbatches of one life of a trainer, from its first number on
-    (`first_number`). They go through the stages as `policy` has it for `lane`; `weights` makes what
-    each keeps of the weights that it meets."""
+    (`first_number`). They go through the stages as `policy` has it for `lane`; `gone` is what becomes
+    of one whose weights are gone (`PassWeights`)."""
 
     def __init__(
         self,
-        batches: BatchStream,
+        batches: Batches,
         edges: Edges,
         policy: PathPolicy,
         lane: int = 0,
         first: int = 0,
-        weights: Callable[[], PassWeights] = NewestWeights,
+        gone: WhenGone | None = None,
     ) -> None:
         self._batches, self._policy = batches, policy
-        self.edges, self.lane, self._weights = edges, lane, weights
+        self.edges, self.lane, self._gone = edges, lane, gone
         self._first = self._next = first
 
     def skip(self, tokens: int) -> None:
@@ -244,11 +224,22 @@ class MicrobatchSource:
         """Microbatches so far."""
         return self._next - self._first
 
+    def next(self) -> Microbatch:
+        """Number the next one."""
+        self._next += 1
+        return Microbatch(step=self._next - 1, index=0, lane=self.lane)
+
+    def order(self, microbatch: Microbatch) -> tuple[int, ...]:
+        """Return the stages that it visits."""
+        return self._policy.stage_order(microbatch)
+
+    def batch(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Draw its tokens and targets (B, L)."""
+        return self._batches.batch(microbatch.step % NUMBERS)
+
     def draw(self, epoch: int) -> InFlight:
         """The next one, which sets out when `epoch` is the newest round that is over."""
-        number, self._next = self._next, self._next + 1
-        microbatch = Microbatch(step=number, index=0, lane=self.lane)
-        tokens_BL, targets_BL = self._batches.batch(number % NUMBERS)
-        tokens, targets = self.edges.pack(tokens_BL), self.edges.pack(targets_BL)
-        order = self._policy.stage_order(microbatch)
-        return InFlight(microbatch, order, tokens, epoch, self._weights(), {order[-1]: targets})
+        microbatch = self.next()
+        tokens, targets = map(self.edges.pack, self.batch(microbatch))
+        order = self.order(microbatch)
+        return InFlight(microbatch, order, tokens, epoch, PassWeights(self._gone), {order[-1]: targets})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from farflock.node.pipeline.trainer.blame import Quarantine
-from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer
+from farflock.node.pipeline.trainer.commits import CommitTracker
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, MicrobatchSource, StageInputs, WholeInputs
 from farflock.node.pipeline.trainer.stage_client import StageClient
@@ -46,9 +46,8 @@ class Trainer:
         timeouts_s = terms.forward_timeout_s, terms.backward_timeout_s
         self.client = StageClient(peer, stage_directory, policy, codecs, quarantine, *timeouts_s)
         self.commits = CommitTracker(peer.me, stage_directory, report)
-        self._confirmer = Confirmer(self.client, stage_directory, self.commits.ledger, self._spawn)
-        parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits, self._confirmer
-        self._walker = Walker(*parts, report)
+        parts = self.client, stage_directory, codecs, self.inputs, quarantine, self.commits
+        self._walker = Walker(*parts, report, self._spawn)
         self._depth = Depth(min(stage_directory.stages, terms.window), terms.window)
         self._flights: dict[int, InFlight] = {}
         self._walking: set[int] = set()
@@ -79,54 +78,10 @@ class Trainer:
         return len(self._flights)
 
     @property
-    def walking(self) -> int:
-        """Microbatches on their way."""
-        return len(self._walking)
-
-    @property
     def recent_loss(self) -> float | None:
         """Mean of the last microbatches' losses, in nats a token."""
         losses = self._walker.losses
         return sum(losses) / len(losses) if losses else None
-
-    @property
-    def doubled(self) -> int:
-        """Microbatches named twice at one stage, which must not be."""
-        return self.commits.doubled
-
-    @property
-    def finished(self) -> int:
-        """Microbatches that count at every stage."""
-        return self.commits.finished
-
-    @property
-    def dropped(self) -> int:
-        """Gradients that never counted, for their weights were gone: each of one microbatch at one
-        stage."""
-        return self.commits.dropped
-
-    @property
-    def lost(self) -> int:
-        """Microbatches of which it is not known whether they count."""
-        return self.commits.lost
-
-    @property
-    def visits(self) -> dict[str, int]:
-        """Of a codec that remembers samples: how many came whole, and as differences, and how often
-        a server lacked one."""
-        return dict(self.inputs.counts)
-
-    @property
-    def begun(self) -> int:
-        """Microbatches so far."""
-        return self.source.begun
-
-    @property
-    def load(self) -> dict[str, int]:
-        """How much it has to do with at once: tasks, calls for gradients and confirmations, and
-        places of its ledger."""
-        asking = sum(len(flight.asking) for flight in self._flights.values())
-        return {"tasks": len(self._tasks), "asking": asking, "places": len(self.commits.ledger)}
 
     def waits(self) -> list[OpenWait]:
         """What is asked of which peer now, and which stages nobody can be asked for."""
@@ -149,7 +104,7 @@ class Trainer:
         for (number, stage), server, attempt in list(ledger.confirms()):
             flight = self._flights[number]
             if stage not in flight.asking:
-                self._confirmer.confirm(flight, stage, server, attempt)
+                self._spawn(self._walker.confirm(flight, stage, server, attempt))
 
     def _begin_more(self) -> None:
         while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:

@@ -7,22 +7,27 @@ way back.
 
 import asyncio
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from farflock.compression.codec import CorruptPayload
 from farflock.node.pipeline.passes.requests import (
     Backward,
+    Confirm,
     Done,
     Foreign,
     Forward,
     Gone,
     Lacks,
+    Merged,
     Refused,
+    Revoke,
     StageAnswer,
     Stale,
+    Unknown,
 )
 from farflock.node.pipeline.trainer.blame import Quarantine
-from farflock.node.pipeline.trainer.commits import CommitTracker, Confirmer
+from farflock.node.pipeline.trainer.commits import RECENT, CommitTracker
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, StageInputs, WholeInput
 from farflock.node.pipeline.trainer.stage_client import PAUSE_S, Asked, StageClient
@@ -32,14 +37,13 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 
 ATTEMPTS_PER_SERVER = 2  # in vain, until nobody seems to have some weights
-RECENT = 32  # microbatches whose mean loss is shown
 
 ForwardRefusal = Stale | Foreign | Refused  # after which a walk begins again
 
 
 class Walker:
     """Takes microbatches forward and back along their paths. `commits` knows which gradient counts
-    where, and `inputs` keeps what comes out of stages."""
+    where, and `inputs` keeps what comes out of stages; `spawn` begins what nobody waits for."""
 
     def __init__(
         self,
@@ -49,12 +53,12 @@ class Walker:
         inputs: StageInputs,
         quarantine: Quarantine,
         commits: CommitTracker,
-        confirmer: Confirmer,
         report: Report,
+        spawn: Callable[[Coroutine[Any, Any, object]], None],
     ) -> None:
         self._client, self._stage_directory, self._codecs, self._inputs = client, stage_directory, codecs, inputs
-        self._quarantine, self._commits, self._confirmer = quarantine, commits, confirmer
-        self._report = report
+        self._quarantine, self._commits = quarantine, commits
+        self._report, self._spawn = report, spawn
         self.losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
 
     async def walk(self, flight: InFlight) -> None:
@@ -166,9 +170,9 @@ class Walker:
             ledger.silent(place, attempt)
             return self._without_gradient(flight, server, request, answer)
         if not ledger.replied(place, server.name, answer.attempt):
-            self._confirmer.revoke(server, *place, answer.attempt)
+            self._spawn(self._client.ask(server, Revoke(*place, answer.attempt)))  # it counts nowhere
             return None
-        self._confirmer.confirm(flight, stage, server.name, attempt)
+        self._spawn(self.confirm(flight, stage, server.name, attempt))
         flight.weights.used(stage, answer.version)
         if answer.loss_sum is not None:
             self._note_loss(flight, answer.loss_sum / self._codecs.edges.tokens)
@@ -192,6 +196,23 @@ class Walker:
             case Refused() if self._is_undecodable(flight, request.stage, server, answer):
                 return answer
         return None
+
+    async def confirm(self, flight: InFlight, stage: int, name: str, attempt: int) -> None:
+        """Ask a life of a server to merge what it computed under this attempt. It is asked once:
+        whoever looks through the ledger repeats this until the answer has come."""
+        place, ledger = (flight.number, stage), self._commits.ledger
+        flight.asking.add(stage)
+        try:
+            server = self._stage_directory.server(name)
+            if server is None:
+                return  # gone: its last rounds will tell
+            match (await self._client.ask(server, Confirm(*place, attempt))).answer:
+                case Merged():
+                    ledger.merged(place, attempt)
+                case Unknown():
+                    ledger.refused(place, attempt)
+        finally:
+            flight.asking.discard(stage)
 
     def _note_loss(self, flight: InFlight, loss: float) -> None:
         self.losses.append(loss)

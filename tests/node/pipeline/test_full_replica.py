@@ -2,15 +2,16 @@
 
 import asyncio
 import collections
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from farflock.node.model.llama import ModelConfig, build
-from farflock.node.pipeline.full_replica import FullLimits, FullTrainer, LocalStage
+from farflock.node.pipeline.full_replica import FullTrainer, LocalStage
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST
-from farflock.node.pipeline.trainer.in_flight import NUMBERS
+from farflock.node.pipeline.trainer.in_flight import NUMBERS, MicrobatchSource
 from farflock.node.run.split import even
 from farflock.swarm.sim.virtual_time import run_virtual
 
@@ -52,8 +53,15 @@ class World:
         self.left_out = []
         parts = [LocalStage(server, server) for server in self.servers]
         report = lambda kind, fields: self.events.append((kind, fields))  # noqa: E731
-        self.order, self.tokens_each = order, TOKENS
-        self.trainer = FullTrainer(self, self, parts, self, FullLimits(ahead, kept), self, report, first=FIRST)
+        self.order, self.stages = order, STAGES
+        source = MicrobatchSource(self, SimpleNamespace(tokens=TOKENS), self, first=FIRST)
+        self.trainer = FullTrainer(self, self, parts, source, ahead, kept, self, report)
+
+    def stage_order(self, microbatch):
+        return self.order(microbatch.step)
+
+    def left(self):
+        return ()
 
     def batch(self, number):
         drawn = torch.randint(0, 16, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number % NUMBERS))
@@ -124,7 +132,7 @@ def test_one_that_leaves_a_stage_out_has_the_gradient_of_the_others_and_counts_w
     trainer = world.run(4 * BACKWARD_COST, at_7=lambda: world.close(0, FIRST), at_8=lambda: world.close(2, FIRST))
     assert world.costs == [2 * BACKWARD_COST] * 2
     assert world.servers[1].here == []
-    assert (trainer.finished, trainer.doubled) == (1, 0)
+    assert (trainer.commits.finished, trainer.commits.doubled) == (1, 0)
     x, targets = world.batch(0)
     for server in (world.servers[0], world.servers[2]):
         x = server.stage.model(x)
@@ -154,7 +162,7 @@ def test_what_a_round_left_out_as_too_late_is_dropped_and_does_not_count_as_fini
         world.left_out += [(1, ("me", FIRST)), (0, ("me", FIRST + 99)), (2, ("you", FIRST + 1))]
 
     trainer = world.run(4 * WHOLE_S, at_25=close)
-    assert (trainer.finished, trainer.dropped) == (1, 1)
+    assert (trainer.commits.finished, trainer.commits.dropped) == (1, 1)
     assert [fields for kind, fields in world.events if kind == "dropped"] == [{"number": FIRST, "stage": 1}]
     assert world.left_out == []
 
@@ -163,7 +171,7 @@ def test_it_begins_in_its_stream_where_the_run_is():
     world = World(agreed=5 * TOKENS)
     world.run(WHOLE_S)
     assert world.numbers() == [FIRST + 5]
-    assert world.trainer.begun == 1
+    assert world.trainer.source.begun == 1
 
 
 def test_no_more_wait_for_a_step_that_is_due_than_may_be_late():
@@ -199,7 +207,7 @@ def test_no_more_wait_to_be_named_than_may_be_kept_and_one_counts_when_every_sta
         server.taken = 100
 
     def close(*rounds, **who):
-        seen.append((len(world.numbers()), world.trainer.finished, world.trainer.kept))
+        seen.append((len(world.numbers()), world.trainer.commits.finished, world.trainer.kept))
         for stage, number in rounds:
             world.close(stage, number, **who)
 
@@ -213,14 +221,14 @@ def test_no_more_wait_to_be_named_than_may_be_kept_and_one_counts_when_every_sta
         at_80=lambda: close((0, FIRST + 99)),
     )
     assert seen == [(2, 0, 2)] * 4 + [(3, 1, 2)]
-    assert (trainer.finished, trainer.doubled, trainer.lost) == (1, 0, 0)
+    assert (trainer.commits.finished, trainer.commits.doubled, trainer.commits.lost) == (1, 0, 0)
     assert [fields["number"] for kind, fields in world.events if kind == "microbatch"] == [first]
 
 
 def test_what_is_named_twice_at_a_stage_is_told():
     world = World(kept=1)
     world.run(2 * WHOLE_S, at_10=lambda: world.close(1, FIRST), at_11=lambda: world.close(1, FIRST))
-    assert world.trainer.doubled == 1
+    assert world.trainer.commits.doubled == 1
 
 
 def test_rounds_that_nobody_can_tell_of_any_more_leave_what_waited_for_them_in_doubt():
@@ -231,7 +239,7 @@ def test_rounds_that_nobody_can_tell_of_any_more_leave_what_waited_for_them_in_d
         at_21=lambda: world.close(1, FIRST),
         at_22=lambda: world.doubtful.append(1),
     )
-    assert (trainer.finished, trainer.lost) == (2, 1)
+    assert (trainer.commits.finished, trainer.commits.lost) == (2, 1)
 
 
 def test_a_gradient_that_is_not_finite_counts_nowhere():

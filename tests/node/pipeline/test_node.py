@@ -24,7 +24,6 @@ from farflock.node.pipeline.node import PipelineNode, _Together
 from farflock.node.pipeline.passes.edges import edges_of
 from farflock.node.pipeline.passes.requests import Confirm, Refused, decode_answer, encode
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
-from farflock.node.pipeline.training import TrainerAssembly
 from farflock.node.run.policies import POLICIES, policy_of
 from farflock.node.run.split import even
 from farflock.node.run.terms import TrainerTerms
@@ -131,10 +130,10 @@ def test_a_process_sees_what_each_node_is_how_far_it_is_and_what_it_has_done():
     assert [node.role for node in (both, server, trainer)] == ["stage:0", "stage:1", "trainer"]
     assert [node.tokens for node in (both, server, trainer)] == [steps * BATCH * TOKENS] * 3
     assert both.step == both.serving.loop.step >= steps
-    assert trainer.step == trainer.trainer.begun > 0
+    assert trainer.step == trainer.trainer.source.begun > 0
 
     merged = [node.serving.server.served["merged"] for node in (both, server)]
-    finished = [node.trainer.finished for node in (both, trainer)]
+    finished = [node.trainer.commits.finished for node in (both, trainer)]
     assert sum(finished) >= (steps - 1) * BATCH
     assert both.trained_tokens == TOKENS * max(merged[0], finished[0])
     assert server.trained_tokens == TOKENS * merged[1] >= steps * BATCH * TOKENS
@@ -173,9 +172,9 @@ def test_a_node_that_is_told_to_stop_does_and_the_others_go_on():
         for number in (3, 4):  # a process ends then, and says so
             sim.nodes[number].peer.leave()
             sim.kill(number, None)
-        before = other.finished
+        before = other.commits.finished
         await asyncio.sleep(30.0)
-        seen.append(other.finished - before)
+        seen.append(other.commits.finished - before)
         sim.end()
 
     one.run(stop_two).check().check_finished()
@@ -216,7 +215,7 @@ def test_who_is_a_member_before_it_runs_lets_calls_wait():
 
             async def later(total):
                 await asyncio.sleep(20.0)
-                began.append(one.sim.nodes[2].trainer.begun)
+                began.append(one.sim.nodes[2].trainer.source.begun)
                 await run(total)
 
             node.run = later
@@ -286,7 +285,7 @@ def test_a_stage_of_any_method_that_died_out_is_begun_anew_at_the_round_where_it
 
     one.run(die_out).check()
     (trainer,) = (node.trainer for node in one.sim.nodes.values() if node.trainer is not None)
-    assert (trainer.doubled, trainer.lost) == (0, 0)
+    assert (trainer.commits.doubled, trainer.commits.lost) == (0, 0)
     begun = [entry for entry in one.tale.fields("stage") if entry["round"] >= 0]
     assert {(entry["stage"], entry["from"]) for entry in begun} == {(1, "mean")}  # one, or two at once
     later = [life for life in one.lives[6:] if life.stage == 1]
@@ -458,12 +457,12 @@ def test_a_full_replica_goes_on_from_the_checkpoints_of_its_stages_though_they_a
 @pytest.mark.parametrize(
     ("staleness", "batch", "window", "expected"), [(1, 8, 64, 8), (3, 8, 64, 24), (0, 8, 64, 8), (2, 8, 5, 5)]
 )
-def test_no_more_microbatches_are_on_their_way_than_may_be_late(staleness, batch, window, expected):
+def test_no_more_microbatches_are_on_their_way_than_may_be_late(bench, staleness, batch, window, expected):
     made = plan()
     base = _AUDIT["pipeline"](2, batch, trainer=TrainerTerms(window=window, kept=64))
     cut = replace(base, server=replace(base.server, staleness=staleness))
-    edges, report = edges_of(made, cut), lambda kind, fields: None
-    assert TrainerAssembly(made, cut, None, None, edges, None, report).terms.window == expected
+    node = node_of(bench, made, cut, NOTHING, tokens=TEXT)
+    assert node.trainer._terms.window == expected
 
 
 def node_of(bench, made, cut, stage, report=lambda kind, fields: None, **options):

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from farflock.node.process import status as module
-from farflock.node.process.status import PACE_SAMPLES, StatusWriter, Waiting, read_status
+from farflock.node.process import node_process as module
+from farflock.node.process.node_process import PACE_SAMPLES, StatusWriter
+from farflock.node.process.status import Waiting, read_status
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.sim.virtual_time import run_virtual
 

@@ -12,20 +12,18 @@ from farflock.node.model.corpus import load_corpus
 from farflock.node.model.llama import PRESETS
 from farflock.node.run.manifest import (
     MAX_HEAD_BYTES,
-    MAX_MANIFEST_BYTES,
-    PROTOCOL,
     BadHead,
     Head,
     demo_manifest,
     load,
     override,
     parse,
-    require_same_protocol,
     resolve,
     seal_head,
     simulated_default,
     unseal_head,
 )
+from farflock.node.run.sections import MAX_MANIFEST_BYTES, PROTOCOL, require_same_protocol
 from farflock.optimizers.catalog import METHODS, method, unfolded
 from farflock.optimizers.catalog import PRESETS as METHOD_PRESETS
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov

@@ -11,7 +11,7 @@ from farflock.node.run.memory import needed_bytes, require_memory
 
 
 def manifest(model="10m", method="diloco", **train):
-    return resolve({"model": {"preset": model}, "method": {"name": method}, "train": train})
+    return resolve({"model": {"preset": model}, "method": {"name": method}, "train": train}).plan()
 
 
 def test_it_is_as_much_as_whole_nodes_were_seen_to_take():
@@ -41,4 +41,4 @@ def test_the_refusal_says_how_much_is_needed_and_how_much_there_is(monkeypatch, 
 def test_the_largest_model_that_a_manifest_can_name_is_answered_at_once():
     model = {"dim": 65_536, "layers": 1024, "heads": 1024, "kv_heads": 1024, "ffn_dim": 262_144, "context": 131_072}
     with pytest.raises(Failure, match="too large for this machine"):
-        require_memory(resolve({"model": model}), Failure)
+        require_memory(resolve({"model": model}).plan(), Failure)

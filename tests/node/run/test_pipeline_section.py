@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from farflock.compression.activation import Incompatible
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.errors import RefusedByRun, Usage
-from farflock.node.pipeline.passes.edges import edges_of
-from farflock.node.run.basis import basis_of, run_basis
+from farflock.node.pipeline.passes.edges import basis_of, edges_of
+from farflock.node.run.basis import run_basis
 from farflock.node.run.composition import Uncomposable
 from farflock.node.run.manifest import load, parse, resolve
 from farflock.node.run.pipeline_section import CACHE_BYTES, TABLE_EVERY

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from farflock.node.errors import RefusedByRun, Usage
 from farflock.node.run import planned_paths
 from farflock.node.run.composition import Uncomposable
-from farflock.node.run.manifest import MAX_LINE_CHARS, load, parse, resolve
+from farflock.node.run.manifest import load, parse, resolve
 from farflock.node.run.planned_paths import (
     MAX_TEXT,
     HostTerms,
@@ -20,6 +20,8 @@ from farflock.node.run.planned_paths import (
     require_plan,
     texts_of,
 )
+from farflock.node.run.policies import shares_of
+from farflock.node.run.sections import MAX_LINE_CHARS
 from farflock.swarm.identity import Identity
 from farflock.swarm.paths.skippipe import BadPlan, Stop
 
@@ -27,6 +29,11 @@ LAYERS = (1, 2, 2, 1)
 GOOD = [["0:0 1:1 3:0", "0:1 2:0 3:1"], ["0:1 1:0 3:1", "0:0 2:1 3:0"]]
 PEER = Identity.from_seed(bytes(32)).peer
 EQUAL = {"visited": 3, "forward_s": [[0.1, 0.1]] * 4, "line_s": [[0.05, 0.05]] * 4}
+
+
+def share_of(manifest, stage):
+    pipeline = manifest.pipeline_plan()
+    return shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[stage]
 
 
 def resolved(plan, layers=LAYERS, **pipeline):
@@ -76,7 +83,7 @@ def test_a_plan_is_spelt_out_and_survives_the_round_trip():
     assert again.canonical() == manifest.canonical()
     paths = again.pipeline_plan().paths
     assert texts_of(paths) == GOOD
-    assert [again.pipeline_plan().share(stage) for stage in range(4)] == [1, 0.5, 0.5, 1]
+    assert [share_of(again, stage) for stage in range(4)] == [1, 0.5, 0.5, 1]
     other = [GOOD[0], GOOD[1][::-1]]
     assert resolved({"lanes": [["0:0 1:0 3:0", "0:0 2:0 3:0"]]}).hash() != manifest.hash()
     with pytest.raises(Uncomposable, match="'collision'"):
@@ -198,7 +205,7 @@ def test_batches_are_whole_shares():
     lane = [f"0:0 {' '.join(f'{stage}:0' for stage in pair)} 4:0" for pair in itertools.combinations((1, 2, 3), 2)]
     with pytest.raises(Uncomposable, match=r"'whole batches'.*set pipeline.batch to 18"):
         resolved({"lanes": [lane]}, (1, 1, 1, 1, 1))
-    assert resolved({"lanes": [lane]}, (1, 1, 1, 1, 1), batch=18).pipeline_plan().share(1) * 3 == 2
+    assert share_of(resolved({"lanes": [lane]}, (1, 1, 1, 1, 1), batch=18), 1) * 3 == 2
 
 
 def test_a_plan_goes_with_its_policy_and_no_other():

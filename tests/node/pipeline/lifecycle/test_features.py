@@ -24,5 +24,5 @@ def test_a_codec_that_remembers_samples_has_ends_that_do(codec, kind):
 
 
 def test_a_run_that_waits_has_its_newest_weights_alone():
-    made = weight_versions(None, 1, None, None, None, applied=None, marks=None, summing=True, report=None)
+    made = weight_versions(None)(1, None, None, None, applied=None, marks=None, summing=True, report=None)
     assert type(made) is SingleVersion

@@ -17,7 +17,7 @@ from farflock.node.model.replica import PlainReplica
 from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.pipeline.recovery.policy import MAX_AGE_ROUNDS
 from farflock.node.pipeline.recovery.rebuild import GradientScale
-from farflock.node.run.terms import RunPlan
+from farflock.node.run.terms import PipelinePlan, RunPlan
 from farflock.node.train.driver import Driver
 from farflock.node.train.state_sync import CHUNK_BYTES, MARK, NEXT, STATE, most_state_bytes
 from farflock.optimizers.catalog import method
@@ -109,7 +109,7 @@ def saved_at(*rounds):
 
 
 def begun(swarm, plan, index=1, after=9, saved=None, stages=STAGES):
-    return asyncio.run(begin_anew(swarm, plan, stages, index, after, saved))
+    return asyncio.run(begin_anew(swarm, plan, PipelinePlan(tuple(stages), 1), index, after, saved))
 
 
 def layer(driver, stage):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflock.node.pipeline.passes.stage import MicrobatchGradient
-from farflock.node.pipeline.server.sums import AccumulatorByRound
+from farflock.node.pipeline.server.accounts import AccumulatorByRound
 
 MERGED = st.lists(st.tuples(st.integers(-1, 5), st.integers(-50, 50), st.none() | st.integers(0, 9)), max_size=20)
 

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from farflock.compression.activation_catalog import activation_codec
-from farflock.node.pipeline.contrib.named_weights import NamedWeights
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Forward, Version
 from farflock.node.pipeline.trainer.in_flight import (
     LIVES,
     NUMBERS,
     MicrobatchSource,
-    NewestWeights,
+    PassWeights,
     WholeInputs,
     first_number,
 )
@@ -65,7 +64,7 @@ def test_a_microbatch_knows_its_neighbours_in_its_own_order_and_begins_with_its_
 
 
 def test_a_walk_that_begins_again_keeps_nothing_of_the_last_one_but_what_was_refused():
-    flight = source_of(Text(), weights=NamedWeights).draw(0)
+    flight = source_of(Text(), gone="drop").draw(0)
     request = Forward(0, 0, -1, 0)
     flight.inputs[2] = WholeInputs().expect(flight, 0).read(b"out of 0", request)
     flight.codecs[0], flight.trip_s = None, 1.0
@@ -90,7 +89,7 @@ def test_without_a_memory_an_input_stays_the_payload_that_it_came_as():
 
 
 def test_where_servers_keep_no_versions_no_pass_names_one():
-    weights = NewestWeights()
+    weights = PassWeights()
     weights.used(1, Version(4))
     assert weights.named(1) is None
     assert not weights.is_ahead(1, 3)
@@ -99,7 +98,7 @@ def test_where_servers_keep_no_versions_no_pass_names_one():
 
 @pytest.mark.parametrize(("gone", "another"), [("drop", False), ("newest", True)])
 def test_a_pass_names_the_version_that_it_used_last_until_it_is_given_up(gone, another):
-    weights = NamedWeights(gone)
+    weights = PassWeights(gone)
     assert not weights.give_up(1), "there is none"
     weights.used(1, Version(4))
     weights.used(1, None)

@@ -44,7 +44,7 @@ World, saying, silence, trained, stages_of, STAGES, TOKENS, EPOCH, LIFE = (
 @trained()
 async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_all_stages_name_it(world):
     await world.merged()
-    assert world.trainer.visits == {}
+    assert world.trainer.inputs.counts == {}
     assert stages_of(world.asked(Forward)) == [0, 1], "the last stage's own pass is part of its way back"
     assert stages_of(world.asked(Backward)) == [2, 1, 0]
     assert sorted(stages_of(world.asked(Confirm))) == [0, 1, 2]
@@ -55,7 +55,7 @@ async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_
     assert world.trainer.kept == 1
     await world.close(0, stages=(2,))
     assert ("microbatch", 0) in world.events
-    assert world.trainer.begun == 2
+    assert world.trainer.source.begun == 2
 
 
 @trained()
@@ -236,7 +236,7 @@ async def test_what_may_count_or_not_because_rounds_were_missed_is_given_up_and_
     await world.close(0, stages=(0, 2))
     world.doubtful.append(1)
     await world.until(lambda: ("microbatch", 0) in world.events, 1.0)
-    assert world.trainer.lost == 1
+    assert world.trainer.commits.lost == 1
     assert len(world.asked(Backward, stage=1)) == 1
 
 
@@ -245,30 +245,30 @@ async def test_so_many_are_on_their_way_and_so_many_are_kept_and_no_more(world):
     most = 0
     for _ in range(200):
         await asyncio.sleep(0.03)
-        walking = world.trainer.walking
+        walking = len(world.trainer._walking)
         most = max(most, walking)
         assert walking <= 3
         assert world.trainer.kept <= 7
-    assert (most, world.trainer.kept, world.trainer.begun) == (3, 7, 7)
+    assert (most, world.trainer.kept, world.trainer.source.begun) == (3, 7, 7)
     assert world.most["calls"] <= 3 + 7 * STAGES
     await world.close(0, 1, 2)
     await asyncio.sleep(2.0)
-    assert world.trainer.begun == 10
+    assert world.trainer.source.begun == 10
 
 
 @trained(window=4, kept=16)
 async def test_over_many_microbatches_nothing_grows(world):
     for _ in range(40):
-        done = world.trainer.begun
+        done = world.trainer.source.begun
         await asyncio.sleep(0.6)
         await world.close(*range(max(done - 16, 0), done))
     trainer = world.trainer
-    assert trainer.begun > 80
+    assert trainer.source.begun > 80
     assert trainer.kept <= 16
-    assert trainer.load["places"] <= 16 * STAGES
-    assert trainer.load["tasks"] <= 4 + 16 * STAGES
-    assert trainer.load["asking"] <= 16 * STAGES
-    assert world.trainer.lost == 0
+    assert len(trainer.commits.ledger) <= 16 * STAGES
+    assert len(trainer._tasks) <= 4 + 16 * STAGES
+    assert sum(len(flight.asking) for flight in trainer._flights.values()) <= 16 * STAGES
+    assert world.trainer.commits.lost == 0
 
 
 def test_a_fault_of_our_own_ends_the_trainer_loudly():
@@ -317,4 +317,4 @@ def test_a_trainer_that_comes_later_begins_in_its_stream_where_the_run_is():
 
     run_virtual(main())
     assert drawn == [7]
-    assert trainer.begun == 1
+    assert trainer.source.begun == 1

@@ -66,7 +66,7 @@ def test_what_no_server_can_read_on_the_way_back_is_dropped_at_the_stages_that_i
         foreign = saying(Foreign((INT8,)))
         for peer in ("1a", "1b"):
             world.script(peer, Backward, *[foreign] * ATTEMPTS_PER_SERVER)
-        await world.until(lambda: world.trainer.dropped)
+        await world.until(lambda: world.trainer.commits.dropped)
         assert len(world.asked(Backward, stage=1)) == 2 * ATTEMPTS_PER_SERVER, "each of both was asked again"
         assert [event for event in world.events if event[0] == "dropped"] == [("dropped", 0)] * 2
 
@@ -77,5 +77,5 @@ def test_what_no_server_can_read_on_the_way_back_is_dropped_at_the_stages_that_i
 async def test_one_server_that_cannot_read_it_costs_an_attempt(world):
     world.script("1a", Backward, saying(Foreign((INT8,))))
     await world.merged()
-    assert world.trainer.dropped == 0
+    assert world.trainer.commits.dropped == 0
     assert [entry.peer for entry in world.asked(Backward, stage=1)] == ["1a", "1b"]

@@ -46,7 +46,7 @@ async def test_the_first_visit_of_a_sample_goes_whole_and_later_ones_as_what_cha
     assert (first.samples, first.held) == ((0,), bytes(8))
     assert third.held == world.asked(Forward, stage=1)[0].payloads[1][9:17], "the tag of what came then"
     assert all(entry.request.visit.held == b"" for entry in world.asked(Backward))
-    visits = world.trainer.visits
+    visits = world.trainer.inputs.counts
     assert (visits["whole samples"], visits["not held"]) == (4, 0), "two samples, out of two stages"
     assert visits["differences"] >= 4
 

@@ -37,7 +37,7 @@ def with_versions(*scripts, **terms):
     """Run a test with servers that keep versions, of which some answer otherwise at first."""
 
     def decorate(main):
-        @trained(versioned=True, **terms)
+        @trained(**{"gone": "drop"} | terms)
         async def test(world):
             for peers in world.order.values():
                 for peer in peers:
@@ -63,12 +63,12 @@ async def test_a_backward_pass_names_the_weights_of_its_forward_pass_also_when_i
 
 @with_versions(("1a", Backward, saying(Gone(EPOCH + 9, late=True))))
 async def test_where_its_weights_may_be_used_no_more_the_rest_of_a_microbatch_is_dropped(world):
-    await world.until(lambda: world.trainer.dropped)
+    await world.until(lambda: world.trainer.commits.dropped)
     assert [event for event in world.events if event[0] == "dropped"] == [("dropped", 0)] * 2
     assert stages_of(world.asked(Backward)) == [2, 1]
     await world.close(0, stages=(2,))
     assert ("microbatch", 0) not in world.events, "it does not count everywhere"
-    assert (world.trainer.finished, world.trainer.dropped) == (0, 2)
+    assert (world.trainer.commits.finished, world.trainer.commits.dropped) == (0, 2)
     await world.until(lambda: stages_of(world.asked(Backward)) == [2, 1, 2, 1, 0])
 
 
@@ -76,7 +76,7 @@ async def test_where_its_weights_may_be_used_no_more_the_rest_of_a_microbatch_is
 async def test_or_it_is_differentiated_at_the_newest_weights(world):
     await world.merged()
     assert [entry.request.version for entry in world.asked(Backward, stage=1)] == [OLD, None]
-    assert world.trainer.dropped == 0
+    assert world.trainer.commits.dropped == 0
 
 
 def test_who_has_not_got_the_weights_is_passed_by_until_nobody_seems_to_have_them():
@@ -87,11 +87,11 @@ def test_who_has_not_got_the_weights_is_passed_by_until_nobody_seems_to_have_the
     async def found(world):
         await world.merged()
         assert [entry.peer for entry in world.asked(Backward, stage=1)] == ["1a", "1b", "1a", "1b"]
-        assert world.trainer.dropped == 0
+        assert world.trainer.commits.dropped == 0
 
     @with_versions(*some, ("1b", Backward, lacking))
     async def not_found(world):
-        await world.until(lambda: world.trainer.dropped == 2)
+        await world.until(lambda: world.trainer.commits.dropped == 2)
         assert len(world.asked(Backward, stage=1)) == 4
 
     found(), not_found()
@@ -101,11 +101,11 @@ def test_who_has_not_got_the_weights_is_passed_by_until_nobody_seems_to_have_the
 async def test_what_is_written_in_a_version_that_is_over_is_dropped_at_the_stages_that_it_cannot_reach(world):
     """A codec's version, that is: no pass names weights."""
     world.script("1a", Backward, saying(Gone(EPOCH + 9, late=True)))
-    await world.until(lambda: world.trainer.dropped)
-    assert world.trainer.dropped == 2
+    await world.until(lambda: world.trainer.commits.dropped)
+    assert world.trainer.commits.dropped == 2
     assert stages_of(world.asked(Backward)) == [2, 1]
     await world.close(0, stages=(2,))
-    assert world.trainer.finished == 0
+    assert world.trainer.commits.finished == 0
 
 
 @with_versions(
@@ -115,7 +115,7 @@ async def test_what_is_written_in_a_version_that_is_over_is_dropped_at_the_stage
 async def test_who_has_yet_to_come_to_the_weights_is_asked_again(world):
     await world.merged()
     assert len(world.asked(Backward, stage=1)) == 9
-    assert world.trainer.dropped == 0
+    assert world.trainer.commits.dropped == 0
 
 
 @with_versions()
@@ -123,7 +123,7 @@ async def test_what_a_round_names_and_leaves_out_is_over_and_does_not_count(worl
     await world.merged()
     world.left_out += [(1, (world.me, 0)), (1, ("u", 0))]
     await world.close(0)
-    assert world.trainer.dropped == 1
-    assert world.trainer.finished == 0
+    assert world.trainer.commits.dropped == 1
+    assert world.trainer.commits.finished == 0
     assert ("microbatch", 0) not in world.events
     assert not world.left_out
