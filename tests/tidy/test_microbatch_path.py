@@ -86,10 +86,10 @@ class Swarm:
     def newest(self, name):
         return 0 if name in self.logs else -1
 
-    def oldest_told(self, name):
+    def oldest_kept(self, name):
         return 0
 
-    def told(self, name, number):
+    def last_shards(self, name, number):
         return self.logs.get(name) if number == 0 else None
 
 
