@@ -1,4 +1,4 @@
-"""Which peers are known, and joining and leaving: what a peer says to be let in or to go, and what members note of it.
+"""Known peers, joining and leaving: what a peer says to be let in or to go, and what members note of it.
 
 Outsiders repeat `Join` to all members they know until they see themselves in a view; a member that
 leaves says so once.
@@ -53,7 +53,7 @@ class RecordBook:
 
 
 class Admission:
-    """Who wants in and who goes, this peer included."""
+    """The peers that want in and those that go, this one included."""
 
     def __init__(self, context: PeerContext, book: RecordBook) -> None:
         self.candidates = Candidates()

@@ -1,4 +1,4 @@
-"""Who is in the run: joins and deaths become views by agreement of the newest view's members.
+"""Membership of the run: joins and deaths become views by agreement of the newest view's members.
 
 A peer's part in that has three parts of its own: who is known, wants in or goes (`admission`),
 deciding the next view (`next_view`), and sending views to peers that lack them (`view_sync`). Here

@@ -11,7 +11,7 @@ and carries out what these ask for.
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -35,7 +35,7 @@ from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, OpenOffer, RoundLog, StreamState, outcome, work_pin
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_shards
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_shards
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import Reduction, RoundOutcome, Stream
@@ -147,7 +147,7 @@ class Rounds:
 
     @property
     def staged(self) -> bool:
-        """Whether there are streams of stages."""
+        """True if there are streams of stages."""
         return any(state.stream.stage is not None for state in self._streams.values())
 
     @property
@@ -215,7 +215,7 @@ class Rounds:
         return self.names
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
-        """What is waited for now: (exchange, from whom, until when on the local clock)."""
+        """The open waits: (exchange, from whom, until when on the local clock)."""
         waits = [
             (machine.key, machine.awaited(), machine.ends_s)
             for machine in self.machines.values()
@@ -230,7 +230,7 @@ class Rounds:
         return waits
 
     def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
-        """Who can decide a round that I have no part in, or still has what it decided."""
+        """The peers that can decide a round that I have no part in, or still have what it decided."""
         view = self._context.views.at(number, stage) or self._context.views.newest
         return tuple(peer for peer in view.peers if peer != self._context.me and not self._context.gone(view, peer))
 
@@ -265,7 +265,7 @@ class Rounds:
                 self._catch_up.ask(state)
 
     def _lags(self, state: StreamState) -> bool:
-        """Whether the next round may be decided without my hearing of it."""
+        """True if the next round may be decided without my hearing of it."""
         number, newest, now_s = state.next, self._context.views.newest, self._context.now()
         if self._context.my_index(self._context.views.at(number, state.stream.stage) or newest) is None:
             return True
@@ -418,20 +418,16 @@ class Machines:
             state.stream.terms,
             self._context.now(),
             None if state.skipped else state.tokens,
-            self._holding(key),
+            functools.partial(self._holds, key),
             holds_back,
         )
 
-    def _holding(self, key: Key) -> Callable[[bytes], bool]:
-        """Say whether a chunk is here, and keep it until the exchange is over if it is."""
-
-        def holding(digest: bytes) -> bool:
-            here = digest in self._context.store
-            if here:
-                self._context.store.pin(digest, work_pin(key))
-            return here
-
-        return holding
+    def _holds(self, key: Key, digest: bytes) -> bool:
+        """Return True if a chunk is here; it is kept then until the exchange is over."""
+        here = digest in self._context.store
+        if here:
+            self._context.store.pin(digest, work_pin(key))
+        return here
 
     def _retire(self, machine: Collective, view: View) -> bool:
         """Drop a machine that was begun under a view which did not come to hold for its round.
@@ -469,7 +465,9 @@ class Machines:
             for action in actions:
                 self._act(machine, action)
         if machine.close is not None and key.round == state.next:
-            self._log.enter(state, key.round, _entry(machine, machine.close))
+            roster, decided = machine.roster, machine.closing.decision.announcement()
+            entry = LoggedRound(machine.close, roster.peers, len(roster.contributors), decided, machine.taken())
+            self._log.enter(state, key.round, entry)
         if machine.complete and self._is_live(machine):
             del self._machines[key]
             if machine.roster.contributes:
@@ -537,9 +535,3 @@ class Machines:
         if machine.key not in self._machines and not offered:
             self._context.store.release(work_pin(machine.key))
         return not self._is_live(machine)
-
-
-def _entry(machine: Collective, close: CloseList) -> LoggedRound:
-    """What the log keeps of a machine's round."""
-    roster, decided = machine.roster, machine.closing.decision.announcement()
-    return LoggedRound(close, roster.peers, len(roster.contributors), decided, machine.taken())
