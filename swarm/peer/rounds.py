@@ -5,7 +5,7 @@ away learns what it missed in order (`catch_up`), and no contribution can count 
 has no time-out of its own: it resolves when its round is decided and its content is here, or when
 the round has left everybody's log (`lost`).
 
-Read `Rounds.exchange` first, then `Machines`: it routes messages to the machines of the open rounds
+Read `Rounds.exchange` first, then `OpenRounds`: it routes messages to the machines of the open rounds
 and carries out what these ask for.
 """
 
@@ -56,7 +56,7 @@ class Rounds:
         self.machines: dict[Key, Collective] = {}  # of the open rounds
         self._log = RoundLog(context, self.machines)
         self._catch_up = CatchUp(context, self._log)
-        self._driver = Machines(context, self._streams, self.machines, self._log, self._catch_up)
+        self._open_rounds = OpenRounds(context, self._streams, self.machines, self._log, self._catch_up)
 
     # what the node calls
 
@@ -82,7 +82,7 @@ class Rounds:
             assert number not in state.offers, f"{offer.key} is asked for twice"
             ends_s = self._context.now() + state.stream.terms.deadline_s
             placed = state.offers[number] = OpenOffer(offer, ends_s, asyncio.get_running_loop().create_future())
-            self._driver.place_offers(state)
+            self._open_rounds.place_offers(state)
             return await placed.outcome
         finally:
             state.offers.pop(number, None)
@@ -186,7 +186,7 @@ class Rounds:
 
         My open offers go into the branch's rounds.
         """
-        self._driver.rewind(first_round)
+        self._open_rounds.rewind(first_round)
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             self._log.rewind(state, first_round)
@@ -201,7 +201,7 @@ class Rounds:
         if state is None:
             return
         self._log.clear(state)
-        self._driver.close(state.stream.name)
+        self._open_rounds.close(state.stream.name)
         self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
@@ -244,21 +244,21 @@ class Rounds:
         elif isinstance(message, LogQuery):
             view = self._catch_up.answer_query(state, sender, message)
             if view is not None:
-                self._driver.begin(state, message.key, view)
+                self._open_rounds.begin(state, message.key, view)
         elif isinstance(message, Forgotten):
             self._catch_up.take_forgotten(state, sender, incarnation, message)
         elif isinstance(message, Decided) and message.key not in self.machines:
-            view = self._driver.view_of(state, message)
+            view = self._open_rounds.view_of(state, message)
             if view is not None:
                 self._catch_up.take_decided(state, view, sender, incarnation, message)
         else:
-            self._driver.receive(state, sender, incarnation, message)
+            self._open_rounds.receive(state, sender, incarnation, message)
 
     def tick(self) -> None:
         """Let time pass: place offers that had to wait, and ask for what was missed."""
-        self._driver.tick()
+        self._open_rounds.tick()
         for state in self._streams.values():
-            self._driver.place_offers(state)
+            self._open_rounds.place_offers(state)
             if state.forgotten.said:
                 self._catch_up.heed(state, is_open=Key(state.stream.name, state.next) in self.machines)
             if self._lags(state):
@@ -275,7 +275,7 @@ class Rounds:
         return state.seen > number or (machine is not None and now_s > machine.ends_s)
 
 
-class Machines:
+class OpenRounds:
     """Drives the `machines` of one peer's open rounds. `streams` are the open streams, by name.
 
     A machine is made for a stream's next round alone, under the view that the round belongs to, by
@@ -291,13 +291,8 @@ class Machines:
         log: RoundLog,
         catch_up: CatchUp,
     ) -> None:
-        self._context, self._streams, self._machines, self._log, self._catch_up = (
-            context,
-            streams,
-            machines,
-            log,
-            catch_up,
-        )
+        self._context, self._streams, self._machines = context, streams, machines
+        self._log, self._catch_up = log, catch_up
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and what they held."""
