@@ -16,7 +16,7 @@ class ByteBudget:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has or wants any of it."""
+        """True if nobody has or wants any of it."""
         return self.free_bytes == self.size_bytes and not self._waiting
 
     async def take(self, least_bytes: int, most_bytes: int, *, ahead: bool = False) -> int:

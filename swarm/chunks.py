@@ -31,7 +31,7 @@ MAX_ASKERS = 256
 
 
 class ChunkCarrier(Protocol):
-    """What carries the chunk protocol: a peer's links, as `PeerContext` offers them, and its task group."""
+    """The carrier of the chunk protocol: a peer's links, as `PeerContext` offers them, and its task group."""
 
     def send(self, peer: PeerId, message: Message, /) -> bool:
         """Best effort; False if the message was refused."""
@@ -42,7 +42,7 @@ class ChunkCarrier(Protocol):
         ...
 
     def life(self, peer: PeerId, /) -> Liveness:
-        """How alive a peer seems."""
+        """The peer's liveness, as it seems."""
         ...
 
     def spawn(self, work: Coroutine[None, None, None], /) -> object:
@@ -56,7 +56,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def is_intact(data: bytes | bytearray, digest: bytes) -> bool:
-    """Whether these are the bytes that the name stands for."""
+    """True if these are the bytes that the name stands for."""
     return digest_of(data) == digest
 
 
@@ -287,7 +287,7 @@ class Chunks:
         return True
 
     def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
-        """What to take of a holder's window for the next request: at least `ASK_BYTES` if so much is missing, at most all."""
+        """The bytes to ask a holder for next: at least `ASK_BYTES` if so much is missing, at most all."""
         first = min(fetching.missing) * PIECE_BYTES
         least = max(min(ASK_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, len(fetching.data) - first))

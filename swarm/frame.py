@@ -31,7 +31,7 @@ class ProtocolViolation(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a frame says: the sender's incarnation, the message, and the body (empty unless it is a `Piece`)."""
+    """The content of a frame: the sender's incarnation, the message, and the body (empty unless it is a `Piece`)."""
 
     incarnation: int
     message: Message
@@ -85,7 +85,7 @@ def message_kind(packed: bytes) -> bytes:
 
 
 def _require_sane(message: Message) -> None:
-    """What msgspec's limits cannot say: finite floats, matching lists."""
+    """Check what msgspec's limits cannot say: finite floats, matching lists."""
     match message:
         case Offer():
             _require_sane_offer(message)

@@ -49,7 +49,7 @@ def public_key(peer: PeerId) -> bytes:
 
 
 def verify(peer: PeerId, domain: bytes, message: bytes, signature: bytes) -> bool:
-    """Whether `peer` signed `message` for this domain; never raises on hostile input."""
+    """True if `peer` signed `message` for this domain; never raises on hostile input."""
     try:
         key = Ed25519PublicKey.from_public_bytes(public_key(peer))
         key.verify(signature, _framed(domain, message))

@@ -1,6 +1,6 @@
 """The seam between peers: frames addressed by peer id, and what is known of each peer's life.
 
-Implementations: `sim.SimLinks` (virtual time), `zmq_links.ZmqLinks` (CURVE over TCP, and forwarded through a third peer).
+Implementations: `SimLinks` in swarm/sim (virtual time), `ZmqLinks` in swarm/zmq (CURVE over TCP, and forwarded by others).
 Above this line nobody knows which road a frame took.
 """
 

@@ -106,7 +106,7 @@ class Reduced(_InView, frozen=True, tag="reduced"):
 
 
 class Holds(_InView, frozen=True, tag="holds"):
-    """What I hold, as the first 8 bytes of each item's digest (zeros: nothing)."""
+    """My holdings, as the first 8 bytes of each item's digest (zeros: nothing)."""
 
     prefixes: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_SHARDS)]
 
@@ -190,7 +190,7 @@ class Decided(_InView, frozen=True, tag="decided"):
 
 
 class LogQuery(_Message, frozen=True, tag="log?"):
-    """Which close list was decided for this key? Whoever asks for `notes` alone, what the round was about, can have that long
+    """Tell me the close list that was decided for this key. `notes` alone, what the round was about, can be had long
     after the round's content is gone."""
 
     key: Key
@@ -273,7 +273,7 @@ class Leave(_Message, frozen=True, tag="leave"):
 
 
 class StateQuery(_Message, frozen=True, tag="state?"):
-    """Which snapshot can you serve?"""
+    """Tell me which snapshot you can serve."""
 
     stream: Name
 

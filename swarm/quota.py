@@ -1,6 +1,6 @@
 """A token bucket for each remote peer: how much of this machine's time and memory one stranger may use.
 
-Identities are free, so a quota only slows a flood down; what a flood may occupy is bounded by `dht_shelf.Shelf`.
+Identities are free, so a quota only slows a flood down; what a flood may occupy is bounded by `swarm/dht/item_store.py`.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ MAX_TRACKED_PEERS = 4096
 
 
 def units(calls: int, size_bytes: int) -> float:
-    """What a request costs: one unit for each item it names and one for each 4 kB it moves."""
+    """The cost of a request: one unit for each item it names and one for each 4 kB it moves."""
     return calls + size_bytes / BYTES_PER_UNIT
 
 

@@ -26,7 +26,7 @@ class BadRecord(ValueError):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer says of itself. `endpoints` are multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty for a
+    """A peer's statement about itself. `endpoints` are multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty for a
     peer that cannot be dialled; `doors` those of its directory, ending in `/p2p/ID`, through which others can come in;
     `relays` are the peers that forward for it. `incarnation` is drawn anew at every
     start: a restarted peer has forgotten its promises and must not be taken for the old one."""
@@ -75,7 +75,7 @@ def unseal(blob: bytes, run: str) -> Record:
 
 
 def newer(record: Record, known: Record | None) -> bool:
-    """Whether `record` replaces `known`: same owner, higher sequence number."""
+    """True if `record` replaces `known`: same owner, higher sequence number."""
     return known is None or (record.peer == known.peer and record.sequence > known.sequence)
 
 

@@ -1,4 +1,4 @@
-"""What a member does in a run whose model is cut into stages: it serves one of them, all (a full replica), or none.
+"""The part of a member in a run whose model is cut into stages: it serves one of them, all (a full replica), or none.
 
 A stage's group is a function of the view, so that who serves what is agreed upon with who is there.
 """
@@ -14,12 +14,12 @@ _STAGE = re.compile(r"stage:(0|[1-9][0-9]{0,3})")
 
 
 def role_of(stage: int) -> str:
-    """How a record says it: `replica`, `trainer`, or `stage:3`."""
+    """The role as a record says it: `replica`, `trainer`, or `stage:3`."""
     return {EVERY: "replica", NOTHING: "trainer"}.get(stage, f"stage:{stage}")
 
 
 def stage_of(role: str) -> int:
-    """What a record's role serves; a role that is not known here serves nothing."""
+    """The stage that a record's role serves; a role that is not known here serves nothing."""
     if role == "replica":
         return EVERY
     found = _STAGE.fullmatch(role)

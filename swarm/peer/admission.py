@@ -1,4 +1,4 @@
-"""Which peers are known, and joining and leaving: what a peer says to be let in or to go, and what members note of it.
+"""Known peers, joining and leaving: what a peer says to be let in or to go, and what members note of it.
 
 Outsiders repeat `Join` to all members they know until they see themselves in a view; a member that
 leaves says so once.
@@ -10,7 +10,7 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import Candidates, Member, View
 from farflock.swarm.record import BadRecord, Record, newer, unseal
-from farflock.swarm.roles import EVERY, stage_of
+from farflock.swarm.roles import stage_of
 
 JOIN_EVERY_S = 1.0
 JOIN_LASTS_S = 4.0
@@ -25,25 +25,19 @@ class RecordBook:
         self.mine = b""  # my own, sealed: what `Join` carries
         self._context = context
 
-    def learn(self, blob: bytes) -> Record | None:
-        """Take in a signed record, whatever its source; return it if it is good and new."""
+    def learn(self, blob: bytes) -> None:
+        """Take in a signed record, whatever its source, if it is good and new."""
         try:
             record = unseal(blob, self._context.run)
         except BadRecord:
             self._context.drop("bad record")
-            return None
+            return
         known = self.records.get(record.peer)
-        if record.peer == self._context.me:
-            return None  # the directory still has one that I have replaced
-        if not newer(record, known) or (known is None and len(self.records) >= MAX_KNOWN):
-            return None
-        self.records[record.peer] = record
-        self._context.links.learn(blob)
-        return record
-
-    def my_stage(self) -> int:
-        """The stage that my record says I serve."""
-        return stage_of(unseal(self.mine, self._context.run).role) if self.mine else EVERY
+        has_room = known is not None or len(self.records) < MAX_KNOWN
+        # The directory may still have one of mine that I have replaced.
+        if record.peer != self._context.me and newer(record, known) and has_room:
+            self.records[record.peer] = record
+            self._context.links.learn(blob)
 
     def others(self) -> list[PeerId]:
         """The other members of the newest view, or before I know a view, peers that I know."""
@@ -53,7 +47,7 @@ class RecordBook:
 
 
 class Admission:
-    """Who wants in and who goes, this peer included."""
+    """The peers that want in and those that go, this one included."""
 
     def __init__(self, context: PeerContext, book: RecordBook) -> None:
         self.candidates = Candidates()

@@ -117,7 +117,7 @@ class Branching:
         return not self._rounds.staged and self._solitude.lasted_s >= self._after_s
 
     def _can_decide(self) -> bool:
-        """Whether quorums are there of the newest view, and of the one that the next round belongs to, and no next view is
+        """True if quorums are there of the newest view, and of the one that the next round belongs to, and no next view is
         long due: one that was accepted by some, and then excluded by rounds that others took part in, blocks both."""
         chain = self._context.views
         if self._membership.next_view.is_overdue:
@@ -217,8 +217,8 @@ class Branching:
         return max(self._believed_tokens, max(agreed) if agreed else self._context.progress_tokens())
 
     def _look_out(self, now_s: float) -> None:
-        """Who is on a branch, or has founded the run in this life (perhaps again, finding nobody), asks those who are not with
-        it where they are; some at a time."""
+        """Ask peers that are not with me where they are, some at a time: if I am on a branch, or have founded the run in
+        this life (perhaps again, finding nobody)."""
         chain = self._context.views
         aside = chain.branch is not None or self._context.my_index(chain.views[0].view) is not None
         if now_s - self._probed_s < PROBE_EVERY_S or not aside:

@@ -1,4 +1,4 @@
-"""What a peer is asked by others: each call is judged, its payloads fetched, its handler run once, its answer kept until heard.
+"""Calls from other peers: each call is judged, its payloads fetched, its handler run once, its answer kept until heard.
 
 A server owes a caller an answer, not the work twice: links lose answers, and callers repeat themselves. So it remembers what
 it was asked, in a table of bounded size; who finds it full asks again later. What its former life was asked it does not know.
@@ -35,14 +35,14 @@ _Key = tuple[PeerId, int, int]  # and which of its calls
 
 @dataclass(frozen=True, slots=True)
 class CallReply:
-    """What a call brings: a body of at most 8 KiB, and at most 4 payloads of at most 64 MiB each."""
+    """The reply to a call: a body of at most 8 KiB, and at most 4 payloads of at most 64 MiB each."""
 
     body: bytes = b""
     payloads: tuple[bytes, ...] = ()
 
 
 class Handler(Protocol):
-    """Who does what is asked. What it raises is logged and fails the one call."""
+    """Serves calls. An exception of it is logged and fails the one call."""
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
         """Before any payload (of `sizes` bytes each) is fetched: None to go on, else the answer's body, a refusal."""
@@ -66,7 +66,7 @@ class _Served:
 
 @dataclass(slots=True)
 class _Seen:
-    """Which calls of one life of a caller are over, so that a late copy of one is not served again."""
+    """The calls of one life of a caller that are over, so that a late copy of one is not served again."""
 
     heard_s: float = 0.0
     floor: int = 0  # all below are over, or come too late

@@ -3,7 +3,7 @@
 A request is repeated until its answer comes, so that links may lose anything. Payloads are chunks, fetched by who needs them
 when it has room: a refusal costs none, and nobody's memory is filled by others.
 
-    caller                              server (serving.py)
+    caller                              server (call_server.py)
     Call, repeated ------------------>  admit: a refusal is an answer
                                         fetch the payloads, serve
     fetch its payloads  <-------------  Answer, repeated for each repeated Call
@@ -60,7 +60,7 @@ class Calls:
 
     @property
     def handler(self) -> Handler | None:
-        """Who serves the calls of others, and my own to myself; while there is none, they fail."""
+        """Serves the calls of others, and my own to myself; while there is none, they fail."""
         return self._serving.handler
 
     @handler.setter
@@ -173,7 +173,7 @@ class Calls:
 
 
 def _require_good(peer: PeerId, verdict: CallVerdict, size: int, max_reply_bytes: int) -> None:
-    """What an answer says, and whether its payloads may be fetched."""
+    """Raise `CallFailed` unless an answer is good and its payloads may be fetched."""
     if verdict == "late":
         raise CallFailed("deadline", f"{peer} did not get the payloads in time, or has given this call up")
     if verdict != "ok":

@@ -64,7 +64,7 @@ class CatchUp:
         return [peer for peer in peers if peer != self._context.me and self._context.life(peer) != "dead"]
 
     def lost(self, state: StreamState) -> list[Forgotten]:
-        """What others say of the next round if it has left the logs of most; else nothing."""
+        """The words of others on the next round if it has left the logs of most; else nothing."""
         return state.forgotten.agreed(state.next, self._others())
 
     def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> View | None:
@@ -201,7 +201,7 @@ class CatchUp:
         return [peer for peer in self._context.views.newest.peers if peer != self._context.me]
 
     def _may_forsake(self, state: StreamState) -> bool:
-        """Whether a content that nobody has may be done without.
+        """True if a content that nobody has may be done without.
 
         Only a stage's, which would stand still, and only among a quorum: others may have it on the
         other side of a cut.

@@ -1,4 +1,4 @@
-"""Which codecs each stage server reads, as it tells all members: a payload that it could not read goes to another server.
+"""The codecs that each stage server reads, as it tells all members: a payload that it could not read goes to another server.
 
 What a server reads changes during a run, where versions of what both ends share come and go. So it is told to the members
 directly, not in records of the directory, which last a minute; and again and again, for it may be lost, and newcomers have
@@ -46,7 +46,7 @@ class CodecOffers:
                     self._context.send(peer, Reads(mine))
 
     def of(self, peer: PeerId, incarnation: int) -> ReadableCodecs | None:
-        """What this life of a peer reads; None if it has not said."""
+        """The codecs that this life of a peer reads; None if it has not said."""
         if peer == self._context.me:
             return self.reads() or None
         life, codecs = self._announced.get(peer, (incarnation, None))

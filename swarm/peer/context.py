@@ -1,4 +1,4 @@
-"""What every part of a peer's protocol needs: its name, a way to send, the time, views, chunks.
+"""The context of every part of a peer's protocol: its name, a way to send, the time, views, chunks.
 
 A plain record, made once by `swarm/peer/peer.py` and handed to the parts, so that each of them can be
 read and tested alone.
@@ -69,17 +69,17 @@ class PeerContext:
         return await self.links.send_bulk(peer, pack(Frame(self.incarnation, piece, body)), timeout_s)
 
     def life(self, peer: PeerId) -> Liveness:
-        """How alive a peer seems."""
+        """The peer's liveness, as it seems."""
         return self.links.life(peer)
 
     def gone(self, view: View, peer: PeerId) -> bool:
-        """Whether a member of a view is not to be waited for: suspect or dead, or alive in another life, which knows nothing of
+        """True if a member of a view is not to be waited for: suspect or dead, or alive in another life, which knows nothing of
         what it began in that one."""
         heard = self.lives.get(peer)
         return self.life(peer) in ("suspect", "dead") or (heard is not None and view.index(peer, heard) is None)
 
     def left(self, peer: PeerId) -> bool:
-        """Whether a member of some view has said goodbye: it votes still, as long as it is needed, and brings nothing."""
+        """True if a member of some view has said goodbye: it votes still, as long as it is needed, and brings nothing."""
         return peer in self.leaving or peer not in self.views.newest.peers
 
     def my_index(self, view: View) -> int | None:

@@ -1,4 +1,4 @@
-"""What the servers of all stages tell each other of their work, period by period: all see the same, and one of them moves.
+"""Reports of their work by the servers of all stages, period by period: all see the same, and one of them moves.
 
 A move must be the same whoever computes it (swarm/protocol/rebalance.py). So everybody says its numbers once in a
 period, and a snapshot is complete or is none: who lacks somebody's numbers computes nothing in that period."""
@@ -42,7 +42,7 @@ class LoadReports:
             self._send()
 
     def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> LoadSnapshot | None:
-        """Who serves what in this period by the newest view, if everybody who is there has told its numbers; else None."""
+        """The servers of each stage in this period, if all that are there have told their numbers; else None."""
         view, loads = self._context.views.newest, dict(self._announced)
         if self._mine is not None:
             loads[self._context.me] = self._mine

@@ -1,4 +1,4 @@
-"""Who is in the run: joins and deaths become views by agreement of the newest view's members.
+"""Membership of the run: joins and deaths become views by agreement of the newest view's members.
 
 A peer's part in that has three parts of its own: who is known, wants in or goes (`admission`),
 deciding the next view (`next_view`), and sending views to peers that lack them (`view_sync`). Here
@@ -15,6 +15,8 @@ from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
 from farflock.swarm.protocol.axes import NO_FLOOR
 from farflock.swarm.protocol.views import Certified, Chain, Member
+from farflock.swarm.record import unseal
+from farflock.swarm.roles import EVERY, stage_of
 from farflock.swarm.runtime import RunClock
 
 PING_EVERY_S = 5.0
@@ -47,7 +49,8 @@ class Membership:
 
     def found(self) -> None:
         """Begin the run: view 0 is me alone."""
-        member = Member(self._context.me, self._context.incarnation, self.book.my_stage())
+        stage = stage_of(unseal(self.book.mine, self._context.run).role) if self.book.mine else EVERY
+        member = Member(self._context.me, self._context.incarnation, stage)
         genesis = Certified(views.genesis(self._context.run, member))
         self.sync.begin(Chain(self._context.run, [genesis]))
         self.clock.is_origin = True

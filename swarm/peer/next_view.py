@@ -104,7 +104,7 @@ class NextView:
         return views.next_members(newest, lives, joining, leaving)
 
     def _rank(self) -> int:
-        """How many live members come before me in this decision's order.
+        """The number of live members before me in this decision's order.
 
         If I am in a hurry, only members that leave are counted: only they may be in one too.
         """
@@ -221,5 +221,5 @@ class ViewRules(AcceptanceRules):
         return self._identity.sign(views.signature_domain(self._context.run), text)
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """Whether the member of the view, by index, has signed this."""
+        """True if the member of the view, by index, has signed this."""
         return self._checker(member, text, proof)

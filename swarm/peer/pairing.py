@@ -108,7 +108,7 @@ class Pairing:
         self._changed[key.stream].set()
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
-        """What is waited for now: (exchange, from whom, until when on the local clock)."""
+        """The open waits: (exchange, from whom, until when on the local clock)."""
         return [(pair.key, (pair.partner,), pair.ends_s) for pair in self._current.values() if pair.stage != "done"]
 
     def _partner(self, view: View, stream: Stream, key: Key) -> tuple[PeerId | None, bool]:
@@ -186,7 +186,7 @@ class Pairing:
             self._context.send(pair.partner, message)
 
     def _outcome(self, stream: Stream, offer: Offer, pair: Pair | None) -> RoundOutcome:
-        """What the node gets: both payloads if applied, mine alone, or nothing. The chunks may go after this."""
+        """The outcome for the node: both payloads if applied, mine alone, or nothing. The chunks may go after this."""
         next_round = max(offer.key.round + 1, self._seen[stream.name])
         self._rounds[stream.name] = next_round
         verdict = "alone" if pair is None else pair.verdict
@@ -240,7 +240,7 @@ class Pairing:
         self._context.send(sender, PairRefuse(key, self._rounds[key.stream]))
 
     def _is_member(self, sender: PeerId, incarnation: int, offer: Offer) -> bool:
-        """Whether the sender is a member, in this life, of the view that the round belongs to."""
+        """True if the sender is a member, in this life, of the view that the round belongs to."""
         view = self._context.views.by_hash(offer.view)
         known = view is not None and view is self._context.views.at(offer.key.round)
         if not known:

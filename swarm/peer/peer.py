@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """What all peers of a run know beforehand. Members that have seen no quorum for `branch_after_s` go on without it."""
+    """The terms that all peers of a run know. Members that have seen no quorum for `branch_after_s` go on without it."""
 
     run: str
     seed: int
@@ -146,7 +146,7 @@ class Peer:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else of the newest view is known to be alive: nobody is there to stay for."""
+        """True if nobody else of the newest view is known to be alive: nobody is there to stay for."""
         others = (peer for peer in self.context.views.newest.peers if peer != self.me)
         return all(self.context.life(peer) in ("suspect", "dead", "unknown") for peer in others)
 
@@ -164,7 +164,7 @@ class Peer:
             await asyncio.sleep(TICK_S)
 
     def _is_needed(self) -> bool:
-        """Whether the others lack a quorum without me, of the newest view or of one that an open round belongs to."""
+        """True if the others lack a quorum without me, of the newest view or of one that an open round belongs to."""
         return any(
             self.membership.admission.is_needed_in(view)
             for view in (self.context.views.newest, *self.rounds.next_views())
@@ -241,7 +241,7 @@ class Peer:
         return self.rounds.reach(stage)
 
     def waits(self) -> list[OpenWait]:
-        """What this peer waits for, for whom and how long still: what `status` prints."""
+        """The open waits: for what, for whom and how long still; `status` prints them."""
         now_s = self.context.now()
         entries = self.rounds.waits() + self.pairing.waits()
         return [OpenWait(key, whom, ends_s - now_s) for key, whom, ends_s in entries]
@@ -285,7 +285,7 @@ class Peer:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
     def _askable(self, stage: int | None) -> list[PeerId]:
-        """Who may have the state of a stage (None: of the whole model)."""
+        """The peers that may have the state of a stage (None: of the whole model)."""
         chain = self.context.chain
         members = list(self.membership.records)
         if chain is not None:

@@ -158,7 +158,7 @@ class RoundLog:
         state.resolve(number, RoundOutcome(key, "lost", state.next))
 
     def completed(self, state: StreamState, number: int) -> None:
-        """What this peer wants of a round is here: whoever waits for it has its outcome."""
+        """Note that what this peer wants of a round is here: whoever waits for it has its outcome."""
         entry = state.entry(number)
         if entry is None:
             return
@@ -177,7 +177,7 @@ class RoundLog:
 
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
-    """What a round in the annals takes, roughly."""
+    """The bytes that a round in the annals takes, roughly."""
     return len(entry.decided.value) + sum(item.size for item in last_shards(entry.close, state.stream.terms.shards))
 
 
@@ -187,7 +187,7 @@ def work_pin(key: Key) -> tuple[str, Key]:
 
 
 def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> RoundOutcome:
-    """What a decided round, whose content is in the store, means to this peer."""
+    """The outcome for this peer of a decided round whose content is in the store."""
     close, group = logged.close, logged.group
     bare = RoundOutcome(
         Key(stream.name, number),

@@ -5,13 +5,13 @@ away learns what it missed in order (`catch_up`), and no contribution can count 
 has no time-out of its own: it resolves when its round is decided and its content is here, or when
 the round has left everybody's log (`lost`).
 
-Read `Rounds.exchange` first, then `Machines`: it routes messages to the machines of the open rounds
+Read `Rounds.exchange` first, then `OpenRounds`: it routes messages to the machines of the open rounds
 and carries out what these ask for.
 """
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -35,7 +35,7 @@ from farflock.swarm.peer.catch_up import FETCH_TIMEOUT_S, HOPELESS_S, CatchUp
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.round_log import LoggedRound, OpenOffer, RoundLog, StreamState, outcome, work_pin
 from farflock.swarm.protocol.exchange.actions import Action, Fetch, Reduce
-from farflock.swarm.protocol.exchange.close_list import BadCloseList, CloseList, last_shards
+from farflock.swarm.protocol.exchange.close_list import BadCloseList, last_shards
 from farflock.swarm.protocol.exchange.collective import Collective
 from farflock.swarm.protocol.exchange.roster import Roster
 from farflock.swarm.protocol.exchange.streams import Reduction, RoundOutcome, Stream
@@ -56,7 +56,7 @@ class Rounds:
         self.machines: dict[Key, Collective] = {}  # of the open rounds
         self._log = RoundLog(context, self.machines)
         self._catch_up = CatchUp(context, self._log)
-        self._driver = Machines(context, self._streams, self.machines, self._log, self._catch_up)
+        self._open_rounds = OpenRounds(context, self._streams, self.machines, self._log, self._catch_up)
 
     # what the node calls
 
@@ -82,7 +82,7 @@ class Rounds:
             assert number not in state.offers, f"{offer.key} is asked for twice"
             ends_s = self._context.now() + state.stream.terms.deadline_s
             placed = state.offers[number] = OpenOffer(offer, ends_s, asyncio.get_running_loop().create_future())
-            self._driver.place_offers(state)
+            self._open_rounds.place_offers(state)
             return await placed.outcome
         finally:
             state.offers.pop(number, None)
@@ -147,7 +147,7 @@ class Rounds:
 
     @property
     def staged(self) -> bool:
-        """Whether there are streams of stages."""
+        """True if there are streams of stages."""
         return any(state.stream.stage is not None for state in self._streams.values())
 
     @property
@@ -186,7 +186,7 @@ class Rounds:
 
         My open offers go into the branch's rounds.
         """
-        self._driver.rewind(first_round)
+        self._open_rounds.rewind(first_round)
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
             self._log.rewind(state, first_round)
@@ -201,7 +201,7 @@ class Rounds:
         if state is None:
             return
         self._log.clear(state)
-        self._driver.close(state.stream.name)
+        self._open_rounds.close(state.stream.name)
         self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ class Rounds:
         return self.names
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
-        """What is waited for now: (exchange, from whom, until when on the local clock)."""
+        """The open waits: (exchange, from whom, until when on the local clock)."""
         waits = [
             (machine.key, machine.awaited(), machine.ends_s)
             for machine in self.machines.values()
@@ -230,7 +230,7 @@ class Rounds:
         return waits
 
     def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
-        """Who can decide a round that I have no part in, or still has what it decided."""
+        """The peers that can decide a round that I have no part in, or still have what it decided."""
         view = self._context.views.at(number, stage) or self._context.views.newest
         return tuple(peer for peer in view.peers if peer != self._context.me and not self._context.gone(view, peer))
 
@@ -244,28 +244,28 @@ class Rounds:
         elif isinstance(message, LogQuery):
             view = self._catch_up.answer_query(state, sender, message)
             if view is not None:
-                self._driver.begin(state, message.key, view)
+                self._open_rounds.begin(state, message.key, view)
         elif isinstance(message, Forgotten):
             self._catch_up.take_forgotten(state, sender, incarnation, message)
         elif isinstance(message, Decided) and message.key not in self.machines:
-            view = self._driver.view_of(state, message)
+            view = self._open_rounds.view_of(state, message)
             if view is not None:
                 self._catch_up.take_decided(state, view, sender, incarnation, message)
         else:
-            self._driver.receive(state, sender, incarnation, message)
+            self._open_rounds.receive(state, sender, incarnation, message)
 
     def tick(self) -> None:
         """Let time pass: place offers that had to wait, and ask for what was missed."""
-        self._driver.tick()
+        self._open_rounds.tick()
         for state in self._streams.values():
-            self._driver.place_offers(state)
+            self._open_rounds.place_offers(state)
             if state.forgotten.said:
                 self._catch_up.heed(state, is_open=Key(state.stream.name, state.next) in self.machines)
             if self._lags(state):
                 self._catch_up.ask(state)
 
     def _lags(self, state: StreamState) -> bool:
-        """Whether the next round may be decided without my hearing of it."""
+        """True if the next round may be decided without my hearing of it."""
         number, newest, now_s = state.next, self._context.views.newest, self._context.now()
         if self._context.my_index(self._context.views.at(number, state.stream.stage) or newest) is None:
             return True
@@ -275,7 +275,7 @@ class Rounds:
         return state.seen > number or (machine is not None and now_s > machine.ends_s)
 
 
-class Machines:
+class OpenRounds:
     """Drives the `machines` of one peer's open rounds. `streams` are the open streams, by name.
 
     A machine is made for a stream's next round alone, under the view that the round belongs to, by
@@ -291,13 +291,8 @@ class Machines:
         log: RoundLog,
         catch_up: CatchUp,
     ) -> None:
-        self._context, self._streams, self._machines, self._log, self._catch_up = (
-            context,
-            streams,
-            machines,
-            log,
-            catch_up,
-        )
+        self._context, self._streams, self._machines = context, streams, machines
+        self._log, self._catch_up = log, catch_up
 
     def close(self, name: str) -> None:
         """Forget the machines of a stream, and what they held."""
@@ -418,20 +413,16 @@ class Machines:
             state.stream.terms,
             self._context.now(),
             None if state.skipped else state.tokens,
-            self._holding(key),
+            functools.partial(self._holds, key),
             holds_back,
         )
 
-    def _holding(self, key: Key) -> Callable[[bytes], bool]:
-        """Say whether a chunk is here, and keep it until the exchange is over if it is."""
-
-        def holding(digest: bytes) -> bool:
-            here = digest in self._context.store
-            if here:
-                self._context.store.pin(digest, work_pin(key))
-            return here
-
-        return holding
+    def _holds(self, key: Key, digest: bytes) -> bool:
+        """Return True if a chunk is here; it is kept then until the exchange is over."""
+        here = digest in self._context.store
+        if here:
+            self._context.store.pin(digest, work_pin(key))
+        return here
 
     def _retire(self, machine: Collective, view: View) -> bool:
         """Drop a machine that was begun under a view which did not come to hold for its round.
@@ -469,7 +460,9 @@ class Machines:
             for action in actions:
                 self._act(machine, action)
         if machine.close is not None and key.round == state.next:
-            self._log.enter(state, key.round, _entry(machine, machine.close))
+            roster, decided = machine.roster, machine.closing.decision.announcement()
+            entry = LoggedRound(machine.close, roster.peers, len(roster.contributors), decided, machine.taken())
+            self._log.enter(state, key.round, entry)
         if machine.complete and self._is_live(machine):
             del self._machines[key]
             if machine.roster.contributes:
@@ -537,9 +530,3 @@ class Machines:
         if machine.key not in self._machines and not offered:
             self._context.store.release(work_pin(machine.key))
         return not self._is_live(machine)
-
-
-def _entry(machine: Collective, close: CloseList) -> LoggedRound:
-    """What the log keeps of a machine's round."""
-    roster, decided = machine.roster, machine.closing.decision.announcement()
-    return LoggedRound(close, roster.peers, len(roster.contributors), decided, machine.taken())

@@ -1,4 +1,4 @@
-"""How much the members of a stage have taken in since its last round: when the sum is a batch, the stage's step is due.
+"""The tokens that the members of a stage have taken in since its last round: when the sum is a batch, the stage's step is due.
 
 Everybody tells its own number and adds up what it hears, so that all notice at nearly the same time and nobody is asked. A
 wrong number makes the steps of its round early or late, and no more than that: what a contribution weighs goes with it.
@@ -25,7 +25,7 @@ MemberLife = tuple[
 
 
 class TallyReport(NamedTuple):
-    """What a member has said; the greater of two is the later."""
+    """The word of a member; the greater of two is the later."""
 
     over: bool = False
     round: int = -1
@@ -70,16 +70,16 @@ class Tallies:
             self._report(stream, book, mine)
 
     def is_over(self, stream: str) -> bool:
-        """Whether the run is over to all living members of the stage."""
+        """True if the run is over to all living members of the stage."""
         return all(report.over for report in self.reports(stream).values())
 
     def reports(self, stream: str) -> dict[PeerId, TallyReport]:
-        """What the living members of the stage have said last, I too."""
+        """The last reports of the stage's living members, mine too."""
         book = self._books[stream]
         return {peer: book.reports.get((peer, life), TallyReport()) for peer, life in self._living(book)}
 
     def total(self, stream: str) -> int:
-        """What the living members of the stage have for its next round, together."""
+        """The tokens of the stage's living members for its next round, together."""
         book = self._books.get(stream)
         if book is None:
             return 0

@@ -1,4 +1,4 @@
-"""How peers come to know the same views: each is sent those that it lacks, with their signatures."""
+"""Synchronisation of views: each peer is sent those that it lacks, with their signatures."""
 
 import asyncio
 from collections.abc import Callable

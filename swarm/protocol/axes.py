@@ -32,7 +32,7 @@ def highest(first: Floor, second: Floor) -> Floor:
 
 
 def reaches(floor: Floor, least: Floor) -> bool:
-    """Whether `floor` is nowhere below `least`."""
+    """True if `floor` is nowhere below `least`."""
     return all(mine >= wanted for mine, wanted in itertools.zip_longest(floor, least, fillvalue=0))
 
 

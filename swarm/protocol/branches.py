@@ -131,7 +131,7 @@ def _founding(chain: Chain, first: Certified | None) -> Certified:
 
 
 def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
-    """Whether the other chain stays: more agreed tokens; of equals, the greater hash after the fork. Both sides compute the
+    """True if the other chain stays: more agreed tokens; of equals, the greater hash after the fork. Both sides compute the
     same from the same numbers, and tokens only rise, so two chains cannot give up for each other on fresh numbers."""
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
@@ -148,7 +148,7 @@ def _after(chain: Chain, fork: Fork) -> list[Certified]:
 
 
 def elsewhere(chain: Chain, known: Collection[PeerId], me: PeerId, member: bool) -> tuple[PeerId, ...]:
-    """Who may be on another chain: everybody who was ever in a view that I kept, or is known, and is not with me."""
+    """The peers that may be on another chain: all that were ever in a view that I kept, or are known, and are not with me."""
     with_me = {me, *(chain.newest.peers if member else ())}
     ever = {peer for entry in chain.views for peer in entry.view.peers}
     return tuple(sorted((ever | set(known)) - with_me))

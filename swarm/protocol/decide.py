@@ -69,12 +69,12 @@ PROPOSER_TABLE: dict[tuple[ProposerState, ProposerEvent], ProposerState] = {
 
 
 def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
-    """What an accepting member signs where the decision must convince outsiders."""
+    """The text that an accepting member signs where the decision must convince outsiders."""
     return msgspec.msgpack.encode((key, ballot)) + value
 
 
 class AcceptanceRules:
-    """Which values a member may ever accept, and how it proves that it has: any, and not at all.
+    """The values that a member may ever accept, and its proof that it has: any, and none.
 
     So members believe each other: agreement among peers that may crash, not among liars. Law: once
     `floor` has refused a value that is not the last one accepted here, it refuses that value for
@@ -101,7 +101,7 @@ class AcceptanceRules:
         return b""
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """Whether this is a member's signature under this text."""
+        """True if this is a member's signature under this text."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""How many microbatches should be in flight in a pipeline over slow links, and what a step takes at least.
+"""The number of microbatches in flight in a pipeline over slow links, and the least time of a step.
 
 1F1B keeps as many in flight as there are stages, which is enough where hops cost nothing. Over a wide area a microbatch is
 on the way for much longer than the slowest stage needs for it, and the depth has to cover that round trip.
@@ -78,7 +78,7 @@ class PipelineTimes:
         return min(memory, self.wanted_depth(stage))
 
     def step_bound_s(self, microbatches: int, in_flight: int) -> float:
-        """What a step of so many microbatches takes at least, with at most `in_flight` of them out at stage 0.
+        """The least time of a step of so many microbatches, with at most `in_flight` of them out at stage 0.
 
         Each place in flight is used for one round trip after the other; a wire sends all of them one way, on a round trip
         that it is part of; a stage computes on all of them, between the first way to it and the last way back from it.

@@ -1,4 +1,4 @@
-"""What a stage server has put aside for trainers: gradients that are computed and do not count until they are confirmed.
+"""Gradients that a stage server has put aside for trainers: they are computed and do not count until confirmed.
 
     running -> staged -> merged -> offered(round) -> committed
                   |         ^----------'  the round closed without my contribution
@@ -94,7 +94,7 @@ class GradientLeases:
             del self._slots[key]
 
     def expire(self, now_s: float) -> None:
-        """What was not confirmed in time is wanted no more."""
+        """Drop what was not confirmed in time: nobody wants it any more."""
         for key in [key for key, slot in self._slots.items() if slot.phase == "staged" and slot.until_s <= now_s]:
             del self._slots[key]
 
@@ -124,7 +124,7 @@ class GradientLeases:
         self._slots.clear()
 
     def is_offered(self, key: GradientKey) -> bool:
-        """Whether a contribution with it is on its way into a round."""
+        """True if a contribution with it is on its way into a round."""
         slot = self._slots.get(key)
         return slot is not None and slot.phase == "offered"
 

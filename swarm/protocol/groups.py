@@ -1,5 +1,5 @@
-"""Who meets whom: pure functions of (run seed, view, stream, round), so that all members compute the same without a
-word. SHA-256 gives the order: it is the same on every machine, unlike a library's shuffle."""
+"""Groups, proposers and reducers: pure functions of (run seed, view, stream, round), so that all members compute the
+same without a word. SHA-256 gives the order: it is the same on every machine, unlike a library's shuffle."""
 
 import hashlib
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def group_of(me: PeerId, members: Sequence[PeerId], size: int, seed: int, view: 
 
 
 def reducers(rotation: Sequence[T], shard: int) -> tuple[T, ...]:
-    """Who reduces this shard, and who takes over in which order: a rotation, so that load is even; the next
+    """The reducers of this shard, in the order in which they take over: a rotation, so that load is even; the next
     member takes over what a dead one leaves."""
     shift = shard % len(rotation)
     return tuple(rotation[shift:]) + tuple(rotation[:shift])

@@ -1,4 +1,4 @@
-"""What a trainer knows of its microbatches' gradients, so that each counts once: never twice, and exactly once as long as the
+"""A trainer's account of its microbatches' gradients, so that each counts once: never twice, and exactly once as long as the
 trainer and a quorum of the run's members live (decision 014).
 
 A backward pass may be asked of several servers of a stage, one after the other, because one was silent or died. Each
@@ -77,7 +77,7 @@ class Ledger:
         return True
 
     def confirms(self) -> Iterator[tuple[StageVisit, PeerId, int]]:
-        """What is to be confirmed, again and again until the peer says that it has merged it."""
+        """The gradients to be confirmed, again and again until the peer says that it has merged it."""
         for place, entry in self._entries.items():
             if entry.phase == "bound":
                 assert entry.peer is not None
@@ -114,12 +114,12 @@ class Ledger:
             entry.reopen()
 
     def phase(self, place: StageVisit) -> Phase:
-        """How far it is; `committed` for what was forgotten."""
+        """Its progress; `committed` for what was forgotten."""
         entry = self._entries.get(place)
         return "committed" if entry is None else entry.phase
 
     def open(self) -> list[StageVisit]:
-        """What nobody has been asked for, or nobody has any more."""
+        """The visits that nobody has been asked for, or whose result nobody has any more."""
         return [place for place, entry in self._entries.items() if entry.phase == "open"]
 
     def finish(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""When a round is gone: who has said that it left its log, and whether enough of them did.
+"""Rounds that are gone: the members that said so, and whether they are enough.
 
 One member's word is little. It may lie, and whoever came in late has a short log although others have the round still. So most
 of those who live have to say it: whatever was decided is known to a quorum, and who is further than a round answers for it.
@@ -16,7 +16,7 @@ ANSWER_TIMEOUT_S = 3.0  # in which whoever has a round can tell it
 
 @dataclass(slots=True)
 class LogTruncation:
-    """What members say of the one round that a peer wants next; a word about another round takes the place of all."""
+    """The words of members on the one round that a peer wants next; a word about another round takes the place of all."""
 
     round: int = -1
     since_s: float = 0.0  # of the first word
@@ -31,22 +31,22 @@ class LogTruncation:
         return not known
 
     def by(self, number: int, peer: PeerId) -> Forgotten | None:
-        """What this peer has said of the round; None if nothing."""
+        """The word of this peer on the round; None if it has said nothing."""
         return self.said.get(peer) if number == self.round else None
 
     def agreed(self, number: int, living: Sequence[PeerId]) -> list[Forgotten]:
-        """What is said of the round if most of these say something, else nothing."""
+        """The words on the round if most of these say something, else nothing."""
         said = [word for peer in living if (word := self.by(number, peer))]
         return said if 2 * len(said) > len(living) else []
 
     def unopposed(self, number: int, living: Sequence[PeerId], now_s: float) -> list[Forgotten]:
-        """What is said of the round if most say something, or the others had time to tell it and did not."""
+        """The words on the round if most say something, or the others had time to tell it and did not."""
         patient = now_s - self.since_s >= ANSWER_TIMEOUT_S
         return [word for peer in living if (word := self.by(number, peer))] if patient else self.agreed(number, living)
 
 
 def newest_of(said: Sequence[Forgotten]) -> int:
-    """How far the others are: what no minority among them can put higher, or lower, than one of the rest has it."""
+    """The round that the others are at: what no minority among them can put higher, or lower, than one of the rest has it."""
     return statistics.median_low(max(word.oldest, word.newest) for word in said)
 
 

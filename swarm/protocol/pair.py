@@ -41,24 +41,19 @@ PairRole = Literal["leader", "follower"]
 PairPhase = Literal["open", "matched", "held", "done"]
 PairEvent = Literal["offered", "refused", "fetched", "committed", "aborted"]
 
+_LEADER: dict[tuple[PairPhase, PairEvent], PairPhase] = {
+    ("open", "offered"): "matched",
+    ("open", "refused"): "done",
+    ("open", "aborted"): "done",
+    ("matched", "fetched"): "held",
+    ("matched", "aborted"): "done",
+    ("held", "committed"): "done",
+    ("held", "aborted"): "done",
+}
 PAIR_TABLES: dict[PairRole, dict[tuple[PairPhase, PairEvent], PairPhase]] = {
-    "leader": {
-        ("open", "offered"): "matched",
-        ("open", "refused"): "done",
-        ("open", "aborted"): "done",
-        ("matched", "fetched"): "held",
-        ("matched", "aborted"): "done",
-        ("held", "committed"): "done",
-        ("held", "aborted"): "done",
-    },
-    "follower": {  # which is not refused: it has proposed nothing
-        ("open", "offered"): "matched",
-        ("open", "aborted"): "done",
-        ("matched", "fetched"): "held",
-        ("matched", "aborted"): "done",
-        ("held", "committed"): "done",
-        ("held", "aborted"): "done",
-    },
+    "leader": _LEADER,
+    # It is not refused: it has proposed nothing.
+    "follower": {entry: following for entry, following in _LEADER.items() if entry[1] != "refused"},
 }
 
 
@@ -84,7 +79,7 @@ class Pair:
 
     @property
     def ends_s(self) -> float:
-        """When this exchange is over, whatever happened."""
+        """The end of this exchange, whatever happened."""
         return self.started_s + self.deadline_s
 
     def start(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Which server should move to which stage: a pure function of one numbered snapshot, so that all servers compute the same
+"""The next move of a server to another stage: a pure function of one numbered snapshot, so that all servers compute the same
 move without a coordinator (SWARM, arXiv:2301.11913, section 3.2, "adaptive swarm rebalancing").
 
 Joins and deaths leave some stages with too few servers, and the run is as fast as its slowest stage. Once a period, one
@@ -21,7 +21,7 @@ LoadMeasure = Literal["wait", "queue"]
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """What a server tells of itself: `queue` microbatches waiting (a mean may be broken), `rate` microbatches per second,
+    """A server's report of itself: `queue` microbatches waiting (a mean may be broken), `rate` microbatches per second,
     memory for a stage in bytes, and for how long it has served this stage."""
 
     peer: PeerId
@@ -37,7 +37,7 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """Who serves which stage in period `number`, in any order, and how many bytes each stage needs; and how many full replicas
+    """The servers of each stage in period `number`, in any order, the bytes that each stage needs, and how many full replicas
     there are, which hold all stages and never move."""
 
     number: int
@@ -115,7 +115,7 @@ def next_move(snapshot: LoadSnapshot, rule: RebalanceRule | None = None) -> Move
 def _movers(
     snapshot: LoadSnapshot, rule: RebalanceRule, source: int, target: int, rates: Sequence[float]
 ) -> Iterator[ServerLoad]:
-    """Who may go from `source` to `target`."""
+    """The servers that may go from `source` to `target`."""
     servers = snapshot.stages[source]
     is_emergency = not snapshot.stages[target]
     for server in servers:

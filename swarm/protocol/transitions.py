@@ -1,4 +1,4 @@
-"""How the state machines of this folder move: by a table, or not at all.
+"""The moves of this folder's state machines: by a table, or not at all.
 
 Each machine that has states to speak of (`closing`, `mean`, `decide`, `pair`) writes them down at
 the top of its module as a mapping of (state, event) to the next state. Three rules make such a

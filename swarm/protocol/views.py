@@ -64,7 +64,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def branch_mark(self) -> bytes:
-        """What a branch of this view has for `previous`: no ordinary successor can be taken for one."""
+        """The hash that a branch of this view has for `previous`: no ordinary successor can be taken for one."""
         return hashlib.sha256(b"farflock-branch\x00" + self.hash).digest()
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def staged(self) -> bool:
-        """Whether the model is cut into stages."""
+        """True if the model is cut into stages."""
         return any(member.stage != EVERY for member in self.members)
 
     def index(self, peer: PeerId, incarnation: int) -> int | None:
@@ -221,7 +221,7 @@ class Chain:
         return next((entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark), None)
 
     def blocked(self, round_number: int, stage: int | None = None) -> bool:
-        """Whether taking part in this round must wait for the next view's decision."""
+        """True if taking part in this round must wait for the next view's decision."""
         if stage is not None and self.held is not None and round_number >= axes.at(self.held, stage):
             return True  # a view that others accept would be one that I refuse, and neither it nor the round could be decided
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
@@ -248,7 +248,7 @@ class Chain:
         return tuple(encode(entry) for entry in itertools.islice(missing, limit))
 
     def floor(self, raw: bytes, least: Floor) -> Floor:
-        """Whether I may accept this proposal for the next view: nothing if so, else the least rounds that it could begin at."""
+        """Nothing if I may accept this proposal for the next view, else the least rounds that it could begin at."""
         try:
             view = decode_view(raw)
             self._require_successor(view)
@@ -273,7 +273,7 @@ class Chain:
 
 @dataclass(slots=True)
 class Candidates:
-    """What a member has heard about who wants in and who goes; wishes to join expire, so they are repeated. Only members
+    """The wishes that a member has heard of, to come in or to go; wishes to join expire, so they are repeated. Only members
     leave, so `leaving` is as bounded as the view."""
 
     joining: dict[PeerId, tuple[Member, float]] = field(default_factory=dict)  # member, expiry on the local clock
@@ -293,7 +293,7 @@ class Candidates:
             self.leaving.add(member.peer)
 
     def live(self, now_s: float) -> dict[PeerId, Member]:
-        """Who still wants in."""
+        """The peers that still want in."""
         self.joining = {peer: entry for peer, entry in self.joining.items() if entry[1] > now_s}
         return {peer: member for peer, (member, _) in self.joining.items()}
 

@@ -48,7 +48,7 @@ def dead_reducer_ignored(patch):
 
 def stale_view_accepted(patch):
     """Each member uses the view that it happens to know for whatever round, and takes messages of any view it has seen."""
-    patch.setattr(rounds.Machines, "view_of", lambda self, state, message: self._context.views.by_hash(message.view))
+    patch.setattr(rounds.OpenRounds, "view_of", lambda self, state, message: self._context.views.by_hash(message.view))
     patch.setattr(views.Chain, "at", lambda self, number: self.newest)
     patch.setattr(views.Chain, "blocked", lambda self, number: False)
 

@@ -1,4 +1,4 @@
-"""What the machine of an exchange asks for: messages to send, chunks to fetch, shards to reduce."""
+"""The actions of an exchange's machine: messages to send, chunks to fetch, shards to reduce."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

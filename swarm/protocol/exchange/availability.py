@@ -37,12 +37,12 @@ def mask_of(members: Iterable[int]) -> bytes:
 
 
 def has(item: RoundItem, member: int) -> bool:
-    """Whether a member's contribution is in an item."""
+    """True if a member's contribution is in an item."""
     return bool(int.from_bytes(item.mask, "little") >> member & 1)
 
 
 class Availability:
-    """What is here of places 0 to `places` - 1, as member `me` of `members` sees it.
+    """The items that are here, of places 0 to `places` - 1, as member `me` of `members` sees it.
 
     Rival items may be announced for one place. The rival with the smallest digest is preferred; if
     `fewest`, one with as few contributions as possible.
@@ -109,17 +109,17 @@ class Availability:
 
     @property
     def report(self) -> bytes:
-        """What I hold, as others hear it: of each place the first bytes of one digest, or zeros."""
+        """My holdings, as others hear of them: of each place the first bytes of one digest, or zeros."""
         return bytes(self._prefixes)
 
     @property
     def filled(self) -> bool:
-        """Whether something is here for every place."""
+        """True if something is here for every place."""
         return len(self._filled) == len(self.rivals)
 
     @property
     def whole(self) -> bool:
-        """Whether everything that was announced so far is here, or cannot be used."""
+        """True if everything that was announced so far is here, or cannot be used."""
         return not self._missing
 
     def wanted(self) -> list[RoundItem]:

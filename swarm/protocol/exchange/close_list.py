@@ -1,4 +1,4 @@
-"""What a group knows of an exchange beforehand, and the list by which it says what came of it."""
+"""The terms of a group's exchanges, and the list by which it says what came of one."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ from farflock.swarm.protocol.exchange.availability import RoundItem
 
 
 class CloseList(msgspec.Struct, frozen=True, array_like=True):
-    """What a group decided about an exchange; no items: it failed, for everybody.
+    """The decision of a group about an exchange; no items: it failed, for everybody.
 
     `members` are the included ones with their weights, `tokens` the run's agreed tokens after this
     round, `state` the hash of the state before it that most members announced.
@@ -27,7 +27,7 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class RoundTerms:
-    """What all members know of a stream's exchanges beforehand.
+    """The terms of a stream's exchanges, which all members know beforehand.
 
     `group` 0 is everybody in the view; 2 are pairs. A gather with `enough` above 0 closes as soon
     as so many contributions are whole; 0 waits for everybody's. In a `uniform` mean each

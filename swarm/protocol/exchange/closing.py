@@ -1,4 +1,4 @@
-"""How an exchange ends: one list is decided, its content is fetched, and it can be applied.
+"""The end of an exchange: one list is decided, its content is fetched, and it can be applied.
 
 A member puts forward only what a quorum says to hold, so that what is decided can be had from
 somebody even if its proposer dies. Which list that is depends on the kind of exchange
@@ -89,7 +89,7 @@ class Closing:
 
     @property
     def is_decided(self) -> bool:
-        """Whether one list is decided, as far as is known here."""
+        """True if one list is decided, as far as is known here."""
         return self.decision.decided is not None
 
     def require_list(self, value: bytes) -> CloseList:
@@ -146,7 +146,7 @@ class Closing:
         return () if places is None and is_over else places
 
     def _turn_s(self) -> float:
-        """When it is my turn to put a list forward, or to do so again."""
+        """The time of my turn to put a list forward, or to do so again."""
         turn_s = self._ready_s + TAKEOVER_S * self._roster.live_before_me
         if self.state == "ready":
             return turn_s

@@ -132,12 +132,12 @@ class Collective:
 
     @property
     def close(self) -> CloseList | None:
-        """What was decided; None before that is known here."""
+        """The decided list; None before that is known here."""
         return self.closing.close
 
     @property
     def complete(self) -> bool:
-        """Whether it is decided, and all its content is here."""
+        """True if it is decided, and all its content is here."""
         return self.closing.state == "complete"
 
     def awaited(self) -> tuple[PeerId, ...]:

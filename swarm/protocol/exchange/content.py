@@ -1,4 +1,4 @@
-"""What members bring to one exchange, as far as all kinds of exchanges have it in common.
+"""The content of one exchange, as far as all kinds of exchanges have it in common.
 
 A member fetches each digest once at a time, and asks the members that announced an item or say to
 hold it. Items are numbered so that `index % shards` is their shard.
@@ -22,7 +22,7 @@ Holders = Callable[[], tuple[int, ...]]  # the members to ask now
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """What all parts of one exchange need; `holding` says whether the chunk store has a digest.
+    """The context of all parts of one exchange; `holding` says whether the chunk store has a digest.
 
     It begins at `started_s`, on the local clock.
     """
@@ -83,7 +83,7 @@ class Content:
 
     @property
     def repeated(self) -> list[Message]:
-        """What I said of content and others may have missed."""
+        """My messages about content that others may have missed."""
         me = self._roster.me
         return [self.offers[me]] if me in self.offers else []
 

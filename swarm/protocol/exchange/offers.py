@@ -23,7 +23,7 @@ class Offers(dict[int, Offer]):
         return True
 
     def includes(self, members: Collection[int]) -> bool:
-        """Whether all of these have offered something."""
+        """True if all of these have offered something."""
         return self.keys() >= set(members)
 
     def tokens(self, members: Iterable[int]) -> int:

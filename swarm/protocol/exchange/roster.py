@@ -35,22 +35,22 @@ class Roster:
         return self.contributors - self.suspects
 
     def brings(self, member: int) -> bool:
-        """Whether content that this member speaks of concerns me: both of us contribute."""
+        """True if content that this member speaks of concerns me: both of us contribute."""
         return self.contributes and member in self.contributors
 
     @property
     def has_voters(self) -> bool:
-        """Whether there are members that only vote."""
+        """True if there are members that only vote."""
         return len(self.contributors) < len(self.peers)
 
     @property
     def place(self) -> int:
-        """How many members come before me as proposers."""
+        """The number of members before me as proposers."""
         return self.ordered.index(self.me)
 
     @property
     def live_before_me(self) -> int:
-        """How many of those are not suspect."""
+        """The number of those that are not suspect."""
         return sum(member not in self.suspects for member in self.ordered[: self.place])
 
     @property
@@ -59,5 +59,5 @@ class Roster:
         return sorted(self.contributors - {self.me})
 
     def reducers(self, shard: int) -> tuple[int, ...]:
-        """Who reduces a shard, and who takes over in which order."""
+        """The reducers of a shard, in the order in which they take over."""
         return reducers(self._rotation, shard)

@@ -27,7 +27,7 @@ CheckShard = Callable[[int, int, bytes], bool]  # (round, shard, payload)
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """Which rounds are a stream's: `first` and every `stride`-th after it.
+    """The rounds of a stream: `first` and every `stride`-th after it.
 
     Rounds of all streams count on one axis, on which views begin.
     """
@@ -73,7 +73,7 @@ class Stream:
 
     @property
     def is_paired(self) -> bool:
-        """Whether its exchanges are between two peers each (swarm/peer/pairing.py)."""
+        """True if its exchanges are between two peers each (swarm/peer/pairing.py)."""
         return self.terms.group == 2
 
     def wanted(self, close: CloseList) -> list[RoundItem]:
@@ -89,7 +89,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What came of an exchange: `reduced` by shard, or `gathered` by peer (pairs and gathers).
+    """The outcome of an exchange: `reduced` by shard, or `gathered` by peer (pairs and gathers).
 
     `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens
     after the round, `state` the hash of the state before it that most members had.

@@ -11,7 +11,7 @@ from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 
 
 class Voter(Content):
-    """What a member that only votes holds: at most what it must witness."""
+    """The content of a member that only votes: at most what it must witness."""
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context, places=0)
