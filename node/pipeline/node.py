@@ -158,7 +158,7 @@ class PipelineNode:
     def last_loss(self) -> float | None:
         """Of the last microbatches of a trainer, or of the last stage's last step."""
         if self.trainer is not None:
-            return self.trainer.recent_loss
+            return self.trainer.commits.recent_loss
         return self.serving.loop.last_loss if self.serving is not None else None
 
     @property
