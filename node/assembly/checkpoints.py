@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -65,17 +66,10 @@ class CheckpointManager:
         return written
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointManagers:
-    """Those of a full replica's stages."""
-
-    keepers: tuple[CheckpointManager, ...]
-
-    async def save(self) -> Path:
-        """One of each stage; returns the folder that they are in."""
-        for keeper in self.keepers:
-            await keeper.save()
-        return self.keepers[0].folder.checkpoints
+async def save_all(keepers: Sequence[CheckpointManager], folder: RunFolder) -> Path:
+    """Write one of each node, of a full replica each stage; returns the folder of the only one, or of all."""
+    saved = [await keeper.save() for keeper in keepers] or [folder.path]
+    return saved[0] if len(saved) == 1 else folder.checkpoints
 
 
 def folder_of(folder: RunFolder, role: str) -> Path:

@@ -13,25 +13,12 @@ import torch
 from torch import Tensor
 
 from farflock.node.assembly.checkpoints import folder_of
-from farflock.node.demo.baselines import compare, train_baseline
+from farflock.node.demo.baselines import train_baseline
 from farflock.node.demo.demo import Child, Demo
-from farflock.node.demo.report import (
-    HELD_OUT_SEQUENCES,
-    SAMPLE_TOKENS,
-    bytes_per_peer,
-    ddp_bytes,
-    numbers,
-    plot,
-    save,
-)
+from farflock.node.demo.report import held_against, train_tokens
 from farflock.node.errors import Failure
-from farflock.node.model.corpus import load_corpus
-from farflock.node.model.data import evaluation
-from farflock.node.model.evaluation import losses, unigram_loss
-from farflock.node.model.generate import generate
 from farflock.node.model.llama import Llama, build
 from farflock.node.model.stage_tensors import joined
-from farflock.node.model.tokenizer import ByteTokenizer
 from farflock.node.run.manifest import Manifest, resolve
 from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
@@ -102,32 +89,18 @@ def report(
     assert pipeline is not None, "a demo of a pipeline"
     microbatches = pipeline.batch_tokens // (plan.batch * plan.seq)
     steps, servers = plan.schedule.total_tokens // pipeline.batch_tokens, STAGES * SERVERS
-    corpus, tokenizer = load_corpus("shakespeare"), ByteTokenizer()
-    train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
-    x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
     founder = children[0].status()
     assert founder is not None, "the founder ended well"
-    lines = replace(plan, accumulate=microbatches)
+    lines, streams, train = replace(plan, accumulate=microbatches), [founder.peer], train_tokens()
     whole = assembled(plan, len(pipeline.stages), children)
-    unsplit = train_baseline(lines, train, [founder.peer], 1, steps, lambda share: progress("unsplit", share))
-    alone = train_baseline(
-        lines, train, [founder.peer], servers, steps // servers, lambda share: progress("alone", share)
-    )
-    compared = compare(losses(whole, x, y), losses(unsplit, x, y), losses(alone, x, y))
-    return {
-        **numbers(compared),
-        "unsplit_loss": compared.ddp,
-        "untrained_loss": float(losses(build(plan.model, plan.run_seed), x, y).mean()),
-        "unigram_loss": unigram_loss(train, held_out, tokenizer.vocab_size),
+    unsplit = train_baseline(lines, train, streams, 1, steps, lambda share: progress("unsplit", share))
+    alone = train_baseline(lines, train, streams, servers, steps // servers, lambda share: progress("alone", share))
+    facts = held_against(plan, folder, children, (whole, unsplit, alone), servers, steps)
+    return facts | {
+        "unsplit_loss": facts["ddp_loss"],
         "microbatches": founder.work["microbatches"],
         "microbatches_lost": founder.work["in doubt"],
         "microbatches_doubled": founder.work["doubled"],
-        "bytes_per_peer": bytes_per_peer(children),
-        "ddp_bytes_per_peer": ddp_bytes(whole, servers, steps),
-        "tokens": plan.schedule.total_tokens,
-        "checkpoint": str(save(plan, folder, whole, compared)),
-        "plot": str(plot(folder, [child for child in children if child.status() is not None], compared)),
-        "sample": generate(whole, tokenizer, "ROMEO", SAMPLE_TOKENS, seed=plan.run_seed),
     }
 
 

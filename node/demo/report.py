@@ -14,7 +14,7 @@ from farflock.node.model.data import evaluation
 from farflock.node.model.evaluation import losses, unigram_loss
 from farflock.node.model.generate import generate
 from farflock.node.model.llama import Llama, build
-from farflock.node.model.tokenizer import ByteTokenizer
+from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 from farflock.node.run.terms import RunPlan
 from farflock.node.state import checkpoint
 from farflock.node.state.history import History
@@ -34,38 +34,54 @@ def report(
     """Train the comparison lines as the plan `lines` says (the inner optimizer of some methods is good for nothing else),
     evaluate everything, write plot and checkpoint; returns the contract's fields. Who never came in counts for nothing."""
     children = [child for child in children if child.status() is not None]
-    corpus, tokenizer = load_corpus("shakespeare"), ByteTokenizer()
-    train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
-    x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
-    statuses = [status for child in children if (status := child.status()) is not None]
-    streams = [status.peer for status in statuses][:peers]
+    train = train_tokens()
+    streams = [status.peer for child in children if (status := child.status()) is not None][:peers]
     steps = plan.schedule.total_tokens // (peers * plan.batch * plan.seq * plan.accumulate)
     swarm = _swarm_model(plan, children)
-    untrained = float(losses(build(plan.model, plan.run_seed), x, y).mean())
     ddp = train_baseline(lines, train, streams, peers, steps, lambda share: progress("DDP", share))
     none = train_baseline(lines, train, streams[:1], peers, steps, lambda share: progress("no communication", share))
+    return held_against(plan, folder, children, (swarm, ddp, none), peers, steps)
+
+
+def train_tokens() -> TokenIds:
+    """The text that a demo trains on."""
+    return ByteTokenizer().encode(load_corpus("shakespeare").train)
+
+
+def held_against(
+    plan: RunPlan,
+    folder: Path,
+    children: Sequence[Child],
+    models: tuple[Llama, Llama, Llama],
+    peers: int,
+    steps: int,
+) -> dict[str, Any]:
+    """Evaluate the swarm's model and its two lines, write plot and checkpoint; returns the fields of both demos."""
+    tokenizer, train = ByteTokenizer(), train_tokens()
+    held_out = tokenizer.encode(load_corpus("shakespeare").held_out)
+    x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
+    swarm, ddp, none = models
     compared = compare(losses(swarm, x, y), losses(ddp, x, y), losses(none, x, y))
-    saved = save(plan, folder, swarm, compared)
     return {
-        **numbers(compared),
-        "untrained_loss": untrained,
+        **_numbers(compared),
+        "untrained_loss": float(losses(build(plan.model, plan.run_seed), x, y).mean()),
         "unigram_loss": unigram_loss(train, held_out, tokenizer.vocab_size),
-        "bytes_per_peer": bytes_per_peer(children),
-        "ddp_bytes_per_peer": ddp_bytes(swarm, peers, steps),
+        "bytes_per_peer": _bytes_per_peer(children),
+        "ddp_bytes_per_peer": _ddp_bytes(swarm, peers, steps),
         "tokens": plan.schedule.total_tokens,
-        "checkpoint": str(saved),
-        "plot": str(plot(folder, children, compared)),
+        "checkpoint": str(_save(plan, folder, swarm, compared)),
+        "plot": str(_plot(folder, [child for child in children if child.status() is not None], compared)),
         "sample": generate(swarm, tokenizer, "ROMEO", SAMPLE_TOKENS, seed=plan.run_seed),
     }
 
 
-def ddp_bytes(model: Llama, peers: int, steps: int) -> int:
+def _ddp_bytes(model: Llama, peers: int, steps: int) -> int:
     """What a ring all-reduce of bf16 gradients at every step would have sent per peer."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return int(2 * (peers - 1) / peers * parameters * 2 * steps)
 
 
-def numbers(compared: Comparison) -> dict[str, float | None]:
+def _numbers(compared: Comparison) -> dict[str, float | None]:
     return {
         "held_out_loss": compared.swarm,
         "held_out_error": compared.swarm_error,
@@ -95,12 +111,12 @@ def _checkpoints(children: Sequence[Child]) -> list[Path]:
     return [entry.folder for entry in found if entry is not None]
 
 
-def bytes_per_peer(children: Sequence[Child]) -> int:
+def _bytes_per_peer(children: Sequence[Child]) -> int:
     sent = [status.sent_bytes for child in children if (status := child.status()) is not None and not child.killed]
     return int(sum(sent) / max(len(sent), 1))
 
 
-def save(plan: RunPlan, folder: Path, model: Llama, compared: Comparison) -> Path:
+def _save(plan: RunPlan, folder: Path, model: Llama, compared: Comparison) -> Path:
     import msgspec
 
     weights: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
@@ -110,7 +126,7 @@ def save(plan: RunPlan, folder: Path, model: Llama, compared: Comparison) -> Pat
     return checkpoint.save(folder / "checkpoints", steps, {"model": weights}, meta, files)
 
 
-def plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path:
+def _plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path:
     """Training loss of each peer over its steps, with the held-out losses of the three lines."""
     import matplotlib
 

@@ -11,7 +11,6 @@ a stage that has all it needs and does not step yet, for a round is open; more w
 that are too old by then. And like a trainer it keeps only so many that no round has named."""
 
 import asyncio
-import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from functools import partial
 from farflock.node.pipeline.passes.stage import MicrobatchGradient, backward_through
 from farflock.node.pipeline.server.server import BACKWARD_COST, Computing, StageServer
 from farflock.node.pipeline.server.task import BatchTrigger
-from farflock.node.pipeline.trainer.commits import RECENT, CommitTracker
+from farflock.node.pipeline.trainer.commits import CommitTracker
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory
 from farflock.node.reporting import Report
@@ -55,11 +54,10 @@ class FullTrainer:
     ) -> None:
         self._peer, self._stage_directory, self._parts = peer, stage_directory, tuple(parts)
         self.source, self._ahead, self._most = source, ahead, kept
-        self._computing, self._report = computing, report
+        self._computing = computing
         # Nobody is asked for a pass, so whatever a round may have named is open here.
         self.commits = CommitTracker(peer.me, stage_directory, report, doubtful=("open",))
         self.stopping = False
-        self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
         self.spoilt = 0  # microbatches whose gradient was not finite: they count nowhere
 
     async def run(self, enough: Callable[[], bool]) -> None:
@@ -76,11 +74,6 @@ class FullTrainer:
     def kept(self) -> int:
         """Microbatches that wait to be named."""
         return len(self.commits.begun_s)
-
-    @property
-    def recent_loss(self) -> float | None:
-        """Mean of the last microbatches' losses, in nats a token."""
-        return sum(self._losses) / len(self._losses) if self._losses else None
 
     def waits(self) -> list[OpenWait]:
         """It asks nobody for anything."""
@@ -103,9 +96,7 @@ class FullTrainer:
         self.commits.begin(number, order, started_s)
         for server, part, of in zip(servers, staged, rounds, strict=True):
             await server.contribute((self._peer.me, number), part, loss if server.stage.is_last else None, of)
-        mean_loss = loss / self.source.edges.tokens
-        self._losses.append(mean_loss)
-        self._report("loss", {"number": number, "loss": mean_loss})
+        self.commits.trained(number, loss / self.source.edges.tokens)
 
     def _compute(
         self, servers: Sequence[StageServer], microbatch: Microbatch

@@ -20,7 +20,7 @@ from farflock.node.pipeline.lifecycle.assembly import Assembly, NodeServices, St
 from farflock.node.pipeline.lifecycle.beginning import SETTLE_S, StageStartup
 from farflock.node.pipeline.lifecycle.end_copies import EndCopies
 from farflock.node.pipeline.lifecycle.features import frozen_embedding, stage_inputs
-from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
+from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.rebalancer import Rebalancer
 from farflock.node.pipeline.passes.edges import Edges, edges_of
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
@@ -111,7 +111,7 @@ class PipelineNode:
         index = serving.index
         templates, saved = self._exchanges.templates(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
-        embedding = self._embedding if index in (0, self._stage) else FixedEmbedding()  # a full replica asks once
+        embedding = self._embedding if index in (0, self._stage) else FrozenEmbedding()  # a full replica asks once
         known = self.plan, self.pipeline, serving, templates, saved, look_on
         return StageStartup(*known, self._means.report, embedding)
 
@@ -158,7 +158,7 @@ class PipelineNode:
     def last_loss(self) -> float | None:
         """Of the last microbatches of a trainer, or of the last stage's last step."""
         if self.trainer is not None:
-            return self.trainer.recent_loss
+            return self.trainer.commits.recent_loss
         return self.serving.loop.last_loss if self.serving is not None else None
 
     @property

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from farflock.node.assembly.checkpoints import CheckpointManager, CheckpointManagers, last_of
+from farflock.node.assembly.checkpoints import CheckpointManager, last_of, save_all
 from farflock.node.assembly.node import ReplicaNode, replica_node
 from farflock.node.assembly.resume import load_moments, load_state
 from farflock.node.errors import Failure, FarflockError, RefusedByRun
@@ -82,7 +82,7 @@ class NodeProcess:
     links: ZmqLinks
     history: History
     journal: RunRecorder
-    keeper: CheckpointManager | CheckpointManagers | None  # none where nothing is held that could be kept
+    keepers: list[CheckpointManager]  # of each stage that is held, or of the whole model
     doors: tuple[str, ...] = ()  # by which I came in
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
@@ -366,7 +366,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
         await part.run(node.manifest.run.total_tokens)
         lingers_s = asyncio.get_running_loop().time() + LINGER_S
         await _until(node, lambda: peer.alone or asyncio.get_running_loop().time() >= lingers_s)
-        saved = await node.keeper.save() if node.keeper is not None else node.machine.folder.path
+        saved = await save_all(node.keepers, node.machine.folder)
         await peer.part()
         node.history.event("stopped" if part.stopping else "done", checkpoint=str(saved), step=part.step)
         return saved
@@ -415,13 +415,12 @@ def _node(
     history = History.open(machine.folder.path, time.time)
     journal = RunRecorder(history, links.total_bytes)
     part: ReplicaNode | PipelineNode
-    keeper: CheckpointManager | CheckpointManagers | None
     if manifest.pipeline is not None:
-        part, keeper = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
+        part, keepers = part_of(machine, manifest, run, peer, tokens, journal.report, stage, trains)
     else:
         part = replica = replica_node(
             manifest.plan(), peer, tokens, compute=peer.context.compute, train=Worker("train"), report=journal.report
         )
-        keeper = CheckpointManager(replica, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)
-        replica.loop.pause = keeper.pause
-    return NodeProcess(machine, manifest, run, founder, part, directory, links, history, journal, keeper)
+        keepers = [CheckpointManager(part, machine.folder, run, manifest.canonical().decode(), machine.checkpoint_s)]
+        replica.loop.pause = keepers[0].pause
+    return NodeProcess(machine, manifest, run, founder, part, directory, links, history, journal, keepers)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from farflock.node.assembly.checkpoints import CheckpointManager, CheckpointManagers, last_of
+from farflock.node.assembly.checkpoints import CheckpointManager, last_of
 from farflock.node.errors import Usage
 from farflock.node.model.tokenizer import TokenIds
 from farflock.node.pipeline.lifecycle.assembly import NodeServices
@@ -93,9 +93,9 @@ def part_of(
     report: Report,
     stage: int,
     trains: bool,
-) -> tuple[PipelineNode, CheckpointManager | CheckpointManagers | None]:
-    """The node, and what keeps its stage's checkpoints. All that computes has one thread: no pass may see weights that a step
-    is just changing."""
+) -> tuple[PipelineNode, list[CheckpointManager]]:
+    """The node, and what keeps the checkpoints of its stages, each by itself: anybody may take one up some day. All that
+    computes has one thread: no pass may see weights that a step is just changing."""
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
     plan, worker = manifest.plan(), Worker("stage")
@@ -109,19 +109,9 @@ def part_of(
     needs = tuple(needed_stage_bytes(plan, pipeline, index) for index in range(len(pipeline.stages)))
     means = NodeServices(worker, lambda work, cost: worker(work), worker, report, free, needs)
     node = PipelineNode(plan, pipeline, peer, means, stage, tokens if trains else None, known)
-    return node, _keeper(node, machine, manifest, run)
-
-
-def _keeper(
-    node: PipelineNode, machine: MachineOptions, manifest: Manifest, run: str
-) -> CheckpointManager | CheckpointManagers | None:
-    """Each stage is kept by itself, also a full replica's: whoever serves it some day may take it up."""
     text, keepers = manifest.canonical().decode(), []
     for serving in node.servings:
-        keepers.append(
-            CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role_of(serving.index))
-        )
+        role = role_of(serving.index)
+        keepers.append(CheckpointManager(serving, machine.folder, run, text, machine.checkpoint_s, role))
         serving.loop.pause = keepers[-1].pause
-    if len(keepers) > 1:
-        return CheckpointManagers(tuple(keepers))
-    return keepers[0] if keepers else None
+    return node, keepers

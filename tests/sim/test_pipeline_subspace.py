@@ -18,7 +18,7 @@ from torch.func import functional_call
 from farflock.compression.subspace import outside
 from farflock.node.pipeline.passes.constraint import EMBEDDING
 from farflock.node.pipeline.passes.edges import basis_of
-from farflock.node.pipeline.server.edge_ends import PlainEnds
+from farflock.node.pipeline.server.edge_ends import EdgeEnds
 from farflock.node.run.terms import TrainerTerms
 from farflock.node.simulate.pipeline import PipelineWorld, parts
 from farflock.optimizers.parts.inner import InnerConfig
@@ -279,7 +279,7 @@ def test_a_server_with_another_basis_refuses_by_name_computes_nothing_and_the_ot
         if node.serving is not None and number == 3:
             codec = dataclasses.replace(node._edges.codec, basis=other)
             passes = node.serving.server.passes
-            passes.ends = PlainEnds(dataclasses.replace(node._edges, codec=codec))
+            passes.ends = EdgeEnds(dataclasses.replace(node._edges, codec=codec))
             read, stage = passes._read, passes.stage
 
             def reading(job):

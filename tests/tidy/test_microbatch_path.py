@@ -14,7 +14,7 @@ from farflock.node.pipeline.lifecycle.features import edge_ends
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.server import StageServer
-from farflock.node.pipeline.server.weight_versions import SingleVersion
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.pipeline.trainer.in_flight import MicrobatchSource
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory, StreamName
 from farflock.node.pipeline.trainer.trainer import Trainer
@@ -50,12 +50,11 @@ PATH = [
     "swarm/peer/context.py",
     "swarm/peer/call_server.py",
     "node/pipeline/server/server.py",
-    "node/pipeline/server/admission.py",
+    "node/pipeline/server/passes.py",
     "node/pipeline/passes/stage.py",
     "node/pipeline/server/edge_ends.py",
     "node/pipeline/server/queue.py",
     "node/pipeline/server/pending.py",
-    "node/pipeline/server/passes.py",
     "node/pipeline/server/weight_versions.py",
     "node/pipeline/server/accounts.py",
 ]
@@ -96,7 +95,7 @@ class Swarm:
 def server_of(stage, span):
     made = Stage(build(MODEL, 0, span))
     computing = SimpleNamespace(compute=inline, run_pass=lambda work, cost: inline(work))
-    place = {"life": 1, "applied": lambda: -1, "versions": SingleVersion()}
+    place = {"life": 1, "applied": lambda: -1, "versions": WeightVersions()}
     return StageServer(stage, made, edge_ends(EDGES), ServerTerms(), computing, **place)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig
 from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions, VersionedContributions, finite_table
+from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.state import living
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica
 from farflock.node.run.terms import FIRST_VERSION, EmbeddingSchedule
@@ -36,26 +37,21 @@ HEAD_BYTES = 1 << 12  # of a name and a shape before the values
 log = logging.getLogger(__name__)
 
 
-def embedding_sync_of(
-    codec: SubspaceVersions,
-    turns: EmbeddingSchedule,
-    peer: Peer,
-    config: ModelConfig,
-    stages: int,
-    stream: str,
-    compute: Compute,
-) -> "EmbeddingSync":
-    """Make the keeper of a node."""
-    return EmbeddingSync(peer, EmbeddingVersions(codec, turns), config, stages, stream, compute)
-
-
-class EmbeddingSync:
+class EmbeddingSync(FrozenEmbedding):
     """One node's part. `stream` is that of the first of so many `stages`."""
 
     def __init__(
-        self, peer: Peer, tables: EmbeddingVersions, config: ModelConfig, stages: int, stream: str, compute: Compute
+        self,
+        codec: SubspaceVersions,
+        turns: EmbeddingSchedule,
+        peer: Peer,
+        config: ModelConfig,
+        stages: int,
+        stream: str,
+        compute: Compute,
     ) -> None:
-        self._peer, self._tables, self._config, self._compute = peer, tables, config, compute
+        self._tables = EmbeddingVersions(codec, turns)
+        self._peer, self._config, self._compute = peer, config, compute
         self._stages, self._stream = stages, stream
         self._first: VersionedContributions | None = None
         self._applied: Callable[[], int] = self._heard

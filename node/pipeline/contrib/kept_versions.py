@@ -14,7 +14,7 @@ from torch import nn
 
 from farflock.node.pipeline.contrib.stash import Stash, Weights
 from farflock.node.pipeline.passes.requests import Version
-from farflock.node.pipeline.server.weight_versions import ORIGIN, MissingReason, MissingVersion
+from farflock.node.pipeline.server.weight_versions import ORIGIN, MissingReason, MissingVersion, WeightVersions
 from farflock.node.run.terms import Asynchronous, Correction
 from farflock.node.train.driver import Driver
 from farflock.optimizers.parts.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
@@ -42,7 +42,7 @@ def mean_delay(ages: Collection[int]) -> int:
 
 
 @dataclass(slots=True)
-class Versions:
+class Versions(WeightVersions):
     """Versions that are kept, as `WeightVersions`, at one server of stage `module`.
 
     `applied` says which round its weights are of, `marks` what goes with its state, `bound` how

@@ -44,10 +44,10 @@ from farflock.compression.aqsgd import (
 from farflock.compression.codec import CorruptPayload
 from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Forward, Visit
-from farflock.node.pipeline.server.edge_ends import NotHeld
+from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 
 
-class ServerMemory:
+class ServerMemory(EdgeEnds):
     """A stage server's ends (node/pipeline/server/edge_ends.py): of the outputs that it sent and of the inputs that
     it got.
 

@@ -20,7 +20,6 @@ from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.recovery.rebuild import LR_BUMP
 from farflock.node.pipeline.server.server import Pass, StageServer
 from farflock.node.pipeline.server.task import BatchTrigger, StageTask, gated
-from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.reporting import Report
 from farflock.node.run.policies import shares_of
 from farflock.node.run.terms import PipelinePlan, RunPlan
@@ -94,7 +93,9 @@ class Assembly:
         versions = make_versions(
             staleness, *weights, applied=applied, marks=marks, summing=summing, report=report_delay
         )
-        server = self._server(index, stage, staleness, applied, versions)
+        terms, life = replace(pipeline.server, staleness=staleness), peer.context.incarnation
+        ends = edge_ends(self.edges)
+        server = StageServer(index, stage, ends, terms, means, life=life, applied=applied, versions=versions)
         driver.contributions = server.accounts if index else self.embedding.at_first(server.accounts, driver, applied)
         state_sync = StateSync(peer, driver, exchange_client, means.compute)
         training_task = StageTask(
@@ -108,20 +109,6 @@ class Assembly:
         report, train = self._report_of(index), gated(batch, means.train)
         loop = Loop(driver, exchange_client, state_sync, training_task, means.compute, train, report, adopt=_over)
         return StageNode(index, peer, stage.model, state_sync, loop, training_task, server, batch)
-
-    def _server(
-        self, index: int, stage: Stage, staleness: int, applied: Callable[[], int], versions: WeightVersions
-    ) -> StageServer:
-        return StageServer(
-            index,
-            stage,
-            edge_ends(self.edges),
-            replace(self.pipeline.server, staleness=staleness),
-            self.means,
-            life=self.peer.context.incarnation,
-            applied=applied,
-            versions=versions,
-        )
 
     def _report_of(self, index: int) -> Report:
         """What a stage's loop says. A full replica has a loop for each: rounds say of which stage they are, and of the steps,

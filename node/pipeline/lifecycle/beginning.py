@@ -12,7 +12,7 @@ from typing import Protocol
 
 from farflock.node.assembly.resume import Resumable, cursors_of, load_stage_state
 from farflock.node.pipeline.lifecycle.end_copies import find_copy
-from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
+from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.lifecycle.state import SCALE, begin_anew, living, round_of, scale_snapshot
 from farflock.node.pipeline.recovery.rebuild import Unrecoverable
 from farflock.node.pipeline.server.task import StageTask
@@ -52,7 +52,7 @@ class StageStartup:
     saved: Checkpoint | None
     look_on: Callable[[], None]
     report: Report
-    embedding: FrozenEmbedding = field(default_factory=FixedEmbedding)  # each node's is brought by one of its stages
+    embedding: FrozenEmbedding = field(default_factory=FrozenEmbedding)  # each node's is brought by one of its stages
 
     def found(self) -> None:
         """The run's first: with initial weights, or the last checkpoint's."""

@@ -1,15 +1,15 @@
 """Rare features of pipelines, each behind one seam: what a run's terms ask for is imported then,
 and never before.
 
-A feature is named here by the module of contrib/ that has it. The core knows its seam alone, and
-the implementation for a run that does without it.
+A feature is named here by the module of contrib/ that has it. The core knows its seam alone: the
+class there does for a run without the feature, and that of contrib/ is a kind of it.
 
 | asked for by | seam | without it |
 |---|---|---|
-| a codec that remembers samples | node/pipeline/server/edge_ends.py | `PlainEnds` |
+| a codec that remembers samples | node/pipeline/server/edge_ends.py | `EdgeEnds` |
 | the same, at a trainer | `StageInputs`, node/pipeline/trainer/in_flight.py | `WholeInputs` |
-| `[pipeline.asynchronous]` | node/pipeline/server/weight_versions.py | `SingleVersion` |
-| `pipeline.constrain = "pipelines"` | node/pipeline/lifecycle/frozen_embedding.py | `FixedEmbedding` |
+| `[pipeline.asynchronous]` | node/pipeline/server/weight_versions.py | `WeightVersions` |
+| `pipeline.constrain = "pipelines"` | node/pipeline/lifecycle/frozen_embedding.py | `FrozenEmbedding` |
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from farflock.compression.activation import ActivationCodec
 from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.data import Batches
 from farflock.node.model.llama import ModelConfig
-from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding, FrozenEmbedding
+from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.passes.edges import Edges
-from farflock.node.pipeline.server.edge_ends import EdgeEnds, PlainEnds
-from farflock.node.pipeline.server.weight_versions import SingleVersion, WeightVersions
+from farflock.node.pipeline.server.edge_ends import EdgeEnds
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.pipeline.trainer.in_flight import StageInputs, WholeInputs
 from farflock.node.run.terms import Asynchronous, EmbeddingSchedule
 from farflock.swarm.compute import Compute
@@ -34,14 +34,14 @@ MAKERS = {
     "sample memory": "farflock.node.pipeline.contrib.sample_memory:ServerMemory",
     "sample inputs": "farflock.node.pipeline.contrib.sample_inputs:SampleInputs",
     "weight versions": "farflock.node.pipeline.contrib.kept_versions:versions_of",
-    "embedding versions": "farflock.node.pipeline.contrib.embedding_sync:embedding_sync_of",
+    "embedding versions": "farflock.node.pipeline.contrib.embedding_sync:EmbeddingSync",
 }
 
 
 def edge_ends(edges: Edges) -> EdgeEnds:
     """Make a stage server's ends of its edges."""
     if not edges.remembers:
-        return PlainEnds(edges)
+        return EdgeEnds(edges)
     made: EdgeEnds = _maker("sample memory")(edges)
     return made
 
@@ -57,7 +57,7 @@ def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
 def weight_versions(terms: Asynchronous | None) -> Callable[..., WeightVersions]:
     """Return what makes the versions of a stage's weights at one server, of what
     `contrib.kept_versions.versions_of` takes after its terms."""
-    return (lambda *given, **named: SingleVersion()) if terms is None else partial(_maker("weight versions"), terms)
+    return (lambda *given, **named: WeightVersions()) if terms is None else partial(_maker("weight versions"), terms)
 
 
 def frozen_embedding(
@@ -72,7 +72,7 @@ def frozen_embedding(
     """Make a node's versions of the frozen embedding; `stream` is that of the first of so many
     `stages`."""
     if turns is None or not isinstance(codec, SubspaceVersions):
-        return FixedEmbedding()
+        return FrozenEmbedding()
     made: FrozenEmbedding = _maker("embedding versions")(codec, turns, peer, config, stages, stream, compute)
     return made
 

@@ -1,18 +1,17 @@
 """The seam between a pipeline's stages and the frozen part of the embedding, which the subspace
 codec's two ends share.
 
-Where all peers keep to the subspace it follows from the run's seed and stays, and `FixedEmbedding`
-is all that a node needs. Where full replicas are free it has a new version every so many rounds
-(docs/decisions/019); the assembly then hands in a keeper of versions (node/pipeline/contrib/embedding_sync.py)."""
+Where all peers keep to the subspace it follows from the run's seed and stays: every peer makes it by
+itself, and nothing is to be brought. Where full replicas are free it has a new version every so many
+rounds (docs/decisions/019); the assembly then hands in a keeper of versions (node/pipeline/contrib/embedding_sync.py)."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from farflock.node.train.driver import ContributionLog, Driver
 
 
-class FrozenEmbedding(Protocol):
-    """The versions of the frozen embedding at one node. Five functions.
+class FrozenEmbedding:
+    """The versions of the frozen embedding at one node, of which there is one here. Five functions.
 
     Law:
 
@@ -30,41 +29,17 @@ class FrozenEmbedding(Protocol):
     def at_first(self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]) -> ContributionLog:
         """This node serves the first stage, whose weights are of round `applied()`: return its
         books, through which versions are made and followed."""
-        ...
+        return contributions
 
     def founded(self) -> None:
         """This node has founded the run, with initial weights or those of its last checkpoint."""
-        ...
 
     async def before(self, after: int) -> None:
         """A stage is about to be begun anew, after this round of its own: bring what its weights
         are written with."""
-        ...
 
     async def begun(self, *, anew: bool) -> None:
         """A stage has its state, its own or (`anew` is False) that of others."""
-        ...
 
     async def run(self) -> None:
         """Bring new versions, and hand them on, for as long as there may be any."""
-        ...
-
-
-class FixedEmbedding:
-    """One version for the whole run, which every peer makes by itself."""
-
-    def at_first(self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]) -> ContributionLog:
-        """As `FrozenEmbedding.at_first`: rounds make no versions."""
-        return contributions
-
-    def founded(self) -> None:
-        """Nothing is to be brought."""
-
-    async def before(self, after: int) -> None:
-        """Nothing is to be brought."""
-
-    async def begun(self, *, anew: bool) -> None:
-        """Nothing is to be brought."""
-
-    async def run(self) -> None:
-        """Nothing will ever be brought."""

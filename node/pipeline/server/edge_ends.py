@@ -1,7 +1,7 @@
 """The seam between a stage server and what it keeps of the edges that it serves: how outputs are
 written, and inputs read.
 
-Most codecs keep nothing, and `PlainEnds` is all that a server needs. A codec that sends what
+Most codecs keep nothing. A codec that sends what
 changed since a sample's last visit keeps values at both ends of an edge (node/pipeline/contrib/sample_memory.py);
 the assembly then hands in other ends (node/pipeline/lifecycle/features.py).
 
@@ -9,7 +9,6 @@ Shapes: B sequences, L positions, D model width.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -25,9 +24,10 @@ class NotHeld(Exception):
         self.rows = rows
 
 
-class EdgeEnds(Protocol):
-    """A stage server's ends of its edges, for all trainers together: one attribute, three
-    functions.
+@dataclass(slots=True)
+class EdgeEnds:
+    """A stage server's ends of its edges, for all trainers together, which keep nothing here: every
+    payload stands for itself. One attribute, three functions.
 
     Law:
 
@@ -43,40 +43,16 @@ class EdgeEnds(Protocol):
        by the one thread that computes.
     """
 
-    @property
-    def edges(self) -> Edges:
-        """The codecs of the run, and the shape of its microbatches."""
-        ...
+    edges: Edges  # the codecs of the run, and the shape of its microbatches
 
     def misfit(self, request: Forward | Backward) -> str | None:
         """Return why the samples that a request names cannot be, or None if they can."""
-        ...
+        return None if request.visit is None else "samples are named, and the run's codec remembers none"
 
     def output(self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None) -> bytes:
         """Write a stage's output (B, L, D); `came` is the payload of its input, None for tokens."""
-        ...
-
-    def input(self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
-        """Read a stage's input (B, L, D)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlainEnds:
-    """Ends that keep nothing: every payload stands for itself."""
-
-    edges: Edges
-
-    def misfit(self, request: Forward | Backward) -> str | None:
-        """As `EdgeEnds.misfit`: no samples are named."""
-        if request.visit is None:
-            return None
-        return "samples are named, and the run's codec remembers none"
-
-    def output(self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None) -> bytes:
-        """As `EdgeEnds.output`, the same for every caller."""
         return self.edges.output(y_BLD, request, tokens_BL, came)
 
     def input(self, caller: str, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
-        """As `EdgeEnds.input`, the same for every caller."""
+        """Read a stage's input (B, L, D)."""
         return self.edges.input(payload, request, tokens_BL)

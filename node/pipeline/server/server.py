@@ -5,9 +5,10 @@ model.
 Requests wait in a queue, backward passes first; a trainer that finds it full asks another server.
 One thing is computed at a time, so that no pass sees weights which a step is just changing.
 
-A request goes through the parts of a server in this order: rules refuse it or not (node/pipeline/server/admission.py),
-it waits (node/pipeline/server/queue.py), it is computed (node/pipeline/server/passes.py), its gradient waits for a
-confirmation (node/pipeline/server/pending.py), and then it counts (node/pipeline/server/accounts.py)."""
+A request goes through the parts of a server in this order: it is refused or not
+(node/pipeline/server/passes.py), it waits (node/pipeline/server/queue.py), it is computed (node/pipeline/server/passes.py),
+its gradient waits for a confirmation (node/pipeline/server/pending.py), and then it counts
+(node/pipeline/server/accounts.py)."""
 
 import asyncio
 import collections
@@ -36,7 +37,6 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.passes.stage import MicrobatchGradient, Stage
 from farflock.node.pipeline.server.accounts import StageAccounts
-from farflock.node.pipeline.server.admission import AdmissionRules
 from farflock.node.pipeline.server.edge_ends import EdgeEnds
 from farflock.node.pipeline.server.passes import BackwardResult, PassRequest, StagePasses
 from farflock.node.pipeline.server.pending import PendingGradient, PendingGradients
@@ -108,8 +108,7 @@ class StageServer:
     ) -> None:
         staging = GradientLeases(terms.places, terms.lease_s)
         self._computing, self._life, self._applied = computing, life, applied
-        self.admission = AdmissionRules(index, stage, ends, versions, applied, terms.staleness)
-        self.passes = StagePasses(stage, ends, versions, applied)
+        self.passes = StagePasses(index, stage, ends, versions, applied, terms.staleness)
         self.pending = PendingGradients(staging)
         tokens, knows_loss = ends.edges.tokens, stage.is_last
         self.accounts = StageAccounts(staging, versions, applied, terms.staleness, tokens, knows_loss=knows_loss)
@@ -133,7 +132,7 @@ class StageServer:
 
     def _refusal(self, key: GradientKey, asked: StageRequest, sizes: tuple[int, ...]) -> StageAnswer | None:
         known = isinstance(asked, Backward) and key in self.pending.replies
-        refusal = self.admission.refusal(asked, sizes, known=known)
+        refusal = self.passes.refusal(asked, sizes, known=known)
         if refusal is not None or known or isinstance(asked, Confirm | Revoke):
             return refusal
         return None if self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()

@@ -1,15 +1,15 @@
 """The seam between a stage server and the versions of its weights: which weights a pass uses, and
 how late a gradient is.
 
-A server that waits for its rounds has one version, and `SingleVersion` is all that it needs. In a
-pipeline that does not wait (docs/decisions/016) a forward pass says which version it used, and the
-backward pass names it, so that any server of the stage differentiates the same function; the delay
-of a gradient is the number of rounds that were applied between its weights and the round that it
-goes into. The assembly then hands in versions that are kept (node/pipeline/contrib/kept_versions.py)."""
+A server that waits for its rounds has one version. In a pipeline that does not wait
+(docs/decisions/016) a forward pass says which version it used, and the backward pass names it, so
+that any server of the stage differentiates the same function; the delay of a gradient is the number
+of rounds that were applied between its weights and the round that it goes into. The assembly then
+hands in versions that are kept (node/pipeline/contrib/kept_versions.py)."""
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol
+from contextlib import contextmanager
+from typing import Literal
 
 from farflock.node.pipeline.passes.requests import Version
 from farflock.optimizers.method import State
@@ -28,8 +28,9 @@ class MissingVersion(LookupError):
         self.lack = lack
 
 
-class WeightVersions(Protocol):
-    """The versions of one stage's weights at one server, by the rounds in them. Six functions.
+class WeightVersions:
+    """The versions of one stage's weights at one server, by the rounds in them. Here there is one, the
+    stage's own weights: passes name none, and no gradient is late. Six functions.
 
     Law:
 
@@ -46,59 +47,32 @@ class WeightVersions(Protocol):
        `number` grows.
     """
 
-    def using(self, version: Version | None) -> AbstractContextManager[Version | None]:
+    @contextmanager
+    def using(self, version: Version | None) -> Iterator[Version | None]:
         """Compute with these weights inside the block (None: with the newest). Gives the version
         for the reply, None where passes name none. `MissingVersion` if it is not here."""
-        ...
+        yield None
 
     def lack(self, version: Version) -> MissingReason | None:
         """Return why a version is not here: its round is yet to come, others may have it, or it may
         be used no more."""
-        ...
+        return None
 
     def delay(self, weights: int, number: int, stepped: int | None = None) -> int:
         """Return by how many rounds a gradient of the weights of round `weights` is late for round
         `number`. `stepped` is the last round that was in the weights when a step took the gradient,
         None if none has."""
-        ...
+        return 0
 
     def begin_step(self, ages: Collection[int]) -> None:
         """A step is about to take in gradients whose weights are so many rounds old."""
-        ...
 
     def begin_round(self, ages: Collection[int]) -> None:
         """A round is about to change the weights, and takes in gradients that are so many rounds
         late."""
-        ...
 
     def end_round(self) -> None:
         """The round has changed them."""
-        ...
-
-
-class SingleVersion:
-    """The only version is the stage's own weights: passes name none, and no gradient is late."""
-
-    @contextmanager
-    def using(self, version: Version | None) -> Iterator[None]:
-        """As `WeightVersions.using`: the weights that are there, whatever is named."""
-        yield
-
-    def lack(self, version: Version) -> None:
-        """As `WeightVersions.lack`: nothing is lacking."""
-
-    def delay(self, weights: int, number: int, stepped: int | None = None) -> int:
-        """As `WeightVersions.delay`: the weights have waited for the gradient."""
-        return 0
-
-    def begin_step(self, ages: Collection[int]) -> None:
-        """Nothing is corrected."""
-
-    def begin_round(self, ages: Collection[int]) -> None:
-        """Nothing is kept."""
-
-    def end_round(self) -> None:
-        """Nothing is served in place of the weights."""
 
 
 def origin_of(state: State) -> int:

@@ -1,6 +1,7 @@
 """Which of a trainer's microbatches count, and where: those that the rounds of all stages have
 named (decision 014)."""
 
+import collections
 from collections.abc import Iterable
 
 from farflock.node.pipeline.trainer.stage_directory import StageDirectory
@@ -45,6 +46,7 @@ class CommitTracker:
     ) -> None:
         self._me, self._stage_directory, self._report = me, stage_directory, report
         self._doubtful = doubtful
+        self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)
         self.ledger = Ledger(stage_directory.stages)
         self._named = DuplicateDetector(me, stage_directory.stages)
         # When those microbatches set out that do not count everywhere yet.
@@ -54,6 +56,16 @@ class CommitTracker:
         self.dropped = 0  # gradients that never counted: each of one microbatch at one stage
         # Microbatches of which it is not known whether they count: the log of rounds has moved on.
         self.lost = 0
+
+    def trained(self, number: int, loss: float) -> None:
+        """A microbatch has come back, with this loss in nats a token."""
+        self._losses.append(loss)
+        self._report("loss", {"number": number, "loss": loss})
+
+    @property
+    def recent_loss(self) -> float | None:
+        """Mean of the last microbatches' losses, in nats a token."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property
     def doubled(self) -> int:

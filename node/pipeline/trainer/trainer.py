@@ -77,12 +77,6 @@ class Trainer:
         """Microbatches in flight: those on their way, and those that wait to be named."""
         return len(self._flights)
 
-    @property
-    def recent_loss(self) -> float | None:
-        """Mean of the last microbatches' losses, in nats a token."""
-        losses = self._walker.losses
-        return sum(losses) / len(losses) if losses else None
-
     def waits(self) -> list[OpenWait]:
         """What is asked of which peer now, and which stages nobody can be asked for."""
         return self.client.waits()

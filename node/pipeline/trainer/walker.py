@@ -6,7 +6,6 @@ way back.
 """
 
 import asyncio
-import collections
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from farflock.node.pipeline.passes.requests import (
     Unknown,
 )
 from farflock.node.pipeline.trainer.blame import Quarantine
-from farflock.node.pipeline.trainer.commits import RECENT, CommitTracker
+from farflock.node.pipeline.trainer.commits import CommitTracker
 from farflock.node.pipeline.trainer.edge_codecs import EdgeCodecs
 from farflock.node.pipeline.trainer.in_flight import InFlight, StageInputs, WholeInput
 from farflock.node.pipeline.trainer.stage_client import PAUSE_S, Asked, StageClient
@@ -59,7 +58,6 @@ class Walker:
         self._client, self._stage_directory, self._codecs, self._inputs = client, stage_directory, codecs, inputs
         self._quarantine, self._commits = quarantine, commits
         self._report, self._spawn = report, spawn
-        self.losses: collections.deque[float] = collections.deque(maxlen=RECENT)  # nats a token
 
     async def walk(self, flight: InFlight) -> None:
         """Forward, then back. A walk that a stage finds too old, or whose payloads no server can
@@ -175,7 +173,7 @@ class Walker:
         self._spawn(self.confirm(flight, stage, server.name, attempt))
         flight.weights.used(stage, answer.version)
         if answer.loss_sum is not None:
-            self._note_loss(flight, answer.loss_sum / self._codecs.edges.tokens)
+            self._commits.trained(flight.number, answer.loss_sum / self._codecs.edges.tokens)
         flight.origins.made((source, "gradient"), server.peer)
         return asked.payloads[0] if asked.payloads else b""
 
@@ -213,10 +211,6 @@ class Walker:
                     ledger.refused(place, attempt)
         finally:
             flight.asking.discard(stage)
-
-    def _note_loss(self, flight: InFlight, loss: float) -> None:
-        self.losses.append(loss)
-        self._report("loss", {"number": flight.number, "loss": loss})
 
     def _lacks(self, flight: InFlight, stage: int, answer: Gone | Foreign) -> None:
         """A server has not got the weights of the forward pass, or what its payload is encoded in.

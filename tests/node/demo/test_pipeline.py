@@ -9,6 +9,7 @@ import torch
 
 from farflock.node.assembly.checkpoints import folder_of
 from farflock.node.demo import pipeline as pipeline_demo
+from farflock.node.demo import report as demo_report
 from farflock.node.demo.demo import Child
 from farflock.node.demo.pipeline import MIDDLE, SERVERS, STAGES, PipelineDemo, assembled, pipeline_manifest, report
 from farflock.node.errors import Failure
@@ -168,8 +169,8 @@ def test_a_stage_that_nobody_left_a_checkpoint_of_is_a_failure_that_names_it(lef
 def test_the_report_holds_the_pipelines_model_against_the_unsplit_one_on_the_founders_microbatches(
     left, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pipeline_demo, "HELD_OUT_SEQUENCES", 8)
-    monkeypatch.setattr(pipeline_demo, "SAMPLE_TOKENS", 5)
+    monkeypatch.setattr(demo_report, "HELD_OUT_SEQUENCES", 8)
+    monkeypatch.setattr(demo_report, "SAMPLE_TOKENS", 5)
     arms = []
 
     def train_arm(plan, tokens, streams, peers, steps, progress):

@@ -121,7 +121,7 @@ def test_each_stage_has_the_gradient_of_the_unsplit_model_under_the_microbatchs_
                 torch.testing.assert_close(x, expected.staged.gradients[name], rtol=1e-12, atol=1e-12)
             assert loss is None if stage < STAGES - 1 else loss == pytest.approx(expected.loss_sum, rel=1e-12)
     losses = [fields["loss"] for kind, fields in world.events if kind == "loss"]
-    assert world.trainer.recent_loss == pytest.approx(sum(losses) / 2)
+    assert world.trainer.commits.recent_loss == pytest.approx(sum(losses) / 2)
     assert losses[0] == pytest.approx(world.servers[-1].here[0][2] / TOKENS)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflock.node.assembly.checkpoints import folder_of
+from farflock.node.assembly.checkpoints import folder_of, save_all
 from farflock.node.assembly.resume import checkpoint_state
 from farflock.node.errors import Usage
 from farflock.node.process import pipeline_role as pipeline_part
@@ -144,14 +144,14 @@ def test_many_who_come_at_once_go_to_different_stages():
 
 
 def made(bench, text, folder, stage, trains, manifest=MANIFEST, look=lambda node, keeper: None):
-    """`part_of` on a simulated network, and what `look(node, keeper)` says of it."""
+    """`part_of` on a simulated network, and what `look(node, keepers)` says of it."""
     swarm = bench(text)
 
     async def main():
         async with swarm.peer(0).running() as peer:
             machine = MachineOptions(RunFolder(folder), checkpoint_s=7.0)
-            node, keeper = part_of(machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains)
-            found = look(node, keeper)
+            node, keepers = part_of(machine, manifest, RUN, peer, text, lambda kind, fields: None, stage, trains)
+            found = look(node, keepers)
             return await found if asyncio.iscoroutine(found) else found
 
     return asyncio.run(main())
@@ -159,13 +159,14 @@ def made(bench, text, folder, stage, trains, manifest=MANIFEST, look=lambda node
 
 @pytest.mark.parametrize(("stage", "trains"), [(0, True), (1, False), (2, False), (NOTHING, True)])
 def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(bench, text, tmp_path, stage, trains):
-    def look(node, keeper):
+    def look(node, keepers):
         assert node.role == role_of(stage)
         assert (node.trainer is not None) == trains
         if stage == NOTHING:
             assert node.serving is None
-            assert keeper is None
+            assert keepers == []
             return
+        (keeper,) = keepers
         assert (keeper.role, keeper.every_s, keeper.run) == (role_of(stage), 7.0, RUN)
         assert node.serving.loop.pause == keeper.pause
         assert {name for name, _ in node.serving.model.named_parameters()} < {name for name, _ in whole(node)}
@@ -179,9 +180,9 @@ def test_the_node_does_what_was_chosen_and_what_it_holds_is_kept_apart(bench, te
 
 
 def test_its_last_checkpoint_of_this_stage_is_handed_over_and_one_of_another_stage_is_not(bench, text, tmp_path):
-    async def save(node, keeper):
+    async def save(node, keepers):
         node.serving.loop.step = 5
-        return await keeper.save()
+        return await save_all(keepers, RunFolder(tmp_path))
 
     written = made(bench, text, tmp_path, 1, False, look=save)
     assert written == folder_of(RunFolder(tmp_path), "stage:1") / "step-5"
@@ -246,11 +247,11 @@ def test_a_replica_serves_every_stage_trains_and_keeps_each_stage_by_itself(benc
     async def save(node, keepers):
         assert (node.role, [serving.index for serving in node.servings]) == ("replica", [0, 1, 2])
         assert node.trainer is not None
-        assert [keeper.role for keeper in keepers.keepers] == ["stage:0", "stage:1", "stage:2"]
-        for serving, keeper in zip(node.servings, keepers.keepers, strict=True):
+        assert [keeper.role for keeper in keepers] == ["stage:0", "stage:1", "stage:2"]
+        for serving, keeper in zip(node.servings, keepers, strict=True):
             assert serving.loop.pause == keeper.pause
             serving.loop.step = 5 + serving.index
-        return await keepers.save()
+        return await save_all(keepers, RunFolder(tmp_path))
 
     assert made(bench, text, tmp_path, EVERY, True, look=save) == RunFolder(tmp_path).checkpoints
     for stage in range(3):

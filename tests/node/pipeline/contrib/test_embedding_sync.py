@@ -11,9 +11,8 @@ from farflock.compression.subspace_versions import SubspaceVersions
 from farflock.node.model.llama import ModelConfig, build
 from farflock.node.pipeline.contrib import embedding_sync
 from farflock.node.pipeline.contrib.embedding_sync import FIND_TIMEOUT_S, HEAD_BYTES, NAME, EmbeddingSync
-from farflock.node.pipeline.contrib.embedding_versions import EmbeddingVersions
 from farflock.node.pipeline.lifecycle.features import frozen_embedding
-from farflock.node.pipeline.lifecycle.frozen_embedding import FixedEmbedding
+from farflock.node.pipeline.lifecycle.frozen_embedding import FrozenEmbedding
 from farflock.node.pipeline.passes.constraint import EMBEDDING, ConstrainedReplica, Constraint
 from farflock.node.run.basis import run_basis
 from farflock.node.run.split import even
@@ -55,8 +54,8 @@ class World:
         self.there, self.asked, self.served, self.versions, self.distrusted = {}, [], {}, {}, []
         self.computing = False
         codec = SubspaceVersions(Subspace(BASIS, None, None))
-        self.tables = EmbeddingVersions(codec, EmbeddingSchedule(every))
-        self.keeper = EmbeddingSync(self, self.tables, MODEL, 3, "delta/0", self.compute)
+        self.keeper = EmbeddingSync(codec, EmbeddingSchedule(every), self, MODEL, 3, "delta/0", self.compute)
+        self.tables = self.keeper._tables
         monkeypatch.setattr(embedding_sync, "living", lambda peer, stages: self.others)
 
     async def compute(self, work):
@@ -265,6 +264,6 @@ def test_there_is_a_keeper_only_where_versions_change(world):
     one = world()
     codec = one.tables.codec
     node = one, MODEL, 3, "delta/0", one.compute
-    assert type(frozen_embedding(None, codec, *node)) is FixedEmbedding
-    assert type(frozen_embedding(EmbeddingSchedule(1), codec.first, *node)) is FixedEmbedding
+    assert type(frozen_embedding(None, codec, *node)) is FrozenEmbedding
+    assert type(frozen_embedding(EmbeddingSchedule(1), codec.first, *node)) is FrozenEmbedding
     assert type(frozen_embedding(EmbeddingSchedule(1), codec, *node)) is EmbeddingSync

@@ -11,9 +11,9 @@ from farflock.node.pipeline.passes.edges import Edges
 from farflock.node.pipeline.passes.requests import Backward, Confirm, Forward, Refused, Revoke, decode_answer, encode
 from farflock.node.pipeline.passes.stage import Stage
 from farflock.node.pipeline.server.dispatch import Closed, Dispatch
-from farflock.node.pipeline.server.edge_ends import PlainEnds
+from farflock.node.pipeline.server.edge_ends import EdgeEnds
 from farflock.node.pipeline.server.server import StageServer
-from farflock.node.pipeline.server.weight_versions import SingleVersion
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.split import even
 from farflock.node.run.terms import ServerTerms
 from farflock.swarm.peer.call_server import CallReply
@@ -58,8 +58,8 @@ def test_whatever_is_sent_is_answered_by_somebody(request):
 def test_a_real_server_says_why_it_refuses_what_is_for_no_stage_here():
     stage = Stage(build(MODEL, 3, even(MODEL, 3)[1]))
     edges = Edges(activation_codec("raw"), 1, MODEL.context, MODEL.dim, MODEL.vocab_size, 9)
-    given = PlainEnds(edges), ServerTerms(), None
-    server = StageServer(1, stage, *given, life=7, applied=lambda: 0, versions=SingleVersion())
+    given = EdgeEnds(edges), ServerTerms(), None
+    server = StageServer(1, stage, *given, life=7, applied=lambda: 0, versions=WeightVersions())
     dispatch = Dispatch({1: server})
     for request, why in ((b"\xff", ""), (encode(Forward(3, 4, 0, 7)), "this peer serves stage 1, not 4")):
         answer = decode_answer(dispatch.admit("caller", request, ()))

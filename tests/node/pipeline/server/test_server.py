@@ -34,7 +34,7 @@ from farflock.node.pipeline.passes.requests import (
 )
 from farflock.node.pipeline.passes.stage import GradientAccumulator, Stage
 from farflock.node.pipeline.server.server import BACKWARD_COST, StageServer
-from farflock.node.pipeline.server.weight_versions import SingleVersion
+from farflock.node.pipeline.server.weight_versions import WeightVersions
 from farflock.node.run.split import even
 from farflock.node.run.terms import Asynchronous, ServerTerms
 from farflock.node.train import microbatch_ids as notes
@@ -58,7 +58,7 @@ class Bench:
         self.edges = Edges(activation_codec(codec), *size, 9, torch.float64, others)
         self.index, self.applied, self.passes = index, EPOCH, []
         self.terms = ServerTerms(**{"lease_s": 20.0, **terms})
-        self.versions = self.versioned(versions, self.terms.staleness) if versions else SingleVersion()
+        self.versions = self.versioned(versions, self.terms.staleness) if versions else WeightVersions()
         self.server = self.made()
 
     def made(self):

@@ -50,7 +50,7 @@ async def test_a_microbatch_goes_forward_and_back_is_confirmed_and_is_over_when_
     assert sorted(stages_of(world.asked(Confirm))) == [0, 1, 2]
     assert {entry.request.epoch for entry in world.asked(Forward, Backward)} == {EPOCH}
     assert [entry.request.source for entry in world.asked(Forward, Backward)] == [-1, 0, 1, 0, -1]
-    assert world.trainer.recent_loss == 8.0 / TOKENS
+    assert world.trainer.commits.recent_loss == 8.0 / TOKENS
     await world.close(0, stages=(0, 1))
     assert world.trainer.kept == 1
     await world.close(0, stages=(2,))
