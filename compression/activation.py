@@ -210,8 +210,51 @@ def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
     return f"{offer.name} is at version {offer.version} here and {versions} there: update the older one"
 
 
+class _Memoryless:
+    """Activation codecs that remember nothing and share nothing."""
+
+    __slots__ = ()
+    scope: ClassVar[Scope] = "memoryless"
+    version: ClassVar[int] = 1
+    digest: ClassVar[bytes] = b""
+
+    def offers(self: ActivationCodec, epoch: int) -> tuple[CodecOffer, ...]:
+        """Itself."""
+        return (CodecOffer.of(self),)
+
+
+class FlatGradient:
+    """The gradient through a codec of exact length, `gradient`, which remembers nothing."""
+
+    __slots__ = ()
+    gradient: Codec
+
+    def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+        """Append the codec's payload of all values."""
+        return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
+
+    def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
+        """What the codec reads, once its length is right."""
+        return restored(decoded(self.gradient, payload, ctx, "backward"), ctx)
+
+
+class _FlatForward(_Memoryless):
+    """The activation through a codec of exact length, `forward`."""
+
+    __slots__ = ()
+    forward: Codec
+
+    def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+        """Append the codec's payload of all values."""
+        return self.forward.encode(flattened(x, ctx, "forward"), ctx.flat(), out)
+
+    def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
+        """What the codec reads, once its length is right."""
+        return restored(decoded(self.forward, payload, ctx, "forward"), ctx)
+
+
 @dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(_FlatForward, FlatGradient):
     """Any codec of exact length for the activation's B·L·D values, row after row, and one for the gradient's.
 
     The bounds are those of the codecs. Values are rounded to float32 before, and cut to the range of the context's dtype after.
@@ -219,10 +262,6 @@ class Flat:
 
     forward: Codec
     gradient: Codec
-
-    scope: ClassVar[Scope] = "memoryless"
-    version: ClassVar[int] = 1
-    digest: ClassVar[bytes] = b""
 
     def __post_init__(self) -> None:
         require_exact_length(self.forward)
@@ -233,34 +272,14 @@ class Flat:
         """`FORWARD,GRADIENT`."""
         return f"{self.forward.name},{self.gradient.name}"
 
-    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
-        """Itself."""
-        return (CodecOffer.of(self),)
-
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Exactly this."""
         codec = self.forward if ctx.direction == "forward" else self.gradient
         return codec.max_bytes(ctx.count)
 
-    def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the codec's payload of all values."""
-        return self.forward.encode(flattened(x, ctx, "forward"), ctx.flat(), out)
-
-    def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """What the codec reads, once its length is right."""
-        return restored(decoded(self.forward, payload, ctx, "forward"), ctx)
-
-    def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """As `encode`, with the gradient's codec."""
-        return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
-
-    def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """As `decode`, with the gradient's codec."""
-        return restored(decoded(self.gradient, payload, ctx, "backward"), ctx)
-
 
 @dataclass(frozen=True, slots=True)
-class Masked:
+class Masked(_FlatForward):
     """A sparse codec forward; backward only what belongs to values that arrived, as int8 in blocks of 256 without positions.
 
     The mask is where `ctx.arrived` is not 0. So the gradient is that of the function which was computed, exactly but for int8:
@@ -270,10 +289,6 @@ class Masked:
 
     forward: Codec
 
-    scope: ClassVar[Scope] = "memoryless"
-    version: ClassVar[int] = 1
-    digest: ClassVar[bytes] = b""
-
     def __post_init__(self) -> None:
         require_exact_length(self.forward)
 
@@ -282,21 +297,9 @@ class Masked:
         """`FORWARD,mask`."""
         return f"{self.forward.name},mask"
 
-    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
-        """Itself."""
-        return (CodecOffer.of(self),)
-
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Forward exactly this; backward if nothing is masked, otherwise fewer."""
         return (self.forward if ctx.direction == "forward" else Int8()).max_bytes(ctx.count)
-
-    def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the codec's payload of all values."""
-        return self.forward.encode(flattened(x, ctx, "forward"), ctx.flat(), out)
-
-    def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """What the codec reads, once its length is right."""
-        return restored(decoded(self.forward, payload, ctx, "forward"), ctx)
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
         """Append the gradient under the mask."""
@@ -321,17 +324,10 @@ class Masked:
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class Exact(_Memoryless):
     """The values as they are, in the context's dtype: for links that are fast and for comparisons."""
 
     name: ClassVar[str] = "raw,raw"
-    scope: ClassVar[Scope] = "memoryless"
-    version: ClassVar[int] = 1
-    digest: ClassVar[bytes] = b""
-
-    def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
-        """Itself."""
-        return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
         """Exactly this."""
@@ -339,32 +335,30 @@ class Exact:
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
         """Append the bytes of the values."""
-        require_direction(ctx, "forward")
-        return self._write(x, ctx, out)
+        return self._write(x, ctx, out, "forward")
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
         """A copy of the values; NaN and infinity are refused."""
-        require_direction(ctx, "forward")
-        return self._read(payload, ctx)
+        return self._read(payload, ctx, "forward")
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
         """As `encode`."""
-        require_direction(ctx, "backward")
-        return self._write(grad, ctx, out)
+        return self._write(grad, ctx, out, "backward")
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
         """As `decode`."""
-        require_direction(ctx, "backward")
-        return self._read(payload, ctx)
+        return self._read(payload, ctx, "backward")
 
-    def _write(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
+    def _write(self, x: Tensor, ctx: ActivationContext, out: bytearray, direction: Direction) -> int:
+        require_direction(ctx, direction)
         require_fitting(x, ctx)
         bad = int((~torch.isfinite(x)).sum())
         if bad:
             raise UnencodableTensor(f"{bad} of {x.numel()} values are NaN or infinite; refusing to send them")
         return append(out, x.detach().cpu().contiguous().view(-1))
 
-    def _read(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
+    def _read(self, payload: Buffer, ctx: ActivationContext, direction: Direction) -> Tensor:
+        require_direction(ctx, direction)
         require_length(payload, self.max_bytes(ctx), f"{self.name} for {ctx.shape} of {ctx.dtype}")
         values = values_at(payload, 0, ctx.count, ctx.dtype)
         if not bool(torch.isfinite(values).all()):

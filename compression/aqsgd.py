@@ -30,8 +30,8 @@ from torch import Tensor
 from farflock.compression.activation import (
     ActivationContext,
     CodecOffer,
+    FlatGradient,
     Scope,
-    decoded,
     flattened,
     require_direction,
     require_exact_length,
@@ -131,7 +131,7 @@ class SampleDelta:
 
 
 @dataclass(slots=True, eq=False)
-class AqSgd:
+class AqSgd(FlatGradient):
     """One end of one pinned edge. The sender calls `encode` and `decode_grad`, the receiver the other two.
 
     What `decode` returns is the sender's m, bit by bit: the first time the activation rounded to fp16, later within the
@@ -217,14 +217,6 @@ class AqSgd:
         if lost:
             raise ResyncNeeded(tuple(lost))
         return restored(rows.view(-1), ctx)
-
-    def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """As a memoryless codec does."""
-        return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
-
-    def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """As a memoryless codec does."""
-        return restored(decoded(self.gradient, payload, ctx, "backward"), ctx)
 
     def _require_pinned(self, ctx: ActivationContext) -> None:
         if ctx.edge != self.edge:

@@ -1,4 +1,4 @@
-"""Blocks of values that share a scale: what int8 and int4 have in common.
+"""Blocks of values that share a scale: what int8, int4, fp4 and sign have in common.
 
 A scale is a float32 that is 0 or lies in [2^-126, the largest number that times the largest code is finite]. So no
 product of a code and a scale is infinite, and none is denormal: processors that flush denormals decode the same bits.
@@ -6,12 +6,16 @@ product of a code and a scale is infinite, and none is denormal: processors that
 Shapes: K blocks, B values a block.
 """
 
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from farflock.compression.codec import CorruptPayload, require_finite
-from farflock.compression.payload import FLOAT_MAX, flat, largest
+from farflock.compression.codec import Buffer, Context, CorruptPayload, require_finite
+from farflock.compression.payload import FLOAT_MAX, ExactCodec, append, flat, largest, values_at
 
 # As bit patterns: non-negative floats order as their bits do, also where a processor takes denormals for 0.
 MIN_SCALE_BITS = 0x0080_0000  # 2^-126
@@ -92,3 +96,57 @@ def padded(x: Tensor, block: int) -> Tensor:
     """The flat `x` as rows of `block` values, the last filled up with 0."""
     missing = -x.numel() % block
     return (functional.pad(x, (0, missing)) if missing else x).reshape(-1, block)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodec(ExactCodec):
+    """A codec of blocks with a scale each. The payload is all scales (float32), then the codes, `per_byte` in each byte."""
+
+    block: int
+
+    kind: ClassVar[str]
+    per_byte: ClassVar[int] = 1
+    top: ClassVar[int]  # the largest code
+    biased: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        even = self.per_byte == 2
+        if not 1 + even <= self.block <= 65536 or (even and self.block % 2):
+            choice = "an even number from 2" if even else "a number from 1"
+            raise ValueError(f"{self.kind} in blocks of {self.block} values is not possible; choose {choice} to 65536")
+
+    @abstractmethod
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales (K) and the codes as they travel."""
+
+    @abstractmethod
+    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+        """The codes that stand at byte `start`; `CorruptPayload` for those that no encoder writes."""
+
+    @property
+    def name(self) -> str:
+        """`KIND`, or `KIND:BLOCK` where the block is not the usual one."""
+        return self.kind if self == type(self)() else f"{self.kind}:{self.block}"  # type: ignore[call-arg]
+
+    @property
+    def numbers(self) -> tuple[int]:
+        """The block."""
+        return (self.block,)
+
+    def granule(self, shape: tuple[int, ...]) -> int:
+        """Whole blocks."""
+        return self.block
+
+    def max_bytes(self, count: int) -> int:
+        """Exactly this."""
+        return 4 * blocks_of(count, self.block) + blocks_of(count, self.per_byte)
+
+    def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+        """Append scales and codes."""
+        scales, codes = self.quantised(x)
+        return append(out, scales) + append(out, codes)
+
+    def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+        """Write code · scale; scales outside their limits are refused."""
+        scales = require_scales(values_at(payload, 0, blocks_of(out.numel(), self.block), torch.float32), self.top)
+        rescale(out.copy_(self.codes(payload, 4 * len(scales), out.numel())), scales, self.block)

@@ -126,12 +126,25 @@ def decoded(codec: Codec, payload: Buffer, count: int) -> Tensor:
     return out
 
 
+def _refusal(
+    law: int, action: Callable[[], object], allowed: type[Exception] | tuple[()], seen: str
+) -> Exception | None:
+    """The allowed error that `action` raises, if it does; any other breaks the law, as `seen` says, which names it by `{}`."""
+    try:
+        action()
+    except allowed as error:
+        return error
+    except Exception as error:
+        raise CodecLawBroken(law, seen.format(repr(error))) from error
+    return None
+
+
 def _round_trip(codec: Codec, x: Tensor, law: int) -> Tensor:
     """decode(encode(x)), where any error breaks the law."""
-    try:
-        return decoded(codec, encoded(codec, x), len(x))
-    except Exception as error:
-        raise CodecLawBroken(law, f"{len(x)} finite values do not round-trip: {error!r}.") from error
+    back: list[Tensor] = []
+    case = f"{len(x)} finite values do not round-trip: {{}}."
+    _refusal(law, lambda: back.append(decoded(codec, encoded(codec, x), len(x))), (), case)
+    return back[0]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -216,15 +229,10 @@ def check_only_flat(codec: Codec, x: Tensor) -> None:
 def _require_unencodable(codec: Codec, x: Tensor, words: str, case: str) -> None:
     out = bytearray(BEFORE)
     advice = "require_finite (compression/codec.py) refuses it"
-    try:
-        codec.encode(x, CONTEXT, out)
-    except UnencodableTensor as error:
-        _require(words in str(error), 3, f"{case} was refused, but the message does not say {words!r}: {error}")
-        _require(out == BEFORE, 3, f"{case} was refused, but something was written.")
-    except Exception as error:
-        raise CodecLawBroken(3, f"{case} raised {error!r}; {advice}.") from error
-    else:
-        raise CodecLawBroken(3, f"{case} was encoded; {advice}.")
+    error = _refusal(3, lambda: codec.encode(x, CONTEXT, out), UnencodableTensor, f"{case} raised {{}}; {advice}.")
+    _require(error is not None, 3, f"{case} was encoded; {advice}.")
+    _require(words in str(error), 3, f"{case} was refused, but the message does not say {words!r}: {error}")
+    _require(out == BEFORE, 3, f"{case} was refused, but something was written.")
 
 
 def check_zeros(codec: Codec) -> None:
@@ -247,13 +255,8 @@ def check_bytes(codec: Codec, payload: Buffer, count: int) -> None:
 
 
 def _is_refused(codec: Codec, payload: Buffer, out: Tensor, case: str) -> bool:
-    try:
-        codec.decode(payload, CONTEXT, out)
-    except CorruptPayload:
-        return True
-    except Exception as error:
-        raise CodecLawBroken(4, f"{case} raised {error!r}, and only `CorruptPayload` is caught.") from error
-    return False
+    seen = f"{case} raised {{}}, and only `CorruptPayload` is caught."
+    return _refusal(4, lambda: codec.decode(payload, CONTEXT, out), CorruptPayload, seen) is not None
 
 
 def check_hostile_bytes(codec: Codec) -> None:

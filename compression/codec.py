@@ -51,6 +51,8 @@ class Codec(Protocol):
     6. Shards that are cut at multiples of `granule` decode as the whole tensor does, unless a step is of all values (ecsq).
     """
 
+    __slots__ = ()
+
     @property
     def name(self) -> str:
         """The catalogue's name, which travels in manifests: `int8`, `topk:64/4096`."""
@@ -88,7 +90,8 @@ def require_finite(x: Tensor) -> Tensor:
     return x
 
 
-def require_length(payload: Buffer, expected: int, what: str) -> None:
-    """Raise `CorruptPayload` unless `payload` has exactly the expected number of bytes."""
-    if len(payload) != expected:
+def require_length(payload: Buffer, least: int, what: str, most: int | None = None) -> None:
+    """Raise `CorruptPayload` unless `payload` has so many bytes: exactly `least`, or any number up to `most`."""
+    if not least <= len(payload) <= (least if most is None else most):
+        expected = f"{least}" if most is None else f"{least} to {most}"
         raise CorruptPayload(f"{what} needs {expected} bytes, got {len(payload)}")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from farflock.compression import rice
 from farflock.compression.blocks import blocks_of
-from farflock.compression.codec import Buffer, Context, CorruptPayload
+from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
 from farflock.compression.payload import BF16_MAX_BITS, FLOAT_MAX, bf16_bits, from_bf16, within
 
 MAX_CODE = 4096
@@ -94,10 +94,7 @@ class Ecsq:
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter code · step over zeros; a step outside its limits, places and codes beyond theirs are refused."""
         count, least = out.numel(), _HEAD.size if out.numel() else 0
-        if not least <= len(payload) <= self.max_bytes(count):
-            raise CorruptPayload(
-                f"{self.name} for {count} values needs {least} to {self.max_bytes(count)} bytes, got {len(payload)}"
-            )
+        require_length(payload, least, f"{self.name} for {count} values", most=self.max_bytes(count))
         if not count:
             return
         step, many, few = _HEAD.unpack_from(payload)

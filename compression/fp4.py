@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farflock.compression.blocks import blocks_of, require_scales, rescale, scaled
-from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
-from farflock.compression.payload import append, values_at
+from farflock.compression.blocks import BlockCodec, blocks_of, scaled
+from farflock.compression.codec import Buffer, CorruptPayload
 
 TOP = 64  # the largest code; codes are 0 and the powers of two up to this
 _HALF = 0x3F00_0000  # 0.5 as bits
@@ -35,7 +34,7 @@ _PAIRS = _pairs()
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4:
+class Fp4(BlockCodec):
     """|x - decode(encode(x))| <= max(|x|/3, absmax(block)/128) · (1 + 2^-20) + 2^-120.
 
     Each value becomes the nearest of its block's levels, ties away from 0. The payload is all scales (float32, absmax/64),
@@ -44,29 +43,12 @@ class Fp4:
 
     block: int = 256
 
-    biased: ClassVar[bool] = False
+    kind: ClassVar[str] = "fp4"
+    per_byte: ClassVar[int] = 2
+    top: ClassVar[int] = TOP
 
-    def __post_init__(self) -> None:
-        if not 2 <= self.block <= 65536 or self.block % 2:
-            raise ValueError(
-                f"fp4 in blocks of {self.block} values is not possible; choose an even number from 2 to 65536"
-            )
-
-    @property
-    def name(self) -> str:
-        """`fp4`, or `fp4:BLOCK`."""
-        return "fp4" if self.block == 256 else f"fp4:{self.block}"
-
-    def granule(self, shape: tuple[int, ...]) -> int:
-        """Whole blocks."""
-        return self.block
-
-    def max_bytes(self, count: int) -> int:
-        """Exactly this."""
-        return 4 * blocks_of(count, self.block) + blocks_of(count, 2)
-
-    def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append scales and packed codes."""
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and packed codes."""
         scales, ratio_KB = scaled(x, self.block, TOP)
         bits = ratio_KB.numpy().reshape(-1).view(np.int32)
         size = bits & 0x7FFF_FFFF
@@ -74,18 +56,13 @@ class Fp4:
         stored = np.maximum(octave, (size >= _HALF).view(np.int8))
         stored |= (stored + 7) & (bits >> 28).astype(np.int8) & 8  # no sign for 0
         pairs = stored.view(np.int16)[: blocks_of(x.numel(), 2)]
-        packed = ((pairs | (pairs >> 4)) & 0xFF).astype(np.uint8)
-        return append(out, scales) + append(out, torch.from_numpy(packed))
+        return scales, torch.from_numpy(((pairs | (pairs >> 4)) & 0xFF).astype(np.uint8))
 
-    def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Write code · scale; scales outside their limits, a negative 0 and a filler other than 0 are refused."""
-        count = out.numel()
-        require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
-        scales = require_scales(values_at(payload, 0, blocks_of(count, self.block), torch.float32), TOP)
-        packed = np.frombuffer(payload, dtype=np.uint8, offset=4 * len(scales))
+    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+        """A negative 0 and a filler other than 0 are refused."""
+        packed = np.frombuffer(payload, dtype=np.uint8, offset=start)
         if bool((((packed & 0x0F) == 0x08) | ((packed & 0xF0) == 0x80)).any()):
             raise CorruptPayload(f"{self.name} payload holds a negative 0")
         if count % 2 and packed[-1] >> 4:
             raise CorruptPayload(f"{self.name} payload of {count} values ends with filler {packed[-1] >> 4}, not 0")
-        codes = torch.from_numpy(_PAIRS[packed].view(np.float32))
-        rescale(out.copy_(codes[:count]), scales, self.block)
+        return torch.from_numpy(_PAIRS[packed].view(np.float32))[:count]

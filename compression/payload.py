@@ -5,6 +5,8 @@ peer's message.
 """
 
 import sys
+from abc import abstractmethod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farflock.compression import native
-from farflock.compression.codec import Buffer, require_finite
+from farflock.compression.codec import Buffer, Codec, Context, CorruptPayload, require_finite, require_length
 
 assert sys.byteorder == "little", "payloads are little endian; this code does not swap bytes on big-endian machines"
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX_BITS = 0x7F7F
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def append(out: bytearray, values: Tensor) -> int:
@@ -73,3 +76,72 @@ def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """The numbers behind bf16 bits, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class ExactCodec(Codec):
+    """A codec whose payloads have exactly `max_bytes` bytes. Where a kernel has a loop for it, that does the work."""
+
+    __slots__ = ()
+    kernel: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its block and its chunk, as far as it has them."""
+        return ()
+
+    @abstractmethod
+    def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+        """As `encode`, without a kernel."""
+
+    @abstractmethod
+    def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+        """As `decode`, without a kernel, for a payload of the right length."""
+
+    def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+        """Append the payload; return the number of its bytes."""
+        if self.kernel and native.encode(self._kind, x, out, *self.numbers):
+            return self.max_bytes(x.numel())
+        return self.write(x, ctx, out)
+
+    def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+        """Overwrite `out`; what no encoder writes is refused."""
+        if self.kernel and native.decode(self._kind, payload, out, *self.numbers):
+            return
+        require_length(payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values")
+        self.read(payload, ctx, out)
+
+    @property
+    def _kind(self) -> str:
+        return self.name.partition(":")[0]
+
+
+class FloatCodec(ExactCodec):
+    """A codec that sends each value as a float of the type of its name."""
+
+    __slots__ = ()
+    kernel: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that travels."""
+        return FLOATS[self.name]
+
+    def granule(self, shape: tuple[int, ...]) -> int:
+        """Any cut is fine."""
+        return 1
+
+    def max_bytes(self, count: int) -> int:
+        """Exactly this."""
+        return self.dtype.itemsize * count
+
+    def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+        """Append the rounded values."""
+        return append(out, within(x, torch.finfo(self.dtype).max).to(self.dtype))
+
+    def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+        """Widen the values; NaN and infinity are refused."""
+        values = values_at(payload, 0, out.numel(), self.dtype)
+        if not bool(torch.isfinite(values).all()):
+            raise CorruptPayload(f"{self.name} payload holds NaN or infinity")
+        out.copy_(values)

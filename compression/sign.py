@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflock.compression.blocks import blocks_of, mean_magnitudes, require_scales, rescale
-from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
-from farflock.compression.payload import append, values_at
+from farflock.compression.blocks import BlockCodec, mean_magnitudes
+from farflock.compression.codec import Buffer, CorruptPayload
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(BlockCodec):
     """|x - decode(encode(x))| <= absmax(block) · (1 + 2^-14) + block · 2^-126.
 
     Biased: the order of magnitudes inside a block is lost, so a mean of these needs feedback. The payload is all scales
@@ -26,38 +25,20 @@ class Sign:
 
     block: int = 256
 
+    kind: ClassVar[str] = "sign"
+    per_byte: ClassVar[int] = 8
+    top: ClassVar[int] = 1
     biased: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.block <= 65536:
-            raise ValueError(f"sign in blocks of {self.block} values is not possible; choose a number from 1 to 65536")
-
-    @property
-    def name(self) -> str:
-        """`sign`, or `sign:BLOCK`."""
-        return "sign" if self.block == 256 else f"sign:{self.block}"
-
-    def granule(self, shape: tuple[int, ...]) -> int:
-        """Whole blocks."""
-        return self.block
-
-    def max_bytes(self, count: int) -> int:
-        """Exactly this."""
-        return 4 * blocks_of(count, self.block) + blocks_of(count, 8)
-
-    def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append scales and sign bits."""
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and sign bits."""
         scales = mean_magnitudes(x, self.block)
-        negative = np.packbits((x < 0).numpy(), bitorder="little")
-        return append(out, scales) + append(out, torch.from_numpy(negative))
+        return scales, torch.from_numpy(np.packbits((x < 0).numpy(), bitorder="little"))
 
-    def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Write plus or minus the scale; scales outside their limits and a bit after the last value are refused."""
-        count = out.numel()
-        require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
-        scales = require_scales(values_at(payload, 0, blocks_of(count, self.block), torch.float32), 1)
-        packed = np.frombuffer(payload, dtype=np.uint8, offset=4 * len(scales))
+    def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
+        """Plus or minus 1; a bit after the last value is refused."""
+        packed = np.frombuffer(payload, dtype=np.uint8, offset=start)
         if count % 8 and packed[-1] >> count % 8:
             raise CorruptPayload(f"{self.name} payload has a bit set after the last of {count} values")
-        negative = torch.from_numpy(np.unpackbits(packed, count=count, bitorder="little"))
-        rescale(out.copy_(negative).mul_(-2).add_(1), scales, self.block)
+        negative = np.unpackbits(packed, count=count, bitorder="little")
+        return torch.from_numpy(1 - 2 * negative.view(np.int8))

@@ -9,45 +9,26 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from farflock.compression import rice
 from farflock.compression.blocks import blocks_of
-from farflock.compression.codec import Buffer, Context, CorruptPayload
-from farflock.compression.payload import BF16_MAX_BITS, bf16_bits, from_bf16, within
-from farflock.compression.topk import places_of_largest
+from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
+from farflock.compression.payload import BF16_MAX_BITS, bf16_bits, from_bf16
+from farflock.compression.topk import ChunkedTopK
 
 
 @dataclass(frozen=True, slots=True)
-class TopK2:
+class TopK2(ChunkedTopK):
     """Kept values keep their sign and err by less than the largest kept magnitude of their chunk; others decode to 0.
 
-    Biased: what is not kept is lost, so a mean of these needs feedback. Of a last, shorter chunk of c values max(1,
-    c·k/chunk) are kept, rounded to nearest, halves up; of equal magnitudes the first is kept. The payload is two levels a
-    chunk (bf16), then a bit plane of signs and one of levels, then the Rice-coded gaps.
+    Of a last, shorter chunk of c values max(1, c·k/chunk) are kept, rounded to nearest, halves up; of equal magnitudes the
+    first is kept. The payload is two levels a chunk (bf16), then a bit plane of signs and one of levels, then the Rice-coded
+    gaps.
     """
 
-    k: int = 64
-    chunk: int = 4096
-
-    biased: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k <= self.chunk // 2 or self.chunk > 65536:
-            raise ValueError(
-                f"top {self.k} of {self.chunk} is not possible; choose 1 <= k <= chunk/2 and chunk <= 65536"
-            )
-
-    @property
-    def name(self) -> str:
-        """`topk2:K/CHUNK`."""
-        return f"topk2:{self.k}/{self.chunk}"
-
-    def granule(self, shape: tuple[int, ...]) -> int:
-        """Whole chunks."""
-        return self.chunk
+    kind: ClassVar[str] = "topk2"
 
     def max_bytes(self, count: int) -> int:
         """What the least favourable positions take; scattered ones take a few bytes less."""
@@ -56,10 +37,8 @@ class TopK2:
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append levels, codes and gaps."""
-        before, whole = len(out), within(x).numel() // self.chunk * self.chunk
-        least = self._kept(x.numel() - whole)
-        rest = places_of_largest(x[whole:], least, x.numel() - whole) + whole
-        places = torch.cat((places_of_largest(x[:whole], self.k, self.chunk), rest))
+        before = len(out)
+        places = self.places(x, self._kept(x.numel() % self.chunk))
         levels, codes = _quantised(x[places].numpy(), self.k)
         out += levels.tobytes() + rice.pack(codes, 2)
         inside = places.numpy() % self.chunk
@@ -71,10 +50,7 @@ class TopK2:
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter the values over zeros; positions outside their chunk and levels outside their limits are refused."""
         count, kept, gaps_at = out.numel(), self._kept(out.numel()), self._gaps_at(out.numel())
-        if not gaps_at <= len(payload) <= self.max_bytes(count):
-            raise CorruptPayload(
-                f"{self.name} for {count} values needs {gaps_at} to {self.max_bytes(count)} bytes, got {len(payload)}"
-            )
+        require_length(payload, gaps_at, f"{self.name} for {count} values", most=self.max_bytes(count))
         chunks = blocks_of(count, self.chunk)
         levels = np.frombuffer(payload, dtype="<u2", count=2 * chunks)
         if len(levels) and int(levels.max()) > BF16_MAX_BITS:

@@ -14,22 +14,19 @@ from torch import Tensor
 
 from farflock.compression import native
 from farflock.compression.blocks import blocks_of
-from farflock.compression.codec import Buffer, Context, CorruptPayload, require_length
+from farflock.compression.codec import Buffer, Context, CorruptPayload
 from farflock.compression.int8 import Int8
-from farflock.compression.payload import append, values_at, within
+from farflock.compression.payload import ExactCodec, append, values_at, within
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
-    """Kept values are as exact as `Int8` in blocks of k; all others decode to 0. Of equal magnitudes the first is kept.
-
-    Biased: what is not kept is lost, so a mean of these needs feedback. A last, shorter chunk keeps min(k, its length).
-    The payload is all positions inside their chunks, rising, in as few bits as chunk - 1 needs, then the values.
-    """
+class ChunkedTopK:
+    """The largest `k` of each `chunk` of values. Biased: what is not kept is lost, so a mean of these needs feedback."""
 
     k: int = 64
     chunk: int = 4096
 
+    kind: ClassVar[str]
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -40,34 +37,50 @@ class TopK:
 
     @property
     def name(self) -> str:
-        """`topk:K/CHUNK`."""
-        return f"topk:{self.k}/{self.chunk}"
+        """`KIND:K/CHUNK`."""
+        return f"{self.kind}:{self.k}/{self.chunk}"
 
     def granule(self, shape: tuple[int, ...]) -> int:
         """Whole chunks."""
         return self.chunk
+
+    def places(self, x: Tensor, rest: int) -> Tensor:
+        """Flat positions of the values that are kept, rising: `rest` of the last, shorter chunk."""
+        whole = within(x).numel() // self.chunk * self.chunk
+        last = places_of_largest(x[whole:], rest, x.numel() - whole) + whole
+        return torch.cat((places_of_largest(x[:whole], self.k, self.chunk), last))
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(ChunkedTopK, ExactCodec):
+    """Kept values are as exact as `Int8` in blocks of k; all others decode to 0. Of equal magnitudes the first is kept.
+
+    A last, shorter chunk keeps min(k, its length). The payload is all positions inside their chunks, rising, in as few bits
+    as chunk - 1 needs, then the values.
+    """
+
+    kind: ClassVar[str] = "topk"
+    kernel: ClassVar[bool] = True
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """k and the chunk."""
+        return self.k, self.chunk
 
     def max_bytes(self, count: int) -> int:
         """Exactly this."""
         kept = self._kept(count)
         return blocks_of(kept * self._bits, 8) + Int8(self.k).max_bytes(kept)
 
-    def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
+    def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append positions and values of the largest."""
-        if native.encode("topk", x, out, self.k, self.chunk):
-            return self.max_bytes(x.numel())
-        whole = within(x).numel() // self.chunk * self.chunk
-        rest = places_of_largest(x[whole:], self.k, x.numel() - whole) + whole
-        places = torch.cat((places_of_largest(x[:whole], self.k, self.chunk), rest))
+        places = self.places(x, self.k)
         written = append(out, _pack(places % self.chunk, self._bits))
         return written + Int8(self.k).encode(x[places], ctx, out)
 
-    def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
+    def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
         """Scatter the values over zeros; positions that do not rise or leave their chunk are refused."""
-        if native.decode("topk", payload, out, self.k, self.chunk):
-            return
         count, kept = out.numel(), self._kept(out.numel())
-        require_length(payload, self.max_bytes(count), f"{self.name} for {count} values")
         at = blocks_of(kept * self._bits, 8)
         inside = _unpack(values_at(payload, 0, at, torch.uint8), kept, self._bits)
         places = torch.arange(kept).div_(self.k, rounding_mode="floor").mul_(self.chunk).add_(inside)

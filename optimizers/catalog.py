@@ -1,7 +1,4 @@
-"""The methods by name, and presets of them: the only registry.
-
-The core's methods are imported here, those of contrib when one is asked for.
-"""
+"""The methods by name, and presets of them: the only registry. A method is imported when it is asked for."""
 
 import dataclasses
 import difflib
@@ -9,57 +6,45 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from farflock.optimizers.ddp import DDP
-from farflock.optimizers.demo_optimizer import DeMo
-from farflock.optimizers.diloco import DiLoCo
-from farflock.optimizers.lean import Lean
-from farflock.optimizers.local import Local
 from farflock.optimizers.method import Method
-from farflock.optimizers.noloco import NoLoCo
-from farflock.optimizers.sparseloco import SparseLoCo
-from farflock.optimizers.sparta import Sparta
-from farflock.optimizers.streaming import Streaming
 
 
 class Methods(Mapping[str, type[Any]]):
-    """Classes by name; one that is named by its module and class (`module:Class`) is imported when it is looked up."""
+    """Classes by name, from the places (`module:Class` below this package) that they are imported from when looked up."""
 
-    def __init__(self, classes: Mapping[str, type[Any] | str]) -> None:
-        self._classes = dict(classes)
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
 
     def __getitem__(self, name: str) -> type[Any]:
-        found = self._classes[name]
-        if isinstance(found, str):
-            module, _, attribute = found.partition(":")
-            found = self._classes[name] = getattr(import_module(module), attribute)
+        module, _, attribute = self._places[name].partition(":")
+        found: type[Any] = getattr(import_module(f"farflock.optimizers.{module}"), attribute)
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._classes)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._classes)
+        return len(self._places)
 
 
-_CONTRIB = "farflock.optimizers.contrib"
 METHODS = Methods(
     {
-        "local": Local,
-        "ddp": DDP,
-        "diloco": DiLoCo,
-        "noloco": NoLoCo,
-        "sparseloco": SparseLoCo,
-        "demo": DeMo,
-        "flexdemo": f"{_CONTRIB}.flexdemo:FlexDeMo",
-        "streaming": Streaming,
-        "delayed": f"{_CONTRIB}.delayed:Delayed",
-        "co2": f"{_CONTRIB}.co2:CO2",
-        "desloc": f"{_CONTRIB}.desloc:DesLoc",
-        "sparta": Sparta,
-        "sparta-diloco": f"{_CONTRIB}.sparta_diloco:SpartaDiLoCo",
-        "edit": f"{_CONTRIB}.edit:EDiT",
-        "async": f"{_CONTRIB}.asynchronous:Async",
-        "lean": Lean,
+        "local": "local:Local",
+        "ddp": "ddp:DDP",
+        "diloco": "diloco:DiLoCo",
+        "noloco": "noloco:NoLoCo",
+        "sparseloco": "sparseloco:SparseLoCo",
+        "demo": "demo_optimizer:DeMo",
+        "flexdemo": "contrib.flexdemo:FlexDeMo",
+        "streaming": "streaming:Streaming",
+        "delayed": "contrib.delayed:Delayed",
+        "co2": "contrib.co2:CO2",
+        "desloc": "contrib.desloc:DesLoc",
+        "sparta": "sparta:Sparta",
+        "sparta-diloco": "contrib.sparta_diloco:SpartaDiLoCo",
+        "edit": "contrib.edit:EDiT",
+        "async": "contrib.asynchronous:Async",
+        "lean": "lean:Lean",
     }
 )
 

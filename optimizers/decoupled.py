@@ -16,28 +16,29 @@ to delta and changes no parameter (DeToNATION's code applies it, and replicas pa
 """
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Drifted, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Drifted, Exchange, ExchangeKey, Progress, Replica, Result, Tensors
 from farflock.optimizers.parts.drift import SUMS, parted, sketch
 from farflock.optimizers.parts.feedback import choose
-from farflock.optimizers.parts.options import require_deadline, require_period
+from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.sparse_mean import mean_of_senders
-from farflock.optimizers.parts.state import Shapes, counter, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.state import Shapes, zeros
+from farflock.optimizers.parts.state_fields import own, part, shared
+from farflock.optimizers.parts.stateful import ReplicaMethod, mean_of
 
 CHECK = "check"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
 
 
 @dataclass(slots=True)
-class Decoupled(ABC):
+class Decoupled(ReplicaMethod):
     """An exchange every `period` local steps; `decay` is the momentum's, each step. Without `sign` the step is q itself.
 
     Parameters change in `apply` alone, alike for everybody who applies a round, also for who was not in it. The inner
@@ -54,18 +55,18 @@ class Decoupled(ABC):
     deadline_s: float = 30.0
 
     equality: ClassVar[Literal["close"]] = "close"
-    _delta: dict[str, Tensor] = field(default_factory=dict)
-    _book: RoundBook = field(default_factory=RoundBook)
-    _checking: bool = False
-    _unchecked: int = 0  # sketches of earlier rounds were compared, with or without this replica's
+    rare_moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+    _delta: dict[str, Tensor] = own(dict, stays=True)
+    _book: RoundBook = part(RoundBook)
+    _checking: bool = own(False)
+    _unchecked: int = shared(0)  # sketches of earlier rounds were compared, with or without this replica's
 
     def __post_init__(self) -> None:
-        require_period(self.period)
+        require_options(self)
         if self.check_rounds < 1:
             raise ValueError(f"a check every {self.check_rounds} rounds is not possible; choose 1 or more, usually 50")
         if not 0 < self.tolerance < math.inf:
             raise ValueError(f"a tolerance of {self.tolerance} is none; choose a share above 0, usually 0.01")
-        require_deadline(self.deadline_s)
         if not 0 <= self.decay < 1:
             raise ValueError(f"a decay of {self.decay} is none; choose one in [0, 1), usually 0.999")
 
@@ -116,8 +117,7 @@ class Decoupled(ABC):
             return []
         if result.taken:
             self._remove(replica.shapes, exchange.key.round, result)
-        mean = result.mean if result.gathered is None else mean_of_senders(result.gathered)
-        assert mean is not None, f"{exchange.key}: {result.status} without a mean"
+        mean = mean_of(exchange, result) if result.gathered is None else mean_of_senders(result.gathered)
         q = self._whole(mean, replica.shapes, exchange.key.round)
         waiting = replica.read(replica.names, "grad")
         replica.write({name: torch.sign(x) for name, x in q.items()} if self.sign else q, "grad")
@@ -146,47 +146,6 @@ class Decoupled(ABC):
         for name, x in self._whole(delivered, shapes, round_number).items():
             self._delta[name] = self._delta[name] - scaled(x, self.decay**result.steps_since)
 
-    def snapshot(self, replica: Replica) -> State:
-        """Parameters, the moments that the inner optimizer has, and the rounds: a joiner's parameters must stay equal."""
-        state = named("param", replica.read(replica.names, "param"))
-        for moment in MOMENTS:
-            held = replica.read(replica.names, moment)
-            state |= named(moment, held) if any(bool(x.any()) for x in held.values()) else {}
-        return state | self._book.snapshot() | numbers({"unchecked": self._unchecked})
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over all of a snapshot; `carry` keeps the own momentum, `adopt` drops it with the gradients that wait."""
-        new = {"param": unnamed("param", state, replica.shapes)}
-        number, unchecked = self._book.read(state), counter("unchecked", state)
-        for moment in MOMENTS:
-            fresh = {name: torch.zeros_like(x) for name, x in replica.read(replica.names, moment).items()}
-            new[moment] = kept(moment, state, {name: tuple(x.shape) for name, x in fresh.items()}) or fresh
-        for what, tensors in new.items():
-            replica.write(tensors, what)
-        if mode == "adopt":
-            replica.write(zeros(replica.shapes), "grad")
-            self._delta = {}
-        self._book.restart(number)
-        self._unchecked, self._checking = unchecked, False
-
-    def personal(self, replica: Replica) -> State:
-        """The momentum, and where in the round this peer is."""
-        return named("delta", self._delta) | self._book.personal() | numbers({"checking": self._checking})
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._book.resume(state)
-        self._unchecked, self._checking = counter("unchecked", state), bool(counter("checking", state))
-        self._delta = kept("delta", state, replica.shapes)
-
-    def agreed(self, replica: Replica, stream: str) -> State:
-        """Nothing: on unequal machines the last bits differ."""
-        return {}
-
     def _check(self, number: int, sums: Tensor) -> Exchange:
         key, stride = ExchangeKey(CHECK, number), self.check_rounds
         return Exchange(key, "gather", All(), {"sums": sums}, codec="fp32", stride=stride, deadline_s=self.deadline_s)
-
-    def eval_params(self, replica: Replica) -> Tensors:
-        """The replica's parameters."""
-        return replica.read(replica.names, "param")

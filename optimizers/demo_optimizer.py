@@ -36,6 +36,7 @@ class DeMo(Decoupled):
     trial: ClassVar[TrialOptions] = TrialOptions(
         law={"period": 1, "chunk": 4, "codec": "topk:2/16", "check_rounds": 3},
         quick={"chunk": 2},
+        biased=True,
         disasters=(Disaster({"period": 3, "chunk": 4, "codec": "topk:2/16", "check_rounds": 4}, 10),),
     )
 

@@ -23,27 +23,30 @@ there is nothing to correct.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import Exchange, Progress, Replica, Result, Tensors
 from farflock.optimizers.parts.feedback import choose
-from farflock.optimizers.parts.options import require_codec, require_deadline, require_period
+from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
-from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.round_book import RoundBook
-from farflock.optimizers.parts.state import kept, named, zeros
+from farflock.optimizers.parts.outer_state import Anchor
+from farflock.optimizers.parts.state import kept, named
+from farflock.optimizers.parts.state_fields import Kind, own, part
+from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
-STREAM = "lean"
+SCALARS = Kind(
+    named, lambda key, state, shapes: kept(key, state, dict.fromkeys(shapes, ()))
+)  # of all parameters or none
 SLOWEST = 2.0**-100  # a step of this size says nothing about its rate, and dividing by it would overflow
 
 
 @dataclass(slots=True)
-class Lean:
+class Lean(PeriodicMethod):
     """`period` local steps a round; its mean is wanted `delay` steps later, 0 to wait for it. `decay` is what is kept of the
     residual in each round, `correction` the share of the removed noise that also leaves the momentum, 0 for none."""
 
@@ -59,17 +62,15 @@ class Lean:
     equality: ClassVar[Literal["exact"]] = "exact"
     trial: ClassVar[TrialOptions] = TrialOptions(
         law={"correction": 1.0, "codec": "ecsq:98", "return_codec": "ecsq:98"},
+        biased=True,
         disasters=(Disaster({"period": 3, "return_codec": "fp32"}, 17),),
     )
-    _state: OuterState = field(default_factory=lambda: OuterState(None))
-    _book: RoundBook = field(default_factory=RoundBook)
-    _rates: dict[str, Tensor] = field(default_factory=dict)  # scalars: see `rate_of`
+    stream: ClassVar[str] = "lean"
+    _state: Anchor = part(Anchor)
+    _rates: dict[str, Tensor] = own(dict, "rate", SCALARS)  # see `rate_of`
 
     def __post_init__(self) -> None:
-        require_period(self.period)
-        require_deadline(self.deadline_s)
-        require_codec(self.codec)
-        require_codec(self.return_codec)
+        require_options(self, returned=None)
         if not 0 <= self.delay < self.period:
             raise ValueError(
                 f"a delay of {self.delay} steps does not fit between exchanges {self.period} steps apart; "
@@ -82,40 +83,26 @@ class Lean:
         if not 0 < self.cap < math.inf:
             raise ValueError(f"a cap of {self.cap} bounds no correction; choose a finite one above 0, usually 1")
 
-    def streams(self, replica: Replica) -> list[Exchange]:
-        """One: the differences to phi."""
-        return [self._exchange(zeros(replica.shapes))]
-
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the run began, the last one before an exchange is measured."""
-        self._state.begin(replica)
         measured = bool(self.correction) and self._book.since + 1 >= self.period and not self._book.pending
         before = replica.read(replica.names, "param") if measured else {}
-        replica.inner_step()
-        self._book.since += 1
+        PeriodicMethod.local_step(self, replica, progress)
         if measured:
             after, first, second = (replica.read(replica.names, what) for what in ("param", "exp_avg", "exp_avg_sq"))
             self._rates = {n: rate_of(before[n] - after[n], first[n], second[n]) for n in before}
 
-    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """theta - phi, after `period` local steps since the last one."""
-        if not self._book.is_due(self.period):
-            return []
-        self._book.leave()
-        theta = replica.read(replica.names, "param")
-        return [self._exchange({name: x - self._state.phi[name] for name, x in theta.items()})]
+    def _message(self, theta: dict[str, Tensor]) -> Tensors:
+        """theta - phi."""
+        return {name: x - self._state.phi[name] for name, x in theta.items()}
 
-    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+    def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """phi moves by the mean, and the replica with it; where my work was taken, only what was not sent stays on top."""
-        self._book.close(exchange, result)
-        if result.status == "failed":
-            return []
-        self._state.begin(replica)
-        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
+        mean = mean_of(exchange, result)
         theta, moved = replica.read(replica.names, "param"), {}
         for name, now in theta.items():
             before = self._state.phi[name]
-            after = self._state.phi[name] = before + result.mean[name]
+            after = self._state.phi[name] = before + mean[name]
             moved[name] = after + (now - before)
             if taken := result.taken.get(name, ()):
                 assert result.sent is not None
@@ -126,55 +113,21 @@ class Lean:
                 moved[name] = choose(taken, landed, moved[name])
         replica.write(moved, "param")
         if self.correction and result.taken:
-            self._correct(replica, result)
-        return []
+            self._correct(replica, mean, result)
 
-    def _correct(self, replica: Replica, result: Result) -> None:
+    def _correct(self, replica: Replica, mean: Tensors, result: Result) -> None:
         """Take the noise that the exchange took out of theta out of exp_avg as well, where my work was taken."""
-        assert result.mean is not None
         assert result.sent is not None
         names = [name for name in result.taken if float(self._rates.get(name, 0.0)) > SLOWEST]
         first, second = (replica.read(names, what) for what in ("exp_avg", "exp_avg_sq"))
         for name in names:
-            shift = result.mean[name] - result.sent[name]
+            shift = mean[name] - result.sent[name]
             push = (shift * (self.correction / self._rates[name])).clamp(-self.cap, self.cap)
             first[name] = choose(result.taken[name], first[name] - second[name].sqrt() * push, first[name])
         replica.write(first, "exp_avg")
 
-    def snapshot(self, replica: Replica) -> State:
-        """phi and the round."""
-        return self._state.snapshot(replica) | self._book.snapshot()
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over phi; `carry` puts this replica's own work, sent or not, on top of it. Moments are the replica's."""
-        new, number = self._state.read(state, replica.shapes), self._book.read(state)
-        self._state.restore(replica, new, mode)
-        self._book.restart(number)
-        self._rates = {}
-
-    def personal(self, replica: Replica) -> State:
-        """Where in the round this peer is, and the rates of its last measured step; the residual is in the replica."""
-        return self._book.personal() | named("rate", self._rates)
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._state.adopt(self._state.read(state, replica.shapes))
-        self._book.resume(state)
-        self._rates = kept("rate", state, dict.fromkeys(replica.names, ()))
-
-    def agreed(self, replica: Replica, stream: str) -> State:
-        """phi and the round: replicas differ by what they have not sent."""
-        return self.snapshot(replica)
-
-    def eval_params(self, replica: Replica) -> Tensors:
-        """phi."""
-        return self._state.parameters(replica)
-
-    def _exchange(self, tensors: Tensors) -> Exchange:
-        key, back, wait = ExchangeKey(STREAM, self._book.number), self.return_codec, self.deadline_s
-        return Exchange(
-            key, "mean", All(), tensors, 1.0, self.codec, back, compensate=True, apply_after=self.delay, deadline_s=wait
-        )
+    def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
+        return replace(PeriodicMethod._exchange(self, tensors, weight), compensate=True, apply_after=self.delay)
 
 
 def rate_of(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:

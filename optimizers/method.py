@@ -151,6 +151,8 @@ class Method(Protocol):
     """How peers keep one model although they train apart. A state machine without I/O, clock, rank, world size or
     global random numbers.
 
+    Those of the catalog declare their state and have the functions about it from optimizers/parts/stateful.py.
+
     Law, for every method in `catalog.METHODS` (optimizers/testing/check.py; `check_method` holds any other to it):
 
     1. With one participant it runs and gives its section's documented degenerate result.

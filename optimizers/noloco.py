@@ -11,21 +11,20 @@ its teacher's momentum too, so that a snapshot is all that a resumed peer needs.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from farflock.optimizers.method import Exchange, ExchangeKey, Progress, RandomGroups, Replica, Result, State, Tensors
+from farflock.optimizers.method import Exchange, RandomGroups, Replica, Result, Tensors
 from farflock.optimizers.parts.feedback import choose
-from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.round_book import RoundBook
 from farflock.optimizers.parts.state import tables, zeros
+from farflock.optimizers.parts.state_fields import part
+from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
-
-STREAM = "pairs"
 
 
 def stability_bound(alpha: float, group: int = 2) -> float:
@@ -34,7 +33,7 @@ def stability_bound(alpha: float, group: int = 2) -> float:
 
 
 @dataclass(slots=True)
-class NoLoCo:
+class NoLoCo(PeriodicMethod):
     """`period` local steps a round; `alpha` outer momentum, `beta` outer rate, `gamma` pull to the pair's mean."""
 
     period: int = 50
@@ -46,13 +45,11 @@ class NoLoCo:
 
     equality: ClassVar[Literal["per-peer"]] = "per-peer"
     trial: ClassVar[TrialOptions] = TrialOptions(rest=6, disasters=(Disaster({"period": 3, "codec": "fp32"}, 3),))
-    _state: OuterState = field(default_factory=lambda: OuterState("delta"))
-    _book: RoundBook = field(default_factory=RoundBook)
+    stream: ClassVar[str] = "pairs"
+    _state: OuterState = part(lambda: OuterState(momentum_name="delta"))
 
     def __post_init__(self) -> None:
-        require_period(self.period)
-        require_deadline(self.deadline_s)
-        require_unbiased("codec", self.codec, "NoLoCo has no feedback; choose fp16, bf16 or int8")
+        require_options(self, "NoLoCo has no feedback; choose fp16, bf16 or int8")
         if not 0 <= self.alpha < 1 or not 0 < self.beta <= 10:
             raise ValueError(
                 f"alpha={self.alpha}, beta={self.beta}: alpha lies in [0, 1) and beta in (0, 10] (0.5 and 0.7)"
@@ -71,88 +68,44 @@ class NoLoCo:
         none = zeros(replica.shapes)
         return [self._exchange(none if self._one_vector else tables({"delta": none, "phi": none}))]
 
-    def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update; the first one remembers where the round began."""
-        self._state.begin(replica)
-        replica.inner_step()
-        self._book.since += 1
-
-    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """After `period` local steps since the last exchange."""
-        if not self._book.is_due(self.period):
-            return []
-        self._book.leave()
-        theta = replica.read(replica.names, "param")
+    def _message(self, theta: dict[str, Tensor]) -> Tensors:
+        """theta, or pseudo-gradient and phi where gamma differs from beta."""
         if self._one_vector:
-            return [self._exchange(theta)]
-        return [self._exchange(tables({"delta": self._state.pseudo_gradient(theta), "phi": self._state.phi}))]
+            return theta
+        return tables({"delta": self._state.pseudo_gradient(theta), "phi": self._state.phi})
 
-    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+    def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
         """The outer step with whichever peers took part; alone it is heavy ball on the own pseudo-gradient. A round replayed
         from a log was between others and changes nothing here."""
-        self._book.close(exchange, result)
-        if result.status == "failed" or result.sent is None:
-            return []
-        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
+        if result.sent is None:
+            return
+        mean = mean_of(exchange, result)
         theta = replica.read(replica.names, "param")
         phi, delta = self._state.phi, self._state.momentum
         moved = {}
         for name in replica.names:
             before = phi[name]
-            delta[name] = self._outer_step(name, before, result)
+            delta[name] = self._outer_step(name, before, mean, alone=result.status == "alone")
             after = phi[name] = before + delta[name]
             if result.steps_since:
-                after = after + (theta[name] - self._theta_then(name, before, result))
+                then = result.sent[name] if self._one_vector else before - result.sent[f"delta.{name}"]
+                after = after + (theta[name] - then)
             taken = result.taken.get(name if self._one_vector else f"delta.{name}", ())
             moved[name] = choose(taken, after, theta[name])
         replica.write(moved, "param")
-        return []
 
-    def _outer_step(self, name: str, phi: Tensor, result: Result) -> Tensor:
-        assert result.mean is not None
+    def _outer_step(self, name: str, phi: Tensor, mean: Tensors, *, alone: bool) -> Tensor:
         kept = scaled(self._state.momentum[name], self.alpha)
         if self._one_vector:
-            return kept + scaled(result.mean[name] - phi, self.beta)
-        moved = kept - scaled(result.mean[f"delta.{name}"], self.beta)
-        if result.status == "alone":  # the mean of phi is my own, but for what its codec lost
+            return kept + scaled(mean[name] - phi, self.beta)
+        moved = kept - scaled(mean[f"delta.{name}"], self.beta)
+        if alone:  # the mean of phi is my own, but for what its codec lost
             return moved
-        return moved - scaled(phi - result.mean[f"phi.{name}"], self.gamma)
-
-    def _theta_then(self, name: str, phi: Tensor, result: Result) -> Tensor:
-        assert result.sent is not None
-        return result.sent[name] if self._one_vector else phi - result.sent[f"delta.{name}"]
+        return moved - scaled(phi - mean[f"phi.{name}"], self.gamma)
 
     @property
     def _one_vector(self) -> bool:
         return self.gamma == self.beta
 
-    def snapshot(self, replica: Replica) -> State:
-        """phi, the momentum, and the round."""
-        return self._state.snapshot(replica) | self._book.snapshot()
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over one peer's phi and momentum; `carry` puts this replica's unsent work on top of it."""
-        new, number = self._state.read(state, replica.shapes), self._book.read(state)
-        self._state.restore(replica, new, mode)
-        self._book.restart(number)
-
-    def personal(self, replica: Replica) -> State:
-        """Where in the round this peer is."""
-        return self._book.personal()
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._state.adopt(self._state.read(state, replica.shapes))
-        self._book.resume(state)
-
-    def agreed(self, replica: Replica, stream: str) -> State:
-        """Nothing: each peer has its own."""
-        return {}
-
-    def eval_params(self, replica: Replica) -> Tensors:
-        """phi."""
-        return self._state.parameters(replica)
-
-    def _exchange(self, tensors: Tensors) -> Exchange:
-        key = ExchangeKey(STREAM, self._book.number)
-        return Exchange(key, "mean", RandomGroups(2), tensors, codec=self.codec, deadline_s=self.deadline_s)
+    def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
+        return replace(PeriodicMethod._exchange(self, tensors, weight), group=RandomGroups(2))

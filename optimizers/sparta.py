@@ -12,24 +12,25 @@ independent draw for each value, so that a payload has a fixed length and costs 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State
 from farflock.optimizers.parts.feedback import choose
-from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.philox import below
-from farflock.optimizers.parts.state import counter, counters, named, numbers, unnamed
+from farflock.optimizers.parts.state import unnamed
+from farflock.optimizers.parts.state_fields import own, part, shared
+from farflock.optimizers.parts.stateful import Mode, ReplicaMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "mask"
 VALUES = "values"  # the name of the one tensor that travels
 Selector = Literal["random", "partition"]
 
-_PERSONAL = tuple(f"{STREAM}.{what}" for what in ("since", "pending", "void"))
 _PLACES = 1  # the stream of random numbers that masks are drawn from
 
 
@@ -59,16 +60,15 @@ class Mixing:
     codec: str
     return_codec: str
     deadline_s: float
-    round: int = 0
-    since: int = 0
-    pending: bool = False
-    void: bool = False  # the pending mean is of parameters that somebody has replaced since
+    round_key: str = "round"  # in a state
+    round: int = shared(0, "{0.round_key}")
+    since: int = own(0, f"{STREAM}.since")
+    pending: bool = own(False, f"{STREAM}.pending")
+    void: bool = own(False, f"{STREAM}.void")  # the pending mean is of parameters that somebody has replaced since
 
     def __post_init__(self) -> None:
-        require_period(self.period)
-        require_deadline(self.deadline_s)
-        require_unbiased("codec", self.codec, "parameters are sent as they are; choose fp16, bf16 or fp32")
-        require_unbiased("return codec", self.return_codec, "choose fp16, bf16 or fp32")
+        usual = "choose fp16, bf16 or fp32"
+        require_options(self, f"parameters are sent as they are; {usual}", usual)
         if self.selector not in ("random", "partition"):
             raise ValueError(f"selector {self.selector!r} is not known; choose random or partition")
         if not 1 <= self.one_in < 1 << 31:
@@ -91,8 +91,8 @@ class Mixing:
             return []
         places = self._places(replica, self.round)
         values = torch.zeros(len(places))
-        for name, part, at in _cut(replica, places):
-            values[part] = replica.read([name], "param")[name].reshape(-1)[at]
+        for name, inside, at in _cut(replica, places):
+            values[inside] = replica.read([name], "param")[name].reshape(-1)[at]
         self.pending, self.since = True, 0
         return [self._exchange(self.round, values)]
 
@@ -105,32 +105,18 @@ class Mixing:
         taken = result.taken.get(VALUES, ())
         if not taken or void:
             return
-        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
         assert result.sent is not None, f"{exchange.key}: taken, but not sent"
-        mean, sent = result.mean[VALUES], result.sent[VALUES]
+        mean, sent = mean_of(exchange, result)[VALUES], result.sent[VALUES]
         inside = choose(taken, torch.ones_like(mean), torch.zeros_like(mean)) > 0
-        for name, part, at in _cut(replica, self._places(replica, exchange.key.round)):
+        for name, these, at in _cut(replica, self._places(replica, exchange.key.round)):
             theta = replica.read([name], "param")[name]
-            own = theta.reshape(-1)[at]
-            theta.view(-1)[at] = torch.where(inside[part], mean[part] + (own - sent[part]), own)
+            before = theta.reshape(-1)[at]
+            theta.view(-1)[at] = torch.where(inside[these], mean[these] + (before - sent[these]), before)
             replica.write({name: theta}, "param")
 
     def disregard(self) -> None:
         """The parameters are being replaced: the pending mean, if there is one, must not move the new ones."""
         self.void = self.pending
-
-    def start_at(self, round_number: int) -> None:
-        """Nothing is pending, and this is the next round."""
-        self.round, self.since, self.pending, self.void = round_number, 0, False, False
-
-    def personal(self) -> State:
-        """Where in the round this peer is."""
-        return numbers(dict(zip(_PERSONAL, (self.since, self.pending, self.void), strict=True)))
-
-    def resume(self, round_number: int, state: State) -> None:
-        """Go on from `personal`."""
-        since, pending, void = counters(state, *_PERSONAL)
-        self.round, self.since, self.pending, self.void = round_number, since, bool(pending), bool(void)
 
     def _places(self, replica: Replica, number: int) -> Tensor:
         return masked(self.selector, self.one_in, self.seed, number, _size(replica))
@@ -142,7 +128,7 @@ class Mixing:
 
 
 @dataclass(slots=True)
-class Sparta:
+class Sparta(ReplicaMethod):
     """One value in `one_in` is averaged after every `period` local steps, `delay` steps late; inner moments stay at home."""
 
     selector: Selector = "random"
@@ -161,7 +147,7 @@ class Sparta:
         rest=6,
         disasters=(Disaster({"period": 3, "one_in": 3}, 9),),
     )
-    _mixing: Mixing = field(init=False)
+    _mixing: Mixing = part()
 
     def __post_init__(self) -> None:
         codecs, wait = (self.codec, self.return_codec), self.deadline_s
@@ -185,32 +171,12 @@ class Sparta:
         self._mixing.apply(replica, exchange, result)
         return []
 
-    def snapshot(self, replica: Replica) -> State:
-        """The parameters, any peer's will do, and the round."""
-        return named("param", replica.read(replica.names, "param")) | numbers({"round": self._mixing.round})
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+    def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
         """Take over another's parameters; `carry` keeps its own, which no outer state needs to fit."""
-        theta, number = unnamed("param", state, replica.shapes), counter("round", state)
+        theta = unnamed("param", state, replica.shapes)
         if mode == "adopt":
             replica.write(theta, "param")
-        self._mixing.start_at(number)
-
-    def personal(self, replica: Replica) -> State:
-        """Where in the round this peer is."""
-        return self._mixing.personal()
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._mixing.resume(counter("round", state), state)
-
-    def agreed(self, replica: Replica, stream: str) -> State:
-        """Nothing: each peer has its own."""
-        return {}
-
-    def eval_params(self, replica: Replica) -> Tensors:
-        """The replica's parameters."""
-        return replica.read(replica.names, "param")
+        return mode == "carry"
 
 
 def _size(replica: Replica) -> int:

@@ -13,19 +13,20 @@ fragment that is smallest so far. Optional error feedback.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
-from torch import Tensor
 
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.parts.feedback import SenderFeedback, choose
+from farflock.optimizers.parts.feedback import SenderFeedback
 from farflock.optimizers.parts.layers import is_numbered, layers_of
-from farflock.optimizers.parts.options import require_deadline, require_feedback, require_period, require_unbiased
-from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
+from farflock.optimizers.parts.options import require_feedback, require_options
+from farflock.optimizers.parts.outer import Outer, OuterNesterov
 from farflock.optimizers.parts.outer_state import OuterState
 from farflock.optimizers.parts.round_book import RoundBook
-from farflock.optimizers.parts.state import Shapes, WrongState, counter, numbers, zeros
+from farflock.optimizers.parts.state import Shapes, WrongState, tables, zeros
+from farflock.optimizers.parts.state_fields import Whose, own, part
+from farflock.optimizers.parts.stateful import OuterMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "fragment."
@@ -64,7 +65,16 @@ def _smallest(groups: Mapping[str, list[str]], place: Mapping[str, int], shapes:
 
 
 @dataclass(slots=True)
-class Streaming:
+class Fragment:
+    """Some of the parameters, with rounds and an error feedback of their own."""
+
+    names: tuple[str, ...]
+    book: RoundBook = part(RoundBook)
+    memory: SenderFeedback = part(SenderFeedback)  # empty without `feedback`
+
+
+@dataclass(slots=True)
+class Streaming(OuterMethod):
     """Each of `fragments` is sent every `period` local steps and merged `overlap` steps later, keeping `mix` of the local
     values; `feedback` is the decay of the error feedback, None for none."""
 
@@ -88,15 +98,13 @@ class Streaming:
             Disaster({"period": 4, "fragments": 2, "overlap": 0, "feedback": 0.5, "codec": "int4"}, 18),
         ),
     )
-    _state: OuterState = field(default_factory=OuterState)
-    _memory: SenderFeedback = field(default_factory=SenderFeedback)  # empty without `feedback`
-    _parts: Fragments = ()
-    _books: list[RoundBook] = field(default_factory=list)  # by fragment
-    _quiet: int = 0  # local steps since any was sent
+    _state: OuterState = part(OuterState)
+    _fragments: list[Fragment] = part(list)
+    _quiet: int = own(0)  # local steps since any was sent
 
     def __post_init__(self) -> None:
-        require_period(self.period)
-        require_deadline(self.deadline_s)
+        require_options(self)
+        require_feedback(self.codec, self.feedback, "fp4, int8 or fp16")
         if self.pattern not in ("strided", "sequential"):
             raise ValueError(f"pattern {self.pattern!r} is not known; choose strided or sequential")
         if not 1 <= self.fragments <= self.period:
@@ -112,40 +120,36 @@ class Streaming:
             )
         if not 0 <= self.mix <= 1:
             raise ValueError(f"a mix of {self.mix} is no share of the local values; choose one in [0, 1], usually 0.5")
-        require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
-        require_feedback(self.codec, self.feedback, "fp4, int8 or fp16")
 
     def streams(self, replica: Replica) -> list[Exchange]:
         """One a fragment: its pseudo-gradients."""
         parts = split(replica.shapes, self.fragments, self.pattern)
-        return [self._exchange(p, p, zeros(_of(replica.shapes, names))) for p, names in enumerate(parts)]
+        return [self._exchange(p, p, zeros({x: replica.shapes[x] for x in names})) for p, names in enumerate(parts)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the run began."""
-        self._begin(replica)
+        self.begin(replica)
         replica.inner_step()
-        for book in self._books:
-            book.since += 1
+        for fragment in self._fragments:
+            fragment.book.since += 1
         self._quiet += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """The fragment whose turn it is: of those that are not on their way the one with the first round, when its gap to
         the one before it is over and it was not sent for `period` steps. All peers send in this order, so that none waits
         for a fragment that the other sends only after another one."""
-        idle = [p for p, book in enumerate(self._books) if not book.pending]
+        idle = [fragment for fragment in self._fragments if not fragment.book.pending]
         if not idle:
             return []
-        p = min(idle, key=lambda q: self._books[q].number)
-        number = self._books[p].number
-        if self._books[p].since < self.period or self._quiet < self._slot(number) - self._slot(number - 1):
+        fragment = min(idle, key=lambda one: one.book.number)
+        number = fragment.book.number
+        if fragment.book.since < self.period or self._quiet < self._slot(number) - self._slot(number - 1):
             return []
-        self._books[p].leave()
+        fragment.book.leave()
         self._quiet = 0
-        theta = replica.read(self._parts[p], "param")
-        work = self._state.pseudo_gradient(theta)
-        if self.feedback is not None:
-            work = self._memory.compose(work, theta, self.feedback)
-        return [self._exchange(p, number, work)]
+        theta = replica.read(fragment.names, "param")
+        message = fragment.memory.compose(self._state.pseudo_gradient(theta), theta, self.feedback)
+        return [self._exchange(self._fragments.index(fragment), number, message)]
 
     def _slot(self, number: int) -> int:
         """The local step, counted from the run's begin, at which a round's fragment is sent if nothing goes wrong."""
@@ -153,93 +157,45 @@ class Streaming:
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """The fragment's outer step. Where my work was taken the replica is merged with it; elsewhere it stays."""
-        self._begin(replica)
-        p = int(exchange.key.stream.removeprefix(STREAM))
-        self._books[p].close(exchange, result)
+        self.begin(replica)
+        fragment = self._fragments[int(exchange.key.stream.removeprefix(STREAM))]
+        fragment.book.close(exchange, result)
         if result.status == "failed":
             return []
-        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
-        theta, moved = replica.read(self._parts[p], "param") if result.taken else {}, {}
-        for name in self._parts[p]:
-            before = self._state.phi[name]
-            after = self._state.step(name, self.outer, result.mean[name])
-            if result.taken.get(name):
-                moved[name] = self._merge(name, theta[name], before, after, result)
-        if moved:
-            replica.write(moved, "param")
+        mean = mean_of(exchange, result)
+        terms = (fragment.memory, self.overlap, self.mix)
+        self._state.advance(replica, fragment.names, self.outer, mean, result, *terms)
         return []
 
-    def _merge(self, name: str, theta: Tensor, before: Tensor, after: Tensor, result: Result) -> Tensor:
-        """theta <- mix·theta + (1-mix)·phi_new, with the steps since the snapshot on top of phi if it comes late."""
-        assert result.sent is not None
-        taken = result.taken[name]
-        if self.feedback is not None:
-            self._memory.settle(name, result.sent[name], taken)
-        if result.steps_since > self.overlap:
-            start = before - result.sent[name] if self.feedback is None else self._memory.start[name]
-            after = after + (theta - start)
-        merged = scaled(theta, self.mix) + scaled(after, 1 - self.mix) if self.mix else after
-        return choose(taken, merged, theta)
-
-    def snapshot(self, replica: Replica) -> State:
-        """phi, the outer momentum, and each fragment's round. A joiner replays those that are on their way."""
-        self._begin(replica)
-        rounds = numbers({f"round.{p}": book.number for p, book in enumerate(self._books)})
-        return self._state.snapshot(replica) | rounds
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over phi and momentum; `carry` puts this replica's unsent work on top of the new phi, and keeps its residual."""
-        new, rounds = self._state.read(state, replica.shapes), self._rounds_of(state)
-        if not self._state.restore(replica, new, mode):
-            self._memory.residual = {}
-        self._memory.forget_message()
-        self._take_turns(replica, rounds)
-
-    def _rounds_of(self, state: State) -> list[int]:
-        rounds = [counter(f"round.{p}", state) for p in range(self.fragments)]
-        for p, number in enumerate(rounds):
-            if number % self.fragments != p:
+    def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
+        """phi and momentum, and each fragment's round. A joiner replays those that are on their way."""
+        self._cut(replica)
+        new = OuterMethod.load(self, replica, state, *whose)
+        for p, fragment in enumerate(new._fragments):
+            if (number := fragment.book.number) % self.fragments != p:
                 raise WrongState(f"round.{p} must be one of every {self.fragments} rounds from {p} on, got {number}")
-        return rounds
+        return new
 
-    def _take_turns(self, replica: Replica, rounds: list[int]) -> None:
+    def _cut(self, replica: Replica) -> None:
+        if not self._fragments:
+            parts = split(replica.shapes, self.fragments, self.pattern)
+            self._fragments = [Fragment(names, RoundBook(p, suffix=f".{p}")) for p, names in enumerate(parts)]
+
+    def begun(self, replica: Replica) -> None:
         """Begin as if the round before the first one were sent just now: the others follow at their distances."""
-        first = self._slot(min(rounds) - 1)
-        self._parts = split(replica.shapes, self.fragments, self.pattern)
-        ages = [max(self.period - (self._slot(number) - first), 0) for number in rounds]
-        self._books = [RoundBook(number, ages[p], suffix=f".{p}") for p, number in enumerate(rounds)]
+        self._cut(replica)
+        books = [fragment.book for fragment in self._fragments]
+        first = self._slot(min(book.number for book in books) - 1)
+        for book in books:
+            book.since = max(self.period - (self._slot(book.number) - first), 0)
         self._quiet = 0
-
-    def personal(self, replica: Replica) -> State:
-        """Where in their rounds this peer's fragments are, its residuals, and what pending messages were made from."""
-        self._begin(replica)
-        mine = self._memory.personal() | numbers({"quiet": self._quiet})
-        return mine | {key: value for book in self._books for key, value in book.personal().items()}
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._state.adopt(self._state.read(state, replica.shapes))
-        self._take_turns(replica, self._rounds_of(state))
-        self._quiet = counter("quiet", state)
-        for book in self._books:
-            book.resume(state)
-        self._memory.resume(state, *(_of(replica.shapes, names) for names in self._parts))
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """The fragment's phi and momentum: other fragments may be a round ahead or behind at other peers."""
-        self._begin(replica)
-        return self._state.part(
-            [name for p, part in enumerate(self._parts) if stream == f"{STREAM}{p}" for name in part]
-        )
-
-    def eval_params(self, replica: Replica) -> Tensors:
-        """phi."""
-        self._begin(replica)
-        return self._state.parameters(replica)
-
-    def _begin(self, replica: Replica) -> None:
-        if self._state.begin(replica):
-            self._take_turns(replica, list(range(self.fragments)))
+        self.begin(replica)
+        names = [name for p, one in enumerate(self._fragments) if stream == f"{STREAM}{p}" for name in one.names]
+        both = {"phi": self._state.phi, "momentum": self._state.momentum}
+        return tables({what: {name: x[name] for name in names} for what, x in both.items()})
 
     def _exchange(self, p: int, number: int, tensors: Tensors) -> Exchange:
         key, back, wait = ExchangeKey(f"{STREAM}{p}", number), self.return_codec, self.deadline_s
@@ -247,7 +203,3 @@ class Streaming:
         return Exchange(
             key, "mean", All(), tensors, 1.0, self.codec, back, stride=stride, apply_after=after, deadline_s=wait
         )
-
-
-def _of(shapes: Shapes, names: tuple[str, ...]) -> Shapes:
-    return {name: shapes[name] for name in names}

@@ -5,7 +5,7 @@ short rounds and lossless codecs wherever it has the options `period`, `codec` a
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,16 @@ class TrialOptions:
     """`law` and `quick` are options beside the usual ones, for the law tests and for tests by hand with lossless rounds of two
     steps; they need rounds of every stream within a few steps. `rest` is a number of steps after which the method, tried
     with `law`, holds nothing beside its snapshot; None if there is none. `disasters` are usually the options of `law`, once.
+    `biased`: it takes biased codecs, because what they leave out comes again; others must refuse them. `quality`: the trials of
+    `farflock bench quality` at each budget, as in experiments/quality/arms.toml, for a method that is not named there.
     """
 
     law: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     quick: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rest: int | None = None
     disasters: tuple[Disaster, ...] = ()
+    biased: bool = False
+    quality: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 def trial_of(method: type[Any]) -> TrialOptions:

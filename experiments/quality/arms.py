@@ -16,6 +16,7 @@ from farflock.experiments.reproduce.recipe import Arm as RecipeArm
 from farflock.node.errors import Usage, nearest
 from farflock.node.run.sections import convert, tables
 from farflock.optimizers.catalog import METHODS, PRESETS
+from farflock.optimizers.trial_options import trial_of
 
 TRIALS = 4
 BUDGETS = (100, 500)  # DDP's bytes over what a method may send
@@ -87,8 +88,10 @@ def load() -> Arms:
 
 
 def read(text: str) -> Arms:
-    """Arms from their text, checked: every method of the catalogue, with all its trials, and options that it takes."""
+    """Arms from their text, and of methods that are not in it from their classes, checked: every method of the catalogue, with
+    all its trials, and options that it takes."""
     arms = convert(tables(text, ORIGIN), Arms)
+    arms = msgspec.structs.replace(arms, arms=arms.arms | _beside(METHODS.keys() - arms.arms.keys()))
     _require_same(arms.lines, LINES, "line")
     _require_same(arms.arms, sorted(set(METHODS) - set(LINE_METHODS)), "method")
     for name, arm in arms.arms.items():
@@ -97,9 +100,20 @@ def read(text: str) -> Arms:
     return arms
 
 
+def _beside(names: Iterable[str]) -> dict[str, Arm]:
+    """The arms that methods declare themselves."""
+    declared = {name: trial_of(METHODS[name]).quality for name in sorted(names)}
+    found = {name: {"trials": trials} for name, trials in declared.items() if trials}
+    return convert({"lines": {}, "arms": found}, Arms).arms
+
+
 def _require_same(found: Iterable[str], wanted: Iterable[str], what: str) -> None:
     if lacking := sorted(set(wanted) - set(found)):
-        raise Usage(ORIGIN, f"it has no {what} {', '.join(lacking)}", f"give each {TRIALS} trials a budget")
+        raise Usage(
+            ORIGIN,
+            f"it has no {what} {', '.join(lacking)}",
+            f"give each {TRIALS} trials a budget, here or in its class",
+        )
     if surplus := sorted(set(found) - set(wanted)):
         raise Usage(ORIGIN, f"there is no {what} {', '.join(surplus)}", f"choose from {', '.join(wanted)}")
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from farflock.node.errors import Usage
-from farflock.optimizers import ddp, decoupled
+from farflock.optimizers.ddp import DDP
 from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.lean import Lean
 from farflock.optimizers.method import Method
@@ -40,9 +40,9 @@ SECOND_MOMENT = "exp_avg_sq"
 ADAM, MOMENTUM = frozenset(("step", "exp_avg", "exp_avg_sq")), frozenset(("momentum_buffer",))
 NADAM = ADAM | {"mu_product"}
 SHARED_MOMENTS = {  # methods whose replicas all take the same inner steps, and the moments that they send to joiners
-    "ddp": frozenset((*ddp.MOMENTS, *ddp.OTHERS)),
-    "demo": frozenset(decoupled.MOMENTS),
-    "flexdemo": frozenset(decoupled.MOMENTS),
+    "ddp": frozenset((*DDP.moments, *DDP.rare_moments)),
+    "demo": frozenset(Decoupled.rare_moments),
+    "flexdemo": frozenset(Decoupled.rare_moments),
 }
 
 

@@ -17,18 +17,20 @@ arrivals batch as the paper's grace period does. An arrival of weight 0 is no ar
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, Progress, Replica, Result, State, Tensors
-from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import scaled
-from farflock.optimizers.parts.outer_state import OuterState
+from farflock.optimizers.parts.outer_state import Anchor, OuterState
 from farflock.optimizers.parts.round_book import RoundBook
-from farflock.optimizers.parts.state import WrongState, counter, counters, kept, named, numbers, tables, unnamed, zeros
+from farflock.optimizers.parts.state import Shapes, WrongState, counter, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.state_fields import Kind, Whose, own, part, shared
+from farflock.optimizers.parts.stateful import Mode, OuterMethod
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "arrivals"
@@ -41,8 +43,35 @@ StalenessRule = Literal["none", "polynomial", "hinge", "drop"]
 RULES: tuple[StalenessRule, ...] = ("none", "polynomial", "hinge", "drop")
 
 
+Speeds = dict[MemberId, tuple[int, float]]  # the version at its last arrival; steps a second
+
+
+def _written_speeds(key: str, speeds: Speeds) -> State:
+    state = numbers({key: len(speeds)})
+    for who, (heard, speed) in speeds.items():
+        state |= {f"heard.{who}": torch.tensor(heard), f"speed.{who}": torch.tensor(speed, dtype=torch.float32)}
+    return state
+
+
+def _read_speeds(key: str, state: State, shapes: Shapes) -> Speeds:
+    peers = [name.removeprefix("speed.") for name in state if name.startswith("speed.")]
+    speeds = {who: FLOAT.read(f"speed.{who}", state, shapes) for who in peers}
+    if counter(key, state) != len(peers) or any(not 0 <= speed <= FASTEST for speed in speeds.values()):
+        raise WrongState(f"{key} must be {len(peers)} numbers from 0 to {FASTEST:g}; ask another member")
+    return {who: (counter(f"heard.{who}", state), speed) for who, speed in speeds.items()}
+
+
+def _read_float(key: str, state: State, shapes: Shapes) -> float:
+    prefix, _, name = key.partition(".")
+    return float(unnamed(prefix, state, {name: ()})[name])
+
+
+FLOAT = Kind(lambda key, value: {key: torch.tensor(value, dtype=torch.float32)}, _read_float)
+SPEEDS = Kind(_written_speeds, _read_speeds)
+
+
 @dataclass(slots=True)
-class Async:
+class Async(OuterMethod):
     """`period` local steps of the fastest peer; `buffer` None follows the number of workers, `dylu` False gives everybody
     `period` steps, `enough` arrivals close a round.
 
@@ -68,26 +97,22 @@ class Async:
     trial: ClassVar[TrialOptions] = TrialOptions(
         law={"enough": 0}, rest=6, disasters=(Disaster({"period": 6, "enough": 2, "codec": "int8"}, 8),)
     )
-    _state: OuterState = field(default_factory=OuterState)
-    _buffer: dict[str, Tensor] = field(default_factory=dict)
-    _speeds: dict[MemberId, tuple[int, float]] = field(
-        default_factory=dict
-    )  # the version at its last arrival; steps a second
-    _book: RoundBook = field(default_factory=RoundBook)  # `since` the last pull
-    _version: int = 0  # rounds that moved phi
-    _arrived: int = 0  # since the buffer was emptied
-    _size: int = 1  # of the buffer that is being filled
-    _base: dict[str, Tensor] = field(default_factory=dict)  # phi as pulled
-    _message: dict[str, Tensor] = field(default_factory=dict)  # the pseudo-gradient that nobody took yet
-    _pulled: int = 0  # its version
-    _speed: float = 0.0  # as last measured
-    _quota: int = 0  # steps of this local round; 0: `period`
-    _began: int = 0  # the run's time at the first of them, in microseconds
+    _book: RoundBook = part(RoundBook)  # `since` the last pull
+    _version: int = shared(0)  # rounds that moved phi
+    _arrived: int = shared(0)  # since the buffer was emptied
+    _size: int = shared(1)  # of the buffer that is being filled
+    _state: OuterState = part(OuterState)
+    _buffer: dict[str, Tensor] = shared(dict)
+    _speeds: Speeds = shared(dict, kind=SPEEDS)
+    _pulled: int = own(0)  # the version of `_base`
+    _quota: int = own(0, stays=True)  # steps of this local round; 0: `period`
+    _began: int = own(0)  # the run's time at the first of them, in microseconds
+    _speed: float = own(lambda: 0.0, "own.speed", FLOAT, stays=True)  # as last measured
+    _base: dict[str, Tensor] = own(dict)  # phi as pulled
+    _message: dict[str, Tensor] = own(dict)  # the pseudo-gradient that nobody took yet
 
     def __post_init__(self) -> None:
-        require_period(self.period)
-        require_deadline(self.deadline_s)
-        require_unbiased("codec", self.codec, "arrivals have no feedback; choose fp16, bf16 or int8")
+        require_options(self, "arrivals have no feedback; choose fp16, bf16 or int8")
         if not 0 < self.lr <= 10 or not 0 <= self.momentum < 1:
             raise ValueError(f"lr={self.lr} lies in (0, 10] (0.7), momentum={self.momentum} in [0, 1) (0.9)")
         if self.buffer is not None and self.buffer < 1:
@@ -114,7 +139,7 @@ class Async:
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one since a pull starts the clock."""
-        self._begin(replica)
+        self.begin(replica)
         if self._book.since == 0:
             self._began = max(int(progress.run_time_s * TICK), 0)
         replica.inner_step()
@@ -140,7 +165,7 @@ class Async:
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """All arrivals of a round; where mine is among them I pull, else it is sent again."""
-        self._begin(replica)
+        self.begin(replica)
         self._book.close(exchange, result)
         if result.status == "failed":
             return []
@@ -208,72 +233,29 @@ class Async:
         if self.dylu and 0 < mine <= fastest:
             self._quota = max(1, math.floor(mine / fastest * self.period))
 
-    def snapshot(self, replica: Replica) -> State:
+    def begun(self, replica: Replica) -> None:
+        """The replica stands at phi, as if it had just pulled."""
+        self._base, self._pulled = dict(self._state.phi), self._version
+        self._buffer = self._buffer or dict(self._state.momentum)
+
+    def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
         """phi, momentum, buffer, the counters, and everybody's speed."""
-        self._begin(replica)
-        state = self._counters() | numbers({"speeds": len(self._speeds)})
-        state |= self._state.snapshot(replica) | named("buffer", self._buffer)
-        for who, (heard, speed) in self._speeds.items():
-            state |= {f"heard.{who}": torch.tensor(heard), f"speed.{who}": torch.tensor(speed, dtype=torch.float32)}
-        return state
+        new = OuterMethod.load(self, replica, state, *whose)
+        if new._arrived >= new._size:
+            raise WrongState(
+                f"size must be above {new._arrived}, the number of arrivals, got {new._size}; ask another member"
+            )
+        return new
 
-    def _counters(self) -> State:
-        counts = {"version": self._version, "arrived": self._arrived, "size": self._size}
-        return self._book.snapshot() | numbers(counts)
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over the outer state; `carry` puts this replica's unsent work on top of the new phi."""
-        base = self._base
-        carried = dict(replica.read(replica.names, "param")) if mode == "carry" and base else {}
-        self._adopt(replica, state)
-        replica.write({n: x + (carried[n] - base[n]) if carried else x for n, x in self._state.phi.items()}, "param")
-        self._base, self._message, self._pulled = dict(self._state.phi), {}, self._version
-        self._book.restart(self._book.number)
-        self._began = 0
-        if not carried:
-            self._quota, self._speed = 0, 0.0
-
-    def _adopt(self, replica: Replica, state: State) -> None:
-        """Read all of it before anything is taken over."""
-        new, buffer = self._state.read(state, replica.shapes), unnamed("buffer", state, replica.shapes)
-        number, version, arrived, size = counters(state, "round", "version", "arrived", "size")
-        peers = [name.removeprefix("speed.") for name in state if name.startswith("speed.")]
-        speeds = {who: float(unnamed("speed", state, {who: ()})[who]) for who in peers}
-        if counter("speeds", state) != len(peers) or any(not 0 <= speed <= FASTEST for speed in speeds.values()):
-            raise WrongState(f"speeds must be {len(peers)} numbers from 0 to {FASTEST:g}; ask another member")
-        if arrived >= size:
-            raise WrongState(f"size must be above {arrived}, the number of arrivals, got {size}; ask another member")
-        self._speeds = {who: (counter(f"heard.{who}", state), speed) for who, speed in speeds.items()}
-        self._state, self._buffer, self._book.number = new, buffer, number
-        self._version, self._arrived, self._size = version, arrived, size
-
-    def personal(self, replica: Replica) -> State:
-        """What this peer pulled, its message, and where in its local round it is."""
-        counts = {"pulled": self._pulled, "quota": self._quota, "began": self._began}
-        speed = torch.tensor(self._speed, dtype=torch.float32)
-        mine = tables({"base": self._base, "message": self._message})
-        return self._book.personal() | numbers(counts) | {"own.speed": speed} | mine
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._adopt(replica, state)
-        self._book.resume(state)
-        self._pulled, self._quota, self._began = counters(state, "pulled", "quota", "began")
-        self._speed = float(unnamed("own", state, {"speed": ()})["speed"])
-        self._base, self._message = (kept(what, state, replica.shapes) for what in ("base", "message"))
+    def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
+        """`carry` puts what this replica has done since its last pull on top of the new phi."""
+        return Anchor(self._base).move(replica, new._state, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """phi and the counters, which the rest would soon show in: hashed at each asking, so no more than that."""
-        self._begin(replica)
-        return named("phi", self._state.phi) | self._counters()
-
-    def eval_params(self, replica: Replica) -> Tensors:
-        """phi."""
-        return self._state.parameters(replica)
-
-    def _begin(self, replica: Replica) -> None:
-        if self._state.begin(replica):
-            self._base, self._buffer = dict(self._state.phi), dict(self._state.momentum)
+        self.begin(replica)
+        counts = {"round": self._book.number, "version": self._version, "arrived": self._arrived, "size": self._size}
+        return named("phi", self._state.phi) | numbers(counts)
 
     def _exchange(self, message: Tensors) -> Exchange:
         says = {"staleness": float(self._version - self._pulled), "speed": self._speed}

@@ -14,7 +14,7 @@ they are from: a joiner's bias correction must fit its v, and a v of zeros is a 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -24,14 +24,27 @@ from farflock.optimizers.method import All, Exchange, ExchangeKey, Progress, Rep
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.options import require_unbiased
 from farflock.optimizers.parts.outer import Outer, OuterSGD
-from farflock.optimizers.parts.state import WrongState, counter, kept, named, numbers, zeros
+from farflock.optimizers.parts.state import WrongState, named, zeros
+from farflock.optimizers.parts.state_fields import SOME_TENSORS, Whose, own, part, shared
+from farflock.optimizers.parts.stateful import Mode, StatefulMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 PARAM, FIRST, SECOND = "param", "exp_avg", "exp_avg_sq"
 
 
 @dataclass(slots=True)
-class DesLoc:
+class AveragedMoment:
+    """An inner moment that is averaged: every `stride` rounds of x, next in `round`; its last mean, or nothing."""
+
+    what: str
+    stride: int
+    round: int = shared(0, "round.{0.what}")
+    mean: dict[str, Tensor] = shared(dict, "{0.what}", SOME_TENSORS)
+    pending: bool = own(False, "pending.{0.what}")
+
+
+@dataclass(slots=True)
+class DesLoc(StatefulMethod):
     """`period` is Kx in local steps; the moments' periods are multiples of it: None for the paper's 3 and 6, 0 for never.
     `clip` bounds each gradient value (the paper's rho, on which its drift bound rests); `outer` steps x."""
 
@@ -58,12 +71,9 @@ class DesLoc:
         rest=12,
         disasters=(Disaster({"period": 2, "exp_avg_period": 4, "exp_avg_sq_period": 6}, 5),),
     )
-    _x: DiLoCo = field(init=False)
-    _strides: dict[str, int] = field(init=False)  # by moment, in rounds of x
-    _rounds: dict[str, int] = field(init=False)
-    _pending: set[str] = field(default_factory=set)
-    _means: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    _steps: int = 0  # local steps that the mean of exp_avg_sq is from; 0 before the first
+    _x: DiLoCo = part()
+    _moments: list[AveragedMoment] = part()  # those that are averaged
+    _steps: int = shared(0)  # local steps that the mean of exp_avg_sq is from; 0 before the first
 
     def __post_init__(self) -> None:
         self._x = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
@@ -71,9 +81,8 @@ class DesLoc:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip={self.clip} leaves no gradient; choose a finite bound above 0, or None")
         periods = {FIRST: (self.exp_avg_period, 3), SECOND: (self.exp_avg_sq_period, 6)}
-        strides = {what: _stride(what, own, self.period, usual) for what, (own, usual) in periods.items()}
-        self._strides = {what: stride for what, stride in strides.items() if stride}
-        self._rounds = {what: stride - 1 for what, stride in self._strides.items()}
+        strides = {what: _stride(what, given, self.period, usual) for what, (given, usual) in periods.items()}
+        self._moments = [AveragedMoment(what, stride, stride - 1) for what, stride in strides.items() if stride]
 
     def averaged_moments(self) -> Mapping[str, str]:
         """The inner moments that it averages, each with the option that turns that off."""
@@ -82,7 +91,7 @@ class DesLoc:
     def streams(self, replica: Replica) -> list[Exchange]:
         """x, and the moments that are ever averaged."""
         (x,) = self._x.streams(replica)
-        moments = [self._exchange(what, stride - 1, zeros(replica.shapes)) for what, stride in self._strides.items()]
+        moments = [self._exchange(one, one.stride - 1, zeros(replica.shapes)) for one in self._moments]
         return [replace(x, key=ExchangeKey(PARAM, 0)), *moments]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
@@ -95,13 +104,13 @@ class DesLoc:
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
         """x after `period` local steps, and with it the moments whose round it is or was: they never run ahead of x."""
         asked = [replace(x, key=replace(x.key, stream=PARAM)) for x in self._x.due(replica, progress)]
-        for what in self._strides if asked else ():
-            if what not in self._pending and self._rounds[what] <= asked[0].key.round:
-                tensors = replica.read(replica.names, what)
-                if self._as_root(what):
+        for one in self._moments if asked else ():
+            if not one.pending and one.round <= asked[0].key.round:
+                tensors = replica.read(replica.names, one.what)
+                if self._as_root(one.what):
                     tensors = {name: v.sqrt() for name, v in tensors.items()}
-                asked.append(self._exchange(what, self._rounds[what], tensors))
-                self._pending.add(what)
+                asked.append(self._exchange(one, one.round, tensors))
+                one.pending = True
         return asked
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
@@ -109,14 +118,13 @@ class DesLoc:
         what = exchange.key.stream
         if what == PARAM:
             return self._x.apply(replica, exchange, result)
-        if exchange.tensors:
-            self._pending.discard(what)
-        self._rounds[what] = result.next_round
+        moment = self._moment(what)
+        moment.pending = moment.pending and not exchange.tensors
+        moment.round = result.next_round
         if result.status == "failed":
             return []
-        assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
-        mean = {name: self._received(what, result.mean[name]) for name in replica.names}
-        self._means[what] = mean
+        found = mean_of(exchange, result)
+        mean = moment.mean = {name: self._received(what, found[name]) for name in replica.names}
         if what == SECOND:
             self._steps = (exchange.key.round + 1) * self.period
         if result.taken:
@@ -136,61 +144,47 @@ class DesLoc:
             return mean
         return mean * mean if self._as_root(what) else mean.clamp(min=0)
 
+    def _moment(self, what: str) -> AveragedMoment:
+        return next((one for one in self._moments if one.what == what), AveragedMoment(what, 0))
+
     def _set_steps(self, replica: Replica, steps: int) -> None:
         """Give all peers one count for the bias correction; where exp_avg_sq is zero there is nothing to correct, and with the
         group's count its first value would seem tiny, hence the next update huge."""
-        trained = [name for name, v in self._means[SECOND].items() if bool(v.any())]
+        trained = [name for name, v in self._moment(SECOND).mean.items() if bool(v.any())]
         counts = replica.read(trained, "step")
         replica.write({name: torch.full_like(count, float(steps)) for name, count in counts.items()}, "step")
 
-    def snapshot(self, replica: Replica) -> State:
-        """x, the outer momentum, the last means of the moments and the step count that fits them."""
-        state = self._x.snapshot(replica) | numbers({"steps": self._steps})
-        for what, number in self._rounds.items():
-            state |= named(what, self._means.get(what, {})) | numbers({f"round.{what}": number})
-        return state
+    def begin(self, replica: Replica) -> None:
+        """The first time sets x."""
+        self._x.begin(replica)
 
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+    def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
+        """x, the outer momentum, the last means of the moments and the step count that fits them."""
+        new = StatefulMethod.load(self, replica, state, *whose)
+        if any(bool((v < 0).any()) for v in new._moment(SECOND).mean.values()):
+            raise WrongState(f"{SECOND} holds negative values, which no mean of squares is; ask another member")
+        return new
+
+    def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
         """Take over the outer state. `adopt` takes the moments too, once there is a mean of exp_avg_sq: others would not fit
         the zeros that a joiner has in its place. `carry` keeps the replica's own."""
-        means, rounds, steps = self._shared(replica, state)
-        self._x.restore(replica, state, mode)
-        self._means, self._rounds, self._steps, self._pending = means, rounds, steps, set()
-        if mode == "adopt" and SECOND in means:
-            for what, mean in means.items():
-                replica.write(mean, what)
-            self._set_steps(replica, steps)
-
-    def personal(self, replica: Replica) -> State:
-        """DiLoCo's, and which moments are on their way."""
-        return self._x.personal(replica) | numbers({f"pending.{what}": what in self._pending for what in self._strides})
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._means, self._rounds, self._steps = self._shared(replica, state)
-        self._pending = {what for what in self._strides if counter(f"pending.{what}", state)}
-        self._x.resume(replica, state)
-
-    def _shared(self, replica: Replica, state: State) -> tuple[dict[str, dict[str, Tensor]], dict[str, int], int]:
-        held = {what: kept(what, state, replica.shapes) for what in self._strides}
-        if any(bool((v < 0).any()) for v in held.get(SECOND, {}).values()):
-            raise WrongState(f"{SECOND} holds negative values, which no mean of squares is; ask another member")
-        rounds = {what: counter(f"round.{what}", state) for what in self._strides}
-        return {what: mean for what, mean in held.items() if mean}, rounds, counter("steps", state)
+        if mode == "adopt" and new._moment(SECOND).mean:
+            for one in new._moments:
+                replica.write(one.mean, one.what)
+            new._set_steps(replica, new._steps)
+        return self._x.move(replica, state, new._x, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Of x the outer state, of a moment its last mean: what replicas hold themselves drifts apart between syncs."""
-        if stream == PARAM:
-            return self._x.agreed(replica, stream)
-        return named(stream, self._means.get(stream, {}))
+        return self._x.agreed(replica, stream) if stream == PARAM else named(stream, self._moment(stream).mean)
 
     def eval_params(self, replica: Replica) -> Tensors:
         """x after its last sync."""
         return self._x.eval_params(replica)
 
-    def _exchange(self, what: str, number: int, tensors: Tensors) -> Exchange:
-        key, both, stride = ExchangeKey(what, number), self.moment_codec, self._strides[what]
-        return Exchange(key, "mean", All(), tensors, 1.0, both, both, stride=stride, deadline_s=self.deadline_s)
+    def _exchange(self, one: AveragedMoment, number: int, tensors: Tensors) -> Exchange:
+        key, both, wait = ExchangeKey(one.what, number), self.moment_codec, self.deadline_s
+        return Exchange(key, "mean", All(), tensors, 1.0, both, both, stride=one.stride, deadline_s=wait)
 
 
 def _stride(what: str, own: int | None, period: int, usual: int) -> int:

@@ -24,14 +24,16 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.contrib.anomaly import HUGE, UNIT, AnomalyFilter, norm_of
-from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, Progress, Replica, Result, State, Tensors
+from farflock.optimizers.method import All, Exchange, ExchangeKey, MemberId, Progress, Replica, Result, State
 from farflock.optimizers.parts.feedback import choose
 from farflock.optimizers.parts.layers import layers_of
-from farflock.optimizers.parts.options import require_deadline, require_period, require_unbiased
+from farflock.optimizers.parts.options import require_options
 from farflock.optimizers.parts.outer import Outer, OuterNesterov, scaled
 from farflock.optimizers.parts.outer_state import OuterState
-from farflock.optimizers.parts.state import WrongState, counter, counters, kept, named, numbers, unnamed, zeros
-from farflock.optimizers.parts.sync_schedule import SyncSchedule, require_round
+from farflock.optimizers.parts.state import Shapes, WrongState, counter, kept, named, numbers, unnamed, zeros
+from farflock.optimizers.parts.state_fields import Kind, own, part, saved, shared
+from farflock.optimizers.parts.stateful import OuterMethod
+from farflock.optimizers.parts.sync_schedule import SyncSchedule
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 NORMS, DELTA = "norms", "delta"
@@ -41,8 +43,79 @@ FAINTEST = (
 ONLOOKER = 2.0**-60  # the weight of who has nothing to give: it vanishes beside a 1
 
 
+LayerWeights = dict[int, dict[MemberId, list[int]]]
+Early = dict[int, tuple[tuple[MemberId, ...], dict[str, Tensor]]]
+
+
+def _statistics(prefix: str, state: State, shapes: Shapes) -> Tensor:
+    stats = unnamed(prefix, state, {"stats": (len(layers_of(shapes)), 4)})["stats"]
+    if float(stats[:, 1::2].min()) < 0:
+        raise WrongState(f"{prefix}.stats must be variances of 0 or more; ask another member")
+    return stats
+
+
+def _packed(prefix: str, entries: dict[MemberId, Tensor]) -> State:
+    """By peer under a prefix, and how many there are, so that a missing one is noticed."""
+    return {prefix: torch.tensor(len(entries)), **named(prefix, entries)}
+
+
+def _unpacked(prefix: str, state: State) -> dict[MemberId, Tensor]:
+    found = {name[len(prefix) + 1 :]: x.clone() for name, x in state.items() if name.startswith(f"{prefix}.")}
+    if len(found) != counter(prefix, state):
+        raise WrongState(f"{prefix} must be the number of its entries, {len(found)}; ask another member")
+    return found
+
+
+def _packed_weights(weights: LayerWeights) -> State:
+    state: State = {}
+    for number, rows in weights.items():
+        state |= _packed(f"weights.{number}", {who: torch.tensor(row) for who, row in rows.items()})
+    return state
+
+
+def _unpacked_weights(key: str, state: State, shapes: Shapes) -> LayerWeights:
+    """Those of all rounds whose norms are known and whose mean is not in phi."""
+    after, before, layers = counter("round", state), counter("delta_round", state), len(layers_of(shapes))
+    if before > after:
+        raise WrongState(f"delta_round must be at most round, {after}, got {before}; ask another member")
+    weights: LayerWeights = {}
+    for number in range(before, after):
+        rows = _unpacked(f"{key}.{number}", state)
+        for who, row in rows.items():
+            if row.dtype != torch.int64 or row.shape != (layers,) or not bool(((row >= 0) & (row <= UNIT)).all()):
+                raise WrongState(
+                    f"{key}.{number}.{who} must be {layers} whole numbers up to {UNIT}; ask another member"
+                )
+        weights[number] = {who: row.tolist() for who, row in rows.items()}
+    return weights
+
+
+def _packed_early(key: str, early: Early) -> State:
+    state = numbers({key: len(early)})
+    for number, (workers, mean) in early.items():
+        state |= _packed(f"{key}.{number}", {who: torch.tensor(1) for who in workers}) | named(f"mean.{number}", mean)
+    return state
+
+
+def _unpacked_early(key: str, state: State, shapes: Shapes) -> Early:
+    rounds = {name.split(".")[1] for name in state if name.startswith(f"{key}.")}
+    early: Early = {}
+    for number in sorted(int(name) for name in rounds if name.isdecimal()):
+        each = f"{key}.{number}"
+        workers = tuple(who for who in _unpacked(each, state) if counter(f"{each}.{who}", state))
+        early[number] = (workers, kept(f"mean.{number}", state, shapes))
+    if len(early) != counter(key, state) or any(bool(workers) != bool(mean) for workers, mean in early.values()):
+        raise WrongState(f"{key} must be a count, got another than {len(early)} means; ask another member")
+    return early
+
+
+STATISTICS = Kind(lambda prefix, stats: named(prefix, {"stats": stats}), _statistics)
+WEIGHTS = Kind(lambda key, weights: _packed_weights(weights), _unpacked_weights)
+EARLY = Kind(_packed_early, _unpacked_early)
+
+
 @dataclass(slots=True)
-class EDiT:
+class EDiT(OuterMethod):
     """`period` local steps a round, or with `round_s` whenever the run's time crosses a multiple of it.
 
     `temperature` None weighs all alike, `relative` divides norms by their mean before the softmax, `threshold` None rejects
@@ -73,31 +146,25 @@ class EDiT:
             Disaster({"round_s": 2.0, "warmup": 2, "codec": "fp32", "return_codec": "fp32"}, 19),
         ),
     )
-    _state: OuterState = field(default_factory=OuterState)
-    _stats: Tensor = field(default_factory=lambda: torch.zeros(0, 4))  # a row for each layer
-    _seen: int = 0  # rounds whose norms are in them
-    _round: int = 0  # the next one of norms
-    _delta_round: int = 0  # the next one of means
-    _weights: dict[int, dict[MemberId, list[int]]] = field(default_factory=dict)  # while the mean is open; {}: no norms
-    _early: dict[int, tuple[tuple[MemberId, ...], dict[str, Tensor]]] = field(
-        default_factory=dict
-    )  # means without norms
-    _start: dict[str, Tensor] = field(default_factory=dict)  # where the replica stood when its norms were taken
-    _since: int = 0  # steps since then
-    _steps: int = 0  # steps in the work that nobody took yet
-    _slot: int = 0  # the interval of `round_s` of the last message, counted from 1; 0: not known yet
+    _state: OuterState = part(OuterState)
+    _stats: Tensor = shared(lambda: torch.zeros(0, 4), "layers", STATISTICS)  # a row for each layer
+    _seen: int = shared(0)  # rounds whose norms are in them
+    _round: int = shared(0)  # the next one of norms
+    _delta_round: int = shared(0)  # the next one of means
+    _weights: LayerWeights = shared(dict, kind=WEIGHTS)  # while the mean is open; {}: no norms
+    _early: Early = shared(dict, kind=EARLY)  # means without norms
+    _since: int = own(0)  # steps since norms were taken
+    _steps: int = own(0, stays=True)  # steps in the work that nobody took yet
+    _slot: int = own(0, stays=True)  # the interval of `round_s` of the last message, counted from 1; 0: not known yet
+    _start: dict[str, Tensor] = own(dict)  # where the replica stood when its norms were taken
 
     def __post_init__(self) -> None:
-        require_period(self.period)
-        require_deadline(self.deadline_s)
-        require_unbiased("codec", self.codec, "EDiT has no feedback; choose fp16, bf16 or int8")
-        require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
+        require_options(self, "EDiT has no feedback; choose fp16, bf16 or int8")
         limits = {"temperature": 1.0, "threshold": 3.0, "clip": 10.0}
         for option, usual in limits.items():
             value = getattr(self, option)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{option}={value} must be finite and above 0, usually {usual:g}, or left out")
-        require_round(self.round_s)
         if self.warmup < 0 or self.min_steps < 1:
             raise ValueError(f"warmup={self.warmup} must be 0 or more (120), min_steps={self.min_steps} 1 or more (1)")
         if not 0 < self.alpha < 1 or not 0 <= self.step_ratio <= 1:
@@ -110,7 +177,7 @@ class EDiT:
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
         """The inner update; the first one remembers where the round began."""
-        self._begin(replica)
+        self.begin(replica)
         self._slot = self._slot or self._sync_schedule.slot(progress)
         replica.inner_step()
         self._since += 1
@@ -135,7 +202,7 @@ class EDiT:
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
         """Norms: judge, and ask for the mean. The mean: the outer step. Streams may run ahead of each other where rounds are
         replayed: a mean waits for its norms."""
-        self._begin(replica)
+        self.begin(replica)
         number = exchange.key.round
         if exchange.key.stream == NORMS:
             return self._take_norms(replica, exchange, result)
@@ -232,82 +299,18 @@ class EDiT:
         factor = len(workers) * total / (len(weights) * arrived) if weights else 1.0
         return factor if self.clip is None else factor * min(1.0, self.clip / (factor * norm_of(mean) + 1e-6))
 
-    def snapshot(self, replica: Replica) -> State:
-        """phi, momentum, statistics, both rounds, and what is known of rounds whose mean is not in phi yet."""
-        norms, delta = self.agreed(replica, NORMS), self.agreed(replica, DELTA)
-        state: State = {**norms, **delta, "early": torch.tensor(len(self._early))}
-        for number in self._weights:
-            state |= self._packed_weights(number)
-        for number, (workers, mean) in self._early.items():
-            state |= _packed(f"early.{number}", {who: torch.tensor(1) for who in workers})
-            state |= named(f"mean.{number}", mean)
-        return state
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over the outer state; `carry` puts this replica's unsent work on top of the new phi."""
-        old = OuterState(phi=self._state.phi)
-        self._adopt(replica, state)
-        carried = old.restore(replica, self._state, mode)
-        self._since, self._start = 0, {}
-        if not carried:
-            self._steps = self._slot = 0
-
-    def _adopt(self, replica: Replica, state: State) -> None:
-        """Read all of it before anything is taken over."""
-        shapes, layers = replica.shapes, len(layers_of(replica.names))
-        new = self._state.read(state, shapes)
-        stats = unnamed("layers", state, {"stats": (layers, 4)})["stats"]
-        if float(stats[:, 1::2].min()) < 0:
-            raise WrongState("layers.stats must be variances of 0 or more; ask another member")
-        seen, after, before = counters(state, "seen", "round", "delta_round")
-        weights = {number: _weights_in(state, number, layers) for number in range(before, after)}
-        rounds = {name.split(".")[1] for name in state if name.startswith("early.")}
-        early = {}
-        for number in sorted(int(name) for name in rounds if name.isdecimal()):
-            workers = tuple(
-                who for who in _unpacked(f"early.{number}", state) if counter(f"early.{number}.{who}", state)
-            )
-            early[number] = (workers, kept(f"mean.{number}", state, shapes))
-        if before > after:
-            raise WrongState(f"delta_round must be at most round, {after}, got {before}; ask another member")
-        if len(early) != counter("early", state) or any(
-            bool(workers) != bool(mean) for workers, mean in early.values()
-        ):
-            raise WrongState(f"early must be a count, got another than {len(early)} means; ask another member")
-        self._state, self._stats, self._seen = new, stats, seen
-        self._round, self._delta_round, self._weights, self._early = after, before, weights, early
-
-    def personal(self, replica: Replica) -> State:
-        """Where in the round this peer is, and where it stood when its norms were taken."""
-        counts = {"since": self._since, "steps": self._steps, "slot": self._slot}
-        return numbers(counts) | named("start", self._start)
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._adopt(replica, state)
-        self._since, self._steps, self._slot = counters(state, "since", "steps", "slot")
-        self._start = kept("start", state, replica.shapes)
+    def begun(self, replica: Replica) -> None:
+        """There are statistics of each layer."""
+        if not self._stats.numel():
+            self._stats = torch.zeros(len(layers_of(replica.names)), 4)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """Of the norms: the statistics. Of the means: phi, momentum, and the next round's weights."""
-        self._begin(replica)
+        self.begin(replica)
         if stream == NORMS:
-            return {"layers.stats": self._stats.clone()} | numbers({"seen": self._seen, "round": self._round})
-        outer = self._state.snapshot(replica) | numbers({"delta_round": self._delta_round})
-        return outer | self._packed_weights(self._delta_round)
-
-    def _packed_weights(self, number: int) -> State:
-        rows = {who: torch.tensor(row) for who, row in self._weights.get(number, {}).items()}
-        return _packed(f"weights.{number}", rows) if number in self._weights else {}
-
-    def eval_params(self, replica: Replica) -> Tensors:
-        """phi."""
-        self._begin(replica)
-        return self._state.parameters(replica)
-
-    def _begin(self, replica: Replica) -> None:
-        if self._state.begin(replica):
-            self._stats = torch.zeros(len(layers_of(replica.names)), 4)
+            return STATISTICS.write("layers", self._stats) | numbers({"seen": self._seen, "round": self._round})
+        outer = saved(self._state, "shared") | numbers({"delta_round": self._delta_round})
+        return outer | _packed_weights({x: row for x, row in self._weights.items() if x == self._delta_round})
 
     def _norms_exchange(self, norms: list[float], steps: int) -> Exchange:
         usable = [norm if norm < HUGE else HUGE for norm in norms]  # of NaN neither is true
@@ -326,23 +329,3 @@ def _whose(norms: Result) -> MemberId:
     assert norms.sent is not None
     sent = norms.sent
     return next(who for who, x in norms.gathered.items() if all(torch.equal(x[name], sent[name]) for name in sent))
-
-
-def _packed(prefix: str, entries: dict[MemberId, Tensor]) -> State:
-    """By peer under a prefix, and how many there are, so that a missing one is noticed."""
-    return {prefix: torch.tensor(len(entries)), **named(prefix, entries)}
-
-
-def _unpacked(prefix: str, state: State) -> dict[MemberId, Tensor]:
-    found = {name[len(prefix) + 1 :]: x.clone() for name, x in state.items() if name.startswith(f"{prefix}.")}
-    if len(found) != counter(prefix, state):
-        raise WrongState(f"{prefix} must be the number of its entries, {len(found)}; ask another member")
-    return found
-
-
-def _weights_in(state: State, number: int, layers: int) -> dict[MemberId, list[int]]:
-    rows = _unpacked(f"weights.{number}", state)
-    for who, row in rows.items():
-        if row.dtype != torch.int64 or row.shape != (layers,) or not bool(((row >= 0) & (row <= UNIT)).all()):
-            raise WrongState(f"weights.{number}.{who} must be {layers} whole numbers up to {UNIT}; ask another member")
-    return {who: row.tolist() for who, row in rows.items()}

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.method import All, Exchange, ExchangeKey, Tensors
-from farflock.optimizers.parts.options import require_codec, require_unbiased
 from farflock.optimizers.parts.philox import permutation
 from farflock.optimizers.parts.state import Shapes
 from farflock.optimizers.trial_options import Disaster, TrialOptions
@@ -45,13 +44,12 @@ class FlexDeMo(Decoupled):
     trial: ClassVar[TrialOptions] = TrialOptions(
         law={"period": 1, "rate": 0.5, "codec": "int8", "return_codec": "bf16", "check_rounds": 3},
         quick={"replicator": "full"},
+        biased=True,
         disasters=(Disaster({"period": 3, "rate": 0.5, "check_rounds": 4}, 13),),
     )
 
     def __post_init__(self) -> None:
         Decoupled.__post_init__(self)
-        require_codec(self.codec)
-        require_unbiased("return codec", self.return_codec, "choose bf16 or fp32")
         if self.replicator not in REPLICATORS:
             known = ", ".join(REPLICATORS)
             raise ValueError(f"replicator {self.replicator!r} is not known; choose from {known}, or method demo")

@@ -7,20 +7,21 @@ for all values, so the sparse mean is dropped. The combination is the SPARTA pap
 """
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from farflock.optimizers.diloco import STREAM as DELTA
 from farflock.optimizers.diloco import DiLoCo
 from farflock.optimizers.method import Exchange, ExchangeKey, Progress, Replica, Result, State, Tensors
 from farflock.optimizers.parts.outer import Outer, OuterNesterov
-from farflock.optimizers.parts.state import counter, numbers
+from farflock.optimizers.parts.state_fields import part
+from farflock.optimizers.parts.stateful import Mode, StatefulMethod
 from farflock.optimizers.sparta import STREAM as MASK
 from farflock.optimizers.sparta import Mixing, Selector
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 
 @dataclass(slots=True)
-class SpartaDiLoCo:
+class SpartaDiLoCo(StatefulMethod):
     """An outer step every `period` local steps, and every `mask_period` a mean of one value in `one_in`."""
 
     period: int = 500
@@ -43,14 +44,14 @@ class SpartaDiLoCo:
             Disaster({"period": 6, "mask_period": 3, "one_in": 3, "codec": "fp32", "return_codec": "fp32"}, 14),
         ),
     )
-    _diloco: DiLoCo = field(init=False)
-    _mixing: Mixing = field(init=False)
-    _outer_pending: bool = False
+    _diloco: DiLoCo = part()
+    _mixing: Mixing = part()
 
     def __post_init__(self) -> None:
         self._diloco = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
         both, wait = (self.mask_codec, self.mask_codec), self.deadline_s
-        self._mixing = Mixing(self.selector, self.one_in, self.mask_period, self.delay, self.seed, *both, wait)
+        terms = (self.selector, self.one_in, self.mask_period, self.delay, self.seed, *both, wait)
+        self._mixing = Mixing(*terms, round_key=f"round.{MASK}")
         if self.period % self.mask_period:
             nearest = max(round(self.period / self.mask_period), 1) * self.mask_period
             raise ValueError(
@@ -71,8 +72,7 @@ class SpartaDiLoCo:
         """Masked values every `mask_period` steps, the pseudo-gradient every `period`."""
         outer = [self._on_axis(one, one.key.round) for one in self._diloco.due(replica, progress)]
         asked = self._mixing.due(replica) + outer
-        self._outer_pending = self._outer_pending or bool(outer)
-        if self._outer_pending:
+        if self._diloco.pending:
             self._mixing.disregard()
         return asked
 
@@ -81,8 +81,6 @@ class SpartaDiLoCo:
         if exchange.key.stream == MASK:
             self._mixing.apply(replica, exchange, result)
             return []
-        if exchange.tensors:
-            self._outer_pending = False
         return self._diloco.apply(replica, exchange, replace(result, next_round=result.next_round // self._stride))
 
     @property
@@ -93,26 +91,13 @@ class SpartaDiLoCo:
         """DiLoCo's round r is the last of the axis's rounds r·stride ... (r+1)·stride - 1."""
         return replace(exchange, key=ExchangeKey(DELTA, (number + 1) * self._stride - 1), stride=self._stride)
 
-    def snapshot(self, replica: Replica) -> State:
-        """DiLoCo's, and the next sparse mean's round. A joiner begins at phi; sparse means draw it to the others."""
-        return self._diloco.snapshot(replica) | numbers({f"round.{MASK}": self._mixing.round})
-
-    def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
+    def begin(self, replica: Replica) -> None:
         """As DiLoCo."""
-        number = counter(f"round.{MASK}", state)
-        self._diloco.restore(replica, state, mode)
-        self._mixing.start_at(number)
-        self._outer_pending = False
+        self._diloco.begin(replica)
 
-    def personal(self, replica: Replica) -> State:
-        """DiLoCo's, and where between two sparse means this peer is."""
-        return self._diloco.personal(replica) | self._mixing.personal()
-
-    def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
-        self._diloco.resume(replica, state)
-        self._mixing.resume(counter(f"round.{MASK}", state), state)
-        self._outer_pending = bool(counter("pending", state))
+    def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
+        """As DiLoCo: a joiner begins at phi, and sparse means draw it to the others."""
+        return self._diloco.move(replica, state, new._diloco, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
         """DiLoCo's state in its stream; what the mask moves is each peer's own."""

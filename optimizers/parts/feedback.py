@@ -6,13 +6,13 @@ the replica keeps and the next message therefore contains again: e = a there wou
 the result is known, never when the payload is encoded: a payload that nobody took must not count.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from farflock.optimizers.method import Ranges, State, Tensors
+from farflock.optimizers.method import Ranges, Tensors
 from farflock.optimizers.parts.outer import scaled
-from farflock.optimizers.parts.state import Shapes, tables, unnamed
+from farflock.optimizers.parts.state_fields import own
 
 
 def message(x: Tensor, residual: Tensor | None, beta: float) -> Tensor:
@@ -44,12 +44,15 @@ class SenderFeedback:
     """One sender's error feedback, by tensor: the residual, what the pending message was encoded from, and where the replica
     stood then. In a state they are `residual.NAME`, `message.NAME` and `start.NAME`."""
 
-    residual: dict[str, Tensor] = field(default_factory=dict)
-    message: dict[str, Tensor] = field(default_factory=dict)
-    start: dict[str, Tensor] = field(default_factory=dict)
+    residual: dict[str, Tensor] = own(dict, stays=True)
+    message: dict[str, Tensor] = own(dict)
+    start: dict[str, Tensor] = own(dict)
 
-    def compose(self, work: Tensors, theta: Tensors, beta: float) -> dict[str, Tensor]:
-        """The message for this work of a replica at `theta`: it is kept until its result is known."""
+    def compose(self, work: dict[str, Tensor], theta: Tensors, beta: float | None) -> dict[str, Tensor]:
+        """The message for this work of a replica at `theta`: it is kept until its result is known. Without a decay `beta` there
+        is no feedback: the message is the work, and nothing is kept."""
+        if beta is None:
+            return work
         tensors = {name: message(x, self.residual.get(name), beta) for name, x in work.items()}
         self.message.update(tensors)
         self.start.update(theta)
@@ -58,25 +61,3 @@ class SenderFeedback:
     def settle(self, name: str, sent: Tensor, taken: Ranges) -> None:
         """Keep what the message held beyond `sent` in the taken ranges of one tensor."""
         self.residual[name] = settle(self.message[name], sent, taken, self.residual.get(name))
-
-    def forget_message(self) -> None:
-        """Drop the pending message; the residual stays."""
-        self.message, self.start = {}, {}
-
-    def personal(self) -> State:
-        """A copy of all of it."""
-        return tables({"residual": self.residual, "message": self.message, "start": self.start})
-
-    def resume(self, state: State, *groups: Shapes) -> None:
-        """Go on from `personal`. Tensors of one group travel together, so a state holds all of them or none; `WrongState`
-        otherwise."""
-        self.residual, self.message, self.start = (
-            {name: x for shapes in groups for name, x in _whole(what, state, shapes).items()} for what in _HELD
-        )
-
-
-_HELD = ("residual", "message", "start")
-
-
-def _whole(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
-    return unnamed(prefix, state, shapes) if any(f"{prefix}.{name}" in state for name in shapes) else {}

@@ -41,25 +41,6 @@ class OuterSGD:
 
 
 @dataclass(frozen=True, slots=True)
-class OuterNesterov:
-    """u <- mu·u + D;  phi <- phi - lr·(D + mu·u): torch's form of Nesterov momentum, dampening 0 (DiLoCo,
-    arXiv:2311.08105; torch.optim.SGD(nesterov=True))."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        _require_positive(self.lr)
-        _require_momentum(self.momentum)
-
-    def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
-        u = scaled(momentum, self.momentum) + pseudo_grad
-        ahead = pseudo_grad + scaled(u, self.momentum)
-        return phi - scaled(ahead, self.lr), u
-
-
-@dataclass(frozen=True, slots=True)
 class OuterHeavyBall:
     """u <- mu·u + D;  phi <- phi - lr·u: what NoLoCo's released code calls Nesterov."""
 
@@ -68,7 +49,8 @@ class OuterHeavyBall:
 
     def __post_init__(self) -> None:
         _require_positive(self.lr)
-        _require_momentum(self.momentum)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9")
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
         """See the class."""
@@ -76,11 +58,18 @@ class OuterHeavyBall:
         return phi - scaled(u, self.lr), u
 
 
+@dataclass(frozen=True, slots=True)
+class OuterNesterov(OuterHeavyBall):
+    """u <- mu·u + D;  phi <- phi - lr·(D + mu·u): torch's form of Nesterov momentum, dampening 0 (DiLoCo,
+    arXiv:2311.08105; torch.optim.SGD(nesterov=True))."""
+
+    def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        u = scaled(momentum, self.momentum) + pseudo_grad
+        ahead = pseudo_grad + scaled(u, self.momentum)
+        return phi - scaled(ahead, self.lr), u
+
+
 def _require_positive(lr: float) -> None:
     if not 0 < lr <= 10:
         raise ValueError(f"an outer learning rate of {lr} makes no sense; choose one in (0, 10], usually 0.3 to 1")
-
-
-def _require_momentum(momentum: float) -> None:
-    if not 0 <= momentum < 1:
-        raise ValueError(f"a momentum of {momentum} never forgets; choose one in [0, 1), usually 0.9")

@@ -3,8 +3,8 @@ way."""
 
 from dataclasses import dataclass
 
-from farflock.optimizers.method import Exchange, Result, State
-from farflock.optimizers.parts.state import counters, numbers
+from farflock.optimizers.method import Exchange, Result
+from farflock.optimizers.parts.state_fields import own, shared
 
 
 @dataclass(slots=True)
@@ -12,12 +12,12 @@ class RoundBook:
     """One stream's next round, which the members share, and this peer's own place in it.
 
     `since` counts the local steps since the last message was taken, `pending` says whether its result is still out.
-    In a state these are `round`, `since` and `pending`, each followed by `suffix` where a method keeps several books.
+    Where a method keeps several books, `suffix` follows each name in a state.
     """
 
-    number: int = 0
-    since: int = 0
-    pending: bool = False
+    number: int = shared(0, "round{0.suffix}")
+    since: int = own(0, "since{0.suffix}")
+    pending: bool = own(False, "pending{0.suffix}")
     suffix: str = ""
 
     def is_due(self, period: int) -> bool:
@@ -33,27 +33,3 @@ class RoundBook:
         if exchange.tensors or result.sent is not None:
             self.pending = False
         self.number = result.next_round
-
-    def restart(self, number: int) -> None:
-        """Begin this round with nothing on its way."""
-        self.number, self.since, self.pending = number, 0, False
-
-    def snapshot(self) -> State:
-        """The shared part: the next round."""
-        return numbers({f"round{self.suffix}": self.number})
-
-    def read(self, state: State) -> int:
-        """The next round of a snapshot; `WrongState` if there is none."""
-        return counters(state, f"round{self.suffix}")[0]
-
-    def personal(self) -> State:
-        """This peer's own part."""
-        return numbers({f"since{self.suffix}": self.since, f"pending{self.suffix}": self.pending})
-
-    def resume(self, state: State) -> None:
-        """Go on from `snapshot` and `personal`; `WrongState` unless both are there."""
-        self.number, self.since, pending = counters(state, *(f"{what}{self.suffix}" for what in _NAMES))
-        self.pending = bool(pending)
-
-
-_NAMES = ("round", "since", "pending")

@@ -39,8 +39,8 @@ def unnamed(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
 
 
 def kept(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
-    """As `unnamed`, but nothing where nothing was stored under this prefix: for what a method does not always hold."""
-    return unnamed(prefix, state, shapes) if any(name.startswith(f"{prefix}.") for name in state) else {}
+    """As `unnamed`, but nothing where none of them was stored: for what a method does not always hold."""
+    return unnamed(prefix, state, shapes) if any(f"{prefix}.{name}" in state for name in shapes) else {}
 
 
 def counter(name: str, state: State) -> int:
@@ -49,11 +49,6 @@ def counter(name: str, state: State) -> int:
     if found is None or found.dtype != torch.int64 or found.dim() != 0 or int(found) < 0:
         raise WrongState(f"{name} must be an int64 scalar of 0 or more, got {_described(found)}; ask another member")
     return int(found)
-
-
-def counters(state: State, *names: str) -> tuple[int, ...]:
-    """Several counters, as `counter` reads each."""
-    return tuple(counter(name, state) for name in names)
 
 
 def numbers(values: Mapping[str, int]) -> State:

@@ -4,12 +4,9 @@ Where machines are unequal, rounds of steps wait for the slowest; in rounds of s
 (A-EDiT, Cheng et al., arXiv:2412.07210).
 """
 
-import math
 from dataclasses import dataclass
 
 from farflock.optimizers.method import Progress
-
-SHORTEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +29,3 @@ class SyncSchedule:
         if self.round_s is None:
             return since >= self.period
         return self.slot(progress) > slot and since >= self.min_steps
-
-
-def require_round(round_s: float | None) -> None:
-    """`ValueError` unless a round of seconds, if it is one, has room for steps and an end."""
-    if round_s is not None and not SHORTEST_S <= round_s < math.inf:
-        raise ValueError(
-            f"round_s={round_s} makes no rounds; choose {SHORTEST_S} s or more, usually 600, or leave it out"
-        )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farflock.optimizers.method import Exchange, Method, Progress, Ranges, Replica, Result, State, Tensors
-from farflock.optimizers.testing.loopback import Loopback, LoopbackPeer, Rig, noise, same
+from farflock.optimizers.testing.loopback import Loopback, LoopbackPeer, Rig, noise, nothing, same, whole
 from farflock.optimizers.trial_options import TrialIncomplete, law_options, trial_of
 
 LAWS = {
@@ -69,17 +69,7 @@ class Subject:
         return bool(self.swarm("a").peers["a"].templates)
 
 
-# Misfortunes: each sets up a swarm whose last peer is its victim, and may do something at each tick.
-
-
-def all_of(what: str, n: int) -> Ranges:
-    """Everything was taken."""
-    return [(0, n)]
-
-
-def none_of(what: str, n: int) -> Ranges:
-    """Nothing was taken."""
-    return []
+# Misfortunes: each sets up a swarm whose last peer is its victim.
 
 
 def tail_of(what: str, n: int) -> Ranges:
@@ -92,51 +82,29 @@ def second_half_of(what: str, n: int) -> Ranges:
     return [] if what.endswith("bias") else [(max(n // 2, 1), n)]
 
 
-def _nothing_happens(swarm: Loopback, victim: str) -> None:
-    pass
+def _dropped(swarm: Loopback, victim: str, tick: int = 0) -> None:
+    swarm.taken = lambda peer, number: nothing if peer == victim and number % 3 == 1 else whole
 
 
-def _no_event(swarm: Loopback, victim: str, tick: int) -> None:
-    pass
+def _partly(swarm: Loopback, victim: str, tick: int) -> None:
+    swarm.taken = lambda peer, number: tail_of if peer == victim and number % 3 != 2 else whole
 
 
-@dataclass
-class Fate:
-    """`begin(swarm, victim)` before the first step, `at(swarm, victim, tick)` before each."""
-
-    begin: Callable[[Loopback, str], None] = _nothing_happens
-    at: Callable[[Loopback, str, int], None] = _no_event
-
-
-def _dropped(swarm: Loopback, victim: str) -> None:
-    swarm.taken = lambda peer, number: none_of if peer == victim and number % 3 == 1 else all_of
-
-
-def _partly(swarm: Loopback, victim: str) -> None:
-    swarm.taken = lambda peer, number: tail_of if peer == victim and number % 3 != 2 else all_of
-
-
-def _delayed(swarm: Loopback, victim: str) -> None:
+def _delayed(swarm: Loopback, victim: str, tick: int) -> None:
     swarm.late = lambda peer, number: 1 if number % 2 else 0
 
 
-def late(swarm: Loopback, victim: str) -> None:
+def late(swarm: Loopback, victim: str, tick: int = 0) -> None:
     """The victim's results take 0, 2, 4 or 6 steps."""
     swarm.late = lambda peer, number: (number % 4) * 2 if peer == victim else 0
 
 
-def _failing(swarm: Loopback, victim: str) -> None:
+def _failing(swarm: Loopback, victim: str, tick: int) -> None:
     swarm.fails = lambda number: number % 3 == 1
 
 
-def _slow(swarm: Loopback, victim: str) -> None:
+def _slow(swarm: Loopback, victim: str, tick: int) -> None:
     swarm.rests = lambda peer, tick: peer == victim and tick % 3 != 0
-
-
-def _everything(swarm: Loopback, victim: str) -> None:
-    _dropped(swarm, victim)
-    late(swarm, "a")
-    swarm.fails = lambda number: number % 5 == 3
 
 
 def _joins(swarm: Loopback, victim: str, tick: int) -> None:
@@ -154,18 +122,25 @@ def _sleeps(swarm: Loopback, victim: str, tick: int) -> None:
         swarm.peers[victim].asleep = 5 <= tick < 14
 
 
-FATES = {
-    "calm": Fate(),
-    "drop": Fate(_dropped),
-    "partial": Fate(_partly),
-    "delay": Fate(_delayed),
-    "late": Fate(late),
-    "fail": Fate(_failing),
-    "slow": Fate(_slow),
-    "join": Fate(at=_joins),
-    "leave": Fate(at=_leaves),
-    "sleep": Fate(at=_sleeps),
-    "everything": Fate(_everything, at=_joins),
+def _everything(swarm: Loopback, victim: str, tick: int) -> None:
+    _dropped(swarm, victim)
+    late(swarm, "a")
+    swarm.fails = lambda number: number % 5 == 3
+    _joins(swarm, victim, tick)
+
+
+FATES: dict[str, Callable[[Loopback, str, int], None]] = {  # each is called before each tick
+    "calm": lambda swarm, victim, tick: None,
+    "drop": _dropped,
+    "partial": _partly,
+    "delay": _delayed,
+    "late": late,
+    "fail": _failing,
+    "slow": _slow,
+    "join": _joins,
+    "leave": _leaves,
+    "sleep": _sleeps,
+    "everything": _everything,
 }
 DAILY_FATES = ("late", "sleep", "everything")
 
@@ -173,9 +148,8 @@ DAILY_FATES = ("late", "sleep", "everything")
 def play(swarm: Loopback, fate: str, ticks: int = TICKS) -> Loopback:
     """The swarm after so many ticks of its fate; the last of its peers is the victim."""
     victim = list(swarm.peers)[-1]
-    FATES[fate].begin(swarm, victim)
     for tick in range(ticks):
-        FATES[fate].at(swarm, victim, tick)
+        FATES[fate](swarm, victim, tick)
         swarm.steps(1)
     return swarm
 
@@ -308,7 +282,7 @@ def check_whatever_happens(subject: Subject, size: int, fate: str) -> None:
 def make_quiet(swarm: Loopback, ticks: int) -> None:
     """Some steps without misfortune, until all know of the same rounds."""
     swarm.late, swarm.fails = (lambda peer, number: 0), (lambda number: False)
-    swarm.taken, swarm.rests = (lambda peer, number: all_of), (lambda peer, tick: False)
+    swarm.taken, swarm.rests = (lambda peer, number: whole), (lambda peer, tick: False)
     swarm.steps(ticks)
     for _ in range(ticks):
         for peer in swarm.peers.values():
@@ -358,7 +332,7 @@ def check_alone(subject: Subject) -> None:
 def check_denominators(subject: Subject) -> None:
     """Rounds in which c's work came too late equal those of a swarm without c."""
     with_c, without_c = (subject.swarm(peers, inner="adamw", lr=0.01) for peers in ("abc", "ab"))
-    with_c.taken = lambda peer, number: none_of if peer == "c" else all_of
+    with_c.taken = lambda peer, number: nothing if peer == "c" else whole
     for swarm in (with_c, without_c):
         swarm.steps(TICKS)
     in_it = {result.participants for result in with_c.peers["a"].results}
@@ -453,26 +427,22 @@ def check_stopping_at_every_moment(subject: Subject, size: int, fate: str) -> No
     ran = played(subject, size, fate)
     stopped = subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01)
     stopped.between = stopped.restart
-    play(stopped, fate)
-    for name, peer in ran.peers.items():
-        require(
-            same(holding(stopped.peers[name]), holding(peer)), 7, f"{name} stopped at every moment and ended elsewhere."
-        )
+    _require_equal_ends(ran, play(stopped, fate), "stopped at every moment")
 
 
 def check_stopping_once(subject: Subject, moment: int) -> None:
     """At one moment only: where every restart loses the same thing, none of them shows."""
-    ended = []
-    for stops in (False, True):
-        swarm = subject.swarm("ab", inner="adamw", lr=0.01)
+    ran, stopped = (subject.swarm("ab", inner="adamw", lr=0.01) for _ in range(2))
+    stopped.between = _restarting(stopped, moment)
+    for swarm in (ran, stopped):
         late(swarm, "b")
-        swarm.between = _restarting(swarm, moment) if stops else swarm.between
         swarm.steps(TICKS)
-        ended.append(swarm.peers)
-    for name, peer in ended[0].items():
-        require(
-            same(holding(ended[1][name]), holding(peer)), 7, f"{name} stopped at moment {moment} and ended elsewhere."
-        )
+    _require_equal_ends(ran, stopped, f"stopped at moment {moment}")
+
+
+def _require_equal_ends(ran: Loopback, stopped: Loopback, how: str) -> None:
+    for name, peer in ran.peers.items():
+        require(same(holding(stopped.peers[name]), holding(peer)), 7, f"{name} {how} and ended elsewhere.")
 
 
 def _restarting(swarm: Loopback, moment: int) -> Callable[[LoopbackPeer], None]:
@@ -528,7 +498,7 @@ def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
 
     swarm = subject.swarm("ab", gradient=gradient)
     last = max(one.key.round for one in swarm.peers["b"].templates.values())
-    swarm.taken = lambda peer, number: second_half_of if peer == "b" and number <= last else all_of
+    swarm.taken = lambda peer, number: second_half_of if peer == "b" and number <= last else whole
     swarm.steps(TICKS)
     return swarm.peers["b"]
 

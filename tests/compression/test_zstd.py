@@ -8,9 +8,8 @@ import torch
 import zstandard
 
 from farflock.compression.codec import Context, CorruptPayload
-from farflock.compression.half import Half
+from farflock.compression.half import Half, Raw
 from farflock.compression.int8 import Int8
-from farflock.compression.raw import Raw
 from farflock.compression.zstd import Zstd
 
 BF16 = Zstd(Half("bf16"))

@@ -133,9 +133,11 @@ def test_with_the_longest_overlap_one_is_merged_before_the_next_is_merged(vector
     made = Streaming(12, 4, overlap=3, **EXACT)
     flying = []
     replica = layered(vectors, 4)
-    alone(made, replica, 40, lambda exchange, step: flying.append(sum(book.pending for book in made._books)) or 0)
+    alone(
+        made, replica, 40, lambda exchange, step: flying.append(sum(one.book.pending for one in made._fragments)) or 0
+    )
     assert max(flying) == 2  # the one before is merged in the step in which this one is sent
-    assert sum(book.pending for book in made._books) <= 1
+    assert sum(one.book.pending for one in made._fragments) <= 1
 
 
 def test_a_fragment_on_its_way_does_not_ask_again_and_the_others_go_on_at_their_pace(vectors):

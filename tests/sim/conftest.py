@@ -55,7 +55,7 @@ def stale_view_accepted(patch):
 
 def feedback_settled_at_encode(patch):
     """The residual is computed when a message is made, whether or not anybody takes it."""
-    due, follow = DiLoCo.due, DiLoCo._follow
+    due, take = DiLoCo.due, DiLoCo._take
 
     def settled(self, replica, progress):
         exchanges = due(self, replica, progress)
@@ -65,14 +65,13 @@ def feedback_settled_at_encode(patch):
                 self._memory.residual[name] = message * kept
         return exchanges
 
-    def unsettled(self, name, *args, **kwargs):
+    def unsettled(self, replica, exchange, result):
         residual = dict(self._memory.residual)
-        moved = follow(self, name, *args, **kwargs)
+        take(self, replica, exchange, result)
         self._memory.residual = residual
-        return moved
 
     patch.setattr(DiLoCo, "due", settled)
-    patch.setattr(DiLoCo, "_follow", unsettled)
+    patch.setattr(DiLoCo, "_take", unsettled)
 
 
 PLANTED = {

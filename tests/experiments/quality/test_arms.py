@@ -5,6 +5,8 @@ import pytest
 from farflock.experiments.quality import arms as quality_arms
 from farflock.node.errors import Usage
 from farflock.optimizers import catalog
+from farflock.optimizers.diloco import DiLoCo
+from farflock.optimizers.trial_options import TrialOptions
 
 LINES = "[lines.ddp]\nlr = [1e-3, 2e-3]\nwarmup = [0.1, 0.2]\n[lines.none]\nlr = [1e-3]\nwarmup = [0.1]\n"
 TRIAL = '[[arms.diloco.trials.{}]]\nwhy = "{}"\nlr = 1e-3\nwarmup = 0.1\noptions = {{ period = {} }}\n'
@@ -85,3 +87,9 @@ def test_a_method_without_trials_is_named(monkeypatch):
 def test_a_line_s_own_method_is_no_arm(one_method):
     with pytest.raises(Usage, match="there is no method ddp"):
         quality_arms.read(text() + TRIAL.replace("diloco", "ddp").format(100, "to see", 1) * 4)
+
+
+def test_a_method_that_is_not_named_has_the_trials_of_its_class(one_method, monkeypatch):
+    one = {"why": "to see", "lr": 1e-3, "warmup": 0.1, "options": {"period": 16}}
+    monkeypatch.setattr(DiLoCo, "trial", TrialOptions(quality={"100": [one] * 4, "500": [one] * 4}))
+    assert quality_arms.read(LINES + "[arms]").arms["diloco"].at(500)[0].options == {"period": 16}

@@ -17,8 +17,10 @@ from farflock.node.run.manifest import parse, resolve, simulated_default
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.parts.corrections import TREND, Trend
 from farflock.optimizers.parts.inner import InnerConfig
+from farflock.optimizers.trial_options import trial_of
 
-UNBIASED_ONLY = sorted(set(METHODS) - {"local", "sparseloco", "demo", "flexdemo", "lean"})
+TALKING = [name for name in sorted(METHODS) if any(option.endswith("codec") for option in options_of(name))]
+UNBIASED_ONLY = [name for name in TALKING if not trial_of(METHODS[name]).biased]
 
 PIPELINE = ["pipeline.stages=2", "model.tied=false", "method.name=ddp"]
 
@@ -87,11 +89,14 @@ def test_what_is_impossible_is_refused_with_what_is_possible(assignments, says, 
 
 @pytest.mark.parametrize("name", UNBIASED_ONLY)
 def test_no_method_without_feedback_averages_what_a_biased_codec_leaves(name):
-    codecs = [option for option in options_of(name) if option.endswith("codec")]
-    assert codecs
-    for option in codecs:
+    for option in (option for option in options_of(name) if option.endswith("codec")):
         with pytest.raises(ValueError, match=r"biased.*(choose|feedback)"):
             method(name, **{option: "topk:64/4096"})
+
+
+@pytest.mark.parametrize("name", sorted(set(TALKING) - set(UNBIASED_ONLY)))
+def test_a_method_that_says_so_takes_a_biased_codec(name):
+    assert method(name, codec="topk:64/4096")
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -258,7 +258,7 @@ def test_equal_speeds_give_everybody_the_whole_period():
 def test_the_fastest_always_gets_the_whole_period(speed, period):
     made, replica = Async(period=period), Still()
     made._book.since, made._speed = period, speed
-    made._begin(replica)
+    made.begin(replica)
     made._message = {"x": torch.zeros(SIZE)}
     answer(made, replica, made._ask(), you=payload(torch.ones(SIZE), speed=speed / 2))
     assert made._quota == period

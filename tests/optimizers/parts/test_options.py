@@ -5,10 +5,10 @@ import math
 import pytest
 
 from farflock.optimizers.catalog import METHODS, method
+from farflock.optimizers.trial_options import trial_of
 
 TALKING = [name for name in METHODS if name != "local"]
-RESIDUAL = ("sparseloco", "demo", "flexdemo", "lean")  # what a codec leaves out stays with the peer
-PLAIN = [name for name in TALKING if name not in RESIDUAL]
+PLAIN = [name for name in TALKING if not trial_of(METHODS[name]).biased]
 REFUSED = [
     *(
         (name, {"deadline_s": value}, f"deadline of {value} s")

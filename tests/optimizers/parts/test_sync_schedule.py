@@ -5,7 +5,8 @@ import math
 import pytest
 
 from farflock.optimizers.method import Progress
-from farflock.optimizers.parts.sync_schedule import SyncSchedule, require_round
+from farflock.optimizers.parts.options import require_options
+from farflock.optimizers.parts.sync_schedule import SyncSchedule
 
 
 def at(seconds):
@@ -35,7 +36,7 @@ def test_a_round_has_its_least_steps():
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan, 1e-9])
 def test_a_round_that_has_no_room_or_no_end_is_refused(wrong):
-    require_round(None)
-    require_round(600.0)
+    require_options(SyncSchedule(3, None))
+    require_options(SyncSchedule(3, 600.0))
     with pytest.raises(ValueError, match=r"makes no rounds; choose 0.001 s or more, usually 600"):
-        require_round(wrong)
+        require_options(SyncSchedule(3, wrong))

@@ -245,7 +245,7 @@ def test_carrying_a_snapshot_keeps_sent_and_unsent_work_on_top_of_phi(loopback):
     swarm = loopback(co2(4), "ab")
     swarm.steps(14)
     peer, other = swarm.peers["a"], swarm.peers["b"]
-    outside = peer.method._flight.carried(peer.theta())
+    outside = peer.method.untold(peer.theta())
     peer.method.restore(peer.replica, other.outer(), "carry")
     for name, x in peer.theta().items():
         assert torch.equal(x, phi_of(other)[name] - outside[name])

@@ -120,7 +120,7 @@ def test_of_one_peer_nothing_is_lost_or_doubled_whatever_comes_late_partly_or_no
     swarm.taken = some
     swarm.steps(23)
     peer, total = swarm.peers["a"], work(swarm, "a", 23)
-    outside = peer.method._flight.carried(peer.theta())
+    outside = peer.method.untold(peer.theta())
     for name, x in phi_of(peer).items():
         assert torch.equal(2 * (start_of(swarm)[name] - x) + outside[name], total[name])
 
@@ -136,7 +136,7 @@ def test_with_several_peers_what_nobody_took_is_sent_again(loopback, mode):
     for name, phi in phi_of(swarm.peers["b"]).items():
         halves = sum(total[name]) / 2
         sent_alone = [exchange.tensors[name] for _, exchange in swarm.peers["b"].offered if exchange.key.round in lost]
-        behind = swarm.peers["a"].method._flight.work[name] if 11 in lost else 0
+        behind = swarm.peers["a"].method._work[name] if 11 in lost else 0
         assert torch.equal(start_of(swarm)[name] - phi, halves + sum(sent_alone) / 2 - behind)
 
 
@@ -202,7 +202,7 @@ def drifted(loopback, refresh):
     swarm = loopback(delayed("eager", 2, eager_mix=0.5, refresh=refresh, outer=OuterSGD(0.5)), "ab", gradient=opposite)
     swarm.steps(81)
     peer = swarm.peers["a"]
-    return float((peer.method._flight.start["bias"] - phi_of(peer)["bias"]).abs().max())
+    return float((peer.method._start["bias"] - phi_of(peer)["bias"]).abs().max())
 
 
 def test_mixing_drifts_without_end_and_a_refresh_ends_it(loopback):
@@ -273,7 +273,7 @@ def test_a_peer_that_others_left_behind_replays_and_is_back_in_the_newest_round(
     c = swarm.peers["c"]
     assert c.replayed
     assert all("c" in result.participants for result in swarm.peers["a"].results[-5:])
-    outside, total = c.method._flight.carried(c.theta()), work(swarm, "c", c.step)
+    outside, total = c.method.untold(c.theta()), work(swarm, "c", c.step)
     delivered = [result.sent["bias"] for result in c.results if result.taken]
     torch.testing.assert_close(sum(delivered) + outside["bias"], total["bias"], rtol=0, atol=1e-5)  # thirds are rounded
 
@@ -296,12 +296,12 @@ def test_carrying_a_snapshot_keeps_sent_and_unsent_work_on_top_of_phi(loopback, 
     swarm = loopback(delayed(mode, 4, outer=OuterSGD(1.0)), "ab")
     swarm.steps(14)  # the third message is on its way
     peer, other = swarm.peers["a"], swarm.peers["b"]
-    outside = peer.method._flight.carried(peer.theta())
+    outside = peer.method.untold(peer.theta())
     peer.method.restore(peer.replica, other.outer(), "carry")
     for name, x in peer.theta().items():
         assert torch.equal(x, phi_of(other)[name] - outside[name])
         assert bool(outside[name].any())
-    again = peer.method._flight.carried(peer.theta())
+    again = peer.method.untold(peer.theta())
     assert all(torch.equal(again[name], x) for name, x in outside.items())
 
 

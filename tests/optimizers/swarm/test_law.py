@@ -203,6 +203,15 @@ def test_work_in_ranges_that_were_not_taken_is_kept(name, more):
 class Careless(DiLoCo):
     """Looks whether anything of a tensor was taken, and not at what: its mean replaces the rest as well."""
 
+    def _take(self, replica, exchange, result):
+        theta, moved = replica.read(replica.names, "param"), {}
+        for name in replica.names:
+            before = self._state.phi[name]
+            after = self._state.step(name, self.outer, result.mean[name])
+            if result.taken.get(name):
+                moved[name] = self._follow(name, theta[name], before, after, result)
+        replica.write(moved, "param")
+
     def _follow(self, name, theta, before, after, result):
         base = before - result.sent[name] if result.taken.get(name) else before
         return after + (theta - base)

@@ -1,0 +1,110 @@
+"""The rounds of methods whose outer steps may come a round late, so that a whole round hides the exchange."""
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from farflock.optimizers.method import Exchange, Progress, Ranges, Replica, Result, State, Tensors
+from farflock.optimizers.parts.feedback import SenderFeedback, choose
+from farflock.optimizers.parts.options import require_options
+from farflock.optimizers.parts.outer_state import follow
+from farflock.optimizers.parts.stateful import Mode, PeriodicMethod, mean_of
+
+Delay = Literal[0, 1]
+NO_FEEDBACK = SenderFeedback()
+
+
+class LateMethod(PeriodicMethod):
+    """A method with the options `period`, `delay`, `codec`, `return_codec` and `deadline_s` that declares `_start`, where its
+    peer's local steps began, and `_work`, what no mean contains yet: what was sent, until its result is known, and from then
+    on what must be sent again.
+
+    With a delay the replica follows an outer step at the next exchange, else at once, as in DiLoCo.
+    """
+
+    delay: Delay
+    _start: dict[str, Tensor]
+    _work: dict[str, Tensor]
+
+    @abstractmethod
+    def _next_start(self, work: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Where the next round's local steps begin while the message of this one is on its way."""
+
+    @abstractmethod
+    def _outer_step(self, mean: Tensors, result: Result) -> None:
+        """Step phi and momentum."""
+
+    def require_options(self, who: str) -> None:
+        """`ValueError` unless the options make rounds and lose nothing: `who` "CO2 has", say, no feedback."""
+        require_options(self, f"{who} no feedback; choose fp16, bf16 or int8")
+        if self.delay not in (0, 1):
+            raise ValueError(f"a delay of {self.delay} rounds is not known; choose 1, or 0 to wait for each exchange")
+        if self.delay and self.period < 2:
+            raise ValueError(
+                f"a period of {self.period} step hides no exchange; choose 2 or more, usually 30, or delay=0"
+            )
+
+    def begun(self, replica: Replica) -> None:
+        """The next local steps begin at phi."""
+        self._start = dict(self._state.phi)
+
+    def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
+        """The round's work, after `period` local steps since the last exchange and when its result is in phi."""
+        if not self._book.is_due(self.period):
+            return []
+        self._book.leave()
+        work = self.untold(replica.read(replica.names, "param"))
+        self._work = dict(work) if self.delay else {}
+        message = self._message(work)
+        if self.delay:
+            self._start = dict(self._next_start(work))
+            replica.write(self._start, "param")
+        return [self._exchange(message)]
+
+    def _message(self, theta: dict[str, Tensor]) -> Tensors:
+        """The work itself."""
+        return theta
+
+    def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
+        """The outer step; the work that was taken is forgotten."""
+        if exchange.tensors or result.sent is not None:
+            self._work = {name: _left(x, result.taken.get(name, ())) for name, x in self._work.items()}
+        return PeriodicMethod.apply(self, replica, exchange, result)
+
+    def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
+        before = dict(self._state.phi)
+        self._outer_step(mean_of(exchange, result), result)
+        if not self.delay:
+            after = self._start = dict(self._state.phi)
+            theta = replica.read(tuple(result.taken), "param")
+            moved = {name: follow(name, x, before[name], after[name], result, NO_FEEDBACK) for name, x in theta.items()}
+            replica.write(moved, "param")
+
+    def untold(self, theta: Tensors) -> dict[str, Tensor]:
+        """All work of a replica at `theta` that is not in phi: of this round, start minus end, and what was left before."""
+        work = {name: self._start[name] - x for name, x in theta.items()}
+        return {name: x + self._work[name] for name, x in work.items()} if self._work else work
+
+    def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
+        """`carry` puts all work that is in no mean yet on top of the new phi."""
+        carried = mode == "carry" and bool(self._state.phi)
+        theta: Tensors = new._state.phi
+        if carried:
+            work = self.untold(replica.read(replica.names, "param"))
+            theta = {name: x - work[name] for name, x in theta.items()}
+        replica.write(theta, "param")
+        return carried
+
+    def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
+        """A result is wanted one step before the next exchange, because rounds that were decided without this peer are
+        replayed while its stream is idle."""
+        return replace(
+            PeriodicMethod._exchange(self, tensors, weight), apply_after=self.period - 1 if self.delay else 0
+        )
+
+
+def _left(work: Tensor, taken: Ranges) -> Tensor:
+    return choose(taken, torch.zeros_like(work), work)

@@ -1,0 +1,130 @@
+"""The state of a method, declared field by field and written and read here alone.
+
+    _book: RoundBook = part(RoundBook)                 the fields that the part declares
+    _members: int = shared(1)                          in every snapshot, as the int64 scalar `members`
+    _lead: dict[str, Tensor] = own(dict)               this peer's alone: `lead.NAME`, or nothing while it is empty
+    _steps: int = own(0, "untaken", stays=True)        as `untaken`; `carry` keeps it
+
+When a snapshot is taken over, own fields return to their defaults, but for those that `stay` while work is carried. A key may
+name attributes of its owner, such as `round{0.suffix}`. A part with an attribute `names` holds tensors of these parameters.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from farflock.optimizers.method import State
+from farflock.optimizers.parts.state import Shapes, counter, kept, named, numbers, unnamed
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Whose = Literal["shared", "own"]
+_METADATA = "state"
+Owner = TypeVar("Owner", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a field's value becomes named tensors under its key, and comes back; `read` refuses with `WrongState`."""
+
+    write: Callable[[str, Any], State]
+    read: Callable[[str, State, Shapes], Any]
+
+
+COUNT = Kind(lambda key, value: numbers({key: value}), lambda key, state, shapes: counter(key, state))
+FLAG = Kind(COUNT.write, lambda key, state, shapes: bool(counter(key, state)))
+TENSORS = Kind(named, unnamed)
+SOME_TENSORS = Kind(named, kept)  # of all the owner's parameters, or of none
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    whose: Whose | None  # None: a part
+    make: Callable[[], object] = dict
+    key: str = ""
+    kind: Kind = COUNT
+    stays: bool = False
+
+
+PART = {_METADATA: _Place(None)}
+
+
+def shared(default: object, key: str = "", kind: Kind | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
+    """A field that all members hold alike: a counter, a flag, or tensors of all parameters, if no other kind is named."""
+    return _declared(default, key, "shared", kind or _usual(default, TENSORS))
+
+
+def own(default: object, key: str = "", kind: Kind | None = None, *, stays: bool = False) -> Any:  # noqa: ANN401
+    """A field of this peer alone: a counter, a flag, or tensors of all parameters or none, if no other kind is named."""
+    return _declared(default, key, "own", kind or _usual(default, SOME_TENSORS), stays)
+
+
+def part(make: Callable[[], object] | None = None) -> Any:  # noqa: ANN401
+    """An object with such fields, or a list of them; without `make` the constructor sets it."""
+    if make is None:
+        return dataclasses.field(init=False, metadata=PART)
+    return dataclasses.field(default_factory=make, metadata=PART)
+
+
+def saved(owner: "DataclassInstance", whose: Whose) -> State:
+    """The shared or the own fields as named tensors, copied."""
+    state: State = {}
+    for name, place in _places(owner):
+        if place.whose is None:
+            for one in _parts(owner, name):
+                state |= saved(one, whose)
+        elif place.whose == whose:
+            state |= place.kind.write(place.key.format(owner), getattr(owner, name))
+    return state
+
+
+def loaded(owner: Owner, state: State, shapes: Shapes, *whose: Whose) -> Owner:
+    """A copy of `owner` with these fields from a state; `WrongState` unless all of them are there and fit."""
+    new, names = copy.copy(owner), getattr(owner, "names", shapes)
+    shapes = {name: shapes[name] for name in names}
+    for name, place in _places(owner):
+        if place.whose is None:
+            read = [loaded(one, state, shapes, *whose) for one in _parts(owner, name)]
+            setattr(new, name, read if isinstance(getattr(owner, name), list) else read[0])
+        elif place.whose in whose:
+            setattr(new, name, place.kind.read(place.key.format(owner), state, shapes))
+    return new
+
+
+def forget(owner: "DataclassInstance", *, carried: bool) -> None:
+    """Set what is this peer's own back to the defaults, but for what stays while work is carried."""
+    for name, place in _places(owner):
+        if place.whose is None:
+            for one in _parts(owner, name):
+                forget(one, carried=carried)
+        elif place.whose == "own" and not (carried and place.stays):
+            setattr(owner, name, place.make())
+
+
+def become(owner: Owner, new: Owner) -> None:
+    """Take over all declared fields of another."""
+    for name, _ in _places(owner):
+        setattr(owner, name, getattr(new, name))
+
+
+def _usual(default: object, tensors: Kind) -> Kind:
+    return tensors if callable(default) else FLAG if isinstance(default, bool) else COUNT
+
+
+def _declared(default: object, key: str, whose: Whose, kind: Kind, stays: bool = False) -> object:
+    make = default if callable(default) else lambda: default
+    return dataclasses.field(default_factory=make, metadata={_METADATA: _Place(whose, make, key, kind, stays)})
+
+
+def _places(owner: "DataclassInstance") -> Iterator[tuple[str, _Place]]:
+    for each in dataclasses.fields(owner):
+        if place := each.metadata.get(_METADATA):
+            yield each.name, dataclasses.replace(place, key=place.key or each.name.lstrip("_"))
+
+
+def _parts(owner: "DataclassInstance", name: str) -> list[Any]:
+    held = getattr(owner, name)
+    return held if isinstance(held, list) else [held]
