@@ -14,8 +14,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from farflock.compression.codec import Buffer
-
 INTERFACE = 1  # what module.c has; a kernel that another version's sources left behind is not used
 
 
@@ -33,7 +31,9 @@ class Kernel:
         """Append the payload of `x` to `out`; False, and `out` as it was, if `x` is not flat, float32 and finite."""
         return _usual(x) and self.module.encode(self.instructions, codec, x.data_ptr(), x.numel(), block, chunk, out)
 
-    def decode(self, codec: str, payload: Buffer, out: Tensor, block: int = 0, chunk: int = 0) -> bool:
+    def decode(
+        self, codec: str, payload: bytes | bytearray | memoryview, out: Tensor, block: int = 0, chunk: int = 0
+    ) -> bool:
         """Overwrite the flat float32 tensor `out`; False, and `out` as it was, if no correct encoder wrote the payload."""
         return _usual(out) and self.module.decode(
             self.instructions, codec, payload, out.data_ptr(), out.numel(), block, chunk
@@ -79,7 +79,7 @@ def encode(codec: str, x: Tensor, out: bytearray, block: int = 0, chunk: int = 0
     return kernel is not None and kernel.encode(codec, x, out, block, chunk)
 
 
-def decode(codec: str, payload: Buffer, out: Tensor, block: int = 0, chunk: int = 0) -> bool:
+def decode(codec: str, payload: bytes | bytearray | memoryview, out: Tensor, block: int = 0, chunk: int = 0) -> bool:
     """`Kernel.decode` of the active kernel; False if there is none."""
     kernel = _ACTIVE.get()
     return kernel is not None and kernel.decode(codec, payload, out, block, chunk)

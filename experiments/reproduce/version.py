@@ -10,16 +10,14 @@ import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import torch
 
 import farflock
 from farflock.compression.catalog import codec
 from farflock.optimizers.catalog import METHODS
-
-if TYPE_CHECKING:
-    from farflock.experiments.reproduce.job import AnyJob
 
 ROOTS = {
     "line": ["farflock.experiments.reproduce.line"],
@@ -30,8 +28,8 @@ CATALOGUES = ("farflock.optimizers.catalog", "farflock.compression.catalog")
 PACKAGE = Path(farflock.__file__).parent
 
 
-def code_version(job: "AnyJob") -> str:
-    """A hash of the sources, and the version of torch."""
+def code_version(job: msgspec.Struct) -> str:
+    """Return a hash of a job's sources, and the version of torch."""
     modules = list(ROOTS[str(type(job).__struct_config__.tag)])
     method, options = getattr(job, "method", None), getattr(job, "options", {})
     if method is not None:

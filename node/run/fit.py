@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from farflock.node.errors import Usage
+from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.ddp import DDP
 from farflock.optimizers.decoupled import Decoupled
 from farflock.optimizers.lean import Lean
@@ -81,12 +82,6 @@ def require_layers(made: Method, layers: int) -> None:
     if isinstance(made, Streaming) and layers % made.fragments:
         why = f"{made.fragments} fragments do not divide the model's {layers} layers"
         raise Usage("method.options.fragments", why, f"choose {nearest_divisor(layers, made.fragments)}")
-
-
-def nearest_divisor(number: int, wished: int) -> int:
-    """The divisor of a number that is nearest to the wished one, the smaller of two."""
-    divisors = (d for d in range(1, 2 * wished) if number % d == 0)  # any other one is farther away than 1
-    return min(divisors, key=lambda d: (abs(d - wished), d))
 
 
 def require_members(made: Method, members: int, place: str) -> None:

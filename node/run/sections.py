@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from farflock.node.errors import RefusedByRun, Usage, nearest
-from farflock.node.run.fit import nearest_divisor
+from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.catalog import METHODS, NAMES, unfolded
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 from farflock.swarm.frame import VERSION as FRAME_VERSION

@@ -29,3 +29,9 @@ def even(config: ModelConfig, stages: int) -> tuple[range, ...]:
     small, rest = divmod(config.layers, stages)
     first = (stages - rest) // 2
     return split(config, [small + (first <= index < first + rest) for index in range(stages)])
+
+
+def nearest_divisor(number: int, wished: int) -> int:
+    """The divisor of a number that is nearest to the wished one, the smaller of two."""
+    divisors = (d for d in range(1, 2 * wished) if number % d == 0)  # any other one is farther away than 1
+    return min(divisors, key=lambda d: (abs(d - wished), d))

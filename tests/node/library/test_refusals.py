@@ -12,8 +12,9 @@ import farflock
 from farflock.node.cli import main as cli
 from farflock.node.errors import Usage
 from farflock.node.library.swarm_optimizer import SwarmOptimizer
-from farflock.node.run.fit import SHARED_MOMENTS, moments_of, nearest_divisor, require_inner
+from farflock.node.run.fit import SHARED_MOMENTS, moments_of, require_inner
 from farflock.node.run.manifest import parse, resolve, simulated_default
+from farflock.node.run.split import nearest_divisor
 from farflock.optimizers.catalog import METHODS, method, options_of
 from farflock.optimizers.parts.corrections import TREND, Trend
 from farflock.optimizers.parts.inner import InnerConfig
