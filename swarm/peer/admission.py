@@ -57,22 +57,22 @@ class Admission:
         self._context, self._book = context, book
         self._joined_s = -1e9
 
-    def ask(self, now_s: float) -> set[PeerId]:
-        """Ask to be let in, as long as I want that and am not a member.
-
-        Return the peers to ask for the views too; none if it is not time to.
-        """
+    def to_ask(self, now_s: float) -> list[PeerId]:
+        """The peers to ask now to be let in, or for the views; none if I am a member or it is not time to."""
         self._context.leaving = self.candidates.leaving
         due = now_s - self._joined_s >= JOIN_EVERY_S
         if not (self.wants_in or self.watching) or self._context.is_member or not due:
-            return set()
-        self._joined_s, chain = now_s, self._context.chain
-        asked = {*self._book.others(), *list(self._book.records)[:16]} - {self._context.me}
+            return []
+        self._joined_s = now_s
+        return sorted({*self._book.others(), *list(self._book.records)[:16]} - {self._context.me})
+
+    def ask(self, peer: PeerId) -> None:
+        """Ask a peer to be let in, if I want that."""
+        chain, me = self._context.chain, self._context.me
         # A view that I gave up once may still list me: I have to leave it before I can join.
-        listed = chain is not None and chain.newest.index(self._context.me, self._context.incarnation) is not None
-        for peer in sorted(asked) if self.wants_in else ():
+        listed = chain is not None and chain.newest.index(me, self._context.incarnation) is not None
+        if self.wants_in:
             self._context.send(peer, Leave() if listed else Join(self._book.mine))
-        return asked
 
     def receive_join(self, sender: PeerId, blob: bytes) -> None:
         """Note that a peer wants in, if it asks with a record of its own."""

@@ -78,8 +78,11 @@ class Membership:
     def tick(self) -> None:
         """Ask to be let in; put the next view forward if it is due and my turn; keep time."""
         now_s = self._context.now()
-        if asked := self.admission.ask(now_s):
-            self.sync.ask_all(asked)
+        if asked := self.admission.to_ask(now_s):
+            self.sync.expect(asked)
+        for peer in asked:
+            self.admission.ask(peer)
+            self.sync.ask(peer)
         if self._context.is_member:
             self.next_view.tick(now_s)
         if now_s - self._pinged_s >= PING_EVERY_S:

@@ -1,7 +1,7 @@
 """Synchronisation of views: each peer is sent those that it lacks, with their signatures."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Decided, ViewQuery, Views
@@ -25,7 +25,7 @@ class ViewSync:
         self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None
         self.on_other_chain: Callable[[PeerId], None] = lambda peer: None
         self._context, self._changed = context, changed
-        self._asked: set[PeerId] = set()  # the only peers whose word is taken for the first views
+        self._asked: Collection[PeerId] = ()  # the only peers whose word is taken for the first views
         self._sent: dict[PeerId, tuple[int, int, float]] = {}  # newest view sent, after which, when
 
     def begin(self, chain: Chain) -> None:
@@ -38,11 +38,9 @@ class ViewSync:
         self._context.chain = chain
         self._sent.clear()
 
-    def ask_all(self, peers: set[PeerId]) -> None:
-        """Ask these peers, and take the first views from no others."""
+    def expect(self, peers: Collection[PeerId]) -> None:
+        """From now on these peers, and no others, may tell me the first views."""
         self._asked = peers
-        for peer in sorted(peers):
-            self.ask(peer)
 
     def ask(self, peer: PeerId) -> None:
         """Ask a peer for the views after my newest one."""
