@@ -85,6 +85,7 @@ def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out:
     """The model put together from the servers that are furthest, its hash, and its loss."""
     import torch
 
+    from farflock.node.errors import Failure
     from farflock.node.model.data import evaluation
     from farflock.node.model.evaluation import losses, summarise
     from farflock.node.model.llama import build
@@ -102,6 +103,9 @@ def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out:
         driver = serving.loop.driver
         digest.update(state_hash(driver.method.snapshot(driver.replica)))
         state |= dict(driver.method.eval_params(driver.replica))
+    if missing := [name for name, _ in model.named_parameters() if name not in state]:
+        why = f"nobody serves {missing[0]} any more: a whole stage has died out"
+        raise Failure("the model cannot be measured", why, "take more peers, or less --churn")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(state[name])

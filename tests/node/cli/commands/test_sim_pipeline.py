@@ -119,3 +119,20 @@ def test_more_replicas_than_peers_and_replicas_of_whole_models_are_refused(farfl
     code, _, said = farflock("sim", "--replicas", "1")
     assert code == 2
     assert "for a run of stages" in said
+
+
+def test_a_model_of_which_a_stage_has_died_out_is_not_measured_and_says_so(farflock, manifest, monkeypatch):
+    from farflock.node.simulate.pipeline import PipelineSimulation
+
+    whole = PipelineSimulation.run
+
+    async def without_the_last_stage(self):
+        tale = await whole(self)
+        for number in [number for number, node in self.nodes.items() if any(each.index == 1 for each in node.servings)]:
+            del self.nodes[number]
+        return tale
+
+    monkeypatch.setattr(PipelineSimulation, "run", without_the_last_stage)
+    code, _, error = farflock("sim", manifest(512), "--peers", "5", "--step", "0.1")
+    assert code == 1
+    assert "a whole stage has died out" in error
