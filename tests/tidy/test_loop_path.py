@@ -13,6 +13,7 @@ from farflock.swarm.peer import peer
 from tests.tidy.trace import ROOT, Trace
 
 ROUND, PERIOD = 2, 2
+MAX_LINES = 120
 MAX_FILES = 8  # of node/ and swarm/peer; the protocol, the method and the codec are read for themselves
 
 
@@ -62,6 +63,10 @@ def traced_update(monkeypatch):
         reports = swarm.train(work)
     assert all(report.status == "ok" and report.number >= ROUND for report in reports)
     return trace
+
+
+def test_the_loop_fits_on_one_screen():
+    assert len((ROOT / "node" / "loop.py").read_text().splitlines()) <= MAX_LINES
 
 
 def test_one_update_enters_the_files_that_the_page_lists(monkeypatch):
