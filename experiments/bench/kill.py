@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 
 from farflock.experiments.bench.fleet import Fields, Worker, fleet, introduce
 from farflock.experiments.bench.kill_peer import PERIOD
+from farflock.experiments.bench.member import TERMS
 from farflock.experiments.bench.netns import Host
 from farflock.experiments.measure.metric import Metric, NotMeasured, Options, load
+from farflock.optimizers.diloco import STREAM
+from farflock.swarm.identity import Identity
+from farflock.swarm.protocol.groups import rotation
 
 WORKER = "farflock.experiments.bench.kill_peer"
 GOAL_S = 1.0
 ROUNDS_AFTER = 2  # which the others must have finished before what they lost is counted
 WAIT_S = 60.0
-VICTIM = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ async def blows_of(size: Size) -> tuple[Blow, Blow]:
     settings = {"dim": size.dim, "layers": size.layers}
     async with fleet(WORKER, [Host()] * size.peers, settings) as workers:
         await introduce(workers)
-        watch, victim = Watch(workers), workers[VICTIM]
+        watch, victim = Watch(workers), workers[_reducer(size.peers)]
         await watch.together(size.peers)
         stopped = await _strike(watch, victim, signal.SIGSTOP)
         victim.signal(signal.SIGCONT)
@@ -119,6 +122,12 @@ async def blows_of(size: Size) -> tuple[Blow, Blow]:
         killed = await _strike(watch, victim, signal.SIGKILL)
         _require_books(watch, victim)
         return stopped, killed
+
+
+def _reducer(peers: int) -> int:
+    """Return the number of the worker that reduces the first shard, in all rounds: a small model has no other."""
+    members = [Identity.from_seed(number.to_bytes(32, "big")).peer for number in range(peers)]
+    return members.index(rotation(members, TERMS.seed, STREAM)[0])
 
 
 async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:

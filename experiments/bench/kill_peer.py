@@ -86,8 +86,8 @@ class Books:
         assert self.participant is not None
         loop = self.participant.loop
         if kind == "step":
-            for key in loop.driver.pending:
-                self._offered.setdefault(key.round, loop.step)
+            for pending in loop.driver.table:
+                self._offered.setdefault(pending.exchange.key.round, pending.since_step)
         elif kind == "adopt":
             self.lost += loop.step - self._settled
             self._settled = loop.step
@@ -96,9 +96,10 @@ class Books:
             self._round(self.participant, int(str(fields["round"])))
 
     def _round(self, part: ReplicaNode, number: int) -> None:
-        offered, outcome = self._offered.pop(number, None), part.peer.decided(STREAM, number)
+        offered = self._offered.pop(number, part.loop.step)  # by default it was applied before another step
+        outcome = part.peer.decided(STREAM, number)
         assert outcome is not None, f"round {number} was applied and is not in the log"
-        if offered is not None and any(outcome.taken):
+        if any(outcome.taken):
             self.counted += offered - self._settled
             self._settled = offered
         state = state_hash(part.loop.driver.method.snapshot(part.loop.driver.replica))
