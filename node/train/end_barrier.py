@@ -61,7 +61,7 @@ class EndBarrier:
         self._ends_s = None
 
     def waits(self) -> list[OpenWait]:
-        """Return the peers awaited now, by stream: those that have not ended with this node's
+        """Return the peers awaited now, by stream: those that have not ended with the same
         rounds."""
         if self._ends_s is None or not self._has_told or self._driver.pending:
             return []  # it waits for an exchange instead
@@ -80,7 +80,7 @@ class EndBarrier:
         return self._alone_s is not None and now_s - self._alone_s >= CUT_OFF_S
 
     def _agree(self) -> bool:
-        """Announce this node's rounds once nothing is pending; return True if all announced the
+        """Announce this node's rounds when none is pending; return True if all announced the
         same."""
         if self._driver.pending:
             return False

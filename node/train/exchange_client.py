@@ -71,8 +71,7 @@ class ExchangePeer(Protocol):
 
 
 class Decoded(Mapping[str, Tensor]):
-    """Tensors decoded at first access, since most results' `sent` and gathers' means are never
-    read."""
+    """Tensors decoded at first access: most results' `sent` and gathers' means are never used."""
 
     def __init__(self, names: Sequence[str], decode: Callable[[], Tensors]) -> None:
         self._names, self._decode = tuple(names), decode
@@ -127,7 +126,7 @@ class ExchangeClient:
         self._peer.open(self._stream(template, noted), after_round, tokens)
 
     def look_on(self, template: Exchange, *, noted: bool = False) -> str:
-        """Open a stream of a stage that others serve, to vote and to read its notes; return its
+        """Open a stream of a stage that others serve, to vote and read its notes; return its
         name."""
         stream = self._stream(template, noted)
         self._peer.open(replace(stream, wants="last" if noted else "none"))
@@ -185,8 +184,8 @@ class ExchangeClient:
         )
 
     def replay(self, stream: str, round_number: int) -> Result | None:
-        """Return the result of a round decided without this peer; None while its content is
-        missing."""
+        """Return the result of a round decided without this peer, or None if its content is
+        absent."""
         outcome = self._peer.decided(self.name(stream), round_number)
         return None if outcome is None else self.decode(ExchangeKey(stream, round_number), outcome)
 

@@ -159,8 +159,7 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
 
 @dataclass(frozen=True, slots=True)
 class _Undecided:
-    """An undecided round's reduction: the residual in its mean, its payload, and the payload's
-    error."""
+    """An undecided reduction: the residual in its mean, its payload, and the payload's error."""
 
     added: Values | None
     payload: bytes

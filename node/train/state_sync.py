@@ -41,8 +41,7 @@ class StatePeer(Protocol):
     snapshots: Snapshots
 
     def reach(self, stage: int | None = None) -> int:
-        """Return the first round from which the logs of a stage's streams go on; -1 without
-        logs."""
+        """Return the first round from which logs of a stage's streams go on; -1 if none is open."""
         ...
 
 
@@ -168,7 +167,7 @@ def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
 
 
 def decode_state(snapshot: Snapshot) -> State:
-    """Return a snapshot's tensors; `CorruptSnapshot` if the hash differs. safetensors runs no
+    """Return a snapshot's tensors; `CorruptSnapshot` if the hash differs. Safetensors run no
     code."""
     try:
         state = safetensors.torch.load(b"".join(snapshot.chunks))

@@ -76,8 +76,8 @@ class LanguageModelTask:
         return total
 
     def set_rate(self, tokens: int) -> None:
-        """Set the schedule's rate at the run's `tokens`; all peers take this step, so none warms
-        up."""
+        """Set the schedule's rate at the run's `tokens`, without warm-up since all take this
+        step."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
     def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
