@@ -41,8 +41,7 @@ class CheckpointManager:
     _written_s: float = field(default_factory=time.monotonic)
 
     async def pause(self) -> None:
-        """Write a checkpoint if it is time. A full disk must not end training. Called between
-        steps."""
+        """Write a checkpoint if it is time, between steps. A full disk must not end training."""
         if time.monotonic() - self._written_s < self.every_s:
             return
         try:

@@ -3,7 +3,7 @@
 A checkpoint holds the replica with its gradients and inner moments, the method's shared state (the
 one a joiner receives) and its personal state, every pending exchange with its result if known, and
 the cursors: step, round, tokens. On resume an exchange without a result is reported `failed` once:
-the method keeps the work and sends it again. That is right only if nobody went on meanwhile. In a
+the method keeps the work and sends it again. That is right only if no peer went on meanwhile. In a
 swarm that did, a node restores its cursors and moments (`load_moments`) and adopts the state.
 """
 

@@ -103,8 +103,7 @@ def save(
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read and verify a checkpoint folder; `CheckpointCorrupt`, or `CheckpointError` if
-    unreadable."""
+    """Read and verify a checkpoint; `CheckpointCorrupt`, or `CheckpointError` if unreadable."""
     try:
         manifest = _read_manifest(folder)
         contents = {name: _read_verified(folder / name, file) for name, file in manifest.files.items()}
@@ -146,8 +145,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of all checkpoints in `folder`, if it exists: oldest first,
-    unverified."""
+    """Return step and path of all checkpoints in `folder` (if any), oldest first, unverified."""
     if not folder.is_dir():
         return []
     found = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]

@@ -100,8 +100,7 @@ class Driver:
     # the run
 
     def begin(self, rounds: Mapping[str, int], tokens: int) -> None:
-        """Set the agreed tokens and each stream's last applied round (if missing: before its
-        first)."""
+        """Set the agreed tokens and each stream's last applied round (missing: none yet)."""
         before = {entry.key.stream: entry.key.round - entry.stride for entry in self.streams}
         self._rounds, self._agreed_tokens, self._own_tokens = {**before, **rounds}, tokens, 0
 

@@ -61,8 +61,7 @@ class EndBarrier:
         self._ends_s = None
 
     def waits(self) -> list[OpenWait]:
-        """Return the peers awaited now, by stream: those that have not ended with the same
-        rounds."""
+        """Return the peers awaited now, by stream: those that have not ended with these rounds."""
         if self._ends_s is None or not self._has_told or self._driver.pending:
             return []  # it waits for an exchange instead
         left_s = self._ends_s - self._peer.context.now()
@@ -80,8 +79,7 @@ class EndBarrier:
         return self._alone_s is not None and now_s - self._alone_s >= CUT_OFF_S
 
     def _agree(self) -> bool:
-        """Announce this node's rounds when none is pending; return True if all announced the
-        same."""
+        """Announce this node's rounds if none is pending; return True if all announced the same."""
         if self._driver.pending:
             return False
         agree = True

@@ -184,8 +184,7 @@ class ExchangeClient:
         )
 
     def replay(self, stream: str, round_number: int) -> Result | None:
-        """Return the result of a round decided without this peer, or None if its content is
-        absent."""
+        """Return the result of a round decided without this peer, or None without its content."""
         outcome = self._peer.decided(self.name(stream), round_number)
         return None if outcome is None else self.decode(ExchangeKey(stream, round_number), outcome)
 

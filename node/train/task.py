@@ -76,8 +76,7 @@ class LanguageModelTask:
         return total
 
     def set_rate(self, tokens: int) -> None:
-        """Set the schedule's rate at the run's `tokens`, without warm-up since all take this
-        step."""
+        """Set the schedule's rate at the run's `tokens`; a step of all peers, so no warm-up."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
     def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
