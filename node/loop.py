@@ -111,7 +111,7 @@ class Loop:
             self.driver.resolve(key, self.under_way.pop(key).result())
 
     async def _apply(self, action: Apply) -> None:
-        """Let the method apply a result; it may step the inner optimizer (DDP), at the round's
+        """Let the method apply a result; an inner step that it takes (DDP) has that round's
         rate."""
 
         def apply(progress: Progress = self.progress) -> list[Exchange]:

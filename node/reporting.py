@@ -1,4 +1,5 @@
-"""How the parts of a node report what happens: an event's kind and its fields, for the history and the live view."""
+"""The callback for what happens in a node: an event's kind and fields, for history and live
+view."""
 
 from collections.abc import Callable
 

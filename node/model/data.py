@@ -84,8 +84,7 @@ class Batches:
         return (draws % count).astype(np.int64)
 
     def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
-        """Return the batch's recurring samples, counted from 0: the same in each life of the
-        peer."""
+        """Return the batch's recurring samples, from 0 on and equal in each life of the peer."""
         self._require_cursor(step, round)
         first = step * self.batch_size
         places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]

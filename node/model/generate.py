@@ -57,8 +57,7 @@ def _sample(
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draw a token (of the `top_k` likeliest if given) in proportion to exp(logit /
-    temperature)."""
+    """Draw in proportion to exp(logit / temperature), from the `top_k` likeliest if given."""
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k is not None and top_k < logits_V.numel():

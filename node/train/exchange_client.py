@@ -126,7 +126,7 @@ class ExchangeClient:
         self._peer.open(self._stream(template, noted), after_round, tokens)
 
     def look_on(self, template: Exchange, *, noted: bool = False) -> str:
-        """Open a stream of a stage that others serve, to vote and read its notes; return its
+        """Open a stream of a stage served by others, to vote and hear its notes; return its
         name."""
         stream = self._stream(template, noted)
         self._peer.open(replace(stream, wants="last" if noted else "none"))
