@@ -22,10 +22,8 @@ from farflock.swarm.compute import Compute
 
 @dataclass(slots=True)
 class Loop:
-    """A peer's training from its current step on.
-
-    `train` is `compute` for the local step: simulations charge time in it, stages wait in it until
-    the step is due, and it returns None if there will be no step."""
+    """A peer's training from its current step on. `train` is `compute` for the local step:
+    simulations charge time in it, stages wait in it until the step is due; None ends training."""
 
     driver: Driver
     client: ExchangeClient
@@ -111,8 +109,7 @@ class Loop:
             self.driver.resolve(key, self.under_way.pop(key).result())
 
     async def _apply(self, action: Apply) -> None:
-        """Let the method apply a result; an inner step that it takes (DDP) has that round's
-        rate."""
+        """Let the method apply a result; inner steps that it takes (DDP) use that round's rate."""
 
         def apply(progress: Progress = self.progress) -> list[Exchange]:
             if action.result.tokens:

@@ -1,5 +1,4 @@
-"""The callback for what happens in a node: an event's kind and fields, for history and live
-view."""
+"""The callback for a node's events: a kind and its fields, for the history and the live view."""
 
 from collections.abc import Callable
 

@@ -78,8 +78,7 @@ def folder_of(folder: RunFolder, role: str) -> Path:
 
 
 def last_of(folder: RunFolder, run: str, role: str = "replica") -> Checkpoint | None:
-    """Return the newest whole checkpoint of this run and role; None if there is no checkpoint at
-    all.
+    """Return the newest whole checkpoint of this run and role; None if there is none.
 
     Raise `CheckpointError` if all are corrupt or the newest is another run's: a new start would
     write among them, and in time over them."""

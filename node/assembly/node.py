@@ -1,8 +1,7 @@
-"""One node's part in a run, put together over one peer: model, batches, method, driver, exchange
-client, state sync and loop.
+"""One node's part in a run, put together over one peer: model, method, driver, exchange client,
+loop.
 
-Processes and simulations assemble nodes alike; what differs (links, directory, compute) is passed
-in.
+Processes and simulations assemble nodes alike; links, directory and compute are passed in.
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,10 +28,8 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 
 @dataclass(slots=True)
 class ReplicaNode:
-    """A node that is ready to start a run or to join one.
-
-    Its process, `status` and the live view see a stage or a trainer by the same attributes
-    (node/pipeline/node.py)."""
+    """A node that is ready to start or to join a run; for its process, `status` and the live view
+    it has the attributes of a stage or a trainer (node/pipeline/node.py)."""
 
     peer: Peer
     model: Llama

@@ -123,9 +123,8 @@ def load_state(node: Resumable, saved: Checkpoint) -> None:
 
 
 def load_moments(node: Resumable, saved: Checkpoint) -> None:
-    """Restore the data cursor and inner moments of a node that returns to a live swarm.
-
-    Its state comes from the swarm. Raise `CheckpointCorrupt` if the moments do not fit."""
+    """Restore the data cursor and inner moments of a node that returns to a live swarm for the
+    state."""
     try:
         _write_moments(node.loop.driver.replica, saved.parts["inner"])
     except (KeyError, ValueError) as error:
@@ -134,10 +133,9 @@ def load_moments(node: Resumable, saved: Checkpoint) -> None:
 
 
 def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
-    """Restore the state and inner moments of a stage that no other peer has, as if adopted from a
-    peer.
+    """Restore the state and inner moments of a stage without other peers, as if adopted from one.
 
-    Pending exchanges are left out: their rounds are over. Raise `CheckpointCorrupt` if it misfits.
+    Pending exchanges are left out: their rounds are over. `CheckpointCorrupt` if unfit.
     """
     driver = node.loop.driver
     try:

@@ -1,9 +1,8 @@
 """A border between threads and asyncio: a swarm in a thread of its own beside a user's program.
 
 A user's training loop is synchronous and owns the main thread; links and agreement need an event
-loop that runs even during a long step. The thread is a daemon, so its maker must close it
-(`SwarmOptimizer` does so with its block, when it is garbage-collected, and at the interpreter's
-exit).
+loop that runs even during a long step. The thread is a daemon that its maker must close
+(`SwarmOptimizer` does at the end of its block, when garbage-collected, and at exit).
 """
 
 import asyncio
@@ -104,8 +103,8 @@ class BackgroundContext(Generic[T]):
     def call(self, work: Callable[[], Coroutine[Any, Any, R]], *, through: bool = False) -> R:
         """Run a coroutine there and return its result. If the context ends first, raise why.
 
-        An interrupted wait (Ctrl-C) cancels the coroutine. With `through` it goes on, and the next
-        call waits for its end first."""
+        Ctrl-C cancels the coroutine unless it must go `through`; the next call then waits for it.
+        """
         self._raise_if_over()
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:

@@ -1,8 +1,7 @@
 """An optimizer's way into a run over the real network: starts one, or joins that of an invite.
 
-It is to optimizers what node/process/node_process.py is to nodes, but in a background thread and
-with the terms of a user's own model in place of a manifest. Importing it loads the directory, and
-with it hivemind."""
+It is node/process/node_process.py for optimizers: in a background thread, with the terms of a
+user's model in place of a manifest. Importing it loads the directory, and with it hivemind."""
 
 import asyncio
 import contextlib
@@ -45,7 +44,7 @@ class NetworkEntryPoint:
     def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `EntryPoint`."""
         invite = None if self.invite is None else parse(self.invite, time.time())
-        terms = founded(join_request.wished) if invite is None else None  # may raise: before any start
+        terms = founded(join_request.wished) if invite is None else None  # report mistakes first
         background = Background("farflock")
         try:
             life = background.enter(lambda: self._inside(join_request, invite, terms))

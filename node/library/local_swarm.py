@@ -69,9 +69,8 @@ class LocalSwarm:
     def train(self, work: RankFunction[T]) -> list[T]:
         """Call `work(rank, optimize)` for each rank in its own thread; return the results by rank.
 
-        `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all
-        ranks have theirs. Steps wait for each other as in any swarm, so each rank needs its own
-        thread. If one raises, all end, and its error is raised."""
+        `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all have
+        theirs. Steps wait for each other, so each rank needs a thread. The first error ends all."""
         if self.optimizers:
             raise Usage("this swarm has trained", "its run is over", "make another local_swarm")
         return in_threads(
@@ -79,9 +78,7 @@ class LocalSwarm:
         )
 
     def disturb(self, what: Callable[[SimNetwork], object]) -> None:
-        """Change the network as in a simulation, such as `lambda network: network.kill(peer)`.
-
-        `SimNetwork` also has `cut`, `slow` and `set_link`."""
+        """Change the network as in a simulation: `kill(peer)`, `cut`, `slow` or `set_link`."""
         self.background.run(lambda: what(self.network))
 
     def close(self) -> None:
@@ -162,8 +159,7 @@ def local_swarm(
 ) -> LocalSwarm:
     """Return a swarm of this many peers in this process; use it in a `with` statement.
 
-    `link` is the speed and latency of every peer's line; the rest are `SwarmOptimizer`'s run
-    options::
+    `link` is the speed and latency of all lines; the rest are `SwarmOptimizer`'s options of a run::
 
         with farflock.local_swarm(4, method="noloco", period=10) as swarm:
             losses = swarm.train(work)  # work(rank, optimize) in four threads

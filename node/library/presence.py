@@ -71,9 +71,7 @@ class JoinRequest:
 
 @dataclass(slots=True)
 class OptimizerNode:
-    """An optimizer's part in its run.
-
-    All but `invite` and plain reads belongs to the background's event loop."""
+    """An optimizer's part in its run. The background loop owns all but `invite` and plain reads."""
 
     terms: UserTerms
     peer: Peer
@@ -100,10 +98,8 @@ class OptimizerNode:
         return cls(terms, peer, loop, invite, founder)
 
     async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
-        """Start the run with this peer's weights, or join it through these members.
-
-        To join: learn the views, adopt the state, pass `gate`, and be admitted. Raise
-        `RefusedByRun` if that takes too long."""
+        """Start the run with this peer's weights, or join it through these members: learn the
+        views, adopt the state, pass `gate`, be admitted. Raise `RefusedByRun` on a timeout."""
         state_sync, driver = self.loop.state_sync, self.loop.driver
         if self.founder:
             await self.loop.compute(lambda: driver.method.snapshot(driver.replica))  # fix its start
@@ -141,8 +137,7 @@ class EntryPoint(Protocol):
     """A way into a run."""
 
     def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
-        """Enter the run; return the node's context and a function that ends all (safe to call
-        twice)."""
+        """Enter the run; return the node's context and what ends it (safe to call twice)."""
         ...
 
 

@@ -1,8 +1,7 @@
 """A swarm under any PyTorch loop: a `torch.optim.Optimizer` whose `step` also syncs the model.
 
-Around it is the same driver as in node/loop.py. The local step runs in the caller's thread,
-everything else in one background thread. `step` returns when the driver has nothing to apply or to
-wait for.
+The driver is that of node/loop.py. The local step runs in the caller's thread, all else in one
+background thread; `step` returns when the driver has nothing to apply or to wait for.
 """
 
 import weakref
@@ -44,9 +43,8 @@ class RoundReport(NamedTuple):
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """The swarm's part of a state dict, but for tensors.
-
-    `pending` are exchanges without a result: stream, round."""
+    """The swarm's part of a state dict, but for tensors; `pending` lacks results: (stream,
+    round)."""
 
     step: int
     place: RunPosition
@@ -59,24 +57,22 @@ TENSORS = ("method", "owed")  # its other keys
 class SwarmOptimizer(torch.optim.Optimizer):
     """Trains your own model together with peers far away.
 
-    Without `invite` it starts a run with this model's weights; its property `invite` then lets
-    others in. With one it joins: the constructor returns once the run's state is in the model.
-    `method` and its options (`period`, `codec`, `deadline_s`, …) are those of a manifest; a joiner
-    may leave them out, and must not name others than the run's.
+    Without `invite` it starts a run with this model's weights; the property `invite` lets others
+    in. With one it joins: the constructor returns once the run's state is in the model. `method`
+    and its options (`period`, `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave
+    them out, and must not contradict the run's.
 
     `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a
-    function from parameters to any torch optimizer. Its `param_groups` are this optimizer's, so you
-    or your scheduler set the learning rate. Some methods need a certain one: demo and flexdemo
-    "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. `tokens_per_step` is
-    what a step adds to the run's progress.
-
-    Links are on `host`, by default loopback. The identity is kept in `folder`; without one it is
-    temporary.
+    function from parameters to any torch optimizer. You or your scheduler set the learning rate in
+    `param_groups`, which are the inner optimizer's. Some methods need a certain one: demo and
+    flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. A step adds
+    `tokens_per_step` to the run's progress. Links are on `host` (default: loopback). `folder` keeps
+    the identity; without it, the identity is temporary.
 
     A step waits only for an exchange that is due, and at most until its deadline; later results are
     applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
     buffers are each peer's own. Use `with SwarmOptimizer(...) as opt:` or call `close`. `step`
-    raises errors of the network, with their cause.
+    raises network errors.
     """
 
     def __init__(
@@ -126,11 +122,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
     # torch's optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
-        """Make a local step with the present (or `closure`'s) gradients, and the exchanges then
-        due.
+        """Make a local step with present gradients (or `closure`'s), and the exchanges due.
 
-        Return what the closure returns. After Ctrl-C the step's exchange goes on, and the next call
-        waits for it first."""
+        Return what the closure returns. After Ctrl-C the exchange goes on; the next call awaits it.
+        """
         life, loop = self._life, self._here.loop
         progress = life.call(loop.begin_step, through=True)
         self._training_task.closure = closure
@@ -149,18 +144,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._replica.write(self._held, "grad")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state, and under "swarm" the method's.
-
-        With the model's own `state_dict`, a lone peer needs no more to go on as if it had never
-        stopped."""
+        """Return the inner optimizer's state, and the method's under "swarm": with the model's own
+        `state_dict`, all that a lone peer needs to go on as if it had never stopped."""
         return {**self._inner.state_dict(), "swarm": self._life.call(self._remember)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state dict.
-
-        Alone in a run that was just started, restore everything, bit by bit (load the model's too).
-        Among others, restore the inner optimizer's state only, since weights and method are the
-        run's, and nothing if the method shares the moments."""
+        """Restore all of a state dict, bit by bit, if alone in a new run (load the model's too).
+        Among others, restore only the inner optimizer's, and nothing if the method shares its
+        moments."""
         state = dict(state_dict)
         swarm = state.pop("swarm", None)
         alone = self._here.founder and len(self.members) == 1
@@ -223,11 +214,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._training_task.tokens_per_step = tokens
 
     def eval_params(self) -> dict[str, torch.Tensor]:
-        """Return the parameters to evaluate and export: the method's outer ones, or the model's
-        own.
-
-        They are float32 on the CPU, the same bits on every peer after a round of an exact method.
-        """
+        """Return the method's outer parameters if any, else the model's: float32 on the CPU, the
+        same bits on every peer after a round of an exact method."""
         return self._life.call(self._eval_params)
 
     def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:
@@ -241,9 +229,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             ) from None
 
     def close(self, patient: bool = True) -> None:
-        """Leave the run, and end the thread and the directory's process; safe to call twice.
-
-        If `patient`, first apply what is on its way, and stay a few seconds for peers that need
+        """Leave the run; end the thread and the directory's process; safe to call twice. If
+        `patient`, first apply what is under way and stay a few seconds for peers that need
         something."""
         try:
             if patient and self._end.alive and not self._life.ended:

@@ -38,16 +38,14 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The training batches of one peer.
+    """The training batches of one peer; `tokens` may be a memmap, of which a batch touches `batch ·
+    (seq + 1)`.
 
-    `tokens` may be a memmap: a batch touches `batch · (seq + 1)` of them. Each sequence starts at
-    an independent, uniform position: a raw 64-bit Philox output modulo the number of positions
-    (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and peer. Counter: step,
-    round.
-
-    With `recurring` samples, the peer's n-th sequence is number n mod `recurring` of epoch n div
-    `recurring`. Another key gives both the samples' starts (counter 0) and the order of an epoch,
-    that of `recurring` outputs (counter: epoch, round + 1).
+    Each sequence starts at an independent, uniform position: a raw 64-bit Philox output modulo the
+    number of positions (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and
+    peer. Counter: step, round. With `recurring` samples, the n-th sequence is number n mod
+    `recurring` of epoch n div `recurring`. Another key gives the samples' starts (counter 0) and an
+    epoch's order, that of `recurring` outputs (counter: epoch, round + 1).
     """
 
     tokens: TokenIds
@@ -84,7 +82,7 @@ class Batches:
         return (draws % count).astype(np.int64)
 
     def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
-        """Return the batch's recurring samples, from 0 on and equal in each life of the peer."""
+        """Return the batch's recurring samples, from 0 on: the same in each of the peer's lives."""
         self._require_cursor(step, round)
         first = step * self.batch_size
         places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]

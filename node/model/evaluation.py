@@ -34,8 +34,7 @@ def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> LossEstimate:
-    """Return a model's loss on inputs `x` with next tokens `y`, both (n, seq); see
-    `data.evaluation`.
+    """Return a model's loss on `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
 
     The standard error is over sequences, since tokens of one sequence are not independent.
     """

@@ -201,9 +201,8 @@ def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
 
     Normal with standard deviation √(2 / 5·dim) ("SmallInit", arXiv:1910.05895; 0.02 at a width of
     1024), divided by √(2·layers) where a layer adds to its input (GPT-2's rule); ones for norms.
-    Each tensor has its own generator, keyed by its name; the global one is not touched. torch's
-    normal numbers differ between CPUs, so a swarm starts from the founder's weights, not from the
-    seed.
+    Each tensor has its own generator, keyed by name, apart from the global one. torch's normal
+    numbers differ between CPUs, so a swarm starts from the founder's weights, not from the seed.
     """
     model = Llama(config, span)
     with torch.no_grad():

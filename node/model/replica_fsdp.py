@@ -3,8 +3,7 @@
 The method, its outer state and all links live on local rank 0, the *leader*; the other ranks hold
 shards and follow. Only the leader knows the swarm's answers, so it alone decides what is read,
 written or stepped. It announces each call to the followers, which take part in the collectives and
-keep no full tensor. Between two of its forward passes a follower calls `follow()` until it returns
-False: the leader has released it.
+keep no full tensor. Between two forward passes a follower calls `follow()` until it returns False.
 """
 
 import json
@@ -35,8 +34,7 @@ class _Order:
 
 
 class FsdpReplica:
-    """One shard of a module under `fully_shard`, its inner optimizer (built after sharding), and
-    its group.
+    """One shard of a module under `fully_shard`, and its inner optimizer (built after sharding).
 
     The group is the default process group; its timeout bounds every wait. On the leader this is a
     `Replica` like any other. On followers `read`, `write` and `inner_step` take part in the
@@ -67,9 +65,7 @@ class FsdpReplica:
         return self._slots.shapes
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Return full float32 copies on the leader's CPU, zeros for what does not exist yet.
-
-        Followers return nothing."""
+        """Return full float32 copies on the leader's CPU (missing: zeros), nothing on followers."""
         return dict(self._take_part(_Order("read", tuple(names), what), {}))
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:

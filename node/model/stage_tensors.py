@@ -33,9 +33,7 @@ def names_of(config: ModelConfig, span: range) -> frozenset[str]:
 
 
 def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict[str, Tensor]:
-    """Return a stage's tensors; raise `Misfit` if one is missing.
-
-    With prefixes, each prefix must have all of them or none."""
+    """Return a stage's tensors, for each prefix all of them or none; `Misfit` if one is missing."""
     wanted = names_of(config, span)
     found = {name: tensor for name, tensor in tensors.items() if _bare(name) in wanted}
     for prefix in sorted({name.removesuffix(_bare(name)) for name in found} or {""}):

@@ -1,10 +1,8 @@
-"""A run's local history: metrics in `run.db` (sqlite), events.jsonl, applied rounds in
-receipts.jsonl.
+"""A run's local history: numbers (sqlite `run.db`), events and applied rounds (`*.jsonl`).
 
 The live view, `status` and the page read them from other processes while a run writes, and a killed
-run leaves them readable: sqlite in WAL mode with NORMAL durability, and one write per line of
-events and receipts. Sizes are bounded: line files rotate, and means over `ROLL` steps replace old
-metrics.
+run leaves them readable: sqlite in WAL mode with NORMAL durability, one write per line. All are
+bounded: line files take turns, and means over `ROLL` steps replace old numbers.
 """
 
 import errno
@@ -136,10 +134,9 @@ class History:
             raise _unusable(self._folder, error) from error
 
     def _roll_up(self) -> None:
-        """Replace rows older than the newest `KEPT` of their span by means of `ROLL` rows each.
-
-        Old means are replaced by means of means, so the table grows with the logarithm of the
-        steps. Part of the caller's transaction."""
+        """Replace rows older than the newest `KEPT` of their span by means of `ROLL`, and old means
+        likewise: the table grows with the logarithm of the steps. Part of the caller's
+        transaction."""
         newest = "SELECT name, span, MAX(step) FROM metrics GROUP BY name, span"
         for name, span, last in self._database.execute(newest).fetchall():
             wide = span * ROLL
@@ -162,8 +159,7 @@ class History:
         return {name: (step, _number(value)) for name, step, value in rows}
 
     def series(self, name: str, points: int = 500) -> list[tuple[int, float]]:
-        """Return a metric in at most `points` points: (first step, mean value) of equal spans of
-        steps.
+        """Return a metric in at most `points` points: (first step, mean) of equal spans of steps.
 
         There are fewer points where only means of longer spans are kept.
         """

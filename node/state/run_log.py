@@ -1,7 +1,6 @@
 """A node's records while it trains: each step's numbers, events, and a receipt per applied round.
 
-A receipt states a round's participants, its outcome, and the bytes on the links since the receipt
-before it.
+A receipt has the round's participants and outcome, and the links' bytes since the last receipt.
 """
 
 import logging

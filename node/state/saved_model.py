@@ -36,10 +36,8 @@ class SavedModel:
 
 
 def open_model(folder: Path) -> SavedModel:
-    """Return the model of the checkpoint `folder`, of the newest whole one in it, or of all stages'
-    newest.
-
-    Raise `CheckpointError` if there is none."""
+    """Return the model of the checkpoint `folder`, of the newest whole one in it, or of the newest
+    of each stage; raise `CheckpointError` if there is none."""
     stages = _stages_in(folder)
     if stages:
         return _put_together(stages)

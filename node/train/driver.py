@@ -149,11 +149,11 @@ class Driver:
         return self._note(self.method.due(self.replica, progress), progress)
 
     def claim(self, exchange: Exchange) -> Claim:
-        """Return the claim that goes with an exchange.
+        """Return an exchange's claim: notes with the first stream, a state hash if the method is
+        exact.
 
-        Notes go with the method's first stream, a state hash where the method is exact. In a
-        collective, the first stream claims the tokens since the last round that took this peer's;
-        pairs compare their estimates of the whole run in every stream."""
+        In a collective, the first stream claims the tokens since the last round that took this
+        peer's; pairs compare their estimates of the whole run."""
         key, is_first = exchange.key, self._is_first(exchange.key)
         notes = self.contributions.brought(key.round) if self.contributions is not None and is_first else b""
         own = self._offered[key] = self._own_tokens if is_first else 0

@@ -1,12 +1,10 @@
-"""The end of a run of whole replicas whose method promises equal states: all end with the same
-rounds applied, and so with one state.
+"""The end of a run of whole replicas with an exact method: all apply the same rounds, so one state.
 
-A node that stopped at its own token estimate could end a round before the others: one that was left
-out of a round, joined late or is faster. So each node follows the agreed tokens, which are equal
-everywhere after each round: the run ends with the first round that brings them to its total. By
-then some nodes may have begun more rounds, in other streams or because no member took their
-contribution. So each node announces which rounds are in its state, and leaves once all states have
-the same.
+A node that stopped at its own token estimate could end a round before the others, if it was left
+out of a round, joined late or is faster. So it follows the agreed tokens, which are equal
+everywhere after each round: the run ends with the first round that brings them to its total. Some
+nodes may have begun more by then, in other streams or because nobody took their contribution. So
+each announces which rounds are in its state, and leaves once all states have the same.
 """
 
 import asyncio
@@ -34,11 +32,8 @@ class EndBarrier:
         self._has_told = False  # its rounds: only then can it compare itself with others
 
     def is_due(self, total_tokens: int) -> bool:
-        """Return whether the run has its tokens, by agreement.
-
-        A node that is cut off goes by its own estimate. So does a node for which nothing is ever
-        agreed, once its estimate has grown by the whole total since the agreed tokens last changed.
-        """
+        """Return whether the agreed tokens have reached the total. The node's own estimate decides
+        if it is cut off, or grew by the whole total since the agreed tokens last changed."""
         agreed, estimate, is_cut_off = self._driver.position.agreed_tokens, self._driver.tokens, self._is_cut_off()
         if agreed != self._agreed[0]:
             self._agreed = agreed, estimate
@@ -47,9 +42,7 @@ class EndBarrier:
         return is_cut_off or estimate - self._agreed[1] >= total_tokens
 
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
-        """Wait a bounded time until all ended with the same rounds or `stopping()` is true.
-
-        `take_in` applies newly decided rounds to the method's state."""
+        """Wait a bounded time until all ended with the same rounds, which `take_in` applies."""
         context = self._peer.context
         deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
         self._ends_s = context.now() + deadline_s + END_S

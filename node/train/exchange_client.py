@@ -126,8 +126,7 @@ class ExchangeClient:
         self._peer.open(self._stream(template, noted), after_round, tokens)
 
     def look_on(self, template: Exchange, *, noted: bool = False) -> str:
-        """Open a stream of a stage served by others, to vote and hear its notes; return its
-        name."""
+        """Open a stream of a stage served by others, to vote and read notes; return its name."""
         stream = self._stream(template, noted)
         self._peer.open(replace(stream, wants="last" if noted else "none"))
         return stream.name
@@ -270,10 +269,8 @@ class StopRequest:
             self._halt.set_result(None)
 
     async def ends(self, answer: asyncio.Task[Result], timeout_s: float) -> bool:
-        """Wait for an answer, at most `timeout_s`; return True if the stop request ended the wait.
-
-        After the request the wait lasts `STOPPING_WAIT_S` at most: enough for an answer that
-        depends on no deadline."""
+        """Wait up to `timeout_s` for an answer; return True if the stop request ended the wait. It
+        then lasts `STOPPING_WAIT_S` more, enough for an answer that depends on no deadline."""
         if not self.requested:
             self._halt = self._halt or asyncio.get_running_loop().create_future()
             either = (answer, self._halt)

@@ -1,7 +1,5 @@
-"""The microbatches that a contribution to a stage's round consists of, as a further shard.
-
-So a round's content and the list of its microbatches are decided together (docs/decisions/014). The
-reduction of such lists is their union.
+"""The microbatches of a contribution to a stage's round, as a further shard of the exchange, so
+that content and list are decided together (docs/decisions/014). Such lists reduce to their union.
 
 Bytes: msgpack of {trainer: [numbers]}, trainers and numbers in order, each number after the first
 as its distance from the one before. If some are late, it is [that map, [ages]] with an age for each

@@ -144,8 +144,7 @@ def decode_all(
 
 
 def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:
-    """Return sum(w_i / W · x_i), in the given order and in separately rounded float32 operations
-    (portable arithmetic)."""
+    """Return sum(w_i / W · x_i) in order, each float32 operation rounded (portable arithmetic)."""
     total = torch.zeros(())
     for weight, _ in inputs:
         total = total + torch.tensor(weight, dtype=torch.float32)

@@ -90,10 +90,8 @@ class StateSync:
         return any(self._client.newest(key.stream) >= key.round for key in self._next_keys(idle=True))
 
     def missed(self) -> Apply | None:
-        """Return the next round that was decided without this node, or None.
-
-        Its stream is idle and its content is here; of several streams the lowest round comes first.
-        """
+        """Return the next round decided without this node, or None. Its stream is idle and its
+        content here; of several streams the lowest round comes first."""
         for key in sorted(self._next_keys(idle=True), key=lambda key: key.round):
             result = self._client.replay(key.stream, key.round)
             if result is not None:
@@ -111,8 +109,8 @@ class StateSync:
     async def adopt(self, timeout_s: float, downloaded: DownloadProgress = lambda here, total: None) -> None:
         """Replace this node's state with the run's; pending exchanges and local work are lost.
 
-        A snapshot that does not match its hash or fits another model is discarded, and another one
-        is fetched. Raise `TimeoutError` after `timeout_s`."""
+        A snapshot with a wrong hash or for another model is discarded and another one fetched.
+        """
         method, replica = self._driver.method, self._driver.replica
         async with asyncio.timeout(timeout_s):
             while True:
@@ -167,8 +165,7 @@ def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
 
 
 def decode_state(snapshot: Snapshot) -> State:
-    """Return a snapshot's tensors; `CorruptSnapshot` if the hash differs. Safetensors run no
-    code."""
+    """Return a snapshot's tensors; `CorruptSnapshot` for a wrong hash. safetensors runs no code."""
     try:
         state = safetensors.torch.load(b"".join(snapshot.chunks))
     except (safetensors.SafetensorError, ValueError) as error:

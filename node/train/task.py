@@ -40,9 +40,9 @@ class TrainingTask(Protocol):
 class LanguageModelTask:
     """A causal language model on one peer's stream of batches.
 
-    A step runs `accumulate` batches; its gradient is their mean, so all of them count alike. With
-    `autocast` matrix products run in bf16 while masters and gradients stay fp32. The rate follows
-    the run's progress, not this peer's steps.
+    A step's gradient is the mean of `accumulate` batches. With `autocast` matrix products run in
+    bf16; masters and gradients stay fp32. The rate follows the run's progress, not this peer's
+    steps.
     """
 
     module: nn.Module
