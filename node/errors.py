@@ -12,7 +12,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
 
 
 class Terminated(BaseException):
-    """Another program, or a closing terminal, asks this one to end; not an error."""
+    """A request to end from another program or a closing terminal; not an error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -34,7 +34,7 @@ class Failure(FarflockError):
 
 
 class Usage(FarflockError):
-    """The command was given something impossible."""
+    """An argument or option that is impossible."""
 
     exit_code = 2
 
@@ -50,7 +50,7 @@ EXPLAINED: dict[str, type[FarflockError]] = {
     "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged
     "farflock.node.state.checkpoint.CheckpointCorrupt": Failure,
     "farflock.node.state.checkpoint.CheckpointError": Failure,
-    "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder's own bad corpus is found when the manifest is read
+    "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder's is found with the manifest
     "farflock.node.model.data.BadData": Failure,
     "farflock.node.model.export.ExportRefused": Failure,
     "farflock.node.state.history.HistoryUnusable": Failure,

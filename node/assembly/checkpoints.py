@@ -30,7 +30,7 @@ class SavedNode(Resumable, Protocol):
 
 @dataclass(slots=True)
 class CheckpointManager:
-    """Writes checkpoints between steps every `every_s` seconds, and a last one; keeps `KEPT`."""
+    """The writer of a node's checkpoints: every `every_s` seconds and at the end; keeps `KEPT`."""
 
     node: SavedNode
     folder: RunFolder

@@ -123,8 +123,8 @@ def load_state(node: Resumable, saved: Checkpoint) -> None:
 
 
 def load_moments(node: Resumable, saved: Checkpoint) -> None:
-    """Restore the data cursor and inner moments of a node that returns to a live swarm for the
-    state."""
+    """Restore the data cursor and inner moments of a node that rejoins a live swarm; its state
+    comes from the swarm. Raise `CheckpointCorrupt` if they do not fit."""
     try:
         _write_moments(node.loop.driver.replica, saved.parts["inner"])
     except (KeyError, ValueError) as error:

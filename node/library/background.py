@@ -1,4 +1,4 @@
-"""A border between threads and asyncio: a swarm in a thread of its own beside a user's program.
+"""A bridge between threads and asyncio: a swarm in a thread of its own beside a user's program.
 
 A user's training loop is synchronous and owns the main thread; links and agreement need an event
 loop that runs even during a long step. The thread is a daemon that its maker must close

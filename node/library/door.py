@@ -1,7 +1,8 @@
 """An optimizer's way into a run over the real network: starts one, or joins that of an invite.
 
-It is node/process/node_process.py for optimizers: in a background thread, with the terms of a
-user's model in place of a manifest. Importing it loads the directory, and with it hivemind."""
+It serves optimizers as node/process/node_process.py serves nodes, but in a background thread and
+with the terms of a user's model for a manifest. Importing it loads the directory, and with it
+hivemind."""
 
 import asyncio
 import contextlib

@@ -70,7 +70,8 @@ class LocalSwarm:
         """Call `work(rank, optimize)` for each rank in its own thread; return the results by rank.
 
         `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all have
-        theirs. Steps wait for each other, so each rank needs a thread. The first error ends all."""
+        theirs. Steps wait for each other, so each rank needs its thread. The first error ends all
+        and is raised."""
         if self.optimizers:
             raise Usage("this swarm has trained", "its run is over", "make another local_swarm")
         return in_threads(

@@ -102,7 +102,8 @@ class OptimizerNode:
         views, adopt the state, pass `gate`, be admitted. Raise `RefusedByRun` on a timeout."""
         state_sync, driver = self.loop.state_sync, self.loop.driver
         if self.founder:
-            await self.loop.compute(lambda: driver.method.snapshot(driver.replica))  # fix its start
+            # fix the round's start before a joiner can ask for it
+            await self.loop.compute(lambda: driver.method.snapshot(driver.replica))
             self.peer.found()
             state_sync.open()
             return

@@ -43,8 +43,7 @@ class RoundReport(NamedTuple):
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """The swarm's part of a state dict, but for tensors; `pending` lacks results: (stream,
-    round)."""
+    """The swarm's part of a state dict without tensors; `pending` are (stream, round) keys."""
 
     step: int
     place: RunPosition
@@ -124,7 +123,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
         """Make a local step with present gradients (or `closure`'s), and the exchanges due.
 
-        Return what the closure returns. After Ctrl-C the exchange goes on; the next call awaits it.
+        Return what the closure returns. After Ctrl-C the exchange goes on; the next call waits for
+        it.
         """
         life, loop = self._life, self._here.loop
         progress = life.call(loop.begin_step, through=True)
@@ -150,7 +150,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore all of a state dict, bit by bit, if alone in a new run (load the model's too).
-        Among others, restore only the inner optimizer's, and nothing if the method shares its
+        Among others, restore the inner optimizer's state only, or nothing if the method shares the
         moments."""
         state = dict(state_dict)
         swarm = state.pop("swarm", None)
@@ -229,9 +229,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
             ) from None
 
     def close(self, patient: bool = True) -> None:
-        """Leave the run; end the thread and the directory's process; safe to call twice. If
-        `patient`, first apply what is under way and stay a few seconds for peers that need
-        something."""
+        """Leave the run; end the thread and the directory's process; safe to call twice.
+
+        If `patient`, first apply what is under way, and stay a few seconds for peers that need
+        more."""
         try:
             if patient and self._end.alive and not self._life.ended:
                 self._life.call(lambda: drain(self._here.loop, DRAIN_S))

@@ -38,14 +38,16 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The training batches of one peer; `tokens` may be a memmap, of which a batch touches `batch ·
-    (seq + 1)`.
+    """The training batches of one peer.
 
-    Each sequence starts at an independent, uniform position: a raw 64-bit Philox output modulo the
-    number of positions (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and
-    peer. Counter: step, round. With `recurring` samples, the n-th sequence is number n mod
-    `recurring` of epoch n div `recurring`. Another key gives the samples' starts (counter 0) and an
-    epoch's order, that of `recurring` outputs (counter: epoch, round + 1).
+    `tokens` may be a memmap: a batch touches `batch · (seq + 1)` of them. Each sequence starts at
+    an independent, uniform position: a raw 64-bit Philox output modulo the number of positions
+    (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and peer. Counter: step,
+    round.
+
+    With `recurring` samples, the n-th sequence is number n mod `recurring` of epoch n div
+    `recurring`. Another key gives the samples' starts (counter 0) and the order of each epoch, that
+    of `recurring` outputs (counter: epoch, round + 1).
     """
 
     tokens: TokenIds

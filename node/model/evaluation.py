@@ -43,7 +43,7 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Lo
 
 @torch.no_grad()
 def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tensor:
-    """Return each sequence's mean loss, float64 (n,). Restores the model's mode."""
+    """Return each held-out sequence's mean loss, float64 (n,); keep the model's mode."""
     was_training = model.training
     model.eval()
     try:

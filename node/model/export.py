@@ -18,7 +18,7 @@ from farflock.node.model.tokenizer import ByteTokenizer, Tokenizer
 
 
 class ExportRefused(Exception):
-    """The export was refused or failed; the message says why and what to do."""
+    """An export that was refused or failed; the message says why and what to do."""
 
 
 def export(
@@ -128,7 +128,7 @@ def printable_bytes() -> list[str]:
 
 
 def model_card(title: str, config: ModelConfig, facts: Mapping[str, str]) -> str:
-    """Return a README in the hub's model card form; `facts` (run, data, loss, …) become a table."""
+    """Return a README in the hub's model card form; `facts` (run, data, …) become a table."""
     rows = {"parameters": f"{config.parameters():,}", "context": f"{config.context} tokens", **facts}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (

@@ -17,7 +17,7 @@ SCALARS = ("step", "mu_product")  # moments of one number per parameter
 
 
 class Slots:
-    """The places of a module's and its inner optimizer's tensors.
+    """The tensors of a module and its inner optimizer, as methods ask for them.
 
     A tied parameter is there once; buffers and frozen parameters are not."""
 
@@ -67,7 +67,7 @@ class Slots:
         self._inner.zero_grad(set_to_none=False)
 
     def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return all moments the optimizer starts with; it would miss any left out."""
+        """Return all moments that the optimizer starts with: it creates none that is left out."""
         inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
         options = inner.defaults
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
@@ -75,7 +75,8 @@ class Slots:
             step = torch.zeros((), device=parameter.device if on_device else "cpu")
             first = {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             return first | ({"mu_product": torch.ones_like(step)} if isinstance(inner, torch.optim.NAdam) else {})
-        with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))  # torch before 2.9 has no Muon
+        # torch before 2.9 has no Muon
+        with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
         if isinstance(inner, with_momentum) and options["momentum"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {}
@@ -116,7 +117,7 @@ class PlainReplica:
 
 
 def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> None:
-    """Raise `ValueError` unless shapes match; without a target `new` must be zeros, as it reads."""
+    """Raise `ValueError` unless `new` has the target's shape; with no target it must be zeros."""
     if target is None:
         if bool(new.any()):
             raise ValueError(
@@ -127,5 +128,5 @@ def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> 
 
 
 def blend(target: Tensor, new: Tensor, mix: float) -> None:
-    """Set x <- (1 - mix)·x + mix·new in place; products and sum round (portable arithmetic)."""
+    """Set x <- (1 - mix)·x + mix·new in place, each operation rounded (portable arithmetic)."""
     target.copy_(new if mix == 1.0 else target * (1 - mix) + new * mix)

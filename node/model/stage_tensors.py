@@ -17,7 +17,7 @@ _NAME = re.compile(r"(?:.*?\.)??((?:model|lm_head)\..+)", re.S)
 
 
 class Misfit(ValueError):
-    """Tensors do not make up the wanted stage or model; the message names one."""
+    """Tensors that do not make up the wanted stage or model; the message names one."""
 
 
 def shapes_of(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:

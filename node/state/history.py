@@ -50,7 +50,8 @@ log = logging.getLogger(__name__)
 
 
 class HistoryUnusable(Exception):
-    """The history cannot be opened, read or written; the message is one sentence with the remedy."""
+    """The history cannot be opened, read or written; the message is one sentence with the
+    remedy."""
 
 
 class History:

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Takes a loop's reports; `total_bytes` returns the bytes sent and received on links so far."""
+    """A recorder of a loop's reports; `total_bytes` returns the links' bytes sent and received."""
 
     def __init__(self, history: History, total_bytes: Callable[[], tuple[int, int]]) -> None:
         self._history, self._total_bytes = history, total_bytes

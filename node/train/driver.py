@@ -85,7 +85,7 @@ class ContributionLog(Protocol):
 
 
 class Driver:
-    """Carries exchanges from a method to the loop around it, and results back."""
+    """The link between a method and the loop: it carries exchanges out and results back."""
 
     def __init__(self, method: Method, replica: Replica) -> None:
         self.method, self.replica = method, replica

@@ -33,7 +33,8 @@ class EndBarrier:
 
     def is_due(self, total_tokens: int) -> bool:
         """Return whether the agreed tokens have reached the total. The node's own estimate decides
-        if it is cut off, or grew by the whole total since the agreed tokens last changed."""
+        while the node is cut off, or once it has grown by the total since the agreed tokens last
+        changed."""
         agreed, estimate, is_cut_off = self._driver.position.agreed_tokens, self._driver.tokens, self._is_cut_off()
         if agreed != self._agreed[0]:
             self._agreed = agreed, estimate
@@ -42,7 +43,7 @@ class EndBarrier:
         return is_cut_off or estimate - self._agreed[1] >= total_tokens
 
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
-        """Wait a bounded time until all ended with the same rounds, which `take_in` applies."""
+        """Wait until all ended with the same rounds, which `take_in` applies, or time is up."""
         context = self._peer.context
         deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
         self._ends_s = context.now() + deadline_s + END_S

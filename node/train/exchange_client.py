@@ -30,7 +30,7 @@ UnderWay = dict[ExchangeKey, asyncio.Task[Result]]
 
 
 class OutOfStep(Exception):
-    """This peer is too far behind the group, or its bits differ: it must adopt a snapshot."""
+    """This peer's state is too far behind the group's or differs: it must adopt a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _Coding:
 
 
 class ExchangeClient:
-    """Runs one node's exchanges over its peer, for one stage or (None) the whole model."""
+    """The exchanges of one node's method over its peer: of one stage or (None) the whole model."""
 
     def __init__(self, peer: ExchangePeer, run_seed: int, stage: int | None = None) -> None:
         self._peer, self._run_seed, self.stage = peer, run_seed, stage

@@ -76,7 +76,7 @@ class LanguageModelTask:
         return total
 
     def set_rate(self, tokens: int) -> None:
-        """Set the schedule's rate at the run's `tokens`; a step of all peers, so no warm-up."""
+        """Set the schedule's rate at the run's `tokens`; all take this step, so none warms up."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
     def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
