@@ -1,4 +1,4 @@
-"""Farflock trains one model on machines that are far apart. Importing it loads neither torch nor the network."""
+"""One model trained on machines far apart. Importing this loads neither torch nor the network."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +26,7 @@ except PackageNotFoundError:  # run from a checkout that was never installed
 
 
 def __getattr__(name: str) -> object:
-    """A public name, imported when it is first asked for (PEP 562)."""
+    """Import a public name when it is first used (PEP 562)."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -1,4 +1,4 @@
-"""What the author of a method or codec calls: the laws of both as checks. Importing it loads nothing; asking for a name does.
+"""The laws of methods and codecs as checks for their authors; names load at first use.
 
 docs/how-to/new-method.md and docs/how-to/new-codec.md show how.
 """
@@ -22,7 +22,7 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """A public name, imported when it is first asked for (PEP 562)."""
+    """Import a public name when it is first used (PEP 562)."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

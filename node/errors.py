@@ -1,7 +1,7 @@
-"""Errors that a person can act on: what went wrong, why, and what to do; each with the command's exit code.
+"""Errors that a person can act on: what failed, why, and what to do, with the command's exit code.
 
-Other modules raise errors of their own, whose message already is such a sentence; the table below names them, so that the
-command line needs to import none of them to recognise one.
+Other modules raise errors of their own whose message is such a sentence. The table below names
+them, so that the command line recognises them without importing those modules.
 """
 
 import errno
@@ -12,7 +12,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
 
 
 class Terminated(BaseException):
-    """Another program, or a terminal that closes, asks this one to end; like `KeyboardInterrupt`, no error."""
+    """A request to end from another program or a closing terminal; not an error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -20,7 +20,7 @@ class Terminated(BaseException):
 
 
 class FarflockError(Exception):
-    """One sentence with cause and remedy. Exit codes: 1 failure, 2 usage, 3 refused by the run."""
+    """A sentence with cause and remedy. Exit codes: 1 failure, 2 usage, 3 refused by the run."""
 
     exit_code = 1
 
@@ -30,27 +30,27 @@ class FarflockError(Exception):
 
 
 class Failure(FarflockError):
-    """Something did not work out on this machine or on the way."""
+    """A failure on this machine or on the network."""
 
 
 class Usage(FarflockError):
-    """The command was given something that cannot be."""
+    """An argument or option that is impossible."""
 
     exit_code = 2
 
 
 class RefusedByRun(FarflockError):
-    """The run does not take this machine, this file or this version."""
+    """The run does not accept this machine, this file or this version."""
 
     exit_code = 3
 
 
 EXPLAINED: dict[str, type[FarflockError]] = {
-    "farflock.compression.activation.Incompatible": RefusedByRun,  # this machine makes another basis than the run's
+    "farflock.compression.activation.Incompatible": RefusedByRun,  # the basis here is another
     "farflock.compression.codec.UnencodableTensor": Failure,  # the training has diverged
     "farflock.node.state.checkpoint.CheckpointCorrupt": Failure,
     "farflock.node.state.checkpoint.CheckpointError": Failure,
-    "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder's own bad corpus is found when the manifest is read
+    "farflock.node.model.corpus.BadCorpus": RefusedByRun,  # a founder's is found with the manifest
     "farflock.node.model.data.BadData": Failure,
     "farflock.node.model.export.ExportRefused": Failure,
     "farflock.node.state.history.HistoryUnusable": Failure,
@@ -83,7 +83,7 @@ _REMEDIES = {
 
 
 def explained(error: BaseException) -> FarflockError | None:
-    """The sentence for an error that is nobody's bug; None for one that is."""
+    """Return the sentence for an error that is not a bug; None for a bug."""
     if isinstance(error, FarflockError):
         return error
     if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
@@ -108,7 +108,7 @@ def _from_system(error: OSError) -> Failure:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The remedy for a misspelt name, as a clause: the nearest choice, or all of them in order."""
+    """Return the remedy for a misspelt name, as a clause: the nearest choice, or all in order."""
     import difflib  # only for an error: every command imports this module
 
     names = sorted(choices)

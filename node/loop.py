@@ -1,4 +1,4 @@
-"""Start reading here: one peer's training loop.
+"""One peer's training loop; start reading here.
 
     batch -> forward and backward -> local step -> due -> encode -> exchange -> decode -> apply
 
@@ -22,8 +22,8 @@ from farflock.swarm.compute import Compute
 
 @dataclass(slots=True)
 class Loop:
-    """A peer's training from its current step on. `train` is `compute` for the step itself: simulations
-    charge time there, stages wait until the step is due, and None means that no step will come."""
+    """A peer's training from its current step on. `train` is `compute` for the local step:
+    simulations charge time in it, stages wait in it until the step is due; None ends training."""
 
     driver: Driver
     client: ExchangeClient
@@ -32,16 +32,17 @@ class Loop:
     compute: Compute
     train: Callable[[Callable[[], float]], Awaitable[float | None]]
     report: Report = lambda kind, fields: None
-    adopt: Callable[[str], Awaitable[None]] | None = None  # instead of taking over the group's state
-    pause: Callable[[], Awaitable[None]] | None = None  # called between steps
+    adopt: Callable[[str], Awaitable[None]] | None = None  # in place of `state_sync.adopt`
+    pause: Callable[[], Awaitable[None]] | None = None  # awaited between steps
     step: int = 0
     last_loss: float | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     under_way: UnderWay = field(default_factory=dict)
 
     async def run(self, total_tokens: int, drain_s: float = 0.0, barrier: Barrier | None = None) -> None:
-        """Train until the run has its tokens or `stop` is called; then wait up to `drain_s` for what is
-        under way. With a barrier all peers end after the same round."""
+        """Train until the run has its tokens or `stop` is called, then drain for up to `drain_s`.
+
+        With a barrier all peers end after the same round."""
         try:
             while not self.stop.requested and not is_over(self, total_tokens, barrier):
                 progress = await self.begin_step()
@@ -57,7 +58,7 @@ class Loop:
 
     @property
     def progress(self) -> Progress:
-        """Where the run is, as far as this peer knows."""
+        """The run's progress, as far as this peer knows."""
         return self.driver.progress(self.step, self.client.run_s())
 
     async def begin_step(self) -> Progress:
@@ -67,13 +68,13 @@ class Loop:
         return self.progress
 
     def train_one(self, progress: Progress) -> float:
-        """Make one local step and return its loss; runs in the worker, so it reads no clock."""
+        """Make one local step and return its loss. It runs in the worker, so it reads no clock."""
         loss = self.training_task.forward_backward(self.step, progress)
         self.driver.method.local_step(self.driver.replica, replace(progress, weight=self.training_task.weight))
         return loss
 
     async def end_step(self, loss: float) -> None:
-        """Start the exchanges that are due, then settle before the next step."""
+        """Count a local step, start the exchanges that are due, and settle before the next step."""
         self.step, self.last_loss = self.step + 1, loss
         self.driver.trained(self.training_task.tokens_per_step, self.client.members())
         self.report("step", {"step": self.step, "loss": loss})
@@ -84,13 +85,13 @@ class Loop:
         self.under_way |= {each.key: asyncio.create_task(self._exchange(each)) for each in exchanges}
 
     async def _exchange(self, exchange: Exchange) -> Result:
-        """Encode an exchange, take it to the swarm, and decode what came of it."""
+        """Encode an exchange, run it over the swarm, and decode its outcome."""
         offer = await self.compute(lambda: self.client.encode(exchange, self.driver.claim(exchange)))
         outcome = await self.client.exchange(offer)
         return await self.compute(lambda: self.client.decode(exchange.key, outcome, offer.payloads))
 
     async def settle(self, *, last: bool = False) -> None:
-        """Apply results that are due, and wait for those that the next step needs unless it was the `last`."""
+        """Apply results that are due; unless it is the `last` time, wait for those needed next."""
         try:
             self._collect()
             while (action := self.driver.next(self.progress, last=last)) is not None:
@@ -108,7 +109,7 @@ class Loop:
             self.driver.resolve(key, self.under_way.pop(key).result())
 
     async def _apply(self, action: Apply) -> None:
-        """Let the method apply a result. It may step the inner optimizer (DDP), at the rate of that round."""
+        """Let the method apply a result; inner steps that it takes (DDP) use that round's rate."""
 
         def apply(progress: Progress = self.progress) -> list[Exchange]:
             if action.result.tokens:

@@ -1,4 +1,4 @@
-"""How the parts of a node report what happens: an event's kind and its fields, for the history and the live view."""
+"""The callback for a node's events: a kind and its fields, for the history and the live view."""
 
 from collections.abc import Callable
 

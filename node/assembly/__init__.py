@@ -1,5 +1,6 @@
-"""One node with a whole model, put together over a peer; its checkpoints, and how it is taken up again.
+"""One node with a whole model: its assembly over a peer, its checkpoints, and how it resumes.
 
 May import node/loop.py, node/train, node/state, node/run and node/model.
+
 Start reading at node.py.
 """

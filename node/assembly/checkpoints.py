@@ -1,4 +1,4 @@
-"""A node's checkpoints: when they are written, which are kept, and which one a new start goes on from."""
+"""A node's checkpoints: when they are written, which are kept, and which one a restart takes."""
 
 import asyncio
 import logging
@@ -30,18 +30,18 @@ class SavedNode(Resumable, Protocol):
 
 @dataclass(slots=True)
 class CheckpointManager:
-    """Writes a checkpoint between two steps every `every_s` seconds, and one at the end; the last `KEPT` are kept."""
+    """The writer of a node's checkpoints: every `every_s` seconds and at the end; keeps `KEPT`."""
 
     node: SavedNode
     folder: RunFolder
     run: str
     manifest: str  # its canonical text
     every_s: float
-    role: str = "replica"  # a stage's are kept apart: they are of other tensors
+    role: str = "replica"  # each stage has its own folder: tensors differ
     _written_s: float = field(default_factory=time.monotonic)
 
     async def pause(self) -> None:
-        """Called between steps: write one if it is time. A disk that is full then must not end the training."""
+        """Write a checkpoint if it is time, between steps. A full disk must not end training."""
         if time.monotonic() - self._written_s < self.every_s:
             return
         try:
@@ -51,7 +51,7 @@ class CheckpointManager:
             self._written_s = time.monotonic()
 
     async def save(self) -> Path:
-        """Write one now, unless this step has one already; returns its folder."""
+        """Write a checkpoint unless this step has one; return its folder."""
         step = self.node.loop.step
         parts, cursors = checkpoint_state(self.node)
         self._written_s = time.monotonic()
@@ -67,20 +67,21 @@ class CheckpointManager:
 
 
 async def save_all(keepers: Sequence[CheckpointManager], folder: RunFolder) -> Path:
-    """Write one of each node, of a full replica each stage; returns the folder of the only one, or of all."""
+    """Write a checkpoint of each node (a full replica's: of each stage); return their folder."""
     saved = [await keeper.save() for keeper in keepers] or [folder.path]
     return saved[0] if len(saved) == 1 else folder.checkpoints
 
 
 def folder_of(folder: RunFolder, role: str) -> Path:
-    """Where the checkpoints of a role are."""
+    """Return the folder of a role's checkpoints."""
     return folder.checkpoints if role == "replica" else folder.checkpoints / role.replace(":", "-")
 
 
 def last_of(folder: RunFolder, run: str, role: str = "replica") -> Checkpoint | None:
-    """The newest whole checkpoint of this run, of a replica or a stage, in a node's folder; None if there is none at all.
+    """Return the newest whole checkpoint of this run and role; None if there is none.
 
-    Raise `CheckpointError` where there are only others: to go on would write among them, and in time over them."""
+    Raise `CheckpointError` if all are corrupt or the newest is another run's: a new start would
+    write among them, and in time over them."""
     checkpoints = folder_of(folder, role)
     newest = checkpoint.latest(checkpoints)
     if newest is not None and newest.meta.get("run") != run:

@@ -1,7 +1,7 @@
-"""One node's part in a run, put together: model, batches, method, driver, exchange client, state sync and
-loop over one peer.
+"""One node's part in a run, put together over one peer: model, method, driver, exchange client,
+loop.
 
-Processes and simulations assemble their nodes here, alike; what differs (links, directory, compute) is handed in.
+Processes and simulations assemble nodes alike; links, directory and compute are passed in.
 """
 
 from collections.abc import Awaitable, Callable
@@ -28,8 +28,8 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 
 @dataclass(slots=True)
 class ReplicaNode:
-    """A node that is ready to found a run or to join one. Its process, the status and the live view see a stage or a
-    trainer by the same attributes (node/pipeline/node.py)."""
+    """A node that is ready to start or to join a run; for its process, `status` and the live view
+    it has the attributes of a stage or a trainer (node/pipeline/node.py)."""
 
     peer: Peer
     model: Llama
@@ -37,64 +37,64 @@ class ReplicaNode:
     loop: Loop
     training_task: Newcomer
     role: str = "replica"
-    # How it ends, once it runs, where all are to have one state then.
+    # The end of the run, once it runs, if the method is exact.
     together: EndBarrier | None = field(default=None, init=False)
 
     @property
     def step(self) -> int:
-        """Its own."""
+        """The number of local steps."""
         return self.loop.step
 
     @property
     def tokens(self) -> int:
-        """The agreed ones, and what everybody has presumably trained since."""
+        """The agreed tokens plus an estimate of what all members have trained since."""
         return self.loop.driver.tokens
 
     @property
     def trained_tokens(self) -> int:
-        """As many in each step."""
+        """The tokens that this node has trained."""
         return self.step * self.loop.training_task.tokens_per_step
 
     @property
     def last_loss(self) -> float | None:
-        """Of the last step."""
+        """The loss of the last step; None before the first."""
         return self.loop.last_loss
 
     @property
     def work(self) -> dict[str, int]:
-        """Nothing but steps."""
+        """Counters of work other than steps: none."""
         return {}
 
     def waits(self) -> list[OpenWait]:
-        """Its open rounds, and at the end those who have not ended yet."""
+        """Return the open rounds and, at the end, the waits for peers that have not ended yet."""
         return self.peer.waits() + (self.together.waits() if self.together is not None else [])
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop is to end."""
+        """True if the loop is to end."""
         return self.loop.stop.requested
 
     def stop(self) -> None:
-        """End after the step that is running."""
+        """Request to end after the current step."""
         self.loop.stop()
 
     async def run(self, total_tokens: int) -> None:
-        """Train; where the method promises one state, until all have ended with it."""
+        """Train; if the method is exact, end when all peers have ended with the same state."""
         exact = self.loop.driver.method.equality == "exact"
         self.together = EndBarrier(self.peer, self.loop.driver, self.state_sync) if exact else None
         await self.loop.run(total_tokens, barrier=self.together)
 
     def found(self) -> None:
-        """Found the run: my initial weights are everybody's."""
+        """Start the run with this node's initial weights."""
         self.peer.found()
         driver = self.loop.driver
-        driver.method.snapshot(driver.replica)  # the round begins here, before anybody can ask for it beside a step
+        driver.method.snapshot(driver.replica)  # fix the round's start before any request for it
         self.state_sync.open()
 
     async def join(
         self, records: list[bytes], timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
     ) -> None:
-        """Join through these members: get to know the views, download the state, and ask to be admitted."""
+        """Join through these members: learn the views, adopt the state, and ask to be admitted."""
         await self.peer.meet(records, timeout_s)
         await self.state_sync.adopt(timeout_s, downloaded)
         self.peer.ask_in()
@@ -110,7 +110,7 @@ def replica_node(
     train: Callable[[Callable[[], float]], Awaitable[float]],
     report: Report = lambda kind, fields: None,
 ) -> ReplicaNode:
-    """Assemble a node on this peer; `tokens` is the run's training text."""
+    """Assemble a node over this peer; `tokens` is the run's training text."""
     model = build(plan.model, plan.run_seed)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)
     batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)

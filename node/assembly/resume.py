@@ -1,10 +1,10 @@
-"""What a checkpoint remembers of a node, and how a node takes it up again as if it had never stopped.
+"""The content of a node's checkpoint, and how a node resumes from it as if it had never stopped.
 
-A checkpoint holds the replica with its gradients and inner moments, the method's shared state (what a joiner would get)
-and its personal one, every pending exchange with its result if that is known, and the cursors: step, round, tokens. An
-exchange without a result is reported `failed` once on resume: the method keeps the work and sends it again. That is
-right where nobody else goes on meanwhile; in a swarm that does, a node takes up its cursors and moments only
-(`load_moments`) and adopts the swarm's state.
+A checkpoint holds the replica with its gradients and inner moments, the method's shared state (the
+one a joiner receives) and its personal state, every pending exchange with its result if known, and
+the cursors: step, round, tokens. On resume an exchange without a result is reported `failed` once:
+the method keeps the work and sends it again. That is right only if no peer went on meanwhile. In a
+swarm that did, a node restores its cursors and moments (`load_moments`) and adopts the state.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ StateGroups = dict[str, dict[str, Tensor]]
 
 
 class ResumableLoop(Protocol):
-    """As much of a loop as a checkpoint remembers."""
+    """The part of a loop that a checkpoint stores."""
 
     step: int
 
@@ -36,13 +36,13 @@ class ResumableLoop(Protocol):
 
 
 class Newcomer(Protocol):
-    """A training task that warms up again after its node joined: its inner moments are empty then."""
+    """A training task that warms up after its node joined with empty inner moments."""
 
-    joined_at: int  # the step at which the node came in; 0 for a founder
+    joined_at: int  # step at which the node joined; 0 for a founder
 
 
 class Resumable(Protocol):
-    """As much of a node as a checkpoint remembers."""
+    """The part of a node that a checkpoint stores."""
 
     @property
     def loop(self) -> ResumableLoop: ...
@@ -64,7 +64,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class _Open(msgspec.Struct, frozen=True):
-    """A pending exchange without its tensors. `age_steps` are local steps since it was asked for."""
+    """A pending exchange without its tensors; `age_steps` counts local steps since the request."""
 
     stream: str
     round: int
@@ -86,7 +86,7 @@ class Cursors(msgspec.Struct, frozen=True):
 
 
 def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
-    """All tensors and numbers that `load_state` needs, copied; call it between two steps."""
+    """Return copies of all that `load_state` needs, tensors and numbers; call between two steps."""
     method, replica = node.loop.driver.method, node.loop.driver.replica
     parts: StateGroups = {
         "model": dict(method.eval_params(replica)),
@@ -107,7 +107,7 @@ def checkpoint_state(node: Resumable) -> tuple[StateGroups, dict[str, Any]]:
 
 
 def load_state(node: Resumable, saved: Checkpoint) -> None:
-    """Make a fresh node what the checkpoint's was, and open its streams; `CheckpointCorrupt` if it is another model's."""
+    """Restore a fresh node from a checkpoint and open its streams; `CheckpointCorrupt` if unfit."""
     cursors = cursors_of(saved)
     driver = node.loop.driver
     try:
@@ -123,7 +123,8 @@ def load_state(node: Resumable, saved: Checkpoint) -> None:
 
 
 def load_moments(node: Resumable, saved: Checkpoint) -> None:
-    """For a node that goes back into a living swarm: its data cursor and its inner moments; the state comes from the swarm."""
+    """Restore the data cursor and inner moments of a node that rejoins a live swarm; its state
+    comes from the swarm. Raise `CheckpointCorrupt` if they do not fit."""
     try:
         _write_moments(node.loop.driver.replica, saved.parts["inner"])
     except (KeyError, ValueError) as error:
@@ -132,8 +133,10 @@ def load_moments(node: Resumable, saved: Checkpoint) -> None:
 
 
 def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
-    """For a stage that nobody else has: the checkpoint's state and inner moments, as who adopts them from another peer; what
-    was on its way then belongs to rounds that are over. `CheckpointCorrupt` if it is another stage's."""
+    """Restore the state and inner moments of a stage without other peers, as if adopted from one.
+
+    Pending exchanges are left out: their rounds are over. `CheckpointCorrupt` if unfit.
+    """
     driver = node.loop.driver
     try:
         driver.method.restore(driver.replica, dict(saved.parts["method"]), "adopt")
@@ -143,7 +146,7 @@ def load_stage_state(node: Resumable, saved: Checkpoint) -> None:
 
 
 def cursors_of(saved: Checkpoint) -> Cursors:
-    """The numbers in a checkpoint; `CheckpointCorrupt` if there are none."""
+    """Return the numbers in a checkpoint; raise `CheckpointCorrupt` if there are none."""
     try:
         return msgspec.convert(saved.meta["node"], Cursors)
     except (KeyError, msgspec.ValidationError) as error:
@@ -159,7 +162,7 @@ def _read(replica: Replica, whats: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def _write_moments(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
-    """Moments that were all zero are not stored: a fresh inner optimizer begins with zeros."""
+    """Write the stored moments; all-zero ones are absent, as in a fresh inner optimizer."""
     for what in MOMENTS:
         stored = {name: tensors[f"{what}.{name}"] for name in replica.names if f"{what}.{name}" in tensors}
         replica.write(stored, what)
@@ -212,7 +215,7 @@ def _pending(node: Resumable, cursors: Cursors, tensors: State) -> list[Pending]
 
 def _result(number: int, opened: _Open, exchange: Exchange, cursors: Cursors, tensors: State) -> Result:
     answer = opened.answer
-    if answer is None:  # nobody can tell any more what came of it
+    if answer is None:  # its outcome cannot be known any more
         last = opened.round if isinstance(exchange.group, RandomGroups) else cursors.place.rounds[opened.stream]
         return Result("failed", last + exchange.stride)
     gathered = {}

@@ -1,5 +1,6 @@
-"""Farflock under anybody's PyTorch loop: the public `SwarmOptimizer` and `local_swarm`.
+"""Farflock under any PyTorch loop: the public `SwarmOptimizer` and `local_swarm`.
 
 May import node/process and below.
+
 Start reading at swarm_optimizer.py.
 """

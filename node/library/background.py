@@ -1,8 +1,8 @@
-"""A border between threads and asyncio: a swarm that lives in one thread of its own beside somebody else's program.
+"""A bridge between threads and asyncio: a swarm in a thread of its own beside a user's program.
 
-Other people's training loops are synchronous and own the main thread; links and agreement need an event loop that
-turns also while a long step runs. The thread is a daemon's: whoever makes one must close it (`SwarmOptimizer` does so
-with its block, when it is forgotten, and at the interpreter's exit).
+A user's training loop is synchronous and owns the main thread; links and agreement need an event
+loop that runs even during a long step. The thread is a daemon that its maker must close
+(`SwarmOptimizer` does at the end of its block, when garbage-collected, and at exit).
 """
 
 import asyncio
@@ -35,13 +35,13 @@ class Background:
         self._loop = self._started.result()
 
     def enter(self, context: Enter[T]) -> "BackgroundContext[T]":
-        """Enter a context there; returns once it is entered, and raises what entering raises."""
+        """Enter a context on the loop; return once it is entered, or raise what entering raises."""
         life = BackgroundContext[T](self._loop)
         life.begin(context)
         return life
 
     def run(self, work: Callable[[], R]) -> R:
-        """Call a plain function there, between two turns of the loop."""
+        """Call a plain function on the loop's thread and return its result."""
 
         async def called() -> R:
             return work()
@@ -49,9 +49,9 @@ class Background:
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(END_TIMEOUT_S)
 
     def close(self) -> None:
-        """End whatever still runs there, and the thread; harmless when done twice."""
+        """End everything that runs there, and the thread; safe to call twice."""
         if not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # it has closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
                 self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is not self._thread:
             self._thread.join(END_TIMEOUT_S)
@@ -65,7 +65,7 @@ class Background:
 
 
 class BackgroundContext(Generic[T]):
-    """A context that was entered in the background: its value, a way to call what runs there, and its end."""
+    """A context entered in the background: its value, calls into its loop, and its end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -78,16 +78,16 @@ class BackgroundContext(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What the context gave."""
+        """The value that the context yielded."""
         return self._entered.result()
 
     @property
     def ended(self) -> bool:
-        """Whether the context is left."""
+        """True once the context is left."""
         return self._over.done()
 
     def begin(self, context: Enter[T]) -> None:
-        """Enter; whatever interrupts the wait for it also ends it."""
+        """Enter the context; an interrupted wait also ends it."""
         self._over = asyncio.run_coroutine_threadsafe(self._live(context), self._loop)
         try:
             _first_of(self._entered, self._over)
@@ -101,9 +101,10 @@ class BackgroundContext(Generic[T]):
             self._over.result()
 
     def call(self, work: Callable[[], Coroutine[Any, Any, R]], *, through: bool = False) -> R:
-        """Run a coroutine there and wait for it. If the context ends first, raise why.
+        """Run a coroutine there and return its result. If the context ends first, raise why.
 
-        An interrupted wait (Ctrl-C) cancels it, unless it must go `through`: then the next call waits for its end first."""
+        Ctrl-C cancels the coroutine unless it must go `through`; the next call then waits for it.
+        """
         self._raise_if_over()
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
@@ -121,14 +122,14 @@ class BackgroundContext(Generic[T]):
     def _wait_for(self, future: "concurrent.futures.Future[R]") -> R:
         _first_of(future, self._over)
         if not future.done():
-            concurrent.futures.wait((future,), POLL_S)  # it hears of the end too, unless it came too late for the loop
+            concurrent.futures.wait((future,), POLL_S)  # the end cancels it too, if it began
         if not future.done() or future.cancelled():
             concurrent.futures.wait((self._over,), END_TIMEOUT_S)
             self._raise_if_over()
         return future.result()
 
     def end(self) -> None:
-        """Leave the context and wait until that is done; errors on the way out were raised by `call`, or concern nobody."""
+        """Leave the context and wait until it is left; no error on the way out is raised here."""
         if self._over.done():
             return
         self._loop.call_soon_threadsafe(self._leave.set)
@@ -173,7 +174,7 @@ class BackgroundContext(Generic[T]):
 
 
 def stopped(error: BaseException | None) -> FarflockError:
-    """Why nothing can be done in the background any more."""
+    """Return the error that says why nothing can run in the background any more."""
     if error is None:
         return Failure("the optimizer is closed", "it has left its run", "make a new one to go on")
     known = explained(error)
@@ -186,8 +187,9 @@ def _first_of(*futures: "concurrent.futures.Future[Any]") -> None:
 
 
 def in_threads(count: int, work: Callable[[int], R], give_up: Callable[[], None]) -> list[R]:
-    """`work(0)` to `work(count - 1)`, each in a thread of its own; their results. The first error, or Ctrl-C, makes all
-    others end by `give_up`, and is raised."""
+    """Return the results of `work(0)` to `work(count - 1)`, each run in a thread of its own.
+
+    The first error, or Ctrl-C, ends the others through `give_up` and is raised."""
     with concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="peer") as pool:
         futures = [pool.submit(work, number) for number in range(count)]
         try:

@@ -1,7 +1,8 @@
-"""The way into a run over the real network, for an optimizer: founds one, or joins that of an invite.
+"""An optimizer's way into a run over the real network: starts one, or joins that of an invite.
 
-As `node/process/node_process.py` does for nodes, but in a background thread, and with somebody's own model's terms in
-the manifest's place. Importing it loads the directory, and with it hivemind."""
+It serves optimizers as node/process/node_process.py serves nodes, but in a background thread and
+with the terms of a user's model for a manifest. Importing it loads the directory, and with it
+hivemind."""
 
 import asyncio
 import contextlib
@@ -32,19 +33,19 @@ INVITE_LASTS_S = 7 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class NetworkEntryPoint:
-    """Over the real network, in a thread of its own: founds a run, or joins that of the invite."""
+    """An entry point over the real network, in a thread: starts a run, or joins the invite's."""
 
     invite: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
     dht_port: int = 0
     client_mode: bool = False
-    folder: Path | None = None  # with the identity's key; None: a passing identity in a temporary folder
+    folder: Path | None = None  # holds the identity's key; None: a temporary one
 
     def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
         """See `EntryPoint`."""
         invite = None if self.invite is None else parse(self.invite, time.time())
-        terms = founded(join_request.wished) if invite is None else None  # mistakes are named before anything starts
+        terms = founded(join_request.wished) if invite is None else None  # report mistakes first
         background = Background("farflock")
         try:
             life = background.enter(lambda: self._inside(join_request, invite, terms))
@@ -62,7 +63,7 @@ class NetworkEntryPoint:
     async def _inside(
         self, join_request: JoinRequest, invite: Invite | None, terms: UserTerms | None
     ) -> AsyncIterator[OptimizerNode]:
-        """Everything from the folder to the goodbye, in the order in which it must end."""
+        """Open everything from the folder to the peer; it is closed in the reverse order."""
         with contextlib.ExitStack() as kept:
             folder = self.folder or Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="farflock-")))
             machine = MachineOptions(
@@ -92,7 +93,7 @@ class NetworkEntryPoint:
 
 @contextlib.asynccontextmanager
 async def _published(directory: DhtDirectory, run: str, head: bytes, raw: bytes, peer: Peer) -> AsyncIterator[None]:
-    """The terms can be had of this peer, and their head is in the directory."""
+    """Serve the run's terms from this peer, and keep their head in the directory."""
     peer.context.store.put(raw, "manifest")
     publishing = asyncio.create_task(keep_published(directory, run, head))
     try:

@@ -1,7 +1,7 @@
-"""A whole swarm in one process, for notebooks and tests: real peers, real agreement and codecs, links in memory.
+"""A whole swarm in one process, for notebooks and tests: real peers, agreement and codecs.
 
-Nothing is faked but the wire: `SimNetwork` carries the frames in real time, with the rates and the latency that it is
-given, so that a slow line can be tried too.
+Only the wire is simulated: `SimNetwork` carries the frames in memory and in real time, with the
+given rates and latency, so that a slow line can be tried too.
 """
 
 import asyncio
@@ -32,24 +32,24 @@ RankFunction = Callable[[int, Optimize], T]
 
 MAX_PEERS = 64
 QUICK = LinkModel(up_bytes_per_s=1e9, down_bytes_per_s=1e9, latency_s=0.0005, jitter_s=0.0)
-VIEW_S = 3.0  # time for all to ask, so that one change of the view lets everybody in
+VIEW_S = 3.0  # time for all to ask, so that one change of the view admits all
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalDoor:
-    """The way in for one rank: rank 0 founds the run, the others wait for that and join."""
+    """The entry point of one rank: rank 0 starts the run, the others wait for it and join."""
 
     swarm: "LocalSwarm"
     rank: int
 
     def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
-        """See `user_presence.EntryPoint`."""
+        """See `presence.EntryPoint`."""
         life = self.swarm.background.enter(lambda: self.swarm.inside(self.rank, join_request))
         return life, life.end
 
 
 class LocalSwarm:
-    """`peers` peers in this process, for as long as its block runs."""
+    """A swarm of `peers` peers in this process, for the duration of its block."""
 
     def __init__(self, peers: int, method: str | None, seed: int, link: LinkModel, options: dict[str, Any]) -> None:
         if not 1 <= peers <= MAX_PEERS:
@@ -67,10 +67,11 @@ class LocalSwarm:
         self.background = Background("local swarm")
 
     def train(self, work: RankFunction[T]) -> list[T]:
-        """Call `work(rank, optimize)` for each rank in a thread of its own; their results by rank.
+        """Call `work(rank, optimize)` for each rank in its own thread; return the results by rank.
 
-        `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all ranks have theirs. Steps wait
-        for each other as in any swarm, so each needs its own thread. If one raises, all end, and its error is raised."""
+        `optimize(model, inner=…, lr=…)` makes the rank's optimizer, once, and returns when all have
+        theirs. Steps wait for each other, so each rank needs its thread. The first error ends all
+        and is raised."""
         if self.optimizers:
             raise Usage("this swarm has trained", "its run is over", "make another local_swarm")
         return in_threads(
@@ -78,7 +79,7 @@ class LocalSwarm:
         )
 
     def disturb(self, what: Callable[[SimNetwork], object]) -> None:
-        """Do something to the network as in a simulation: `lambda network: network.kill(peer)`, `cut`, `slow`, `set_link`."""
+        """Change the network as in a simulation: `kill(peer)`, `cut`, `slow` or `set_link`."""
         self.background.run(lambda: what(self.network))
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class LocalSwarm:
         self._codecs.close()
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return this swarm."""
         return self
 
     def __exit__(
@@ -108,7 +109,7 @@ class LocalSwarm:
 
     @contextlib.asynccontextmanager
     async def inside(self, rank: int, join_request: JoinRequest) -> AsyncIterator[OptimizerNode]:
-        """One peer in the background, from its first frame to its goodbye."""
+        """Run one peer in the background, from its first frame to its goodbye."""
         await self._wait_for_all(self._all_here)
         terms = await self._terms_for(rank, join_request)
         run, identity = self._run, self._identities[rank]
@@ -157,9 +158,9 @@ def local_swarm(
     link: LinkModel = QUICK,
     **options: Any,  # noqa: ANN401 - the method's constructor checks them
 ) -> LocalSwarm:
-    """A swarm of this many peers in this process; use it as a block.
+    """Return a swarm of this many peers in this process; use it in a `with` statement.
 
-    `link` says how fast and how distant everybody's line is. The rest is what `SwarmOptimizer` takes of a run::
+    `link` is the speed and latency of all lines; the rest are `SwarmOptimizer`'s options of a run::
 
         with farflock.local_swarm(4, method="noloco", period=10) as swarm:
             losses = swarm.train(work)  # work(rank, optimize) in four threads

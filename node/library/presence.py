@@ -1,8 +1,8 @@
-"""An optimizer's part in a run, as it lives in the background thread, whatever way it came in.
+"""An optimizer's part in a run, as it lives in the background thread, whatever its entry point.
 
-The same driver, exchange client, state sync and loop as a node's; only the training step itself stays with the program
-that brought the model. The ways in: `node/library/door.py` over the real network, `node/library/local_swarm.py` over
-links in memory."""
+It has the same driver, exchange client, state sync and loop as a node; only the training step stays
+with the program that brought the model. Entry points: node/library/door.py over the real network,
+node/library/local_swarm.py over links in memory."""
 
 import asyncio
 import contextlib
@@ -27,14 +27,14 @@ from farflock.swarm.peer.peer import Peer
 
 JOIN_TIMEOUT_S = 120.0
 POLL_S = 0.05
-LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
+LINGER_S = 5.0  # after the last step, for peers that still need the last round
 
 StepGate = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class ExternalStep:
-    """A step of somebody else's loop, seen as ours sees a trainee: gradients are there already, or `closure` makes them."""
+    """A step of a user's loop as a training task: gradients are there, or `closure` makes them."""
 
     tokens_per_step: int = 1
     closure: Callable[[], Any] | None = None
@@ -42,11 +42,11 @@ class ExternalStep:
 
     @property
     def weight(self) -> float:
-        """Each step counts once."""
+        """Always 1: each step counts once."""
         return 1.0
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Call the closure if there is one; the loss is not known otherwise."""
+        """Call the closure, if any, and return its loss, or NaN if it is unknown."""
         self.returned = None
         if self.closure is None:
             return math.nan
@@ -56,12 +56,12 @@ class ExternalStep:
         return math.nan if loss is None else float(loss)
 
     def set_rate(self, tokens: int) -> None:
-        """The rate is the program's own, or its scheduler's."""
+        """Do nothing: the program or its scheduler sets the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """What an optimizer brings to the door: the terms it named, its model, and where to report rounds to."""
+    """An optimizer's request to an entry point: the terms it named, its model, and its reports."""
 
     wished: TomlTable
     replica: Replica
@@ -71,14 +71,14 @@ class JoinRequest:
 
 @dataclass(slots=True)
 class OptimizerNode:
-    """An optimizer's part in its run. Everything but `invite` and plain reads belongs to the background's event loop."""
+    """An optimizer's part in its run. The background loop owns all but `invite` and plain reads."""
 
     terms: UserTerms
     peer: Peer
     loop: Loop
     invite: Callable[[], str]
     founder: bool
-    patient: bool = False  # on leaving, wait for those who are still on their way to the last round
+    patient: bool = False  # on leaving, wait for peers that still need the last round
 
     @classmethod
     def assemble(
@@ -90,7 +90,7 @@ class OptimizerNode:
         invite: Callable[[], str],
         founder: bool,
     ) -> "OptimizerNode":
-        """Put method, driver, exchange client, state sync and loop together on this peer."""
+        """Put method, driver, exchange client, state sync and loop together over this peer."""
         driver = Driver(terms.build(), join_request.replica)
         client = ExchangeClient(peer, terms.run.seed)
         state_sync = StateSync(peer, driver, client, compute)
@@ -98,11 +98,12 @@ class OptimizerNode:
         return cls(terms, peer, loop, invite, founder)
 
     async def begin(self, records: Sequence[bytes], gate: StepGate) -> None:
-        """Found the run with my weights; or get to know it through these members, take its state over, and be let in, which
-        is asked for once `gate` lets through."""
+        """Start the run with this peer's weights, or join it through these members: learn the
+        views, adopt the state, pass `gate`, be admitted. Raise `RefusedByRun` on a timeout."""
         state_sync, driver = self.loop.state_sync, self.loop.driver
         if self.founder:
-            await self.loop.compute(lambda: driver.method.snapshot(driver.replica))  # where it begins is now fixed
+            # fix the round's start before a joiner can ask for it
+            await self.loop.compute(lambda: driver.method.snapshot(driver.replica))
             self.peer.found()
             state_sync.open()
             return
@@ -119,7 +120,7 @@ class OptimizerNode:
             ) from None
 
     async def until(self, there: Callable[[], bool], timeout_s: float) -> None:
-        """Return once a condition holds; `TimeoutError` if it does not in time."""
+        """Wait until a condition holds; raise `TimeoutError` after `timeout_s`."""
         async with asyncio.timeout(timeout_s):
             while not there():  # noqa: ASYNC110 - conditions of several parts, now and then
                 await asyncio.sleep(POLL_S)
@@ -137,17 +138,17 @@ class EntryPoint(Protocol):
     """A way into a run."""
 
     def enter(self, join_request: JoinRequest) -> tuple[BackgroundContext[OptimizerNode], Callable[[], None]]:
-        """Come in; returns the life inside, and what ends it with all that it needed (harmless when done twice)."""
+        """Enter the run; return the node's context and what ends it (safe to call twice)."""
         ...
 
 
 async def open_gate() -> None:
-    """Ask to be let in at once."""
+    """Return at once: ask for admission without a wait."""
 
 
 @contextlib.asynccontextmanager
 async def present(here: OptimizerNode, records: Sequence[bytes], gate: StepGate = open_gate) -> AsyncIterator[None]:
-    """The peer runs and is in the run; it says goodbye at the end."""
+    """Run the peer as part of the run; say goodbye at the end."""
     async with here.peer.running():
         await here.begin(records, gate)
         try:

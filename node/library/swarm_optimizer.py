@@ -1,7 +1,7 @@
-"""A swarm under anybody's PyTorch loop: a real `torch.optim.Optimizer` whose `step` also keeps the model with its peers'.
+"""A swarm under any PyTorch loop: a `torch.optim.Optimizer` whose `step` also syncs the model.
 
-Around it the same driver as in node/loop.py; the local step runs in the caller's thread, everything else in one
-background thread, and `step` returns when the driver has nothing more to apply or to wait for.
+The driver is that of node/loop.py. The local step runs in the caller's thread, all else in one
+background thread; `step` returns when the driver has nothing to apply or to wait for.
 """
 
 import weakref
@@ -34,7 +34,7 @@ DRAIN_S = 5.0
 
 
 class RoundReport(NamedTuple):
-    """How a round ended: `ok`, `partial`, `alone` or `failed`, and how many peers took part, this one included."""
+    """A round and its status: `ok`, `partial`, `alone` or `failed`; `peers` includes this one."""
 
     stream: str
     number: int
@@ -43,33 +43,35 @@ class RoundReport(NamedTuple):
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """What a state dict holds of the swarm, but for tensors. `pending` are exchanges without a result: stream, round."""
+    """The swarm's part of a state dict without tensors; `pending` are (stream, round) keys."""
 
     step: int
     place: RunPosition
     pending: list[tuple[str, int]]
 
 
-TENSORS = ("method", "owed")  # the rest of such a state dict
+TENSORS = ("method", "owed")  # its other keys
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
-    """Trains a model of one's own together with peers far away.
+    """Trains your own model together with peers far away.
 
-    Without `invite` it founds a run, and this model's weights are everybody's; `invite` is then the word for the others.
-    With one it joins: the constructor returns once the run's state is in the model. `method` and its options (`period`,
-    `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave them out, and must not name others than the run's.
+    Without `invite` it starts a run with this model's weights; the property `invite` lets others
+    in. With one it joins: the constructor returns once the run's state is in the model. `method`
+    and its options (`period`, `codec`, `deadline_s`, …) are those of a manifest; a joiner may leave
+    them out, and must not contradict the run's.
 
-    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a function from parameters to any
-    torch optimizer. Its `param_groups` are this optimizer's, so that the learning rate is yours or your scheduler's. Some
-    methods need a certain one: demo and flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send.
-    `tokens_per_step` is what a step counts for in the run's progress.
+    `inner` makes the steps between exchanges: "adamw", "sgd", "muon" or "nadam" with `lr`, or a
+    function from parameters to any torch optimizer. You or your scheduler set the learning rate in
+    `param_groups`, which are the inner optimizer's. Some methods need a certain one: demo and
+    flexdemo "sgd" (or sign=False), desloc "adamw", ddp one whose moments it can send. A step adds
+    `tokens_per_step` to the run's progress. Links are on `host` (default: loopback). `folder` keeps
+    the identity; without it, the identity is temporary.
 
-    Links are on `host`, loopback unless named. The identity is kept in `folder`; without one it is a passing one.
-
-    A step waits only for an exchange that is due, at most its deadline; results that come later are applied in a later
-    step. Frozen parameters stay where they are and must be equal everywhere; buffers are each peer's own. Use it as
-    `with SwarmOptimizer(...) as opt:` or call `close`. Errors of the network are raised by `step`, with their cause.
+    A step waits only for an exchange that is due, and at most until its deadline; later results are
+    applied in a later step. Frozen parameters stay as they are and must be equal everywhere;
+    buffers are each peer's own. Use `with SwarmOptimizer(...) as opt:` or call `close`. `step`
+    raises network errors.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._share_inner()
         wished = wish(fingerprint(model, self._inner), method, {"name": run, "seed": seed}, options)
         self._replica = PlainReplica(model, self._inner, None)
-        if not isinstance(invite, str):  # who joins learns the run's terms later
+        if not isinstance(invite, str):  # a joining peer learns the run's terms later
             terms = founded(wished)
             self._require_fit(terms.method.name, terms.build())
         self._training_task = ExternalStep(tokens_per_step)
@@ -119,9 +121,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     # torch's optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
-        """One local step with the gradients that are there (or that `closure` makes), and whatever exchange is due then.
+        """Make a local step with present gradients (or `closure`'s), and the exchanges due.
 
-        Returns what the closure returns. After Ctrl-C the step's exchange goes on; the next call waits for it first."""
+        Return what the closure returns. After Ctrl-C the exchange goes on; the next call waits for
+        it.
+        """
         life, loop = self._life, self._here.loop
         progress = life.call(loop.begin_step, through=True)
         self._training_task.closure = closure
@@ -134,19 +138,20 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._training_task.returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this program's `backward`; those that a method still has to send (DDP) stay."""
+        """Drop this program's gradients, but keep those that a method has yet to send (DDP)."""
         super().zero_grad(set_to_none)
         if any(bool(gradient.any()) for gradient in self._held.values()):
             self._replica.write(self._held, "grad")
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and under "swarm" the method's: with the model's own `state_dict` all that a peer
-        alone needs to go on as if it had never stopped."""
+        """Return the inner optimizer's state, and the method's under "swarm": with the model's own
+        `state_dict`, all that a lone peer needs to go on as if it had never stopped."""
         return {**self._inner.state_dict(), "swarm": self._life.call(self._remember)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state dict. Alone in a run that was founded just now: everything, bit by bit (load the model's too).
-        Among others: the inner optimizer's state only, since weights and method are the run's."""
+        """Restore all of a state dict, bit by bit, if alone in a new run (load the model's too).
+        Among others, restore the inner optimizer's state only, or nothing if the method shares the
+        moments."""
         state = dict(state_dict)
         swarm = state.pop("swarm", None)
         alone = self._here.founder and len(self.members) == 1
@@ -161,7 +166,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._life.call(lambda: self._recall(swarm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the run is on: its parameters are its terms."""
+        """Raise `Usage` once the run has begun: its terms fix the parameters."""
         if self._ready:
             why = "all peers of a run train the same parameters"
             raise Usage("no parameters can be added", why, "make a new optimizer, and so a new run")
@@ -171,17 +176,17 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def invite(self) -> str:
-        """The word with which others join, good for a week; any member can give it."""
+        """The word with which others join, valid for a week; any member can make one."""
         return self._here.invite()
 
     @property
     def method(self) -> str:
-        """The run's method."""
+        """The name of the run's method."""
         return self._here.terms.method.name
 
     @property
     def peer(self) -> str:
-        """This peer's id: a base58 libp2p id."""
+        """This peer's base58 libp2p id."""
         return self._here.peer.me
 
     @property
@@ -191,17 +196,17 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def last_round(self) -> RoundReport | None:
-        """The last round that was applied here."""
+        """The last round that was applied here, or None."""
         return self._news.last_round
 
     @property
     def tokens(self) -> int:
-        """How far the run is: the agreed tokens, and what everybody has presumably trained since."""
+        """The run's progress: the agreed tokens plus an estimate of what all have trained since."""
         return self._life.call(self._tokens)
 
     @property
     def tokens_per_step(self) -> int:
-        """What a step counts for; may be set before each step."""
+        """The tokens that a step counts for; may be set before each step."""
         return self._training_task.tokens_per_step
 
     @tokens_per_step.setter
@@ -209,12 +214,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._training_task.tokens_per_step = tokens
 
     def eval_params(self) -> dict[str, torch.Tensor]:
-        """What to evaluate and export: the method's outer parameters if it has them, else the model's own; float32 on the
-        CPU, the same bits on every peer after a round of an exact method."""
+        """Return the method's outer parameters if any, else the model's: float32 on the CPU, the
+        same bits on every peer after a round of an exact method."""
         return self._life.call(self._eval_params)
 
     def wait_for_members(self, count: int, timeout_s: float = MEMBERS_TIMEOUT_S) -> None:
-        """Return once the run has so many members; `TimeoutError` if it does not in time."""
+        """Wait until the run has `count` members; raise `TimeoutError` after `timeout_s`."""
         try:
             self._life.call(lambda: self._here.until(lambda: len(self.members) >= count, timeout_s))
         except TimeoutError:
@@ -224,8 +229,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
             ) from None
 
     def close(self, patient: bool = True) -> None:
-        """Leave the run: take in what is on its way, stay a few seconds for those who still need something (unless not
-        `patient`), say goodbye, end the thread and the process of the directory. Harmless when done twice."""
+        """Leave the run; end the thread and the directory's process; safe to call twice.
+
+        If `patient`, first apply what is under way, and stay a few seconds for peers that need
+        more."""
         try:
             if patient and self._end.alive and not self._life.ended:
                 self._life.call(lambda: drain(self._here.loop, DRAIN_S))
@@ -234,13 +241,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._end()
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return this optimizer."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the run: patiently after a good end, at once after a bad one."""
+        """Leave the run: patiently after success, at once after an exception."""
         self.close(patient=kind is None)
 
     @property
@@ -248,11 +255,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._life.value
 
     def _share_inner(self) -> None:
-        """The inner optimizer's groups and moments are this one's: schedulers and scalers look there."""
+        """Share the inner optimizer's groups and state, for schedulers and scalers."""
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     def _require_fit(self, name: str, made: Method) -> None:
-        """`Usage` unless the method can work with the inner optimizer and with this model's layers."""
+        """Raise `Usage` unless the method fits the inner optimizer and this model's layers."""
         layers = layers_of(self._replica.names)
         require_inner(name, made, self._inner)
         require_layers(made, sum(map(is_numbered, layers)) or len(layers))
@@ -285,7 +292,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             ) from error
         templates = {template.key.stream: template for template in driver.method.streams(driver.replica)}
         open_ones = []
-        for stream, number in facts.pending:  # nobody can tell any more what came of it: it is reported failed, once
+        for stream, number in facts.pending:  # its outcome is lost: report it failed, once
             exchange = replace(templates[stream], key=ExchangeKey(stream, number))
             last = number if isinstance(exchange.group, RandomGroups) else place.rounds[stream]
             open_ones.append(Pending(exchange, facts.step, 0.0, Result("failed", last + exchange.stride)))
@@ -295,19 +302,19 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
 
 class _News:
-    """What the loop reports, for whoever asks. Apart from the optimizer, so that the loop does not keep that alive."""
+    """The loop's last reports, apart from the optimizer so that the loop does not keep it alive."""
 
     def __init__(self) -> None:
         self.last_round: RoundReport | None = None
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in one event of the loop."""
+        """Take one event of the loop."""
         if kind == "round":
             self.last_round = RoundReport(fields["stream"], fields["round"], fields["status"], fields["peers"])
 
 
 def inner_optimizer(model: nn.Module, inner: InnerSpec, lr: float | None) -> torch.optim.Optimizer:
-    """The inner optimizer over a model's trained parameters; `Usage` for what is none."""
+    """Return the inner optimizer over a model's trained parameters; `Usage` for a bad `inner`."""
     if isinstance(inner, str):
         try:
             return InnerConfig(inner, 1e-3 if lr is None else lr).build(model)  # type: ignore[arg-type]  # it checks

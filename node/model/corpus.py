@@ -1,7 +1,7 @@
-"""Text to train on and text held out of it: the shipped plays of Shakespeare, or a user's own file.
+"""Text to train on and text held out: the shipped plays of Shakespeare, or a user's own file.
 
-Every peer of a run must have the same text; its hash is checked on loading, and the held-out part is fixed by
-the corpus itself, never drawn at random.
+Every peer of a run must have the same text. Its hash is checked on loading, and the held-out part
+is fixed by the corpus itself, never drawn at random.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 SHIPPED = "shakespeare"
-HELD_OUT_SHARE = 0.05  # of a user's file: its end
+HELD_OUT_SHARE = 0.05  # the end of a user's file
 MIN_HELD_OUT_BYTES = 256
-MAX_TEXT_BYTES = 1 << 30  # larger texts belong into token files (data.py)
+MAX_TEXT_BYTES = 1 << 30  # larger texts belong in token files (data.py)
 
 
 class BadCorpus(ValueError):
@@ -32,7 +32,7 @@ class Play(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True):
-    """What shakespeare.json says of shakespeare.txt.xz."""
+    """The content of shakespeare.json, which describes shakespeare.txt.xz."""
 
     source: str
     licence: str
@@ -43,7 +43,7 @@ class About(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`train` and `held_out` share no text; `sha256` is that of the whole text before the cut."""
+    """A training text and a disjoint held-out text; `sha256` is that of the text before the cut."""
 
     name: str
     train: str
@@ -53,9 +53,9 @@ class Corpus:
 
 
 def load_corpus(name: str, sha256: str | None = None) -> Corpus:
-    """The corpus called `shakespeare`, or the one in the UTF-8 text file of that path; raise `BadCorpus`.
+    """Return the corpus `shakespeare`, or the one in a UTF-8 .txt file; raise `BadCorpus`.
 
-    `sha256` is what the run's manifest says of the whole text: another text is refused.
+    `sha256` is the manifest's hash of the whole text: any other text is refused.
     """
     if name == SHIPPED:
         corpus = shakespeare(files("farflock.node") / "texts")
@@ -69,7 +69,7 @@ def load_corpus(name: str, sha256: str | None = None) -> Corpus:
 
 
 def shakespeare(folder: Traversable) -> Corpus:
-    """The shipped plays, some of them held out whole; raise `BadCorpus` if the files were altered."""
+    """Return the shipped plays, some held out whole; `BadCorpus` if the files were altered."""
     try:
         about = msgspec.json.decode((folder / "shakespeare.json").read_bytes(), type=About)
         packed = (folder / "shakespeare.txt.xz").read_bytes()
@@ -86,7 +86,7 @@ def shakespeare(folder: Traversable) -> Corpus:
 
 
 def from_file(path: Path) -> Corpus:
-    """A user's UTF-8 text, its last twentieth held out (cut at a line's start); raise `BadCorpus`."""
+    """Return a user's UTF-8 text, its last twentieth (by lines) held out; raise `BadCorpus`."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_TEXT_BYTES:

@@ -1,11 +1,11 @@
-"""Batches as a pure function of (run seed, peer, round, step), and the fixed sequences that everybody
-evaluates on.
+"""Batches as a pure function of (run seed, peer, round, step), and fixed sequences for evaluation.
 
-A peer's order of data must not depend on who else is there, and must be taken up again from two integers: so
-the windows of a batch are drawn by a counter-based generator (Philox), not by one that has to be run forward.
+A peer's order of data must not depend on the other peers, and must resume from two integers. So a
+counter-based generator (Philox) draws a batch's windows, not one that has to be run forward.
 
-Windows are drawn anew for each batch, or, with `recurring`, so many once, which then come again in epochs of another order
-each: fine-tuning's data, and what codecs need that remember samples (compression/aqsgd.py).
+Windows are drawn anew for each batch. With `recurring`, that many are drawn once and come again in
+epochs, each in another order: for fine-tuning, and for codecs that remember samples
+(compression/aqsgd.py).
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from farflock.node.model.tokenizer import TokenIds, Tokenizer, tokenizer_hash
 
-MAX_RECURRING = 1 << 20  # samples of one peer: their order is made anew for each epoch
+MAX_RECURRING = 1 << 20  # samples per peer: each epoch sorts them anew
 _CURSOR_LIMIT = 1 << 63  # a round or step is a 64-bit counter
 
 
@@ -30,7 +30,7 @@ class BadData(ValueError):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What `NAME.bin.json` says of the little-endian uint16 tokens in `NAME.bin`."""
+    """The content of `NAME.bin.json`: describes the little-endian uint16 tokens in `NAME.bin`."""
 
     tokenizer: str
     count: int
@@ -38,14 +38,16 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The training batches of one peer. `tokens` may be a memmap: a batch touches `batch · (seq + 1)` of
-    them.
+    """The training batches of one peer.
 
-    Each sequence starts at an independent, uniform position: raw 64-bit Philox outputs modulo the number of
-    positions (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and peer. Counter: step,
-    round. If the peer has `recurring` samples, the n-th sequence that it draws is number n mod `recurring` of
-    epoch n div `recurring`, whose order is that of `recurring` such outputs (another key; counter: epoch,
-    round + 1); the samples start where the outputs of counter 0 say.
+    `tokens` may be a memmap: a batch touches `batch · (seq + 1)` of them. Each sequence starts at
+    an independent, uniform position: a raw 64-bit Philox output modulo the number of positions
+    (bias below 2^-32 for files under 4G tokens). Key: SHA-256 of run seed and peer. Counter: step,
+    round.
+
+    With `recurring` samples, the n-th sequence is number n mod `recurring` of epoch n div
+    `recurring`. Another key gives the samples' starts (counter 0) and the order of each epoch, that
+    of `recurring` outputs (counter: epoch, round + 1).
     """
 
     tokens: TokenIds
@@ -53,7 +55,7 @@ class Batches:
     peer: str
     batch_size: int
     seq: int
-    recurring: int = field(default=0, kw_only=True)  # each sequence is a new one
+    recurring: int = field(default=0, kw_only=True)  # 0: each sequence is new
 
     def __post_init__(self) -> None:
         if not 0 <= self.recurring <= MAX_RECURRING:
@@ -66,12 +68,12 @@ class Batches:
             raise BadData(f"{len(self.tokens)} tokens hold no sequence of {self.seq} and its next; use a longer text")
 
     def batch(self, step: int, round: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and next tokens, both int64 (batch_size, seq), for this step of this round."""
+        """Return a step's inputs and next tokens, both int64 (batch_size, seq)."""
         starts = self.starts(step, round)
         return _windows(self.tokens, starts, self.seq)
 
     def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
-        """First positions of the batch's sequences."""
+        """Return the first positions of the batch's sequences."""
         count = np.uint64(len(self.tokens) - self.seq)
         if self.recurring:
             draws = _sample_draws(self.run_seed, self.peer, self.recurring)[list(self.samples(step, round))]
@@ -82,7 +84,7 @@ class Batches:
         return (draws % count).astype(np.int64)
 
     def samples(self, step: int, round: int = 0) -> tuple[int, ...]:
-        """Which of the recurring samples the batch's sequences are, from 0 on: the same in each life of the peer."""
+        """Return the batch's recurring samples, from 0 on: the same in each of the peer's lives."""
         self._require_cursor(step, round)
         first = step * self.batch_size
         places = [divmod(at, self.recurring) for at in range(first, first + self.batch_size)]
@@ -95,8 +97,9 @@ class Batches:
 
 
 def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Tensor]:
-    """Inputs and next tokens, int64 (n, seq): n ≤ `sequences` windows without overlap, evenly spread; equal
-    for all.
+    """Return inputs and next tokens, int64 (n, seq), of n ≤ `sequences` held-out windows.
+
+    The windows do not overlap, are evenly spread, and are the same on every peer.
     """
     fitting = (len(held_out) - 1) // seq
     if fitting < 1 or sequences < 1:
@@ -107,7 +110,7 @@ def evaluation(held_out: TokenIds, seq: int, sequences: int) -> tuple[Tensor, Te
 
 
 def data_hash(train: TokenIds, held_out: TokenIds, tokenizer: Tokenizer) -> str:
-    """SHA-256 over the tokenizer's hash and both token sequences: peers with another one are refused."""
+    """Return SHA-256 over tokenizer and tokens; peers with another hash are refused."""
     digest = hashlib.sha256(f"farflock-data-v1 {tokenizer_hash(tokenizer)}".encode())
     for part in (train, held_out):
         digest.update(len(part).to_bytes(8, "little"))
@@ -116,7 +119,7 @@ def data_hash(train: TokenIds, held_out: TokenIds, tokenizer: Tokenizer) -> str:
 
 
 def write_tokens(path: Path, tokens: TokenIds, tokenizer: Tokenizer) -> None:
-    """Write a token file and the header beside it; an existing file is never overwritten."""
+    """Write a token file and the header beside it; never overwrite an existing file."""
     header = Header(tokenizer=tokenizer_hash(tokenizer), count=len(tokens))
     with path.open("xb") as file:
         file.write(np.ascontiguousarray(tokens, dtype="<u2").data)
@@ -124,7 +127,7 @@ def write_tokens(path: Path, tokens: TokenIds, tokenizer: Tokenizer) -> None:
 
 
 def open_tokens(path: Path, tokenizer: Tokenizer) -> TokenIds:
-    """Map a token file without reading it; raise `BadData` if it is another tokenizer's or was cut short."""
+    """Map a token file without reading it; `BadData` if cut short or made by another tokenizer."""
     try:
         header = msgspec.json.decode(_header_path(path).read_bytes(), type=Header)
         size_bytes = path.stat().st_size
@@ -155,7 +158,7 @@ def _sample_draws(run_seed: int, peer: str, recurring: int) -> NDArray[np.uint64
 
 @functools.lru_cache(maxsize=8)
 def _epoch_order(run_seed: int, peer: str, recurring: int, round: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation; equal draws, of which there are hardly any, keep their order."""
+    """Return a permutation; equal draws (very rare) keep their order."""
     return np.argsort(_raw(run_seed, peer, recurring, _words(0, 0, epoch, round + 1)), kind="stable")
 
 

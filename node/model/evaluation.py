@@ -1,7 +1,7 @@
-"""Held-out losses with their standard errors: of a model, and of the simplest baseline that knows the corpus.
+"""Held-out losses with their standard errors: of a model, and of the simplest baseline.
 
-A trained model's loss means nothing alone; a unigram model (token frequencies) is the floor that it must
-beat. All losses are nats per token, which are nats per byte with the byte tokenizer.
+A trained model must beat the baseline: a unigram model (token frequencies) of the corpus. Losses
+are in nats per token, which are nats per byte with the byte tokenizer.
 """
 
 import math
@@ -17,9 +17,7 @@ from farflock.node.model.tokenizer import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class LossEstimate:
-    """A mean loss over held-out sequences; `standard_error` is that of the mean, infinite for one
-    sequence.
-    """
+    """A mean held-out loss and the standard error of that mean, infinite for one sequence."""
 
     mean: float
     standard_error: float
@@ -27,7 +25,7 @@ class LossEstimate:
 
 
 def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
-    """Cross-entropy of `held_out` under the token frequencies of `train`, with one added to each count."""
+    """Return the cross-entropy of `held_out` under the add-one token frequencies of `train`."""
     if not len(held_out):
         raise ValueError("no held-out tokens: the unigram baseline needs some to be measured on")
     seen = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
@@ -36,16 +34,16 @@ def unigram_loss(train: TokenIds, held_out: TokenIds, vocab_size: int) -> float:
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> LossEstimate:
-    """The model's loss on held-out sequences `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
+    """Return a model's loss on `x` with next tokens `y`, both (n, seq); see `data.evaluation`.
 
-    Sequences are the units of the standard error: tokens of one sequence are not independent.
+    The standard error is over sequences, since tokens of one sequence are not independent.
     """
     return summarise(losses(model, x, y, batch_size))
 
 
 @torch.no_grad()
 def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tensor:
-    """The mean loss of each held-out sequence, float64 (n,). Leaves the model in the mode that it was in."""
+    """Return each held-out sequence's mean loss, float64 (n,); keep the model's mode."""
     was_training = model.training
     model.eval()
     try:
@@ -56,14 +54,14 @@ def losses(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 16) -> Tens
 
 
 def summarise(losses: Tensor) -> LossEstimate:
-    """Mean and standard error of one loss a sequence."""
+    """Return the mean and standard error of one loss per sequence."""
     count = losses.numel()
     error = float(losses.std(correction=1)) / math.sqrt(count) if count > 1 else math.inf
     return LossEstimate(float(losses.mean()), error, count)
 
 
 def _losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean loss of each sequence, float64 (n,)."""
+    """Return the mean loss of each sequence, float64 (n,)."""
     device = next(model.parameters()).device
     logits = model(x.to(device))
     each = F.cross_entropy(logits.float().transpose(1, 2), y.to(device), reduction="none")

@@ -1,7 +1,7 @@
-"""Write a model as a Hugging Face directory, which transformers, llama.cpp's converter and others read.
+"""Export to a Hugging Face directory, which transformers, llama.cpp's converter and others read.
 
-The weights keep their names, `LlamaForCausalLM` computes the same logits, and the byte tokenizer becomes a
-`tokenizer.json` whose ids are the bytes.
+The weights keep their names, `LlamaForCausalLM` computes the same logits, and the byte tokenizer
+becomes a `tokenizer.json` whose ids are the bytes.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from farflock.node.model.tokenizer import ByteTokenizer, Tokenizer
 
 
 class ExportRefused(Exception):
-    """Nothing was written; the message says why and what to do."""
+    """An export that was refused or failed; the message says why and what to do."""
 
 
 def export(
@@ -30,11 +30,11 @@ def export(
     *,
     force: bool = False,
 ) -> None:
-    """Write config, weights, tokenizer and model card into `folder`; raise `ExportRefused` if it holds
-    anything.
+    """Write config, weights, tokenizer and model card; `ExportRefused` if `folder` is not empty.
 
-    With `force` files of the same names are replaced and others stay. `weights` must be exactly those of the
-    model that `config` describes; `card` is the README's Markdown text (see `model_card`).
+    With `force`, files of the same names are replaced and others stay. `weights` must be exactly
+    those of the model that `config` describes; `card` is the README's Markdown text (see
+    `model_card`).
     """
     _require_weights(config, weights)
     files: dict[str, bytes] = {
@@ -54,7 +54,7 @@ def export(
         partial.mkdir(exist_ok=True)
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        for name in files:  # only now, when all of it is on the disk
+        for name in files:  # only once all of it is on the disk
             (partial / name).replace(folder / name)
     except OSError as error:
         raise ExportRefused(
@@ -65,7 +65,7 @@ def export(
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """What `LlamaConfig` calls the same things; `rope_theta` stands in the old and the new place."""
+    """Return the fields of `LlamaConfig`; `rope_theta` is in its old place and its new one."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -93,9 +93,9 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
-    """A fast tokenizer's files: byte-level BPE without merges, so that each byte is its own token."""
+    """Return a fast tokenizer's files: byte-level BPE without merges, so each byte is a token."""
     if not isinstance(tokenizer, ByteTokenizer):
-        return {}  # others bring a tokenizer.json of their own
+        return {}  # other tokenizers have their own tokenizer.json
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     fast = {
         "version": "1.0",
@@ -117,9 +117,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
 
 
 def printable_bytes() -> list[str]:
-    """GPT-2's printable stand-in for each byte: itself where printable in Latin-1, else U+0100 onwards in
-    order.
-    """
+    """Return GPT-2's stand-in for each byte: itself if printable in Latin-1, else U+0100 and up."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -130,7 +128,7 @@ def printable_bytes() -> list[str]:
 
 
 def model_card(title: str, config: ModelConfig, facts: Mapping[str, str]) -> str:
-    """A README in the form of the hub's model cards; `facts` (run, data, loss, …) become a table."""
+    """Return a README in the hub's model card form; `facts` (run, data, …) become a table."""
     rows = {"parameters": f"{config.parameters():,}", "context": f"{config.context} tokens", **facts}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (

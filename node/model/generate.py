@@ -1,7 +1,7 @@
-"""Sample text from a model: a pure function of weights, prompt and seed.
+"""Text sampled from a model: a pure function of weights, prompt and seed.
 
-No cache of keys and values: small models redo the context for each token, which keeps this one screen long;
-beyond the context length the oldest tokens slide out.
+There is no key-value cache: small models recompute the context for each token, which keeps this
+file short. Beyond the context length the oldest tokens drop out.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ def generate(
     top_k: int | None = 40,
     seed: int = 0,
 ) -> str:
-    """The continuation of `prompt` by `tokens` tokens, without the prompt. An empty prompt means a new line.
+    """Return `tokens` tokens of continuation, without the prompt; an empty prompt means a new line.
 
-    Temperature 0 takes the likeliest token each time. Equal arguments give equal text on one machine.
+    Temperature 0 always takes the likeliest token. Equal arguments give equal text on one machine.
     """
     ids = [int(token) for token in tokenizer.encode(prompt or "\n")]
     drawn = sample(model, ids, temperature=temperature, top_k=top_k, seed=seed)
@@ -34,7 +34,7 @@ def generate(
 
 
 def sample(model: Llama, ids: list[int], *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
-    """Tokens after `ids`, without end; raise `ValueError` at once for options out of range."""
+    """Return an endless iterator of tokens after `ids`; `ValueError` for options out of range."""
     if not ids:
         raise ValueError("sampling starts from at least one token; give a prompt")
     if not 0 <= temperature < float("inf"):
@@ -57,7 +57,7 @@ def _sample(
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token: among the `top_k` likeliest if given, in proportion to exp(logit / temperature)."""
+    """Draw in proportion to exp(logit / temperature), from the `top_k` likeliest if given."""
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k is not None and top_k < logits_V.numel():

@@ -1,9 +1,9 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, optional grouped queries, tied or untied
+"""A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, optional grouped queries and tied
 embeddings.
 
-It is our own so that the core needs no transformers, splits at layer boundaries, and fills its weights from a
-generator of its own; names and arithmetic are those of Hugging Face's `LlamaForCausalLM`, so exports load
-there.
+It is our own so that the core needs no transformers, splits at layer boundaries, and draws its
+weights from its own generators. Names and arithmetic are those of Hugging Face's
+`LlamaForCausalLM`, so exports load there.
 
 Shapes: B sequences, L positions, D model width, H heads, K width of a head, V vocabulary.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_LIMITS = {  # what a manifest may ask for at most, inclusive
+_LIMITS = {  # bounds for a manifest, inclusive
     "vocab_size": (2, 65_536),  # tokens are uint16
     "dim": (2, 65_536),
     "layers": (1, 1_024),
@@ -28,9 +28,7 @@ _LIMITS = {  # what a manifest may ask for at most, inclusive
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model's shape. `context` is the longest sequence in tokens; `tied` uses the token embedding as the
-    head.
-    """
+    """A model's shape; `context` is in tokens, `tied` makes the token embedding the head."""
 
     vocab_size: int = 256
     dim: int
@@ -63,11 +61,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """The width of one head."""
         return self.dim // self.heads
 
     def parameters(self) -> int:
-        """Number of weights, known before any memory is taken."""
+        """Return the number of weights without allocating any."""
         attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
         layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.dim
@@ -82,9 +80,7 @@ PRESETS = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions (arXiv:2104.09864) and grouped queries
-    (arXiv:2305.13245).
-    """
+    """Causal self-attention: rotary (arXiv:2104.09864), grouped queries (arXiv:2305.13245)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,7 +92,7 @@ class Attention(nn.Module):
         self.o_proj = _linear(config.heads * config.head_dim, config.dim)
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-        """What each position takes from itself and those before it, (B, L, D)."""
+        """Return (B, L, D): each position's mix of itself and the positions before it."""
         q_BHLK = rotate(self._heads(self.q_proj(x_BLD)), cos_LK, sin_LK)
         k_BHLK = rotate(self._heads(self.k_proj(x_BLD)), cos_LK, sin_LK)
         v_BHLK = self._heads(self.v_proj(x_BLD))
@@ -119,13 +115,13 @@ class FeedForward(nn.Module):
         self.down_proj = _linear(config.ffn_dim, config.dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """(B, L, D) in and out."""
+        """Map (B, L, D) to (B, L, D)."""
         y_BLD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
         return y_BLD
 
 
 class Block(nn.Module):
-    """One layer: normalised attention, then a normalised feed-forward net, each added to its input."""
+    """One layer: normalised attention and normalised feed-forward net, each added to its input."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -135,7 +131,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-        """(B, L, D) in and out."""
+        """Map (B, L, D) to (B, L, D)."""
         x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LK, sin_LK)
         y_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
         return y_BLD
@@ -152,12 +148,12 @@ class Trunk(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder, or the stage of it that holds the layers of `span`; a stage's tensors keep their unsplit
-    names.
+    """The decoder, or the stage of it that holds the layers of `span`; names are as in the whole
+    model.
 
-    The first stage embeds tokens, the last one ends in the norm and the head; composing the stages of any
-    split computes what the whole model computes. Weights are empty until `build` or `load_state_dict` fills
-    them.
+    The first stage embeds tokens, the last one ends in the norm and the head. The stages of any
+    split together compute what the whole model computes. Weights are empty until `build` or
+    `load_state_dict` fills them.
     """
 
     def __init__(self, config: ModelConfig, span: range | None = None) -> None:
@@ -176,8 +172,9 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin_LK, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, L) for the first stage, activations (B, L, D) for others; activations or, from the last,
-        logits (B, L, V).
+        """Run tokens (B, L) in the first stage, else activations (B, L, D), through the layers.
+
+        Return activations or, from the last stage, logits (B, L, V).
         """
         length = x.shape[1]
         if length > self.config.context:
@@ -190,7 +187,7 @@ class Llama(nn.Module):
         return x if self.model.norm is None else self._logits(self.model.norm(x))
 
     def blocks(self) -> list[nn.Module]:
-        """The layers of this stage in order: what pipelines cut between and FSDP wraps."""
+        """Return this stage's layers in order; pipelines cut between them and FSDP wraps each."""
         return list(self.model.layers.values())
 
     def _logits(self, x_BLD: Tensor) -> Tensor:
@@ -200,12 +197,12 @@ class Llama(nn.Module):
 
 
 def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
-    """A model with initial weights from `seed`; a stage's are those of the same layers in the whole model.
+    """Return a model with initial weights from `seed`; a stage's equal those of the whole model.
 
-    Normal with standard deviation √(2 / 5·dim) ("SmallInit", arXiv:1910.05895; 0.02 at a width of 1024),
-    divided by √(2·layers) where a layer adds to its input (GPT-2's rule); ones for norms. Each tensor has its
-    own generator, keyed by its name; the global one is not touched. torch's normal numbers differ between
-    CPUs: a swarm starts from the founder's weights, not from the seed.
+    Normal with standard deviation √(2 / 5·dim) ("SmallInit", arXiv:1910.05895; 0.02 at a width of
+    1024), divided by √(2·layers) where a layer adds to its input (GPT-2's rule); ones for norms.
+    Each tensor has its own generator, keyed by name, apart from the global one. torch's normal
+    numbers differ between CPUs, so a swarm starts from the founder's weights, not from the seed.
     """
     model = Llama(config, span)
     with torch.no_grad():
@@ -220,14 +217,12 @@ def build(config: ModelConfig, seed: int, span: range | None = None) -> Llama:
 
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, computed in float32."""
+    """Return the mean cross-entropy in nats per token, computed in float32."""
     return F.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
 
 
 def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotation angles, float32 (context, K); both halves of K repeat the same K/2
-    angles.
-    """
+    """Return cosines and sines of the angles, float32 (context, K); K repeats K/2 angles."""
     powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.arange(config.context, dtype=torch.float32)[:, None] * (1.0 / config.rope_theta**powers)
     both = torch.cat((angles, angles), dim=-1)
@@ -235,9 +230,7 @@ def rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
-    """Turn each pair (i, i + K/2) by its position's angle: Hugging Face's pairing, not the paper's (2i, 2i +
-    1).
-    """
+    """Turn pairs (i, i + K/2) by position, as Hugging Face does; the paper pairs (2i, 2i + 1)."""
     first, second = x_BHLK.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x_BHLK * cos_LK.to(x_BHLK.dtype) + turned * sin_LK.to(x_BHLK.dtype)
@@ -249,17 +242,17 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 class _Linear(nn.Linear):
-    """Without the initial values that torch would draw from its global generator."""
+    """A linear layer without the initial values that torch would draw from its global generator."""
 
     def reset_parameters(self) -> None:
-        """`build` draws them."""
+        """Do nothing: `build` draws the values."""
 
 
 class _Embedding(nn.Embedding):
-    """As `_Linear`."""
+    """An embedding without torch's initial values, as `_Linear`."""
 
     def reset_parameters(self) -> None:
-        """`build` draws them."""
+        """Do nothing: `build` draws the values."""
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

@@ -1,7 +1,7 @@
-"""A plain module as the methods see it: full float32 copies out, new values in, one inner step at a time.
+"""A plain module as methods see it: float32 copies out, new values in, one inner step at a time.
 
-Methods must not know where a parameter or a moment lies; `Slots` knows, for this replica and the sharded one
-(node/model/replica_fsdp.py).
+Methods must not know where a parameter or a moment is stored. `Slots` knows, for this replica and
+the sharded one (node/model/replica_fsdp.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,13 @@ from farflock.optimizers.method import Tensors, What
 from farflock.optimizers.parts.corrections import TREND
 from farflock.optimizers.parts.muon import Muon
 
-SCALARS = ("step", "mu_product")  # moments of one number a parameter
+SCALARS = ("step", "mu_product")  # moments of one number per parameter
 
 
 class Slots:
-    """Where a module and its inner optimizer keep what methods ask for. A tied parameter is there once; buffers and frozen
-    parameters are not."""
+    """The tensors of a module and its inner optimizer, as methods ask for them.
+
+    A tied parameter is there once; buffers and frozen parameters are not."""
 
     def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None) -> None:
         self.parameters = {name: entry for name, entry in module.named_parameters() if entry.requires_grad}
@@ -30,7 +31,7 @@ class Slots:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def find(self, name: str, what: What) -> Tensor:
-        """The tensor itself; zeros for what was never there yet (a gradient, a moment). NAdam's product begins with 1."""
+        """Return the stored tensor; a missing one reads as zeros, NAdam's product as 1."""
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
@@ -41,7 +42,7 @@ class Slots:
         return torch.as_tensor(stored).detach()
 
     def ensure(self, name: str, what: What) -> Tensor | None:
-        """The tensor to write to, made if it is not there yet; None for a moment that this optimizer does not have."""
+        """Return the tensor to write to, made if missing; None for a moment the optimizer lacks."""
         parameter = self.parameters[name]
         if what == "param":
             return parameter.detach()
@@ -57,7 +58,7 @@ class Slots:
         return stored
 
     def step(self, rate: float | None) -> None:
-        """Clip the gradient's norm, step the inner optimizer at `rate` (None: as it is), zero the gradients."""
+        """Clip the gradient norm, step at `rate` (None: unchanged), and zero the gradients."""
         for group in self._inner.param_groups if rate is not None else ():
             group["lr"] = rate
         if self._clip_norm is not None:
@@ -66,7 +67,7 @@ class Slots:
         self._inner.zero_grad(set_to_none=False)
 
     def _first_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The moments that the optimizer would begin with at its first step: all of them, or it would miss the rest."""
+        """Return all moments that the optimizer starts with: it creates none that is left out."""
         inner = self._inner.part_of(parameter) if isinstance(self._inner, Muon) else self._inner
         options = inner.defaults
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW | torch.optim.NAdam):
@@ -74,14 +75,15 @@ class Slots:
             step = torch.zeros((), device=parameter.device if on_device else "cpu")
             first = {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             return first | ({"mu_product": torch.ones_like(step)} if isinstance(inner, torch.optim.NAdam) else {})
-        with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))  # torch before 2.9 has no Muon
+        # torch before 2.9 has no Muon
+        with_momentum = (torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
         if isinstance(inner, with_momentum) and options["momentum"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {}
 
 
 class PlainReplica:
-    """One process, one module, one inner optimizer. `lr` is set by the loop before each step."""
+    """One process, one module, one inner optimizer. The loop sets `lr` before each step."""
 
     def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0) -> None:
         self._slots = Slots(module, inner, clip_norm)
@@ -98,11 +100,11 @@ class PlainReplica:
         return self._slots.shapes
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Float32 copies on the CPU; what was never there yet (a gradient, a moment) reads as zeros."""
+        """Return float32 copies on the CPU; gradients and moments that do not exist are zeros."""
         return {name: self._slots.find(name, what).to("cpu", torch.float32, copy=True) for name in names}
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """x <- (1 - mix)·x + mix·new; `ValueError` for another shape, or a moment that the inner optimizer does not have."""
+        """Set x <- (1 - mix)·x + mix·new; `ValueError` for another shape or an unknown moment."""
         for name, new in tensors.items():
             target = self._slots.ensure(name, what)
             require_place(name, what, target, new)
@@ -110,12 +112,12 @@ class PlainReplica:
                 blend(target, new.to(target.device, target.dtype), mix)
 
     def inner_step(self, lr: float | None = None) -> None:
-        """Clip the gradient's norm, step the inner optimizer at `lr` (None: at `self.lr`), zero the gradients."""
+        """Clip the gradient norm, step at `lr` (None: at `self.lr`), and zero the gradients."""
         self._slots.step(self.lr if lr is None else lr)
 
 
 def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> None:
-    """`ValueError` unless `new` has the target's shape; without a target only zeros, which is how it reads, may go there."""
+    """Raise `ValueError` unless `new` has the target's shape; with no target it must be zeros."""
     if target is None:
         if bool(new.any()):
             raise ValueError(
@@ -126,5 +128,5 @@ def require_place(name: str, what: What, target: Tensor | None, new: Tensor) -> 
 
 
 def blend(target: Tensor, new: Tensor, mix: float) -> None:
-    """x <- (1 - mix)·x + mix·new in place, each product and the sum rounded by itself (portable arithmetic)."""
+    """Set x <- (1 - mix)·x + mix·new in place, each operation rounded (portable arithmetic)."""
     target.copy_(new if mix == 1.0 else target * (1 - mix) + new * mix)

@@ -1,9 +1,9 @@
-"""A module under FSDP2 in a torchrun group as the methods see it: to them, several GPUs are one replica.
+"""A module under FSDP2 in a torchrun group as methods see it: several GPUs are one replica.
 
-The method, its outer state and all links live on local rank 0, the *leader*; the other ranks hold shards and follow. Only
-the leader knows what the swarm answered, so only it decides what is read, written or stepped: each of its calls is announced
-to the followers, who take part in the collectives and keep no full tensor. Between two of its own forward passes a follower
-calls `follow()` until that says that the leader has released it.
+The method, its outer state and all links live on local rank 0, the *leader*; the other ranks hold
+shards and follow. Only the leader knows the swarm's answers, so it alone decides what is read,
+written or stepped. It announces each call to the followers, which take part in the collectives and
+keep no full tensor. Between two forward passes a follower calls `follow()` until it returns False.
 """
 
 import json
@@ -25,7 +25,7 @@ LEADER = 0
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What the leader is about to do; `number` is a mix or a learning rate."""
+    """A call that the leader announces; `number` is a mix or a learning rate."""
 
     act: Literal["read", "write", "step", "release"]
     names: tuple[str, ...] = ()
@@ -34,11 +34,11 @@ class _Order:
 
 
 class FsdpReplica:
-    """One shard of a module under `fully_shard`, its inner optimizer (built after sharding), and the group around it.
+    """One shard of a module under `fully_shard`, and its inner optimizer (built after sharding).
 
-    The group is the default process group; its time-out bounds every wait. On the leader this is a `Replica` like any other;
-    on the followers `read`, `write` and `inner_step` take part in the leader's next call, whatever it is, and return nothing.
-    `lr` counts on the leader only.
+    The group is the default process group; its timeout bounds every wait. On the leader this is a
+    `Replica` like any other. On followers `read`, `write` and `inner_step` take part in the
+    leader's next call, whatever it is, and return nothing. `lr` counts on the leader only.
     """
 
     def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None = 1.0) -> None:
@@ -51,7 +51,7 @@ class FsdpReplica:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank with the method."""
+        """True on the rank that runs the method."""
         return dist.get_rank() == LEADER
 
     @property
@@ -65,25 +65,25 @@ class FsdpReplica:
         return self._slots.shapes
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Full float32 copies on the leader's CPU; what was never there yet reads as zeros. Followers get nothing."""
+        """Return full float32 copies on the leader's CPU (missing: zeros), nothing on followers."""
         return dict(self._take_part(_Order("read", tuple(names), what), {}))
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """x <- (1 - mix)·x + mix·new on each shard; `ValueError` for another shape, or a moment that there is not."""
+        """Set x <- (1 - mix)·x + mix·new per shard; `ValueError` for a wrong shape or moment."""
         if self.leads:
             self._check(tensors, what)
         self._take_part(_Order("write", tuple(tensors), what, mix), tensors)
 
     def inner_step(self, lr: float | None = None) -> None:
-        """Clip the whole gradient's norm, step the inner optimizer at `lr` (None: at `self.lr`), zero the gradients."""
+        """Clip the whole gradient's norm, step at `lr` (None: `self.lr`), zero the gradients."""
         self._take_part(_Order("step", number=self.lr if lr is None else lr), {})
 
     def release(self) -> None:
-        """Leader: let the followers go on to their next forward pass."""
+        """Let the followers go on to their next forward pass; leader only."""
         self._take_part(_Order("release"), {})
 
     def follow(self) -> bool:
-        """Follower: take part in the leader's next call; False once it has released its followers."""
+        """Take part in the leader's next call; return False once released. Followers only."""
         return self._obey(self._heard(), {}) is not None
 
     def _take_part(self, order: _Order, tensors: Tensors) -> Tensors:
@@ -94,7 +94,7 @@ class FsdpReplica:
         return {}
 
     def _obey(self, order: _Order, tensors: Tensors) -> dict[str, Tensor] | None:
-        """Do this rank's part of an order; full tensors come and go on the leader only. None after a release."""
+        """Do this rank's part of an order; full tensors are on the leader. None after a release."""
         match order.act:
             case "read":
                 return dict(self._gathered(order))
@@ -114,7 +114,7 @@ class FsdpReplica:
                 yield name, full.to("cpu", torch.float32, copy=True)
 
     def _scatter(self, order: _Order, tensors: Tensors) -> None:
-        if order.what == "param":  # after an evaluation FSDP still holds gathered weights, which would go stale
+        if order.what == "param":  # FSDP may still hold weights gathered for an evaluation
             for part in self._wrapped:
                 part.reshard()
         mix = 1.0 if order.number is None else order.number
@@ -133,7 +133,7 @@ class FsdpReplica:
                 blend(target, full.to(target.device), mix)
 
     def _check(self, tensors: Tensors, what: What) -> None:
-        """Refuse before anything is announced: a follower waits for no half-given order."""
+        """Refuse bad tensors before the announcement: followers must not wait for half an order."""
         for name, new in tensors.items():
             require_place(name, what, self._slots.ensure(name, what), new)
 

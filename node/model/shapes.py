@@ -1,4 +1,4 @@
-"""A replica without weights, for what asks a method only which streams it has."""
+"""A replica without weights, to ask a method which streams it has."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from farflock.optimizers.method import Tensors, What
 
 @dataclass(frozen=True, slots=True)
 class ShapeReplica:
-    """A replica of which only the shapes are known: enough to say which streams a method has."""
+    """A replica of which only the shapes are known: enough to list a method's streams."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors, in order."""
+        """Tensor names, in order."""
         return tuple(self.shapes)
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Zeros."""
+        """Return zeros."""
         return {name: torch.zeros(self.shapes[name]) for name in names}
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """There is nothing to write to."""
+        """Do nothing: there are no weights."""
 
     def inner_step(self, lr: float | None = None) -> None:
-        """There is nothing to step."""
+        """Do nothing: there are no weights."""

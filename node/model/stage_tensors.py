@@ -1,7 +1,7 @@
-"""A model's tensors cut by stages, and put together from pieces of any other cut.
+"""A model's tensors cut by stages, and joined from the pieces of any other cut.
 
-A stage's tensors have the names that they have in the whole model, so a checkpoint of four stages is that of one model, or of
-three stages. Names may have a prefix (`param.`, `exp_avg.`), as in checkpoints.
+A stage's tensors have the names of the whole model, so a checkpoint of four stages serves one model
+or three stages. Names may have a prefix (`param.`, `exp_avg.`), as in checkpoints.
 """
 
 import functools
@@ -17,23 +17,23 @@ _NAME = re.compile(r"(?:.*?\.)??((?:model|lm_head)\..+)", re.S)
 
 
 class Misfit(ValueError):
-    """Tensors do not make up the stage or the model that is wanted; the message says which."""
+    """Tensors that do not make up the wanted stage or model; the message names one."""
 
 
 def shapes_of(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a stage's tensors, in their order; takes no memory for them."""
+    """Return a stage's tensor names and shapes, in order, without allocating the tensors."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in Llama(config, span).named_parameters()}
 
 
 @functools.cache
 def names_of(config: ModelConfig, span: range) -> frozenset[str]:
-    """The names of a stage's tensors; takes no memory for them."""
+    """Return the names of a stage's tensors, without allocating them."""
     return frozenset(shapes_of(config, span))
 
 
 def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict[str, Tensor]:
-    """Those of a stage; `Misfit` if one is missing. With prefixes, each prefix must have all of them or none."""
+    """Return a stage's tensors, for each prefix all of them or none; `Misfit` if one is missing."""
     wanted = names_of(config, span)
     found = {name: tensor for name, tensor in tensors.items() if _bare(name) in wanted}
     for prefix in sorted({name.removesuffix(_bare(name)) for name in found} or {""}):
@@ -45,7 +45,7 @@ def cut(tensors: Mapping[str, Tensor], config: ModelConfig, span: range) -> dict
 
 
 def joined(pieces: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several stages together; `Misfit` if two pieces have one tensor with different values."""
+    """Return several stages' tensors together; `Misfit` if two pieces disagree on a tensor."""
     whole: dict[str, Tensor] = {}
     for piece in pieces:
         for name, tensor in piece.items():

@@ -1,5 +1,6 @@
-"""What a node keeps on disk: checkpoints, the history of its run, and where the files are.
+"""A node's files: checkpoints, the history of its run, and the folders they are in.
 
 May import node/model and swarm's seams.
+
 Start reading at checkpoint.py.
 """

@@ -1,9 +1,9 @@
-"""Crash-safe checkpoints: whatever happens while one is written, the folder holds only whole ones.
+"""Crash-safe checkpoints: whatever interrupts a write, the folder holds only whole ones.
 
-A checkpoint is a folder `step-N` with one safetensors file a part (inner, outer, …), further small files
-(config.json), and `manifest.json` with the SHA-256 of each. It is written under a hidden temporary name,
-every file and folder is fsync'd, and one rename makes it appear. Reading verifies every hash and that every
-value is finite.
+A checkpoint is a folder `step-N` with one safetensors file per part (inner, outer, …), further
+small files (config.json), and `manifest.json` with the SHA-256 of each. It is written under a
+hidden temporary name, every file and folder is fsync'd, and one rename makes it appear. Reading
+verifies every hash and that every value is finite.
 """
 
 import errno
@@ -41,7 +41,7 @@ class CheckpointError(Exception):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint that is not what was written: cut short, altered, or not finite."""
+    """A checkpoint that was cut short or altered, or holds values that are not finite."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The manifest's file: its text and that text's hash, so that a flipped bit in `meta` is found too."""
+    """The manifest file: the manifest's text and its hash, which covers `meta` too."""
 
     sha256: str
     manifest: msgspec.Raw
@@ -65,7 +65,7 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint. `parts` are the named groups of tensors, `files` the further files' bytes."""
+    """A verified checkpoint: `parts` are groups of tensors, `files` the bytes of other files."""
 
     folder: Path
     step: int
@@ -77,12 +77,12 @@ class Checkpoint:
 def save(
     folder: Path, step: int, parts: TensorGroups, meta: Mapping[str, Any], files: Mapping[str, bytes] | None = None
 ) -> Path:
-    """Write `folder/step-N` and return its path; raise `CheckpointError`, leaving nothing behind, if it
-    cannot be.
+    """Write `folder/step-N` and return its path; on failure leave nothing and raise
+    `CheckpointError`.
 
-    A readable checkpoint of that step is never overwritten; a corrupt one is set aside under another name.
-    `meta` holds plain JSON values (NaN would become null). Needs about the largest part's bytes of memory
-    beside the tensors.
+    A readable checkpoint of that step is never overwritten; a corrupt one is renamed. `meta` holds
+    plain JSON values (NaN would become null). Needs about the largest part's bytes of memory beside
+    the tensors.
     """
     target = folder / f"step-{step}"
     partial = folder / f".step-{step}.partial"
@@ -103,9 +103,7 @@ def save(
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read and verify one checkpoint folder; raise `CheckpointCorrupt` or, where it cannot be read,
-    `CheckpointError`.
-    """
+    """Read and verify a checkpoint; `CheckpointCorrupt`, or `CheckpointError` if unreadable."""
     try:
         manifest = _read_manifest(folder)
         contents = {name: _read_verified(folder / name, file) for name, file in manifest.files.items()}
@@ -120,7 +118,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None; broken ones are skipped with a warning."""
+    """Return the newest checkpoint that verifies, or None; log a warning for each broken one."""
     for _, path in reversed(steps(folder)):
         try:
             return load(path)
@@ -130,9 +128,9 @@ def latest(folder: Path) -> Checkpoint | None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints that verify, and what crashes left behind.
+    """Delete all but the `keep` newest checkpoints that verify, and the remains of crashes.
 
-    Anything newer than the oldest one kept stays, also if it is broken: it may be looked into.
+    Anything newer than the oldest one kept stays for inspection, even if it is broken.
     """
     if keep < 1:
         raise ValueError(f"prune keeps at least one checkpoint, got {keep}")
@@ -147,9 +145,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of each checkpoint in `folder`, oldest first, unverified; empty if there is no such
-    folder.
-    """
+    """Return step and path of all checkpoints in `folder` (if any), oldest first, unverified."""
     if not folder.is_dir():
         return []
     found = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -172,7 +168,7 @@ def _require_names(step: int, parts: TensorGroups, files: Mapping[str, bytes]) -
 
 
 def _make_room(target: Path) -> None:
-    """Refuse to replace a checkpoint; move a corrupt one to the first free `.corrupt` name."""
+    """Raise if `target` is whole; rename a corrupt one to the first free `.corrupt-N` name."""
     if not target.exists():
         return
     if _is_whole(target):
@@ -209,7 +205,7 @@ def _write_all(
 
 
 def _write_file(path: Path, content: bytes) -> _File:
-    """Write a new file through to the disk."""
+    """Write a new file and fsync it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         rest = memoryview(content)
@@ -222,7 +218,7 @@ def _write_file(path: Path, content: bytes) -> _File:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make names in a folder durable: a file's own fsync does not."""
+    """Make the names in a folder durable; fsync of the files alone does not."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""A run's local history: numbers in `run.db` (sqlite), events in `events.jsonl`, applied rounds in `receipts.jsonl`.
+"""A run's local history: numbers (sqlite `run.db`), events and applied rounds (`*.jsonl`).
 
-The live view, `status` and the page read all from other processes while a run writes them, and a run that is killed
-leaves them readable: sqlite in WAL mode with NORMAL durability, and one write a line for events and receipts. Each is
-bounded: lines by files that take turns, numbers by means, each a `ROLL` of steps long, in place of what is old.
+The live view, `status` and the page read them from other processes while a run writes, and a killed
+run leaves them readable: sqlite in WAL mode with NORMAL durability, one write per line. All are
+bounded: line files take turns, and means over `ROLL` steps replace old numbers.
 """
 
 import errno
@@ -19,13 +19,13 @@ import msgspec
 DATABASE = "run.db"
 EVENTS, OLDER_EVENTS = "events.jsonl", "events.1.jsonl"
 RECEIPTS, OLDER_RECEIPTS = "receipts.jsonl", "receipts.1.jsonl"
-LINES_FILE_BYTES = 16 << 20  # then a file takes its older one's place: the two together never exceed twice this
+LINES_FILE_BYTES = 16 << 20  # then a file replaces its older one, so both stay below twice this
 LINE_BYTES = 64 << 10
 COMMIT_ROWS = 100
 COMMIT_S = 1.0
-KEPT = 10_000  # the newest steps, and as many of each longer stretch, are kept as they are
-ROLL = 100  # of what is older, one row is the mean of so many
-ROLL_ROWS = 5_000  # rows between two looks for what is old
+KEPT = 10_000  # newest steps, and newest spans of each length, that are kept as they are
+ROLL = 100  # rows per mean of older rows
+ROLL_ROWS = 5_000  # new rows between two roll-ups
 _SCHEMA_VERSION = 2
 _BUSY_S = 5.0
 _SCHEMA = f"""
@@ -50,15 +50,16 @@ log = logging.getLogger(__name__)
 
 
 class HistoryUnusable(Exception):
-    """The history cannot be opened, read or written; the message is one sentence with the remedy."""
+    """The history cannot be opened, read or written; the message is one sentence with the
+    remedy."""
 
 
 class History:
-    """One run's history; made by `open` (one writer) or `read` (any number of readers). Belongs to one
-    thread.
+    """One run's history, made by `open` (one writer) or `read` (any number of readers).
 
-    Metrics are committed by hundreds or once a second, whichever is first, so SIGKILL costs at most the last
-    second; events are written at once. `close` commits; use it as a context manager.
+    It belongs to one thread. Metrics are committed every `COMMIT_ROWS` rows or once a second,
+    whichever is first, so SIGKILL costs at most the last second; events are written at once.
+    `close` commits; use it as a context manager.
     """
 
     def __init__(self, folder: Path, database: sqlite3.Connection, clock: Callable[[], float]) -> None:
@@ -71,9 +72,7 @@ class History:
 
     @classmethod
     def open(cls, folder: Path, clock: Callable[[], float]) -> "History":
-        """Open a history for writing, or begin one; `clock` gives the seconds that its rows carry (wall
-        time).
-        """
+        """Open or create a history for writing; `clock` returns the wall time (s) for its rows."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             database = _connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=rwc")
@@ -86,7 +85,7 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> "History":
-        """Open a history for queries alone, also while another process writes it."""
+        """Open a history for queries only, even while another process writes it."""
         try:
             database = _connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=ro")
             _require_version(folder, database)
@@ -95,18 +94,18 @@ class History:
         return cls(folder, database, lambda: 0.0)
 
     def metrics(self, step: int, **values: float) -> None:
-        """Note numbers of one step; NaN is kept (a diverged loss is news)."""
+        """Record one step's numbers; NaN is kept (a diverged loss is news)."""
         now_s = self._clock()
         self._rows.extend((name, step, now_s, float(value)) for name, value in values.items())
         if len(self._rows) >= COMMIT_ROWS or now_s - self._committed_s >= COMMIT_S:
             self.flush()
 
     def event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
-        """Append one line to events.jsonl, at most 64 kB of JSON; raise `ValueError` if it is longer."""
+        """Append at most 64 kB of JSON as a line to events.jsonl; `ValueError` if it is longer."""
         self._write_line(f"an event of kind {kind!r}", EVENTS, OLDER_EVENTS, {"kind": kind, **fields})
 
     def receipt(self, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
-        """Append one applied round to receipts.jsonl, bounded as events are."""
+        """Append an applied round to receipts.jsonl, with the same bounds as events."""
         self._write_line("a receipt", RECEIPTS, OLDER_RECEIPTS, fields)
 
     def _write_line(self, what: str, name: str, older: str, fields: dict[str, Any]) -> None:
@@ -122,7 +121,7 @@ class History:
             raise _unusable(self._folder, error) from error
 
     def flush(self) -> None:
-        """Commit what is noted; raise `HistoryUnusable` if it cannot be (the rows are then dropped)."""
+        """Commit the metrics; raise `HistoryUnusable` if that fails (the rows are then dropped)."""
         rows, self._rows = self._rows, []
         self._committed_s = self._clock()
         try:
@@ -136,8 +135,9 @@ class History:
             raise _unusable(self._folder, error) from error
 
     def _roll_up(self) -> None:
-        """Put means of `ROLL` rows in place of rows that are older than the newest `KEPT` of their span; the means' means
-        likewise: the table grows with the logarithm of the steps. Part of the caller's transaction."""
+        """Replace rows older than the newest `KEPT` of their span by means of `ROLL`, and old means
+        likewise: the table grows with the logarithm of the steps. Part of the caller's
+        transaction."""
         newest = "SELECT name, span, MAX(step) FROM metrics GROUP BY name, span"
         for name, span, last in self._database.execute(newest).fetchall():
             wide = span * ROLL
@@ -151,7 +151,7 @@ class History:
             self._database.execute("DELETE FROM metrics WHERE name = :name AND span = :span AND step < :edge", old)
 
     def last(self) -> dict[str, tuple[int, float]]:
-        """Step and value of each metric's latest committed row."""
+        """Return the step and value of each metric's latest committed row."""
         rows = self._query(
             "SELECT name, step, value FROM metrics "
             "WHERE id IN (SELECT MAX(id) FROM metrics WHERE span = 1 GROUP BY name)",
@@ -160,8 +160,9 @@ class History:
         return {name: (step, _number(value)) for name, step, value in rows}
 
     def series(self, name: str, points: int = 500) -> list[tuple[int, float]]:
-        """A metric over steps in at most `points` points: (first step, mean value) of equal stretches of
-        steps; fewer where only means of longer stretches are kept.
+        """Return a metric in at most `points` points: (first step, mean) of equal spans of steps.
+
+        There are fewer points where only means of longer spans are kept.
         """
         if points < 1:
             raise ValueError(f"a series has at least one point, got {points}")
@@ -174,11 +175,11 @@ class History:
         return [(step, _number(value)) for step, value in rows]
 
     def events(self, last: int = 20) -> list[dict[str, Any]]:
-        """The latest events, oldest first; lines that a crash cut short are left out."""
+        """Return the latest events, oldest first, without lines that a crash cut short."""
         return self._lines(OLDER_EVENTS, EVENTS, last)
 
     def receipts(self, last: int = 20) -> list[dict[str, Any]]:
-        """The latest applied rounds, as events."""
+        """Return the latest applied rounds, oldest first, in the form of events."""
         return self._lines(OLDER_RECEIPTS, RECEIPTS, last)
 
     def _lines(self, older: str, newer: str, last: int) -> list[dict[str, Any]]:
@@ -194,7 +195,7 @@ class History:
         return found[-last:] if last > 0 else []
 
     def close(self) -> None:
-        """Commit and close; nothing may be noted afterwards."""
+        """Commit and close; nothing may be recorded afterwards."""
         try:
             if self._rows:
                 self.flush()
@@ -236,7 +237,7 @@ def _require_version(folder: Path, database: sqlite3.Connection) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Add a whole line in one write, or nothing: a disk that fills up must not leave half of one."""
+    """Append a whole line in one write, or nothing: a full disk must not leave half of one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size_bytes = os.fstat(descriptor).st_size
@@ -248,7 +249,7 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def _end_last_line(path: Path) -> None:
-    """After a crash in the middle of a line: end it, so that the next event stands on its own."""
+    """End a line that a crash cut short, so that the next event stands alone."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
@@ -266,7 +267,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: float | None) -> float:
-    """sqlite stores NaN as NULL."""
+    """Return a stored value; NULL is how sqlite stores NaN."""
     return math.nan if value is None else value
 
 

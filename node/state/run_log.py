@@ -1,6 +1,6 @@
-"""What a node notes while it trains: numbers of each step, events, and a receipt for each round that it applied.
+"""A node's records while it trains: each step's numbers, events, and a receipt per applied round.
 
-A receipt says with whom a round was applied, with what outcome, and what the links carried since the receipt before it.
+A receipt has the round's participants and outcome, and the links' bytes since the last receipt.
 """
 
 import logging
@@ -12,17 +12,17 @@ log = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Takes a loop's reports. `total_bytes` gives the bytes that the links sent and received since the start."""
+    """A recorder of a loop's reports; `total_bytes` returns the links' bytes sent and received."""
 
     def __init__(self, history: History, total_bytes: Callable[[], tuple[int, int]]) -> None:
         self._history, self._total_bytes = history, total_bytes
         self._counted = total_bytes()
-        self.rounds: dict[str, int] = {}  # applied here since the start, by status
+        self.rounds: dict[str, int] = {}  # counts of applied rounds since the start, by status
         self.last_round: int | None = None
         self._fails = False
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
-        """Note what the loop says. A disk that is full must not end a node that could train on."""
+        """Record one event. A full disk must not end a node that could train on."""
         try:
             self._note(kind, fields)
             self._fails = False

@@ -1,8 +1,8 @@
-"""A model out of a checkpoint: what `generate`, `export` and evaluations start from.
+"""A model from a checkpoint, where `generate`, `export` and evaluations start.
 
-The configuration lies beside the weights (config.json), so a checkpoint says by itself what it is. A model that was trained in
-stages has one for each, in folders `stage-0`, `stage-1`, …: a full replica has all of them, and those of several servers,
-copied into one folder, make up the model too.
+config.json lies beside the weights, so a checkpoint describes itself. A model trained in stages has
+one checkpoint per stage, in folders `stage-0`, `stage-1`, …. A full replica has them all; those of
+several servers, copied into one folder, make up the model too.
 """
 
 import re
@@ -17,27 +17,27 @@ from farflock.node.model.stage_tensors import Misfit, joined
 from farflock.node.state.checkpoint import Checkpoint, CheckpointCorrupt, CheckpointError, latest, load, steps
 from farflock.optimizers.method import Tensors
 
-MAX_PARAMETERS = 20_000_000_000  # above that, a configuration is damaged rather than large
+MAX_PARAMETERS = 20_000_000_000  # a larger configuration is taken for a damaged one
 
 _STAGE = re.compile(r"stage-[0-9]{1,4}")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A verified checkpoint's model, and what the checkpoint says about it."""
+    """A verified checkpoint's model and metadata."""
 
     folder: Path
     model: Llama
     meta: dict[str, Any]
 
     def facts(self) -> dict[str, str]:
-        """What a model card tells: the run, and how far it had come."""
+        """Return what a model card states: the run and its progress."""
         return {name: str(self.meta[name]) for name in ("run", "step", "tokens") if name in self.meta}
 
 
 def open_model(folder: Path) -> SavedModel:
-    """The model of the checkpoint `folder`, or of the newest whole one inside it, or of the newest of each stage; raise
-    `CheckpointError`."""
+    """Return the model of the checkpoint `folder`, of the newest whole one in it, or of the newest
+    of each stage; raise `CheckpointError` if there is none."""
     stages = _stages_in(folder)
     if stages:
         return _put_together(stages)
@@ -53,7 +53,7 @@ def open_model(folder: Path) -> SavedModel:
 
 
 def _stages_in(folder: Path) -> list[Path]:
-    """Where the checkpoints of stages are; none where there are whole ones."""
+    """Return the folders with stages' checkpoints; none beside checkpoints of whole models."""
     for place in (folder, folder / "checkpoints"):
         found = sorted(path for path in place.glob("stage-*") if _STAGE.fullmatch(path.name) and steps(path))
         if found and not steps(place):
@@ -62,7 +62,7 @@ def _stages_in(folder: Path) -> list[Path]:
 
 
 def _put_together(stages: list[Path]) -> SavedModel:
-    """The model that these stages' newest checkpoints make up, of whichever round each is."""
+    """Return the model from each stage's newest checkpoint, even if their rounds differ."""
     pieces = [_find(stage) for stage in stages]
     place, config = stages[0].parent, _config(pieces[0])
     if len({str(piece.meta.get("run")) for piece in pieces}) > 1 or any(_config(piece) != config for piece in pieces):
@@ -91,7 +91,7 @@ def _weights(checkpoint: Checkpoint) -> Tensors:
 
 
 def _find(folder: Path) -> Checkpoint:
-    """`folder` itself if it is a checkpoint; else the newest in it, or in its `checkpoints`, as a node's folder has."""
+    """Return the newest checkpoint in `folder` or its `checkpoints`, else load `folder` itself."""
     for place in (folder, folder / "checkpoints"):
         if steps(place):
             newest = latest(place)

@@ -1,5 +1,5 @@
-"""The parts of a training step and of an exchange: driver, shards, the client of exchanges, the state that peers share.
+"""The parts of a training step and of an exchange: driver, shards, exchange client, state sync.
 
-May import node/run and node/model. The loop over these parts is node/loop.py.
-Start reading at driver.py, then exchange_client.py.
+May import node/run and node/model. The loop over these parts is node/loop.py. Start reading at
+driver.py, then exchange_client.py.
 """

@@ -1,9 +1,9 @@
-"""The driver: a method, the table of its pending exchanges, and how far it is in the run.
+"""The driver: a method, the table of its pending exchanges, and its position in the run.
 
 It does no I/O: the loop asks it which exchanges to start, what to apply, and whether to wait. An
 exchange blocks training only between the step at which its result is wanted (`apply_after`) and its
-deadline. After that the peer trains on, and the result is applied whenever it is known. Results of
-one stream are applied in the order of their rounds.
+deadline. After the deadline the peer trains on, and the result is applied whenever it arrives.
+Results of one stream are applied in the order of their rounds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from farflock.optimizers.parts.state import state_hash
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """This result is due now."""
+    """A result that is due now."""
 
     exchange: Exchange
     result: Result
@@ -31,7 +31,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Training must not go on before this exchange has its result or the run's time is `until_s`."""
+    """A pause in training until the exchange has its result or run time reaches `until_s`."""
 
     key: ExchangeKey
     until_s: float
@@ -39,7 +39,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Pending:
-    """An exchange that was asked for at a step and a run time, and its result once that is known."""
+    """An exchange, the step and run time at which it was requested, and its result once known."""
 
     exchange: Exchange
     since_step: int
@@ -49,8 +49,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """How far a node is in its run: by stream, the last round in its method's state; the run's
-    agreed tokens after these rounds; the node's own tokens since; how many members it last knew."""
+    """A node's position in its run: the last applied round of each stream, the agreed tokens after
+    these rounds, the node's own tokens since, and the last known number of members."""
 
     rounds: dict[str, int] = field(default_factory=dict)
     agreed_tokens: int = 0
@@ -60,8 +60,8 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an exchange says beside its tensors: tokens trained, the hash of the state that an exact
-    method starts the round from (empty for others), and a stage's notes."""
+    """What an exchange states beside its tensors: tokens trained, the hash of the state from which
+    an exact method starts the round (else empty), and a stage's notes."""
 
     tokens: int
     state: bytes = b""
@@ -69,30 +69,30 @@ class Claim:
 
 
 class ContributionLog(Protocol):
-    """What a stage's contributions consist of: the notes of its first stream (microbatch_ids.py)."""
+    """The notes of a stage's contributions, which go with its first stream (microbatch_ids.py)."""
 
     def brought(self, number: int) -> bytes:
-        """Return the notes of my contribution to this round, which is being made now."""
+        """Return the notes of this peer's contribution to the round, which is being made now."""
         ...
 
     def closing(self, number: int, noted: bytes) -> None:
-        """Take in, from the worker, that a round with these notes is about to be applied."""
+        """Note, in the worker, that a round with these notes is about to be applied."""
         ...
 
     def closed(self, number: int, noted: bytes) -> None:
-        """Take in, from the worker, that a round with these notes has been applied."""
+        """Note, in the worker, that a round with these notes has been applied."""
         ...
 
 
 class Driver:
-    """Carries exchanges from a method to the loop around it, and results back."""
+    """The link between a method and the loop: it carries exchanges out and results back."""
 
     def __init__(self, method: Method, replica: Replica) -> None:
         self.method, self.replica = method, replica
-        self.streams = method.streams(replica)  # one template exchange each
-        self.contributions: ContributionLog | None = None  # of a stage's server
+        self.streams = method.streams(replica)  # one template exchange per stream
+        self.contributions: ContributionLog | None = None  # stage servers only
         self._pending: dict[ExchangeKey, Pending] = {}
-        self._offered: dict[ExchangeKey, int] = {}  # tokens, by exchange that is under way
+        self._offered: dict[ExchangeKey, int] = {}  # tokens by open exchange
         self._own_tokens = self._agreed_tokens = 0
         self.members = 1
         self.begin({}, 0)
@@ -100,47 +100,47 @@ class Driver:
     # the run
 
     def begin(self, rounds: Mapping[str, int], tokens: int) -> None:
-        """Stand after these rounds, the last one of each stream, and these agreed tokens."""
+        """Set the agreed tokens and each stream's last applied round (missing: none yet)."""
         before = {entry.key.stream: entry.key.round - entry.stride for entry in self.streams}
         self._rounds, self._agreed_tokens, self._own_tokens = {**before, **rounds}, tokens, 0
 
     @property
     def position(self) -> RunPosition:
-        """How far this node is in the run, as a checkpoint remembers it."""
+        """This node's position in the run, as a checkpoint stores it."""
         return RunPosition(dict(self._rounds), self._agreed_tokens, self._own_tokens, self.members)
 
     def trained(self, tokens: int, members: int) -> None:
-        """Count the tokens of a local step; so many members train alike."""
+        """Count the tokens of a local step, taken while `members` peers train alike."""
         self._own_tokens += tokens
         self.members = members
 
     @property
     def tokens(self) -> int:
-        """The agreed tokens, and what all members have presumably trained since."""
+        """The agreed tokens plus an estimate of what all members have trained since."""
         return self._agreed_tokens + self._own_tokens * self.members
 
     def progress(self, step: int, run_s: float) -> Progress:
-        """Where the run is, for the method."""
+        """Return the run's progress for the method."""
         return Progress(step, self.tokens, run_s)
 
     # exchanges
 
     @property
     def pending(self) -> tuple[ExchangeKey, ...]:
-        """The exchanges without an applied result, oldest first."""
+        """Keys of the exchanges whose results are not applied yet, oldest first."""
         return tuple(self._pending)
 
     @property
     def table(self) -> tuple[Pending, ...]:
-        """All that is pending, oldest first, as a checkpoint holds it."""
+        """All pending exchanges, oldest first, as a checkpoint stores them."""
         return tuple(self._pending.values())
 
     def load_state(self, table: Iterable[Pending]) -> None:
-        """Go on with what was pending when a checkpoint was written."""
+        """Restore the exchanges that were pending when a checkpoint was written."""
         self._pending = {pending.exchange.key: pending for pending in table}
 
     def load_position(self, position: RunPosition) -> None:
-        """Stand where a checkpoint was written."""
+        """Restore the position at which a checkpoint was written."""
         self.begin(position.rounds, position.agreed_tokens)
         self._own_tokens, self.members = position.own_tokens, position.members
 
@@ -149,9 +149,11 @@ class Driver:
         return self._note(self.method.due(self.replica, progress), progress)
 
     def claim(self, exchange: Exchange) -> Claim:
-        """Return what goes with an exchange: tokens and notes with the method's first stream, a hash
-        where the method is exact. Members of a collective offer the tokens since the last round
-        that took theirs, pairs compare what they believe of the whole run."""
+        """Return an exchange's claim: notes with the first stream, a state hash if the method is
+        exact.
+
+        In a collective, the first stream claims the tokens since the last round that took this
+        peer's; pairs compare their estimates of the whole run."""
         key, is_first = exchange.key, self._is_first(exchange.key)
         notes = self.contributions.brought(key.round) if self.contributions is not None and is_first else b""
         own = self._offered[key] = self._own_tokens if is_first else 0
@@ -160,15 +162,16 @@ class Driver:
         return Claim(tokens, state_hash(self.method.agreed(self.replica, key.stream)) if is_exact else b"", notes)
 
     def resolve(self, key: ExchangeKey, result: Result) -> None:
-        """Note the swarm's answer to an exchange; answered keys and unknown ones are refused."""
+        """Store the swarm's result of an exchange, which must be pending and without one."""
         pending = self._pending.get(key)
         assert pending is not None, f"a result for {key}, which is not pending"
         assert pending.result is None, f"a second result for {key}"
         pending.result = result
 
     def next(self, progress: Progress, *, last: bool = False) -> Apply | Wait | None:
-        """Return what comes before the next local step: apply a result, wait for one, or nothing.
-        After the `last` step a result that is there is due at once."""
+        """Return the next thing to do before a local step: apply a result, wait for one, or None.
+
+        After the `last` step an available result is due at once."""
         held: set[str] = set()  # streams with an older exchange that is still open
         for pending in self._pending.values():
             key, steps = pending.exchange.key, progress.step - pending.since_step
@@ -182,8 +185,9 @@ class Driver:
         return None
 
     def apply(self, action: Apply, progress: Progress) -> list[Exchange]:
-        """Hand a result to the method, and count what it says of the run. A worker calls this, so
-        that no snapshot has the one without the other. Return the exchanges of a second phase."""
+        """Apply a result, count its tokens, and return the exchanges of a second phase.
+
+        A worker calls this, so that no snapshot contains the new state without the new count."""
         exchange, result = action.exchange, action.result
         notes = self.contributions if self._is_first(exchange.key) else None
         if notes is not None:
@@ -196,12 +200,11 @@ class Driver:
         return second_phase
 
     def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:
-        """Hand the method a round that was decided without this peer, and count it: the outer state
-        follows, local work stays."""
+        """Apply a round decided without this peer; the outer state follows, local work stays."""
         return self.apply(self.missed(key, result), progress)
 
     def missed(self, key: ExchangeKey, result: Result) -> Apply:
-        """The application of a round that was decided without this peer."""
+        """Return the `Apply` for a round that was decided without this peer."""
         assert key not in self._pending, f"{key} is pending and cannot be replayed"
         return Apply(Exchange(key, "mean", All(), tensors={}), result)
 

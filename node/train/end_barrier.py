@@ -1,10 +1,10 @@
-"""How a run of whole replicas ends where the method promises equal states: all with the same rounds, so with one state.
+"""The end of a run of whole replicas with an exact method: all apply the same rounds, so one state.
 
-A node that went by its own estimate of the run's tokens would end when that is reached: who was left out of a round, came in
-late or is faster than the others would end a round before them. So it goes by the agreed tokens, which after each round are
-the same for all: the run ends with the first round that brings them to its total. Some may have begun more by then, in other
-streams or because nobody took what they brought. So each tells the others which rounds are in its state, and goes when the
-same are in all states.
+A node that stopped at its own token estimate could end a round before the others, if it was left
+out of a round, joined late or is faster. So it follows the agreed tokens, which are equal
+everywhere after each round: the run ends with the first round that brings them to its total. Some
+nodes may have begun more by then, in other streams or because nobody took their contribution. So
+each announces which rounds are in its state, and leaves once all states have the same.
 """
 
 import asyncio
@@ -16,24 +16,25 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key
 from farflock.swarm.peer.peer import OpenWait, Peer
 
-END_S = 30.0  # at most, beside the deadline of a round that is open then, for the others when the run is over here
-CUT_OFF_S = 30.0  # nobody has been heard for so long: who was merely slow to answer is not
+END_S = 30.0  # maximum wait for the others, beside an open round's deadline
+CUT_OFF_S = 30.0  # silence of all others after which a node is cut off; slow peers answer sooner
 LOOK_EVERY_S = 0.05
 
 
 class EndBarrier:
-    """One node's part in its run's end."""
+    """One node's part in the end of its run."""
 
     def __init__(self, peer: Peer, driver: Driver, state_sync: StateSync) -> None:
         self._peer, self._driver, self._state_sync = peer, driver, state_sync
-        self._alone_s: float | None = None  # since when
-        self._agreed = (-1, 0)  # the run's agreed tokens, and what this node's estimate was when they came to be that
-        self._ends_s: float | None = None  # until when it waits, once the run is over here
-        self._has_told = False  # what is in its state: before, nobody can be compared with it
+        self._alone_s: float | None = None  # when this peer became alone
+        self._agreed = (-1, 0)  # agreed tokens, and this node's estimate when they last changed
+        self._ends_s: float | None = None  # end of the wait for the others
+        self._has_told = False  # its rounds: only then can it compare itself with others
 
     def is_due(self, total_tokens: int) -> bool:
-        """Whether the run has its tokens. Where nobody is there to agree with it goes by the estimate; so it does where nothing
-        is ever agreed upon, once the run could have been trained again in the meantime."""
+        """Return whether the agreed tokens have reached the total. The node's own estimate decides
+        while the node is cut off, or once it has grown by the total since the agreed tokens last
+        changed."""
         agreed, estimate, is_cut_off = self._driver.position.agreed_tokens, self._driver.tokens, self._is_cut_off()
         if agreed != self._agreed[0]:
             self._agreed = agreed, estimate
@@ -42,7 +43,7 @@ class EndBarrier:
         return is_cut_off or estimate - self._agreed[1] >= total_tokens
 
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
-        """Wait until all have ended with the same rounds. `take_in` brings what is known of them into the method's state."""
+        """Wait until all ended with the same rounds, which `take_in` applies, or time is up."""
         context = self._peer.context
         deadline_s = max((entry.deadline_s for entry in self._driver.streams), default=0.0)
         self._ends_s = context.now() + deadline_s + END_S
@@ -54,9 +55,9 @@ class EndBarrier:
         self._ends_s = None
 
     def waits(self) -> list[OpenWait]:
-        """For whom it waits now, by stream: who has not ended with the rounds that it has."""
+        """Return the peers awaited now, by stream: those that have not ended with these rounds."""
         if self._ends_s is None or not self._has_told or self._driver.pending:
-            return []  # what it waits for then is an exchange
+            return []  # it waits for an exchange instead
         left_s = self._ends_s - self._peer.context.now()
         awaited = {
             Key(name, number): self._apart(name, number) for name, number in self._state_sync.next_rounds.items()
@@ -72,19 +73,19 @@ class EndBarrier:
         return self._alone_s is not None and now_s - self._alone_s >= CUT_OFF_S
 
     def _agree(self) -> bool:
-        """Once nothing of mine is open, tell the others what is in my state; whether all have told the same."""
+        """Announce this node's rounds if none is pending; return True if all announced the same."""
         if self._driver.pending:
             return False
         agree = True
         for name, number in self._state_sync.next_rounds.items():
             self._peer.tallies.end(name, None, number)
             newest = max((told.round for told in self._peer.tallies.reports(name).values()), default=number)
-            self._peer.rounds.heard_of(name, newest)  # who lacks a round that somebody has asks for it
+            self._peer.rounds.heard_of(name, newest)  # so that a missing round is requested
             agree &= not self._apart(name, number) and not self._peer.rounds.called(name)
         self._has_told = True
         return agree
 
     def _apart(self, name: str, number: int) -> tuple[PeerId, ...]:
-        """Who has not ended before this round of the stream."""
+        """Return the peers that have not ended with `number` as the next round of the stream."""
         told = self._peer.tallies.reports(name)
         return tuple(sorted(peer for peer, each in told.items() if not each.over or each.round != number))

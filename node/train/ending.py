@@ -1,4 +1,4 @@
-"""How a loop ends, by agreement or by itself, and how it starts over."""
+"""The end of a training loop, by agreement or alone, and its restart from the group's state."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,31 +9,31 @@ from farflock.node.train.exchange_client import StopRequest, UnderWay, drop
 from farflock.optimizers.method import Progress
 
 ADOPT_TIMEOUT_S = 300.0
-LOOK_EVERY_S = 0.05  # for a content that is on its way
+LOOK_EVERY_S = 0.05  # between two looks for the content of a decided round
 
 
 class Barrier(Protocol):
-    """The end of a run that all peers agree on (end_barrier.py)."""
+    """The agreed end of a run (end_barrier.py)."""
 
     def is_due(self, total_tokens: int) -> bool:
-        """Whether the run has its tokens."""
+        """Return whether the run has its tokens."""
         ...
 
     async def end(self, take_in: Callable[[], Awaitable[None]], stopping: Callable[[], bool]) -> None:
-        """Wait until all have ended with the same rounds, which `take_in` applies."""
+        """Wait until all peers have ended with the same rounds, which `take_in` applies."""
         ...
 
 
 class AdoptedState(Protocol):
-    """A node's state, as its loop's end sees it (state_sync.py)."""
+    """A node's state, as the end of its loop sees it (state_sync.py)."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether a decided round is missing in it."""
+        """True if a decided round is missing from the state."""
         ...
 
     async def adopt(self, timeout_s: float) -> None:
-        """Replace it by the run's."""
+        """Replace the state with the run's."""
         ...
 
 
@@ -51,16 +51,16 @@ class EndingLoop(Protocol):
 
     @property
     def report(self) -> Report:
-        """Where to report events."""
+        """The callback that receives events."""
         ...
 
     @property
     def progress(self) -> Progress:
-        """Where the run is, as far as this peer knows."""
+        """The run's progress, as far as this peer knows."""
         ...
 
     async def settle(self, *, last: bool = False) -> None:
-        """Apply what is due, and wait for what must be waited for."""
+        """Apply the results that are due, and wait for those that are needed."""
         ...
 
     async def begin_step(self) -> Progress:
@@ -69,12 +69,12 @@ class EndingLoop(Protocol):
 
 
 def is_over(loop: EndingLoop, total_tokens: int, barrier: Barrier | None) -> bool:
-    """Whether the run has its tokens: with a barrier by what all agree on, else by this node's estimate."""
+    """Return whether the run has its tokens: by agreement with a barrier, else by own estimate."""
     return loop.progress.tokens >= total_tokens if barrier is None else barrier.is_due(total_tokens)
 
 
 async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None:
-    """End with the same rounds as everybody else, where there is a barrier; then drain."""
+    """Wait at the barrier, if any, until all have ended with the same rounds; then drain."""
 
     async def take_in() -> None:
         await loop.settle(last=True)
@@ -86,7 +86,7 @@ async def end(loop: EndingLoop, barrier: Barrier | None, drain_s: float) -> None
 
 
 async def drain(loop: EndingLoop, timeout_s: float) -> None:
-    """Take in what is still under way, so that nothing is in doubt afterwards."""
+    """Apply what is still under way, for at most `timeout_s`, so that nothing is left in doubt."""
     if timeout_s <= 0:
         return
     until_s = asyncio.get_running_loop().time() + timeout_s
@@ -95,12 +95,12 @@ async def drain(loop: EndingLoop, timeout_s: float) -> None:
     await loop.settle()
     await loop.begin_step()
     while loop.state_sync.is_behind and asyncio.get_running_loop().time() < until_s:
-        await asyncio.sleep(LOOK_EVERY_S)  # for the content of a last round that was decided without this peer
+        await asyncio.sleep(LOOK_EVERY_S)  # a last round's content may come
         await loop.begin_step()
 
 
 async def start_over(loop: EndingLoop, reason: str) -> None:
-    """Give up what is under way and this peer's state, for the group's."""
+    """Drop the open exchanges and replace this peer's state with the group's."""
     await drop(loop.under_way)
     loop.report("adopt", {"reason": reason})
     await (loop.adopt(reason) if loop.adopt is not None else loop.state_sync.adopt(ADOPT_TIMEOUT_S))

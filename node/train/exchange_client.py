@@ -1,7 +1,6 @@
-"""The exchange client: a method's exchanges become shards on their way out, the swarm's outcomes become
-results on their way in.
+"""The exchange client: encodes a method's exchanges into shards, and decodes outcomes into results.
 
-Encoding and decoding take long: the loop calls them where it computes (node/loop.py). `exchange`
+Encoding and decoding take long, so the loop runs them through `compute` (node/loop.py). `exchange`
 between them only waits.
 """
 
@@ -24,20 +23,19 @@ from farflock.swarm.protocol.exchange.close_list import RoundTerms
 from farflock.swarm.protocol.exchange.streams import Cadence, Reduction, RoundOutcome, Stream
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
-STOPPING_WAIT_S = 2.0  # for an answer on its way: a lone peer stops at the same state whenever it is asked to
-MIN_WAIT_S = 0.001  # a shorter wait than the clock can tell would never end in virtual time
+STOPPING_WAIT_S = 2.0  # for an answer under way: a lone peer's last state must not depend on timing
+MIN_WAIT_S = 0.001  # a wait below the clock's resolution would never end in virtual time
 
 UnderWay = dict[ExchangeKey, asyncio.Task[Result]]
 
 
 class OutOfStep(Exception):
-    """This peer's state is not the group's any more (too far behind, or different bits): it must
-    adopt a snapshot."""
+    """This peer's state is too far behind the group's or differs: it must adopt a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedExchange:
-    """An exchange that is ready for the swarm."""
+    """An exchange that is encoded for the swarm."""
 
     exchange: Exchange
     payloads: tuple[bytes, ...]
@@ -56,25 +54,24 @@ class ExchangePeer(Protocol):
     async def exchange(
         self, name: str, number: int, shards: Sequence[bytes], *, weight: float, tokens: int, state: bytes
     ) -> RoundOutcome:
-        """Bring encoded shards to a round of a stream."""
+        """Contribute encoded shards to a round of a stream, and return its outcome."""
         ...
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
-        """Return a collective round that was decided without this peer; None if there is no such."""
+        """Return a collective round that was decided without this peer, or None."""
         ...
 
     def newest(self, name: str) -> int:
-        """The last round that is known to be decided; -1 for pairs, whose rounds are their own."""
+        """Return the last round known to be decided; -1 for pairs, which count their own."""
         ...
 
     def run_s(self) -> float:
-        """The run's time."""
+        """Return the run time in seconds."""
         ...
 
 
 class Decoded(Mapping[str, Tensor]):
-    """Tensors that are decoded when somebody first reads them: most results' `sent` is never needed,
-    nor is the mean of what was gathered."""
+    """Tensors decoded at first access: most results' `sent` and gathers' means are never used."""
 
     def __init__(self, names: Sequence[str], decode: Callable[[], Tensors]) -> None:
         self._names, self._decode = tuple(names), decode
@@ -94,8 +91,8 @@ class Decoded(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class _Coding:
-    """How one stream travels: its name in the swarm, its shapes, the layouts on the way out and on the
-    way back, the reducer, and whether a further shard of notes goes with it (microbatch_ids.py)."""
+    """The coding of one stream: its name in the swarm, shapes, layouts out and back, reducer, and
+    whether a further shard of notes goes with it (microbatch_ids.py)."""
 
     name: str
     shapes: Shapes
@@ -111,33 +108,31 @@ class _Coding:
         return self.reducer.reduce(round_number, index, inputs)
 
     def check(self, round_number: int, index: int, payload: bytes) -> bool:
-        """Whether a correct peer can have sent this shard."""
+        """Return whether a correct peer can have sent this shard."""
         if index == len(self.out.shards):
             return microbatch_ids.union([("", 1.0, payload)]).data is not None
         return self.out.is_valid(index, round_number, payload)
 
 
 class ExchangeClient:
-    """Carries the exchanges of one node's method over its peer: those of one stage of the model, or
-    (None) of all of it."""
+    """The exchanges of one node's method over its peer: of one stage or (None) the whole model."""
 
     def __init__(self, peer: ExchangePeer, run_seed: int, stage: int | None = None) -> None:
         self._peer, self._run_seed, self.stage = peer, run_seed, stage
         self._codings: dict[str, _Coding] = {}
 
     def open(self, template: Exchange, after_round: int = -1, tokens: int = 0, *, noted: bool = False) -> None:
-        """Begin a stream of exchanges like this one; its rounds up to `after_round` are in the method's state."""
+        """Open a stream of exchanges like the template; rounds up to `after_round` are applied."""
         self._peer.open(self._stream(template, noted), after_round, tokens)
 
     def look_on(self, template: Exchange, *, noted: bool = False) -> str:
-        """Vote in a stream of a stage that this node does not serve, and hear what its notes say.
-        Return its name."""
+        """Open a stream of a stage served by others, to vote and read notes; return its name."""
         stream = self._stream(template, noted)
         self._peer.open(replace(stream, wants="last" if noted else "none"))
         return stream.name
 
     def run_s(self) -> float:
-        """The run's time."""
+        """Return the run time in seconds."""
         return self._peer.run_s()
 
     def encode(self, exchange: Exchange, claim: Claim) -> EncodedExchange:
@@ -147,8 +142,9 @@ class ExchangeClient:
         return EncodedExchange(exchange, tuple(layout.encode(i, number, exchange.tensors) for i in shards), claim)
 
     async def exchange(self, offer: EncodedExchange) -> RoundOutcome:
-        """Take an encoded exchange to the swarm; `OutOfStep` if the group has left this peer behind or
-        holds another state."""
+        """Run an encoded exchange over the swarm.
+
+        Raise `OutOfStep` if the group has left this peer behind or holds another state."""
         key, claim = offer.exchange.key, offer.claim
         coding = self._codings[key.stream]
         shards = (*offer.payloads, claim.notes) if coding.noted else offer.payloads
@@ -160,7 +156,7 @@ class ExchangeClient:
         return outcome
 
     def decode(self, key: ExchangeKey, outcome: RoundOutcome, payloads: Sequence[bytes] = ()) -> Result:
-        """Return what an outcome means to the method; `payloads` are those that this peer brought."""
+        """Return an outcome as the method's result; `payloads` are this peer's own shards."""
         coding, notes = self._codings[key.stream], b""
         if coding.noted:
             outcome, notes = _without_notes(outcome)
@@ -172,7 +168,7 @@ class ExchangeClient:
         try:
             mean, gathered = _tensors_of(coding, outcome)
         except CorruptPayload:
-            return failed  # agreed upon and malformed: the same bytes for everybody, so it fails for everybody
+            return failed  # the agreed bytes are malformed, so the round fails for all
         return Result(
             outcome.status,
             outcome.next_round,
@@ -187,24 +183,25 @@ class ExchangeClient:
         )
 
     def replay(self, stream: str, round_number: int) -> Result | None:
-        """Return the result of a round that was decided without this peer, if its content is here."""
+        """Return the result of a round decided without this peer, or None without its content."""
         outcome = self._peer.decided(self.name(stream), round_number)
         return None if outcome is None else self.decode(ExchangeKey(stream, round_number), outcome)
 
     def members(self) -> int:
-        """How many peers exchange with this one, itself included. The dead train nothing, although
-        the view still lists them."""
+        """Return the number of live peers that exchange with this one, itself included.
+
+        Dead peers train nothing, although the view still lists them."""
         context = self._peer.context
         newest = context.chain.newest if context.chain is not None else None
         peers = [newest.peers[index] for index in newest.serving(self.stage)] if newest else [context.me]
         return sum(context.life(peer) != "dead" for peer in peers)
 
     def name(self, stream: str) -> str:
-        """The swarm's name for a stream of the method."""
+        """Return the swarm's name for a stream of the method."""
         return self._codings[stream].name
 
     def newest(self, stream: str) -> int:
-        """The last round of a stream that is known to be decided."""
+        """Return the last round of a stream that is known to be decided."""
         return self._peer.newest(self.name(stream))
 
     def feedback(self) -> dict[str, Tensor]:
@@ -213,7 +210,7 @@ class ExchangeClient:
         return {f"{stream}.{name}": x for stream, coding in codings for name, x in coding.reducer.feedback().items()}
 
     def load_state(self, feedback: Mapping[str, Tensor]) -> None:
-        """Take over a checkpoint's residuals, in streams that are open; `WrongState` if they do not fit."""
+        """Restore a checkpoint's residuals in open streams; `WrongState` if they do not fit."""
         for stream, coding in self._codings.items():
             mine = {name.removeprefix(f"{stream}."): x for name, x in feedback.items() if name.startswith(f"{stream}.")}
             coding.reducer.load_state(mine)
@@ -248,7 +245,7 @@ class ExchangeClient:
     def _sent(
         self, coding: _Coding, number: int, payloads: Sequence[bytes], gathered: Mapping[MemberId, Tensors] | None
     ) -> Tensors | None:
-        """What the others decode of my contribution, if I brought one."""
+        """Return this peer's contribution as the others decode it; None without one."""
         if not payloads:
             return None
         own = gathered.get(self._peer.context.me) if gathered is not None else None
@@ -257,8 +254,9 @@ class ExchangeClient:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The request to end after the step that is running; call it to make the request. `drain_s` is how
-    long exchanges that are under way are waited for then."""
+    """A request to end after the current step; call it to make the request.
+
+    `drain_s` is the maximum wait for open exchanges then."""
 
     requested: bool = False
     drain_s: float = 0.0
@@ -271,8 +269,8 @@ class StopRequest:
             self._halt.set_result(None)
 
     async def ends(self, answer: asyncio.Task[Result], timeout_s: float) -> bool:
-        """Wait for an answer; once there is a request only `STOPPING_WAIT_S` longer, in which an answer
-        comes that depends on no deadline. Return whether the request has ended the wait."""
+        """Wait up to `timeout_s` for an answer; return True if the stop request ended the wait. It
+        then lasts `STOPPING_WAIT_S` more, enough for an answer that depends on no deadline."""
         if not self.requested:
             self._halt = self._halt or asyncio.get_running_loop().create_future()
             either = (answer, self._halt)
@@ -283,7 +281,7 @@ class StopRequest:
 
 
 async def drop(under_way: UnderWay) -> None:
-    """Cancel the exchanges that are under way; their results will not come."""
+    """Cancel the open exchanges and forget them."""
     for task in under_way.values():
         task.cancel()
     await asyncio.gather(*under_way.values(), return_exceptions=True)
@@ -291,7 +289,7 @@ async def drop(under_way: UnderWay) -> None:
 
 
 def _tensors_of(coding: _Coding, outcome: RoundOutcome) -> tuple[Tensors | None, dict[MemberId, Tensors] | None]:
-    """Return the mean that the group agreed on, or everybody's tensors and their mean."""
+    """Return the agreed mean, and all members' tensors if they were gathered."""
     number, shapes = outcome.key.round, coding.shapes
     if outcome.reduced is not None:
         return decode_all(coding.back, number, outcome.reduced, shapes), None
@@ -304,13 +302,13 @@ def _tensors_of(coding: _Coding, outcome: RoundOutcome) -> tuple[Tensors | None,
 
 
 def _without_notes(outcome: RoundOutcome) -> tuple[RoundOutcome, bytes]:
-    """The outcome of the tensors' shards, and what the last one says."""
+    """Return the outcome of the tensors' shards, and the notes in the last shard."""
     if outcome.reduced is not None:
         return replace(outcome, reduced=outcome.reduced[:-1], taken=outcome.taken[:-1]), outcome.reduced[-1]
     if outcome.gathered is None:
         return outcome, b""
     ages = microbatch_ids.joined_ages(shards[-1] for shards in outcome.gathered.values())
-    keys = {key: ages[key] for key in sorted(ages)[:MAX_KEYS]}  # the same for all
+    keys = {key: ages[key] for key in sorted(ages)[:MAX_KEYS]}  # the same cut on every peer
     bare = {peer: shards[:-1] for peer, shards in outcome.gathered.items()}
     return replace(outcome, gathered=bare, taken=outcome.taken[:-1]), microbatch_ids.written(keys)
 
@@ -325,7 +323,7 @@ def _group_size(exchange: Exchange) -> int:
 
 
 def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
-    """The weighted mean in sorted order of peers, the same bits on each side of a pair."""
+    """Return the weighted mean in sorted order of peers: the same bits on both sides of a pair."""
     names = list(next(iter(gathered.values())))
     inputs = [
         (weight, [tensors[name] for name in names]) for weight, tensors in zip(weights, gathered.values(), strict=True)
@@ -334,7 +332,7 @@ def _mean_of(gathered: Mapping[str, Tensors], weights: Sequence[float]) -> dict[
 
 
 def _taken_ranges(layout: ShardLayout, taken: Sequence[bool]) -> dict[str, Ranges]:
-    """Which flat ranges of each tensor were taken, neighbours merged."""
+    """Return the flat ranges of each tensor that were taken, with neighbours merged."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for shard, was_taken in zip(layout.shards, taken, strict=True):
         for part in shard if was_taken else ():

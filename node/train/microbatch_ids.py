@@ -1,9 +1,10 @@
-"""Which microbatches a contribution to a stage's round is made of: a further shard of the exchange, so that what counts and
-what is said to count are decided together (docs/decisions/014). Its reduction is the union.
+"""The microbatches of a contribution to a stage's round, as a further shard of the exchange, so
+that content and list are decided together (docs/decisions/014). Such lists reduce to their union.
 
-Bytes: msgpack of {trainer: [numbers]}, trainers and numbers in order, each number after the first as its distance from the one
-before. Where some are late, it is [that, [ages]], an age for each number in the same order: by how many rounds the weights of
-its gradient are older than those that the round changes, or `LATE` for what is named and left out, being older than it may be.
+Bytes: msgpack of {trainer: [numbers]}, trainers and numbers in order, each number after the first
+as its distance from the one before. If some are late, it is [that map, [ages]] with an age for each
+number in the same order: by how many rounds the weights of its gradient are older than those that
+the round changes, or `LATE` for a microbatch that is listed but left out as too old.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ _decoder: msgspec.msgpack.Decoder[_Listed | _Aged] = msgspec.msgpack.Decoder(_Li
 
 
 def written(keys: Collection[GradientKey] | Mapping[GradientKey, int]) -> bytes:
-    """The shard of these keys, with their ages if they have any, the same for the same keys in any order."""
+    """Encode these keys, with their ages unless all are 0, independently of their order."""
     assert len(keys) <= MAX_KEYS, f"{len(keys)} microbatches in one contribution; at most {MAX_KEYS} fit"
     listed: dict[PeerId, list[int]] = {}
     last: dict[PeerId, int] = {}
@@ -47,12 +48,12 @@ def written(keys: Collection[GradientKey] | Mapping[GradientKey, int]) -> bytes:
 
 
 def read(payload: bytes) -> list[GradientKey]:
-    """The keys of a shard, in order; `CorruptPayload` for anything that `written` does not write."""
+    """Decode a shard's keys, in order; raise `CorruptPayload` for what `written` does not write."""
     return list(read_ages(payload))
 
 
 def read_ages(payload: bytes) -> dict[GradientKey, int]:
-    """The same, with their ages."""
+    """Decode a shard as `read` does, and return the keys with their ages."""
     if len(payload) > MAX_BYTES:
         raise CorruptPayload(f"a list of microbatches of {len(payload)} bytes; at most {MAX_BYTES}")
     try:
@@ -76,7 +77,7 @@ def read_ages(payload: bytes) -> dict[GradientKey, int]:
 
 
 def union(inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
-    """What several contributions are made of together; those whose list cannot be read are left out and named."""
+    """Reduce several lists to their union; lists that cannot be read are left out and named."""
     keys: dict[GradientKey, int] = {}
     rejected = []
     for peer, _, payload in sorted(inputs):
@@ -91,12 +92,12 @@ def union(inputs: Sequence[tuple[PeerId, float, bytes]]) -> Reduction:
 
 
 def joined(payloads: Iterable[bytes]) -> list[GradientKey]:
-    """The keys of several lists that the group has agreed upon; what cannot be read has none."""
+    """Return the sorted keys of several agreed lists; unreadable ones count as empty."""
     return sorted(joined_ages(payloads))
 
 
 def joined_ages(payloads: Iterable[bytes]) -> dict[GradientKey, int]:
-    """The same, with their ages."""
+    """Return the keys of `joined` with their ages."""
     keys: dict[GradientKey, int] = {}
     for payload in payloads:
         try:

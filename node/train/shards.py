@@ -1,9 +1,9 @@
-"""Tensors to shards and back: the layout, the payloads, and the mean that a reducer makes of a shard.
+"""Tensors to shards and back: the layout, the payloads, and a reducer's mean of a shard.
 
 A shard is about 1 MiB of raw float32: a run of segments, each a flat range of one tensor, encoded
-alone. The layout is a pure function of names, shapes and codec, so all peers make the same without
-a word. Payload of a shard: for each segment its length (4 bytes, little endian) and the codec's
-bytes (docs/wire-format.md).
+alone. The layout is a pure function of names, shapes and codec, so all peers compute the same one
+without communication. A shard's payload: for each segment its length (4 bytes, little endian) and
+the codec's bytes (docs/wire-format.md).
 """
 
 import struct
@@ -20,15 +20,15 @@ from farflock.optimizers.parts.state import WrongState
 from farflock.swarm.protocol.exchange.streams import Reduction
 
 SHARD_VALUES = 262_144
-MAX_ABS = 2.0**100  # larger values are no update of anything; bounding them keeps a weighted mean finite
-MAX_MEAN = MAX_ABS / 2  # what the return codec rounds up from here is still let in
+MAX_ABS = 2.0**100  # no real update is larger; the bound keeps a weighted mean finite
+MAX_MEAN = MAX_ABS / 2  # leaves room for the return codec to round up
 MIN_WEIGHT = 2.0**-100  # a smaller total may be 0 in float32
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The flat range [start, stop) of one tensor, which has so many columns (0: a vector)."""
+    """The flat range [start, stop) of one tensor with `columns` columns (0: a vector)."""
 
     tensor: str
     start: int
@@ -37,18 +37,18 @@ class Segment:
 
     @property
     def count(self) -> int:
-        """Values in the range."""
+        """The number of values in the range."""
         return self.stop - self.start
 
 
 Shard = tuple[Segment, ...]
 Inputs = Sequence[tuple[str, float, bytes]]  # peer, weight, payload
-Values = list[Tensor]  # one flat tensor a segment
+Values = list[Tensor]  # one flat tensor per segment
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a stream's tensors are cut into shards, and the codec they travel in."""
+    """The cut of a stream's tensors into shards, and their codec."""
 
     shards: tuple[Shard, ...]
     codec: Codec
@@ -56,7 +56,7 @@ class ShardLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], codec: Codec, run_seed: int = 0) -> "ShardLayout":
-        """Fill shards up to `SHARD_VALUES`, cutting tensors at multiples of the codec's granule only."""
+        """Fill shards up to `SHARD_VALUES`, cutting tensors at multiples of the codec's granule."""
         shards: list[list[Segment]] = [[]]
         room = SHARD_VALUES
         for segment in _segments(shapes, codec):
@@ -69,18 +69,18 @@ class ShardLayout:
 
     @property
     def max_shard_bytes(self) -> int:
-        """The most bytes a correct payload of any shard can have; longer ones are refused unseen."""
+        """The size of the largest correct payload of any shard; longer ones are refused unread."""
         return max(sum(_LENGTH.size + self.codec.max_bytes(part.count) for part in shard) for shard in self.shards)
 
     def encode(self, index: int, round_number: int, tensors: Mapping[str, Tensor]) -> bytes:
-        """The payload of one shard of these float32 tensors; `UnencodableTensor` if they are not finite."""
+        """Encode one shard of these float32 tensors; `UnencodableTensor` if they are not finite."""
         shard = self.shards[index]
         return self.pack(
             index, round_number, [tensors[part.tensor].reshape(-1)[part.start : part.stop] for part in shard]
         )
 
     def pack(self, index: int, round_number: int, values: Sequence[Tensor]) -> bytes:
-        """The payload of one shard from one flat tensor a segment."""
+        """Encode one shard, given one flat tensor per segment."""
         out = bytearray()
         for segment, flat in zip(self.shards[index], values, strict=True):
             at = len(out)
@@ -90,13 +90,13 @@ class ShardLayout:
         return bytes(out)
 
     def decode(self, index: int, round_number: int, payload: bytes) -> list[Tensor]:
-        """One flat tensor a segment; `CorruptPayload` for anything that no correct peer encodes."""
+        """Return one flat tensor per segment; `CorruptPayload` for what no correct peer encodes."""
         values = [torch.empty(segment.count) for segment in self.shards[index]]
         self.decode_into(index, round_number, payload, values)
         return values
 
     def decode_into(self, index: int, round_number: int, payload: bytes, values: Sequence[Tensor]) -> None:
-        """As `decode`, into flat tensors that are there; after `CorruptPayload` they hold anything."""
+        """Decode into existing flat tensors; after `CorruptPayload` their values are undefined."""
         view, at = memoryview(payload), 0
         for segment, out in zip(self.shards[index], values, strict=True):
             if len(view) < at + _LENGTH.size:
@@ -111,7 +111,7 @@ class ShardLayout:
             raise CorruptPayload(f"shard {index} has {len(view)} bytes, its segments {at}")
 
     def is_valid(self, index: int, round_number: int, payload: bytes) -> bool:
-        """Whether a correct peer can have sent this payload of a shard."""
+        """Return whether a correct peer can have sent this payload of a shard."""
         try:
             self.decode(index, round_number, payload)
         except CorruptPayload:
@@ -134,7 +134,7 @@ def _segments(shapes: Mapping[str, tuple[int, ...]], codec: Codec) -> Iterator[S
 def decode_all(
     layout: ShardLayout, round_number: int, payloads: Sequence[bytes], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Whole tensors from all shards of one payload."""
+    """Return whole tensors from the payloads of all shards."""
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     flat = {name: tensor.view(-1) for name, tensor in tensors.items()}
     for index, payload in enumerate(payloads):
@@ -144,7 +144,7 @@ def decode_all(
 
 
 def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:
-    """sum(w_i / W · x_i) in the order given, in separately rounded float32 operations (portable arithmetic)."""
+    """Return sum(w_i / W · x_i) in order, each float32 operation rounded (portable arithmetic)."""
     total = torch.zeros(())
     for weight, _ in inputs:
         total = total + torch.tensor(weight, dtype=torch.float32)
@@ -158,8 +158,7 @@ def weighted_mean(inputs: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tens
 
 @dataclass(frozen=True, slots=True)
 class _Undecided:
-    """A reduction of a round that is not decided yet: the residual that was added to its mean, its
-    payload, and what the payload leaves out."""
+    """An undecided reduction: the residual in its mean, its payload, and the payload's error."""
 
     added: Values | None
     payload: bytes
@@ -167,18 +166,18 @@ class _Undecided:
 
 
 class Reducer:
-    """What a peer does for the others of a collective: the weighted mean of a shard, in the codec of
-    the way back. Reductions run in a worker, while the event loop may settle an earlier round.
+    """A peer's work as a reducer: the weighted mean of a shard, encoded with the return codec.
 
-    What a coarse return codec leaves out of a mean would be lost for all. Where the exchange says
-    `compensate`, the reducer keeps it as the shard's residual and adds it to the next mean of that
-    shard (DoubleSqueeze, Tang et al., arXiv:1905.05957, algorithm 1, the server's error;
-    deviations: the reducer of a shard may change, and a round may fail).
+    Reductions run in a worker, while the event loop may settle an earlier round.
 
-    Only what the group has agreed upon counts. If it takes my reduction, what that left out is the
-    residual from then on. If the round fails, the residual is what it was. If the group takes
-    somebody else's reduction, the residual is dropped: others reduce this shard now, and nobody
-    here knows what their mean left out.
+    The error of a coarse return codec would be lost for all. Where the exchange says `compensate`,
+    the reducer keeps it as the shard's residual and adds it to that shard's next mean
+    (DoubleSqueeze, Tang et al., arXiv:1905.05957, algorithm 1, the server's error; deviations: the
+    reducer of a shard may change, and a round may fail).
+
+    Only what the group agreed on counts. If it takes this peer's reduction, its error is the new
+    residual. If the round fails, the residual stays. If the group takes another peer's reduction,
+    the residual is dropped: others reduce this shard now, and their mean's error is unknown here.
     """
 
     def __init__(self, layout: ShardLayout, back: Codec, *, compensate: bool) -> None:
@@ -189,8 +188,9 @@ class Reducer:
         self._undecided: dict[tuple[int, int], _Undecided] = {}  # by round and shard
 
     def reduce(self, round_number: int, index: int, inputs: Inputs) -> Reduction:
-        """Decode in peer order, take the weighted mean, encode with the return codec. Corrupt
-        payloads are left out and named."""
+        """Decode the inputs in peer order and encode their weighted mean.
+
+        Corrupt payloads are left out and named."""
         usable, rejected = [], []
         for peer, weight, payload in sorted(inputs):
             try:
@@ -217,7 +217,7 @@ class Reducer:
                     self._keep(index, mine.left_out)
 
     def feedback(self) -> dict[str, Tensor]:
-        """Return the residuals for a checkpoint, as if all that is undecided failed."""
+        """Return the residuals for a checkpoint, as if every undecided round failed."""
         with self._lock:
             residuals = {index: list(values) for index, values in self._residuals.items()}
             for (_, index), mine in self._undecided.items():
@@ -225,7 +225,7 @@ class Reducer:
         return {f"{index}.{part}": x.clone() for index, values in residuals.items() for part, x in enumerate(values)}
 
     def load_state(self, feedback: Mapping[str, Tensor]) -> None:
-        """Take over a checkpoint's residuals; `WrongState` if they do not fit the layout."""
+        """Restore a checkpoint's residuals; raise `WrongState` if they do not fit the layout."""
         places = {f"{i}.{p}": part for i, shard in enumerate(self._layout.shards) for p, part in enumerate(shard)}
         if any(name not in places or x.shape != (places[name].count,) for name, x in feedback.items()):
             raise WrongState("a reducer's residuals are of another layout of shards")
@@ -237,10 +237,10 @@ class Reducer:
             self._keep(index, values)
 
     def _encode_compensated(self, round_number: int, index: int, mean: Values) -> bytes:
-        """Encode a mean together with the residual, and note what that leaves out."""
+        """Encode the sum of a mean and the residual, and store the error."""
         with self._lock:
             if (earlier := self._undecided.pop((round_number, index), None)) is not None:
-                self._keep(index, earlier.added)  # that reduction was of no use: here is another one
+                self._keep(index, earlier.added)  # this reduction replaces it
             added = self._residuals.pop(index, None)
         total = _sum(mean, added) or mean
         payload = self._encode(round_number, index, total)
@@ -259,7 +259,7 @@ class Reducer:
 
 
 def _sum(one: Values | None, other: Values | None) -> Values | None:
-    """Return the sum of two lists of values, either of which may be missing."""
+    """Return the sum of two lists of values, either of which may be None."""
     if one is None or other is None:
         return one if other is None else other
     return [x + y for x, y in zip(one, other, strict=True)]

@@ -1,6 +1,6 @@
-"""A node's state in the run: the state it serves and adopts, what it missed, and how far the run is.
+"""A node's state in the run: serving it, adopting another, replaying missed rounds, its position.
 
-Everything here is the same in a process and in the simulator; what computes goes through the injected `compute`.
+It is the same in a process and in the simulator; long work goes through the injected `compute`.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot, Snapshots
 
 STATE = "state"  # the name under which a method's whole state is served
-MARK = "mark."  # in a snapshot, before a name of `StateSync.marks`
-NEXT = "next."  # in a snapshot, before a stream's name: its first round that is not in the state
+MARK = "mark."  # prefix of `StateSync.marks` in a snapshot
+NEXT = "next."  # prefix of a stream's first round that is not in the snapshot
 CHUNK_BYTES = 1024 * 1024
 STATE_COPIES = 8  # of the model in fp32: methods keep one to four, with moments and anchors
 HEAD_BYTES = 1024 * 1024  # names, shapes and counters
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class CorruptSnapshot(Exception):
-    """A downloaded snapshot that is not what its hash says, or not a state at all."""
+    """A downloaded snapshot that does not match its hash, or is not a state at all."""
 
 
 class StatePeer(Protocol):
@@ -41,21 +41,20 @@ class StatePeer(Protocol):
     snapshots: Snapshots
 
     def reach(self, stage: int | None = None) -> int:
-        """The earliest round from which the logs of a stage's streams go on; -1 where none is open."""
+        """Return the first round from which logs of a stage's streams go on; -1 if none is open."""
         ...
 
 
 class StateSync:
-    """One node's state in one run, for one method: of the stage of its exchange client, or of the whole
-    model."""
+    """One node's state in one run: of its exchange client's stage, or of the whole model."""
 
     def __init__(self, peer: StatePeer, driver: Driver, client: ExchangeClient, compute: Compute) -> None:
         self._peer, self._driver, self._client, self._compute = peer, driver, client, compute
         self._state_name = STATE if client.stage is None else f"{STATE}/{client.stage}"
-        self.marks: dict[str, int] = {}  # numbers that go with the state: a peer that adopts it has them too
+        self.marks: dict[str, int] = {}  # numbers that a peer adopts with the state
 
     def open(self, rounds: Mapping[str, int] | None = None, tokens: int = 0) -> None:
-        """Begin all streams of the method, after these rounds of them, and serve its state to joiners."""
+        """Open all streams of the method after these rounds, and serve its state to newcomers."""
         self._driver.begin(rounds or {}, tokens)
         begun = self._driver.position.rounds
         for number, template in enumerate(self._driver.streams):
@@ -66,34 +65,33 @@ class StateSync:
 
     @property
     def feedback(self) -> State:
-        """The residuals of this node as a reducer, for a checkpoint."""
+        """This node's residuals as a reducer, for a checkpoint."""
         return self._client.feedback()
 
     def load_state(self, position: RunPosition, feedback: State) -> None:
-        """Open the streams again where a checkpoint was written."""
+        """Open the streams where a checkpoint was written, and restore the residuals."""
         self.open(position.rounds, position.agreed_tokens)
         self._client.load_state(feedback)
         self._driver.load_position(position)
 
     @property
     def applied_round(self) -> int:
-        """The last round of any stream in the method's state; below 0 before the first."""
+        """The last applied round of any stream; below 0 before the first."""
         return max(self._driver.position.rounds.values(), default=-1)
 
     @property
     def next_rounds(self) -> dict[str, int]:
-        """The first round of each stream that is not in the method's state, by the swarm's name of the stream."""
+        """The first round of each stream that is not applied, by the stream's name in the swarm."""
         return {self._client.name(key.stream): key.round for key in self._next_keys()}
 
     @property
     def is_behind(self) -> bool:
-        """Whether a round is known to be decided that is not in the method's state, and no exchange of its
-        stream is open."""
+        """True if a decided round is not applied and no exchange of its stream is open."""
         return any(self._client.newest(key.stream) >= key.round for key in self._next_keys(idle=True))
 
     def missed(self) -> Apply | None:
-        """The next round that was decided without this node, if its stream is idle and the content is
-        here; of several streams the first on their axis."""
+        """Return the next round decided without this node, or None. Its stream is idle and its
+        content here; of several streams the lowest round comes first."""
         for key in sorted(self._next_keys(idle=True), key=lambda key: key.round):
             result = self._client.replay(key.stream, key.round)
             if result is not None:
@@ -109,9 +107,10 @@ class StateSync:
         return [key for key in keys if key.stream not in busy]
 
     async def adopt(self, timeout_s: float, downloaded: DownloadProgress = lambda here, total: None) -> None:
-        """Download the run's state, verify it and make it ours: pending exchanges and local work are given up.
+        """Replace this node's state with the run's; pending exchanges and local work are lost.
 
-        A snapshot that is not what its hash says, or fits another model, is not used, and another one is asked for."""
+        A snapshot with a wrong hash or for another model is discarded and another one fetched.
+        """
         method, replica = self._driver.method, self._driver.replica
         async with asyncio.timeout(timeout_s):
             while True:
@@ -131,7 +130,7 @@ class StateSync:
         self.open(rounds, snapshot.tokens)
 
     def _rounds_in(self, state: State) -> dict[str, int]:
-        """By stream, the last round in a snapshot; its entries are taken out, for no method knows them."""
+        """Return each stream's last round in a snapshot, and remove entries unknown to methods."""
         found = {
             entry.key.stream: counter(NEXT + entry.key.stream, state) - entry.stride for entry in self._driver.streams
         }
@@ -144,7 +143,7 @@ class StateSync:
         return await self._compute(self._snapshot_now)
 
     def _snapshot_now(self) -> Snapshot:
-        """Runs in the worker that applies results: the state and the rounds that are in it belong together."""
+        """Run in the worker that applies results, so that the state and its rounds match."""
         driver, position = self._driver, self._driver.position
         state = driver.method.snapshot(driver.replica)
         for key in self._next_keys():
@@ -154,19 +153,19 @@ class StateSync:
 
 
 def most_state_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """What the state of any method takes at most for parameters of these shapes: whoever serves more is not downloaded."""
+    """Return the largest size of any method's state for these shapes; larger ones are refused."""
     return HEAD_BYTES + STATE_COPIES * 4 * sum(math.prod(shape) for shape in shapes.values())
 
 
 def encode_state(state: State, round_number: int, tokens: int) -> Snapshot:
-    """These tensors as they are served, as of a round (less than 0: before the first)."""
+    """Return these tensors as a snapshot as of a round (below 0: before the first)."""
     encoded = safetensors.torch.save(dict(state))
     chunks = tuple(encoded[at : at + CHUNK_BYTES] for at in range(0, len(encoded), CHUNK_BYTES))
     return Snapshot(max(round_number, -1), state_hash(state), tokens, chunks)
 
 
 def decode_state(snapshot: Snapshot) -> State:
-    """A snapshot's tensors, verified against its hash; `CorruptSnapshot` otherwise. safetensors runs no code."""
+    """Return a snapshot's tensors; `CorruptSnapshot` for a wrong hash. safetensors runs no code."""
     try:
         state = safetensors.torch.load(b"".join(snapshot.chunks))
     except (safetensors.SafetensorError, ValueError) as error:

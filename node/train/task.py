@@ -1,4 +1,4 @@
-"""What a peer trains: a model, its batches, the gradient accumulated over micro-batches, and the learning rate."""
+"""A peer's training task: model, batches, the gradient accumulated over batches, learning rate."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -19,20 +19,20 @@ class TrainingTask(Protocol):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step."""
+        """The tokens of one step."""
         ...
 
     @property
     def weight(self) -> float:
-        """How often the gradient that the last step left counts."""
+        """The weight with which the last step's gradient counts."""
         ...
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Run this peer's batch number `step` through the model, leave its gradients, return its loss in nats."""
+        """Run batch number `step`, leave its gradients, and return its loss in nats per token."""
         ...
 
     def set_rate(self, tokens: int) -> None:
-        """Set the learning rate to the schedule's at the run's `tokens`, alike on every peer."""
+        """Set the learning rate to the schedule's at the run's `tokens`, equal on every peer."""
         ...
 
 
@@ -40,8 +40,9 @@ class TrainingTask(Protocol):
 class LanguageModelTask:
     """A causal language model on one peer's stream of batches.
 
-    A step runs `accumulate` batches; its gradient is their mean, so all of them count alike. With `autocast` the matrix
-    products run in bf16 while masters and gradients stay fp32. The rate follows the run's progress, not this peer's steps.
+    A step's gradient is the mean of `accumulate` batches. With `autocast` matrix products run in
+    bf16; masters and gradients stay fp32. The rate follows the run's progress, not this peer's
+    steps.
     """
 
     module: nn.Module
@@ -50,20 +51,20 @@ class LanguageModelTask:
     schedule: Schedule
     accumulate: int = 1
     autocast: bool = False
-    joined_at: int = 0  # the step at which this peer came in with empty moments
+    joined_at: int = 0  # step at which this peer joined, with empty moments
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step."""
+        """The tokens of one step."""
         return self.accumulate * self.batches.batch_size * self.batches.seq
 
     @property
     def weight(self) -> float:
-        """Each step counts once."""
+        """Always 1: each step counts once."""
         return 1.0
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Add this step's mean gradient to the model's; returns the mean loss in nats a token."""
+        """Add this step's mean gradient to the model's; return the mean loss in nats per token."""
         self.replica.lr = self.schedule.rate(progress.tokens, step - self.joined_at)
         total = 0.0
         for part in range(self.accumulate):
@@ -75,7 +76,7 @@ class LanguageModelTask:
         return total
 
     def set_rate(self, tokens: int) -> None:
-        """The schedule's rate at the run's `tokens`; no warm-up of a joiner's own, since everybody takes this step."""
+        """Set the schedule's rate at the run's `tokens`; all take this step, so none warms up."""
         self.replica.lr = replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
     def _precision(self, x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
