@@ -55,8 +55,7 @@ def identity_of(folder: RunFolder) -> Identity:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open `DESCRIPTORS` files and sockets, or as many as the hard limit
-    allows."""
+    """Let this process open `DESCRIPTORS` files and sockets, or as many as its limit permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

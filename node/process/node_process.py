@@ -122,8 +122,7 @@ class NodeProcess:
 
 
 class StatusWriter:
-    """A writer of a node's status to `status.json` in its folder, atomically, and to the live
-    view."""
+    """Writes a node's status to `status.json` in its folder, atomically, and to the live view."""
 
     def __init__(self, node: NodeProcess) -> None:
         self._node = node

@@ -31,8 +31,7 @@ ROLES = ("auto", "trainer", "replica", "stage", "stage:N")
 
 
 def founders(role: str, pipeline: PipelinePlan) -> tuple[int, bool]:
-    """Return a founder's stage (`NOTHING`, or `EVERY` for a full replica), and whether it
-    trains."""
+    """Return a founder's stage (`NOTHING`, or `EVERY` for a full replica) and whether it trains."""
     return (0, True) if role == "auto" else _named(role, pipeline) or (0, False)
 
 
