@@ -190,8 +190,7 @@ class Demo:
         return f"read the log.txt files under {self.folder}"
 
     def _end_all(self) -> None:
-        """Ask all children to leave, then kill them, at once if interrupted: nothing stays
-        behind."""
+        """Ask all children to leave, then kill them, at once if interrupted, so that none stays."""
         alive = [child for child in self.children if child.running]
         try:
             for child in alive:

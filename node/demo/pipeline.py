@@ -33,8 +33,7 @@ KILL_ONE_AT, KILL_STAGE_AT, LATE_AT = 0.25, 0.45, 0.55
 
 
 def pipeline_manifest(steps: int) -> Manifest:
-    """Return the manifest of `farflock demo --pipeline`: equal stages, for recovery from
-    neighbours."""
+    """Return the manifest of `farflock demo --pipeline`; equal stages can replace each other."""
     # DDP's rate follows the run alone, and so do the baselines'
     train = {"batch": 4, "seq": 64, "joiner_steps": 0}
     batch = 8
@@ -110,8 +109,7 @@ def report(
 
 
 def assembled(plan: RunPlan, stages: int, children: Sequence[Child]) -> Llama:
-    """Return the whole model from each stage's newest checkpoint; raise `Failure` if one has
-    none."""
+    """Return the whole model from each stage's newest checkpoint; raise `Failure` without one."""
     pieces: list[dict[str, Tensor]] = []
     for stage in range(stages):
         folders = (folder_of(RunFolder(child.folder), role_of(stage)) for child in children if not child.killed)

@@ -111,8 +111,7 @@ class InvariantChecker:
     def exchange_client(
         self, peer: Peer, index: int, birth: int, driver: Driver, inner: ExchangeClient
     ) -> ExchangeClient:
-        """Return the same client, which now records each exchange it encodes and result it
-        decodes."""
+        """Return the same client, recording each exchange it encodes and each result it decodes."""
         encode, decode, life = inner.encode, inner.decode, (peer.me, birth)
 
         def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
@@ -164,8 +163,7 @@ class InvariantChecker:
         self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
 
     def _compare(self, index: int, key: RoundId, driver: Driver, rounds: RoundIds) -> None:
-        """Require equal states after the same rounds: exact methods' bit by bit, close ones'
-        nearly."""
+        """Require equal states after equal rounds: exact methods bit by bit, close ones nearly."""
         if self._equality == "per-peer":
             self._hashes.setdefault(rounds, {})
             return

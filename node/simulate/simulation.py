@@ -283,8 +283,7 @@ def simulate(
 
 
 def held_out(plan: RunPlan, states: Collection[State], x: Tensor, y: Tensor) -> LossEstimate:
-    """Return the mean held-out loss of the peers' models, with the standard error over
-    sequences."""
+    """Return the mean held-out loss of the peers' models; the standard error is over sequences."""
     different = {state_hash(state): state for state in states}
     weights = collections.Counter(state_hash(state) for state in states)
     means = torch.zeros(len(x), dtype=torch.float64)
