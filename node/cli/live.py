@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LINE_EVERY = 0.05  # without a terminal: a line per twentieth of the run
-LINE_EVERY_SHOWS = 30  # of a node: a line at least every so many statuses, one a second
+LINE_EVERY_SHOWS = 30  # of a node: longest silence, in statuses, which come once a second
 NEWS_LINES = 4
 BAR_CELLS = 60
 

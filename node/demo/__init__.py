@@ -1,4 +1,5 @@
 """The demos: real processes on this machine, and the baselines that their result is compared with.
 
-May import node/process and below. Start reading at demo.py.
+May import node/process and below.
+Start reading at demo.py.
 """

@@ -87,8 +87,8 @@ def report(
     manifest: Manifest, folder: Path, children: Sequence[Child], progress: Callable[[str, float], None]
 ) -> dict[str, Any]:
     """Assemble the model from the stages' last checkpoints, train the unsplit model on the
-    founder's microbatches and another on one server's share of them; evaluate all; return the
-    contract's fields."""
+    founder's microbatches and another on one server's share; evaluate all; return the contract's
+    fields."""
     plan, pipeline = manifest.plan(), manifest.pipeline_plan()
     assert pipeline is not None, "a demo of a pipeline"
     microbatches = pipeline.batch_tokens // (plan.batch * plan.seq)

@@ -35,7 +35,7 @@ DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's pr
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """What this machine contributes: listening addresses, threads, and its folder."""
+    """This machine's contribution: where it listens, its threads, and its folder."""
 
     folder: RunFolder
     host: str = "127.0.0.1"

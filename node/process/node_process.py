@@ -122,7 +122,7 @@ class NodeProcess:
 
 
 class StatusWriter:
-    """Writes a node's status to `status.json` in its folder, atomically, and to the live view."""
+    """A writer of a node's status to `status.json` in its folder, atomically, and the live view."""
 
     def __init__(self, node: NodeProcess) -> None:
         self._node = node

@@ -1,7 +1,6 @@
 """A process's part in a pipeline: which stage it serves, whether it trains, and the node for it.
 
-By default a founder serves the first stage and trains; a joiner serves the stage with the fewest
-servers.
+By default a founder serves the first stage and trains; a joiner serves the stage of fewest servers.
 """
 
 import hashlib
@@ -82,7 +81,7 @@ def last_of_part(folder: RunFolder, run: str, pipeline: PipelinePlan, stage: int
 
 
 def held(pipeline: PipelinePlan, stage: int) -> tuple[int, ...]:
-    """Return the stages whose state a server of `stage` holds, given `EVERY` or `NOTHING` too."""
+    """Return the stages held when serving `stage`: all for `EVERY`, none for `NOTHING`."""
     return tuple(index for index in range(len(pipeline.stages)) if stage in (index, EVERY))
 
 

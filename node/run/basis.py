@@ -34,9 +34,9 @@ def largest_rank(width: int) -> int:
 
 @functools.lru_cache(maxsize=2)
 def run_basis(seed: int, width: int, rank: int, vocabulary: int) -> Basis:
-    """Return version 1 of a run's basis: a random subspace, and a frozen embedding with the scale
-    of an initial one (node/model/llama.py). Raise `ValueError` unless `1 <= rank <=
-    largest_rank(width)`."""
+    """Return version 1 of a run's basis: a random subspace, and a frozen embedding of an initial
+    one's scale (node/model/llama.py). Raise `ValueError` unless 1 <= rank <=
+    `largest_rank(width)`."""
     if not 1 <= rank <= largest_rank(width):
         raise ValueError(
             f"a basis of rank {rank} for a width of {width} is not possible; 1 to {largest_rank(width)} are"
@@ -62,9 +62,8 @@ def basis_bytes(width: int, rank: int, vocabulary: int) -> int:
 
 
 def orthonormal(matrix_DK: Tensor) -> Tensor:
-    """Return the orthonormal matrix nearest to `matrix_DK`, which has full rank, in float64 with
-    the same bits on every machine: its polar factor by Newton-Schulz iteration, which needs only
-    products."""
+    """Return the nearest orthonormal matrix, for full rank, in float64, the same bits on every
+    machine: the polar factor by Newton-Schulz iteration, which needs only products."""
     gram_KK = product(matrix_DK.T, matrix_DK)
     ones_K1 = torch.ones(gram_KK.shape[0], 1, dtype=torch.float64)
     # bounds the largest singular value

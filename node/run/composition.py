@@ -1,8 +1,8 @@
 """Named rules for whether the parts of a pipeline fit together, checked before anything starts.
 
-A codec, a path policy and a method are chosen separately, and some combinations cannot work. Found
-out during training, that is a run that stands still or trains something else. A violation is
-refused with the rule's name, the reason and what is possible.
+A codec, a path policy and a method are chosen separately, and some combinations cannot work; found
+out only during training, such a run stands still or trains something else. A violation is refused
+with the rule's name, the reason and what is possible.
 
 Some rules state what any such pipeline needs: codecs with memory need pinned routes; a path begins
 where tokens are embedded and ends where the loss is; swapped stages are alike. Others state what
@@ -107,7 +107,7 @@ def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...
 
 
 def require_untied(config: ModelConfig, stages: int) -> None:
-    """Raise `Uncomposable` if tied embeddings would be shared by two of the stages."""
+    """Raise `Uncomposable` if a tied model has several stages: two would share a tensor."""
     if config.tied and stages > 1:
         why = f"the head is the embedding, and they would be on the first and the last of {stages} stages"
         raise Uncomposable("tied model", why, "set model.tied to false")
@@ -197,7 +197,7 @@ def _shared_basis(parts: Composition) -> Breach | None:
 
 def scope_of(codec: str) -> Scope:
     """Return what a codec needs of its routes; raise `ValueError` if it is unknown. Subspace
-    codecs are told by name, as they cannot be built without their basis; alternatives are all
+    codecs, which cannot be built without their basis, are told by name; alternatives are
     memoryless."""
     return "shared_params" if subspace_terms(codec) is not None else activation_codec(known_of(codec)[0]).scope
 
@@ -407,7 +407,7 @@ def _versions_in_use(parts: Composition) -> Breach | None:
 
 
 def _shared_versions(parts: Composition) -> Breach | None:
-    """All servers of a stage hold the same versions, or none could take another's place."""
+    """Servers of a stage hold the same versions, or none could take another's place."""
     if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
         return None
     why = f"the members of a stage hold weights of their own with method {parts.plan.method}"
@@ -415,7 +415,7 @@ def _shared_versions(parts: Composition) -> Breach | None:
 
 
 def _predicted_steps(parts: Composition) -> Breach | None:
-    """Predictions extrapolate the common last step."""
+    """Predictions extrapolate the last step, which all members must have in common."""
     terms = parts.pipeline.asynchronous
     if terms is None or not terms.predicts or parts.plan.method in SUMMING:
         return None

@@ -62,7 +62,8 @@ def require_inner(name: str, made: Method, inner: InnerOptimizer, clip_norm: flo
             why = f"{clip_norm:g} would shorten {name}'s sign(q), whose norm is the root of the number of parameters"
             raise Usage("train.clip", why, "set it to 0")
     sent = SHARED_MOMENTS.get(name)
-    mixed = name == "ddp" and len(kept) > 1  # Muon's matrix products have other bits on other machines
+    # Muon's matrix products have other bits on other machines
+    mixed = name == "ddp" and len(kept) > 1
     if sent is not None and (mixed or any(moments is None or moments - sent for moments in kept)):
         why, remedy = f"it cannot send the moments of {called} as it is set", "or sgd without momentum"
         remedy = remedy if name == "ddp" else "sgd or muon"
@@ -95,9 +96,8 @@ def require_members(made: Method, members: int, place: str) -> None:
 
 
 def moments_of(inner: InnerOptimizer) -> Sequence[frozenset[str] | None]:
-    """Return the moments kept per parameter, one set for each optimizer that `inner` is made of;
-    None for an optimizer unknown here. Building one only to ask would take torch seconds and write
-    files."""
+    """Return the moments kept per parameter, one set for each optimizer in `inner`; None for an
+    optimizer unknown here. Building one only to ask would take torch seconds and write files."""
     if isinstance(inner, InnerConfig):
         momentum = MOMENTUM if inner.momentum else NONE
         return {"adamw": [ADAM], "nadam": [NADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[inner.name]

@@ -52,8 +52,7 @@ def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
 
 
 def stage_parameters(model: ModelConfig, span: range) -> int:
-    """Return a stage's number of weights: its layers, and at the ends embedding or norm and
-    head."""
+    """Return a stage's number of weights: layers, and at the ends embedding or norm and head."""
     table = model.vocab_size * model.dim
     ends = (model.parameters() - model.dim - (1 if model.tied else 2) * table) // model.layers * len(span)
     return ends + (table if span.start == 0 else 0) + (model.dim + table if span.stop == model.layers else 0)
@@ -62,9 +61,8 @@ def stage_parameters(model: ModelConfig, span: range) -> int:
 def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int:
     """Estimate from above the bytes that serving this stage takes beside the program itself.
 
-    Counted as for whole models (`needed_bytes`), plus: pending gradients, what passes keep of the
-    microbatches computed at once, the payloads of those that wait, a codec's basis, and its memory
-    of recurring samples."""
+    Counted as for whole models (`needed_bytes`), plus pending gradients, what passes keep of the
+    microbatches computed at once, payloads that wait, a codec's basis, and its sample memory."""
     span, server, tokens = pipeline.stages[stage], pipeline.server, plan.batch * plan.seq
     weights = stage_parameters(plan.model, span)
     a_token = len(span) * layer_values(plan.model, plan.seq) + (
@@ -126,9 +124,8 @@ def require_replica_memory(plan: RunPlan, pipeline: PipelinePlan, *free_bytes: i
 
 
 def _kept_copies(pipeline: PipelinePlan) -> int:
-    """Return the copies of a stage that keeps versions: the old ones and the sum merged for each,
-    what passes use in place of the newest, and for predictions a trend and the weights before a
-    step."""
+    """Return the copies for stages that keep versions: the old ones and the sum merged for each,
+    passes' substitute for the newest, and for predictions a trend and the weights before a step."""
     terms = pipeline.asynchronous
     return 0 if terms is None else 2 * (terms.versions - 1) + 1 + 2 * terms.predicts
 

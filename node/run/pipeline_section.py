@@ -1,7 +1,6 @@
 """[pipeline] in a manifest: the cut of a run's model into stages, and the terms between them.
 
-A run without this table trains whole models. What is left out has a default; resolved, every number
-is spelt out.
+A run without this table trains whole models. Left-out values have defaults, spelt out if resolved.
 """
 
 from typing import Annotated, Any
@@ -191,7 +190,7 @@ def _remembers(codec: object) -> bool:
 
 
 def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
-    """Return the digest of a subspace codec's basis; None without one, or on an error."""
+    """Return a subspace codec's basis digest; None without one, or on an error reported later."""
     try:
         terms = subspace_terms(codec) if isinstance(codec, str) else None
         config = msgspec.convert(table["model"], ModelConfig)

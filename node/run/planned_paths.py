@@ -57,9 +57,9 @@ class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a founder may write in place of `lanes`: the number of stages on a path, whether
-    neighbours may swap places on it, and, by stage and place, the seconds that a host takes for a
-    forward pass and its line for a microbatch one way."""
+    """A founder's alternative to `lanes`: the number of stages on a path, whether neighbours may
+    swap places on it, and, by stage and place, the seconds that a host takes for a forward pass and
+    its line for a microbatch one way."""
 
     visited: Annotated[int, msgspec.Meta(ge=1)]
     forward_s: ByPlace
@@ -238,8 +238,8 @@ def _counted(lanes: object, stages: int) -> list[int]:
 
 def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> PathPlan:
     """Plan paths for these hosts by their places; raise `BadPlan` if there are none. Each lane
-    takes the paths of all lanes in turn, so one trainer alone uses all servers and trains all
-    stages equally."""
+    takes all lanes' paths in turn, so one trainer alone uses all servers and trains all stages
+    equally."""
     serving = tuple(tuple(place_name(stage, at) for at in range(len(row))) for stage, row in enumerate(hosts.forward_s))
     names = list(itertools.chain.from_iterable(serving))
     lines = dict(zip(names, itertools.chain.from_iterable(hosts.line_s), strict=True))

@@ -1,5 +1,4 @@
-"""Tables that the terms of every run have, whether the model is Farflock's or a user's, and how
-terms are read from TOML.
+"""Tables that the terms of all runs have, with Farflock's model or a user's, and their reader.
 
 A misspelt key, a wrong type or an impossible value is refused with its place and the nearest
 possible thing.
@@ -48,8 +47,8 @@ class MethodSection(Section, frozen=True):
 class ExchangeSection(Section, frozen=True):
     """[exchange]: what is sent and how long peers wait for it; None if the method has no such
     option. Membership changes at most every `view_s` seconds, members without a majority for
-    `branch_after_s` go on as a branch, and the founder starts training with `start_peers`
-    members."""
+    `branch_after_s` go on as a branch, and the founder trains once `start_peers` members are
+    there."""
 
     codec: PlainText | None = None
     return_codec: PlainText | None = None

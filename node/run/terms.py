@@ -33,7 +33,7 @@ Constrained = Literal["all", "pipelines"]
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What all nodes of a run do alike; a manifest resolves to it."""
+    """The training terms that all nodes of a run share; a manifest resolves to it."""
 
     run_seed: int
     model: ModelConfig
@@ -52,7 +52,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerTerms:
-    """What a server accepts: `queue` waiting passes of each kind, up to `together` forward passes
+    """A server's limits: `queue` waiting passes of each kind, up to `together` forward passes
     computed at once, `places` pending gradients, each for `lease_s`, and microbatches up to
     `staleness` rounds older than the stage."""
 
@@ -65,9 +65,8 @@ class ServerTerms:
 
 @dataclass(frozen=True, slots=True)
 class TrainerTerms:
-    """At most `window` microbatches are in flight, fewer where that keeps all servers busy
-    (swarm/protocol/depth.py), and at most `kept` exist in all, counting those that wait to be
-    named."""
+    """A trainer's limits: `window` microbatches in flight, fewer where that keeps all servers busy
+    (swarm/protocol/depth.py), and `kept` in all, counting those that wait to be named."""
 
     window: int = 64
     kept: int = 256

@@ -8,8 +8,7 @@ FOLDED = 512  # longest array on one line: readers refuse long lines
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """Return tables of scalars, arrays and tables as TOML, in order; None and empty ones are
-    dropped."""
+    """Return tables of scalars, arrays and tables as TOML, in order, without None or empty ones."""
     return "\n".join(_lines(tables, ())).lstrip() + "\n"
 
 

@@ -56,7 +56,7 @@ class SeedReport:
 
 @dataclass(slots=True)
 class Chaos:
-    """One seeded disaster; the method is an argument, and the number of peers may be."""
+    """One seeded disaster. The method is given, and the number of peers may be."""
 
     seed: int
     arm: ChaosCase
@@ -219,7 +219,7 @@ class Chaos:
                     self.watch.look(life.peer)
 
     async def _progress(self, rounds: int, after: str) -> float:
-        """Wait until all are in, train, and have applied `rounds` rounds; return the seconds."""
+        """Wait until all are in, train, and have applied `rounds` rounds; return the time taken."""
         begun_s = asyncio.get_running_loop().time()
         steps = {index: life.loop.step if life.loop is not None else 0 for index, life in self.population.lives.items()}
         while lagging := self._lagging(begun_s, steps, rounds):
@@ -260,7 +260,7 @@ class Chaos:
                 self.watch.check_waits(life.peer, life.loop)
 
     def _check_rest(self, looking: asyncio.Task[None]) -> None:
-        """After the end, no life ended early, no task outlives its peer, no bytes are missing."""
+        """Check that no life ended early, no task outlives its peer, and no bytes are missing."""
         if not looking.cancelled():
             looking.result()  # raises the error that ended the checks
         for index, life in self.population.lives.items():
@@ -308,13 +308,14 @@ def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None)
 
 
 def _quieten(level: int) -> None:
-    """Give a worker its parent's log level, and its end."""
+    """Give a worker its parent's log level, and end it with its parent."""
     logging.getLogger("farflock").setLevel(level)
     end_with_parent()
 
 
 def faults_of(seed: int) -> list[tuple[str, str]]:
-    """Return a seed's faults, each with the phase it waits for; seeds in a row cover each cell."""
+    """Return a seed's faults, each with the phase it waits for. Each block of `len(CELLS) //
+    FAULTS` seeds has each cell once."""
     turn, place = divmod(seed, len(CELLS) // FAULTS)
     shuffled = random.Random(f"faults/{turn}").sample(CELLS, len(CELLS))
     return shuffled[FAULTS * place : FAULTS * (place + 1)]

@@ -1,4 +1,4 @@
-"""The methods under disasters: all of the catalogue with short rounds, on a replica of a few
+"""The methods under disasters: all of the catalogue, with short rounds, on a replica of few
 counters.
 
 It is cheap to train and easy to check: a gradient tells whose step it was, and a handful of steps
@@ -97,9 +97,8 @@ def case_of(seed: int, name: str | None = None) -> ChaosCase:
 
 
 class CountingReplica:
-    """A few tensors in which each local step leaves a mark of its peer. The inner optimizer is
-    gradient descent at a rate of 1; with `moments` it also keeps means of the gradient and its
-    square, unused."""
+    """A few tensors in which each local step leaves its peer's mark. The inner optimizer is
+    gradient descent at a rate of 1; `moments` adds unused means of the gradient and its square."""
 
     def __init__(self, place: int, sizes: Mapping[str, int], *, moments: bool = False) -> None:
         self._place, self._sizes = place, sizes
@@ -111,7 +110,7 @@ class CountingReplica:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors."""
+        """The names of all tensors."""
         return tuple(self._sizes)
 
     @property
@@ -152,13 +151,13 @@ class CountingReplica:
 
 @dataclass(slots=True)
 class CountingTask:
-    """Trains a counting replica."""
+    """A task that trains a counting replica."""
 
     replica: CountingReplica
 
     @property
     def weight(self) -> float:
-        """Each step counts once."""
+        """The weight of a step: each counts once."""
         return 1.0
 
     @property

@@ -1,10 +1,9 @@
-"""Invariants that must hold during a disaster, checked by bookkeeping that shares no code with what
-it checks.
+"""Invariants of a disaster, checked by bookkeeping that shares no code with what it checks.
 
 An update counts at most once, in its own round; members of an exact method are equal after each
 sync; a mean is the mean of its participants' contributions, the same bits for all of them; tokens
-add up, life by life; every wait has a name and a deadline and does not long outlast it; what a peer
-holds stays small.
+add up, life by life; every wait has a name and a deadline, and none lasts long after it; what a
+peer holds stays small.
 """
 
 import asyncio

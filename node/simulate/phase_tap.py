@@ -13,7 +13,7 @@ MOMENT_S = 6.0  # longest wait of a fault for its phase
 
 
 class PhaseTap:
-    """Sees all frames; may alter chunk pieces on behalf of a lying sender."""
+    """A listener to all frames; it may alter chunk pieces on behalf of a lying sender."""
 
     def __init__(self, phases: tuple[str, ...], chance: random.Random) -> None:
         self.sent_bytes: collections.Counter[PeerId] = collections.Counter()
@@ -25,7 +25,7 @@ class PhaseTap:
         self._moment = asyncio.Event()
 
     def hear(self, now_s: float, sender: PeerId, receiver: PeerId, frame: bytes) -> bytes:
-        """Note the phase of a message and return what goes over the line."""
+        """Note the phase of a frame; return the frame, or an altered one, to put on the line."""
         self.sent_bytes[sender] += len(frame)
         kind = message_kind(frame)
         self._phase = PHASES.get(kind, self._phase)
@@ -36,10 +36,8 @@ class PhaseTap:
         return frame
 
     async def wait_for(self, wanted: str) -> str:
-        """Wait until a message of this phase is sent, at most `MOMENT_S`; return the phase met.
-
-        If exchanges have no such phase, wait for a random one; if there are none, return "" at
-        once."""
+        """Wait at most `MOMENT_S` for a message of this phase, or of a random one if exchanges have
+        no such phase; return the phase met, or "" at once if there are no exchanges."""
         if not self.phases:
             return ""
         self._wanted = wanted if wanted in self.phases else self._random.choice(self.phases)

@@ -128,7 +128,7 @@ class PipelineSimulation:
         await asyncio.sleep(LINGER_S)
 
     async def _live(self, number: int) -> None:
-        """Begin one life after another until one is not left behind."""
+        """Live one life after another, until one ends without being left behind."""
         while True:
             try:
                 await self._one_life(number)
@@ -232,7 +232,7 @@ def identity_of(plan: RunPlan, number: int) -> Identity:
 
 
 def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0) -> tuple[PeerRole, ...]:
-    """Return that many servers of each stage, then pure trainers, then full replicas."""
+    """Return `servers` servers per stage, then pure trainers, then full replicas."""
     serving = [PeerRole(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)]
     whole = [PeerRole(EVERY, trains=True, forward_s=forward_s)] * replicas
     return (*serving, *([PeerRole(trains=True)] * trainers), *whole)

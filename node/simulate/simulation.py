@@ -48,7 +48,7 @@ AWAY_S = (5.0, 20.0)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The simulated surroundings. `step_s` is a step's time, `churn_s` the mean between kills."""
+    """The simulated surroundings. `step_s` is per step, `churn_s` the mean time between kills."""
 
     peers: int
     total_tokens: int
@@ -264,8 +264,8 @@ def simulate(
     folder: Path | None = None,
 ) -> SimulationResult:
     """Run a simulation to its end. With a `folder` each leg is saved there, and saved legs are not
-    run again: the outcome is bit for bit that of an uninterrupted run. Raise `Usage` if the folder
-    holds another run."""
+    run again; the outcome is bit for bit an uninterrupted run's. Raise `Usage` for another run's
+    folder."""
     shelf = SegmentStore(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}") if folder else None
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 

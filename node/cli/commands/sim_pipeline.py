@@ -83,8 +83,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
 
 
 def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: Any) -> dict[str, Any]:  # noqa: ANN401 - tokens
-    """Return the hash and held-out loss of the model, assembled from each stage's furthest
-    server."""
+    """Return hash and held-out loss of the model, assembled from each stage's furthest server."""
     import torch
 
     from farflock.node.errors import Failure

@@ -1,6 +1,4 @@
-"""`farflock status`: what the local node is doing and whom it waits for; or a run seen from
-outside.
-"""
+"""`farflock status`: what the local node does and for whom it waits; or a run seen from outside."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
