@@ -67,7 +67,7 @@ class Chaos:
     tap: PhaseTap = field(init=False)
     fired: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     _random: random.Random = field(init=False)
-    _streams: int = field(init=False)  # that the method has
+    _streams: int = field(init=False)  # how many the method has
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"chaos/{self.seed}")

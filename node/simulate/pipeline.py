@@ -59,7 +59,7 @@ class PipelineWorld:
 
 @dataclass(slots=True)
 class EventLog:
-    """Events as they were reported: (time in s, peer number, kind, fields)."""
+    """The reported events, as (time in s, peer number, kind, fields), and totals of the run."""
 
     events: list[tuple[float, int, str, dict[str, object]]] = field(default_factory=list)
     kills: int = 0
@@ -190,7 +190,7 @@ class PipelineSimulation:
                 others = [blob for blob in await directory.peers(run) if unseal(blob, run).peer != me]
         return others
 
-    # bad luck
+    # churn
 
     async def _churn(self) -> None:
         assert self._world.churn_s is not None
