@@ -34,8 +34,8 @@ def largest_rank(width: int) -> int:
 
 @functools.lru_cache(maxsize=2)
 def run_basis(seed: int, width: int, rank: int, vocabulary: int) -> Basis:
-    """Return version 1 of a run's basis: a random subspace, and a frozen embedding of an initial
-    one's scale (node/model/llama.py). Raise `ValueError` unless 1 <= rank <=
+    """Return version 1 of a run's basis: a random subspace, and a frozen embedding scaled like an
+    initial one (node/model/llama.py). Raise `ValueError` unless 1 <= rank <=
     `largest_rank(width)`."""
     if not 1 <= rank <= largest_rank(width):
         raise ValueError(
@@ -62,8 +62,9 @@ def basis_bytes(width: int, rank: int, vocabulary: int) -> int:
 
 
 def orthonormal(matrix_DK: Tensor) -> Tensor:
-    """Return the nearest orthonormal matrix, for full rank, in float64, the same bits on every
-    machine: the polar factor by Newton-Schulz iteration, which needs only products."""
+    """Return the orthonormal matrix nearest to one of full rank, in float64, bit for bit
+    everywhere: its polar factor by Newton-Schulz iteration, which needs only products. Raise
+    `ValueError` if the columns are dependent."""
     gram_KK = product(matrix_DK.T, matrix_DK)
     ones_K1 = torch.ones(gram_KK.shape[0], 1, dtype=torch.float64)
     # bounds the largest singular value

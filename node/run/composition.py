@@ -386,7 +386,7 @@ def least_kept(batch: int, steps: int, window: int) -> int:
 
 
 def steps_of(options: Method | Mapping[str, Any]) -> int:
-    """Return a method's steps between rounds that name microbatches, from it or its options."""
+    """Return the steps between rounds that name microbatches, for a method or its options."""
     for name in ("mask_period", "period"):
         found = options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
         if isinstance(found, int):

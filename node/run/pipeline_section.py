@@ -1,6 +1,7 @@
 """[pipeline] in a manifest: the cut of a run's model into stages, and the terms between them.
 
-A run without this table trains whole models. Left-out values have defaults, spelt out if resolved.
+A run without this table trains whole models. What is left out has a default, spelt out when
+resolved.
 """
 
 from typing import Annotated, Any
