@@ -1,7 +1,8 @@
-"""The live view: what a swarm or one node does, on a terminal as a table that changes, elsewhere as plain lines.
+"""The live view: a swarm or one node as a changing table on a terminal, as plain lines elsewhere.
 
-It is drawn from what nodes say of themselves (node/process/status.py), on standard error: standard output is for results. The
-screen is taken over with the first thing to show, so that what was printed before, an invite above all, stays as it is.
+It shows nodes' own statuses (node/process/status.py) on standard error: standard output is for
+results. It takes over the screen with the first thing to show, so that what was printed before, an
+invite above all, stays.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ from farflock.node.process.status import Status
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LINE_EVERY = 0.05  # of the run: without a terminal, a line for each twentieth
-LINE_EVERY_SHOWS = 30  # of a node: a line for so many seconds at the latest
+LINE_EVERY = 0.05  # without a terminal: a line per twentieth of the run
+LINE_EVERY_SHOWS = 30  # of a node: longest silence, in statuses, which come once a second
 NEWS_LINES = 4
 BAR_CELLS = 60
 
@@ -86,14 +87,14 @@ class _DemoLines:
 
 
 class _News:
-    """Who came and who went, from one status to the next."""
+    """Peers that joined or left between two status reports."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._members: frozenset[str] = frozenset()
 
     def of(self, status: Status) -> list[str]:
-        """What is new since the last status."""
+        """Return what is new since the last status."""
         before, self._members = self._members, frozenset(status.members)
         new = []
         if before:
@@ -104,7 +105,7 @@ class _News:
 
 
 class _NodeLines:
-    """A node as plain lines: news, each twentieth of the run, and one now and then."""
+    """A node as plain lines: news, one per twentieth of the run, and one now and then."""
 
     def __init__(self, title: str, news: _News) -> None:
         self._title, self._news = title, news
@@ -128,7 +129,7 @@ def node_line(status: Status) -> str:
 
 
 def _numbers(status: Status) -> dict[str, str]:
-    """What a node can be measured by, in words, by its heading."""
+    """Return a node's measurements in words, by heading."""
     roads = sorted({partner.road for partner in status.partners if partner.road != "none"})
     applied = ", ".join(f"{count} {kind}" for kind, count in sorted(status.rounds.items()))
     return {

@@ -1,4 +1,6 @@
-"""The command line: a table of commands, each imported only when it is run, and one place where errors become sentences."""
+"""The command line: a table of commands, each imported only when run, and the one place where
+errors become sentences.
+"""
 
 import contextlib
 import os
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `Terminated` wherever the program is, as Ctrl-C raises `KeyboardInterrupt`."""
+    """Raise `Terminated` on SIGTERM and SIGHUP, as Ctrl-C raises `KeyboardInterrupt`."""
 
     def terminated(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
@@ -92,7 +94,7 @@ def _run(arguments: list[str], out: Output) -> int:
         return out.failure("asked to end; what was running has been ended", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return out.failure("interrupted; what was running has been ended", INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has seen enough; Python would complain once more at its own end
+    except BrokenPipeError:  # the reader has left; Python would complain again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # the border of the program: every error ends as one sentence

@@ -1,6 +1,6 @@
 """The only printer: plain lines for people, one JSON object as the last line for programs.
 
-A terminal gets rich tables and bars, which are imported only then; files, pipes and logs get plain lines.
+A terminal gets rich tables and bars, imported only then; files, pipes and logs get plain lines.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def _print_rich(stream: TextIO, columns: Sequence[str], rows: Sequence[Sequence[
     for place, name in enumerate(columns):
         table.add_column(Text(name), justify="right" if _all_numbers(rows, place) else "left")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))  # Text: what is in a cell is never read as markup
+        table.add_row(*(Text(str(cell)) for cell in row))  # Text: cells are never markup
     Console(file=stream).print(table)
 
 
@@ -108,7 +108,7 @@ def _plain(value: object) -> str:
 
 
 class _Tenths:
-    """Progress without a terminal: a line for each tenth."""
+    """Progress without a terminal: a line per tenth."""
 
     def __init__(self, what: str) -> None:
         self._what, self._told = what, 0

@@ -1,4 +1,4 @@
-"""The demos: real processes on this machine, and the lines that their result is held against.
+"""The demos: real processes on this machine, and the baselines that their result is compared with.
 
 May import node/process and below.
 Start reading at demo.py.

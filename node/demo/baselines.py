@@ -1,7 +1,8 @@
-"""The lines that a swarm's result is held against, trained in one process on the very streams of its peers.
+"""The baselines of a swarm's result, trained in one process on exactly its peers' streams.
 
-`union` is synchronous data parallelism done as one model: each step takes the union of the peers' batches. `alone` is one
-replica that never communicates. Same data, same initial weights, same tokens a peer, same schedule.
+`ddp` is synchronous data parallelism as one model: each step takes the union of the peers' batches.
+`none` is one replica that never communicates. Same data, same initial weights, same tokens per
+peer, same schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from farflock.node.run.terms import RunPlan
 def train_baseline(
     plan: RunPlan, tokens: TokenIds, streams: Sequence[str], peers: int, steps: int, progress: Callable[[float], None]
 ) -> Llama:
-    """Train one model on the batches of these streams together, as long as a run of `peers` peers and `steps` steps."""
+    """Train one model for `steps` steps on these streams' batches, at the rate of `peers` peers."""
     model = build(plan.model, plan.run_seed)
     inner = plan.inner.build(model)
     sources = [
@@ -43,7 +44,7 @@ def train_baseline(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Held-out losses of the swarm and its two lines, with what can be said about the share of the gain."""
+    """Held-out losses of the swarm and its two baselines, and the gain from `none` to `ddp`."""
 
     swarm: float
     swarm_error: float
@@ -56,15 +57,16 @@ class Comparison:
 
     @property
     def share_of_gain(self) -> float | None:
-        """How much of data parallelism's gain over no communication the swarm kept; None if that gain is within 4
-        standard errors of nothing: then the run is too short to tell."""
+        """The share of data parallelism's gain over no communication that the swarm kept; None if
+        that gain is within 4 standard errors of 0: the run is too short to tell."""
         if self.gain <= 4 * self.gain_error:
             return None
         return (self.none - self.swarm) / self.gain
 
 
 def compare(swarm: Tensor, ddp: Tensor, none: Tensor) -> Comparison:
-    """From losses per held-out sequence, in nats, of the same sequences in the same order: errors of the gain are paired."""
+    """Compare losses per held-out sequence, in nats, for the same sequences in the same order, so
+    that errors of the gain are paired."""
     gain = none - ddp
     means = [float(losses.mean()) for losses in (swarm, ddp, none, gain)]
     errors = [float(losses.std() / len(losses) ** 0.5) for losses in (swarm, ddp, none, gain)]

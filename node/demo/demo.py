@@ -1,7 +1,8 @@
 """The demo: a real swarm of processes on this machine that loses a peer, takes one in, and goes on.
 
-Each peer is the command that a volunteer would type, in a process of its own. At one third of the run one of them is
-killed, at one half a new one joins by invite, and later the founder is stopped for a while; training goes on throughout.
+Each peer is the command that a volunteer would type, in its own process. At one third of the run
+one of them is killed, by one half a new one has joined by invite, and later the founder is stopped
+for a while; training goes on throughout.
 """
 
 import contextlib
@@ -20,14 +21,14 @@ from farflock.node.errors import Failure
 from farflock.node.process.signals import LEASH
 from farflock.node.process.status import Status, read_status
 
-KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # until a newcomer is in, one half of the run is over
-STOP_BY = 0.8  # while the founder is stopped nobody is let in: in a run of seconds it waits so long for a newcomer
+KILL_AT, JOIN_AT, STOP_AT = 1 / 3, 0.42, 0.62  # a newcomer is in by about one half of the run
+STOP_BY = 0.8  # latest stop: a stopped founder lets nobody in, so it first waits for the newcomer
 STOPPED_S = 8.0
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # without any progress
 POLL_S = 0.25
-LEAVE_S = 10.0  # for children to leave in good order
+LEAVE_S = 10.0  # for children to end in good order
 
 
 @dataclass(slots=True)
@@ -41,20 +42,20 @@ class Child:
     stopped: bool = False
 
     def status(self) -> Status | None:
-        """What it last said of itself."""
+        """Return its last status, None if there is none."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             return read_status(self.folder / "status.json")
         return None
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
+        """True while the process runs."""
         return self.process.poll() is None
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What the live view is shown: everybody's status, and what has just happened."""
+    """One frame of the live view: all children, the progress of the run, and its news."""
 
     children: tuple[Child, ...]
     share: float
@@ -63,7 +64,7 @@ class Moment:
 
 @dataclass(slots=True)
 class Demo:
-    """The processes of one demo and what is done to them. `show` is called a few times a second."""
+    """The processes of one demo and what happens to them. `show` is called a few times a second."""
 
     folder: Path
     manifest: Path
@@ -77,14 +78,14 @@ class Demo:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Demo"]:
-        """All children end with the block, however it is left."""
+        """End all children with the block, however it is left."""
         try:
             yield self
         finally:
             self._end_all()
 
     def run(self) -> None:
-        """Start everybody, do what a demo does, and return when all who live are done."""
+        """Start all peers, let the demo's events happen, and return when all survivors are done."""
         founder = self._start("founder", ["run", str(self.manifest)])
         invite = self._invite_of(founder)
         for name, arguments in self._others():
@@ -95,7 +96,7 @@ class Demo:
             if share > best:
                 best, progressed_s = share, time.monotonic()
             if best >= 1 and time.monotonic() - progressed_s > END_TIMEOUT_S:
-                break  # whoever is still on its way in has come too late
+                break  # a peer that is still joining is too late
             self._happen(share, invite)
             self.show(Moment(tuple(self.children), share, tuple(self.news)))
             if time.monotonic() - progressed_s > STALL_TIMEOUT_S:
@@ -106,20 +107,20 @@ class Demo:
         self._require_success()
 
     def survivors(self) -> list[Child]:
-        """The peers that reached the end."""
+        """Return the peers that were not killed."""
         return [child for child in self.children if not child.killed]
 
     def newcomers(self) -> list[Child]:
-        """The peers that were started later."""
+        """Return the peers that were started later."""
         return self.children[self.peers :]
 
     @property
     def joined(self) -> int:
-        """How many newcomers came in; in a short run they may come too late."""
+        """The number of newcomers that joined; in a short run they may be too late."""
         return sum(child.status() is not None for child in self.newcomers())
 
     def _others(self) -> list[tuple[str, list[str]]]:
-        """Who joins the founder at the start: names, and options of `farflock join`."""
+        """Return the peers that join at the start: names, and options of `farflock join`."""
         return [(f"peer {number}", []) for number in range(1, self.peers)]
 
     def _kill(self, victim: Child) -> None:
@@ -128,7 +129,7 @@ class Demo:
         self.news.append(f"{victim.name} was killed (SIGKILL)")
 
     def _happen(self, share: float, invite: str) -> None:
-        """Kill, join, stop, each once, when their time has come."""
+        """Kill, join, stop, each once, when its time has come."""
         if self.peers > 1 and share >= KILL_AT and not self.killed:
             self._kill(self.children[1])
         if share >= JOIN_AT and not self.newcomers():
@@ -145,7 +146,7 @@ class Demo:
             self.news.append("the founder is back")
 
     def _stop_is_due(self, share: float) -> bool:
-        """Once, with somebody else there who can decide."""
+        """Return whether to stop the founder: once, and only if others are there to decide."""
         once = self._stopped_s is None and not self._stop_done and self.peers > 2
         return once and share >= (STOP_AT if self.joined else STOP_BY)
 
@@ -160,11 +161,11 @@ class Demo:
         with open(folder / "log.txt", "wb") as log:
             process = subprocess.Popen(
                 arguments,
-                stdin=subprocess.PIPE,  # never written to; it ends when this process does, however that comes about
+                stdin=subprocess.PIPE,  # never written to; closes when this process ends
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", LEASH: "stdin"},
-                start_new_session=True,  # Ctrl-C is for this process: it ends its children itself, in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends its children
             )
         self.children.append(Child(name, folder, process))
         return self.children[-1]
@@ -189,7 +190,7 @@ class Demo:
         return f"read the log.txt files under {self.folder}"
 
     def _end_all(self) -> None:
-        """Ask everybody to leave, then insist, at once if this is interrupted in its turn: nothing stays behind."""
+        """Ask all children to leave, then kill them, at once if interrupted, so that none stays."""
         alive = [child for child in self.children if child.running]
         try:
             for child in alive:

@@ -1,7 +1,9 @@
-"""The demo of a pipeline: six processes, three stages with two servers each, none of which holds the whole model.
+"""The demo of a pipeline: six processes, three stages with two servers each, none of which holds
+the whole model.
 
-One server is killed, then both servers of the middle stage at once; a newcomer makes that stage from the two beside it, and
-training goes on. The end is held against the unsplit model, trained on the very same microbatches.
+One server is killed, then both servers of the middle stage at once; a newcomer rebuilds that stage
+from the two beside it, and training goes on. The result is compared with the unsplit model, trained
+on exactly the same microbatches.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +33,9 @@ KILL_ONE_AT, KILL_STAGE_AT, LATE_AT = 0.25, 0.45, 0.55
 
 
 def pipeline_manifest(steps: int) -> Manifest:
-    """What `farflock demo --pipeline` trains: equal stages, so that one can be made from its neighbours."""
-    train = {"batch": 4, "seq": 64, "joiner_steps": 0}  # DDP's rate follows the run alone, and so do the lines
+    """Return the manifest of `farflock demo --pipeline`; equal stages can replace each other."""
+    # DDP's rate follows the run alone, and so do the baselines'
+    train = {"batch": 4, "seq": 64, "joiner_steps": 0}
     batch = 8
     return resolve(
         {
@@ -56,7 +59,7 @@ def pipeline_manifest(steps: int) -> Manifest:
 
 @dataclass(slots=True)
 class PipelineDemo(Demo):
-    """The founder serves the first stage and trains; the others serve a stage each."""
+    """A demo whose founder serves the first stage and trains; the others serve a stage each."""
 
     def _others(self) -> list[tuple[str, list[str]]]:
         stages = [stage for _ in range(SERVERS) for stage in range(STAGES)][1:]
@@ -64,7 +67,7 @@ class PipelineDemo(Demo):
         return [(name, ["--role", role_of(stage)]) for name, stage in zip(names, stages, strict=True)]
 
     def _happen(self, share: float, invite: str) -> None:
-        """One server; then a whole stage, which a newcomer takes up; and a second newcomer."""
+        """Kill one server, then a whole stage, which a newcomer takes up; then add a newcomer."""
         if share >= KILL_ONE_AT and not self.killed:
             self._kill(self._of("server 2b"))
         if share >= KILL_STAGE_AT and self.killed == 1:
@@ -83,8 +86,9 @@ class PipelineDemo(Demo):
 def report(
     manifest: Manifest, folder: Path, children: Sequence[Child], progress: Callable[[str, float], None]
 ) -> dict[str, Any]:
-    """Put the model together from the stages' last checkpoints, train the unsplit model on the founder's microbatches, and one
-    that had a server's share of them; evaluate all; returns the contract's fields."""
+    """Assemble the model from the stages' last checkpoints, train the unsplit model on the
+    founder's microbatches and another on one server's share; evaluate all; return the contract's
+    fields."""
     plan, pipeline = manifest.plan(), manifest.pipeline_plan()
     assert pipeline is not None, "a demo of a pipeline"
     microbatches = pipeline.batch_tokens // (plan.batch * plan.seq)
@@ -105,7 +109,7 @@ def report(
 
 
 def assembled(plan: RunPlan, stages: int, children: Sequence[Child]) -> Llama:
-    """The whole model from the newest checkpoint of each stage; `Failure` if a stage has none."""
+    """Return the whole model from each stage's newest checkpoint; raise `Failure` without one."""
     pieces: list[dict[str, Tensor]] = []
     for stage in range(stages):
         folders = (folder_of(RunFolder(child.folder), role_of(stage)) for child in children if not child.killed)

@@ -1,4 +1,6 @@
-"""What a demo ends with: held-out losses of the swarm and its two lines, bytes, a plot, a checkpoint, some text."""
+"""A demo's results: held-out losses of the swarm and its two baselines, bytes, a plot, a
+checkpoint, and sample text.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,8 +33,9 @@ def report(
     peers: int,
     progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
-    """Train the comparison lines as the plan `lines` says (the inner optimizer of some methods is good for nothing else),
-    evaluate everything, write plot and checkpoint; returns the contract's fields. Who never came in counts for nothing."""
+    """Train the baselines as `lines` says (some methods' inner optimizers are of no use without
+    them), evaluate everything, write plot and checkpoint; return the contract's fields. Peers that
+    never joined are ignored."""
     children = [child for child in children if child.status() is not None]
     train = train_tokens()
     streams = [status.peer for child in children if (status := child.status()) is not None][:peers]
@@ -44,7 +47,7 @@ def report(
 
 
 def train_tokens() -> TokenIds:
-    """The text that a demo trains on."""
+    """Return the text that a demo trains on."""
     return ByteTokenizer().encode(load_corpus("shakespeare").train)
 
 
@@ -56,7 +59,8 @@ def held_against(
     peers: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Evaluate the swarm's model and its two lines, write plot and checkpoint; returns the fields of both demos."""
+    """Evaluate the swarm's model and its two baselines, write plot and checkpoint; return the
+    fields that both demos have."""
     tokenizer, train = ByteTokenizer(), train_tokens()
     held_out = tokenizer.encode(load_corpus("shakespeare").held_out)
     x, y = evaluation(held_out, plan.seq, HELD_OUT_SEQUENCES)
@@ -76,7 +80,7 @@ def held_against(
 
 
 def _ddp_bytes(model: Llama, peers: int, steps: int) -> int:
-    """What a ring all-reduce of bf16 gradients at every step would have sent per peer."""
+    """Return the bytes per peer of a ring all-reduce of bf16 gradients at every step."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return int(2 * (peers - 1) / peers * parameters * 2 * steps)
 
@@ -96,7 +100,7 @@ def _numbers(compared: Comparison) -> dict[str, float | None]:
 
 
 def _swarm_model(plan: RunPlan, children: Sequence[Child]) -> Llama:
-    """The uniform average of what the survivors would evaluate (for an exact method they are all the same)."""
+    """Return the mean of the survivors' evaluated models (for an exact method they are equal)."""
     parts = [checkpoint.load(found).parts["model"] for found in _checkpoints(children)]
     mean = {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
     model = build(plan.model, plan.run_seed)
@@ -127,7 +131,7 @@ def _save(plan: RunPlan, folder: Path, model: Llama, compared: Comparison) -> Pa
 
 
 def _plot(folder: Path, children: Sequence[Child], compared: Comparison) -> Path:
-    """Training loss of each peer over its steps, with the held-out losses of the three lines."""
+    """Plot each peer's training loss over its steps, with the three held-out losses."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""A run seen from outside: its manifest, its newest view, and which of its members answer. Nothing is joined.
+"""A run seen from outside: its manifest, its newest view, and which members answer.
 
-Whoever looks takes a name that is forgotten at once, listens to nobody and publishes nothing.
+The inspecting peer uses a throwaway identity, cannot be dialled, publishes nothing and never joins.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from farflock.swarm.links import Links
 from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import unseal
 
-ANSWER_S = 5.0  # for members to show that they live
+ANSWER_S = 5.0  # for members to show that they are alive
 POLL_S = 0.1
 
 
 class MemberInspection(msgspec.Struct, frozen=True):
-    """A member: whether it answered, and its round trip; `addresses` is empty for one that can only dial out, or whose record
-    was not found."""
+    """A member, whether it answered, and its round trip in ms (None: not measured). `addresses` is
+    empty if it can only dial out, or if its record was not found."""
 
     peer: str
     addresses: tuple[str, ...]
@@ -34,7 +34,7 @@ class MemberInspection(msgspec.Struct, frozen=True):
 
 
 class RunInspection(msgspec.Struct, frozen=True):
-    """What can be seen of a run. `branch` names the branch that its newest view is on, None for the main line."""
+    """The visible facts of a run. `branch` names the newest view's branch; None: the main line."""
 
     manifest: Manifest
     view: int
@@ -43,7 +43,7 @@ class RunInspection(msgspec.Struct, frozen=True):
 
 
 async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: float) -> Manifest:
-    """The manifest of an invite's run, verified."""
+    """Return the verified manifest of an invite's run."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
         nobody = _nobody(machine, passing)
         async with network(nobody, identity_of(nobody.folder), invite.run, invite.addresses) as (directory, links):
@@ -52,7 +52,8 @@ async def fetch_manifest(machine: MachineOptions, invite: Invite, timeout_s: flo
 
 
 async def inspect_run(machine: MachineOptions, invite: Invite, timeout_s: float) -> RunInspection:
-    """The manifest, and the members of the newest view; `Refused` or `TimeoutError` if nobody answers in time."""
+    """Return the manifest and the members of the newest view; raise `Refused` or `TimeoutError` if
+    no member answers in time."""
     with tempfile.TemporaryDirectory(prefix="farflock-look-") as passing:
         nobody = _nobody(machine, passing)
         identity = identity_of(nobody.folder)
@@ -71,7 +72,7 @@ def _nobody(machine: MachineOptions, folder: str) -> MachineOptions:
 
 
 async def _heard(peer: Peer, links: Links) -> None:
-    """Wait until every member has answered, or for `ANSWER_S`."""
+    """Wait until every member has answered, at most `ANSWER_S`."""
     ends_s = time.monotonic() + ANSWER_S
     while time.monotonic() < ends_s:
         if all(links.life(member) == "alive" for member in peer.context.views.newest.peers):

@@ -1,6 +1,8 @@
-"""How a process comes into a swarm: its identity, directory and links, and what it learns of a run before it takes part.
+"""A process's entry into a swarm: its identity, directory and links, and what it learns of a run
+before it takes part.
 
-Shared by nodes (node/process/node_process.py) and by the optimizer for other people's loops (node/library/swarm_optimizer.py).
+Shared by nodes (node/process/node_process.py) and by the optimizer for users' own training loops
+(node/library/swarm_optimizer.py).
 """
 
 import asyncio
@@ -28,32 +30,32 @@ LEARN_TIMEOUT_S = 120.0
 FETCH_S = 20.0
 MANIFEST_BYTES = 256 * 1024
 HEAD_EVERY_S = 60.0
-DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's own process has its share
+DESCRIPTORS = 8192  # 64 partners take about twenty each, and the directory's process needs some
 
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """What this machine gives: where it listens, how many threads, and where its files are."""
+    """This machine's contribution: where it listens, its threads, and its folder."""
 
     folder: RunFolder
     host: str = "127.0.0.1"
-    port: int = 0  # of the links; 0: any
+    port: int = 0  # of the links; 0: any free port
     dht_port: int = 0
     threads: int = 1
     client_mode: bool = False  # cannot be dialled
-    checkpoint_s: float = 600.0  # from one checkpoint to the next
-    role: str = "auto"  # in a run whose model is cut into stages (node/process/pipeline_role.py)
+    checkpoint_s: float = 600.0  # between checkpoints
+    role: str = "auto"  # in a run with a pipeline (node/process/pipeline_role.py)
 
 
 def identity_of(folder: RunFolder) -> Identity:
-    """This machine's identity in this folder: the key file, made on the first start."""
+    """Return the identity in this folder's key file, which is created on the first start."""
     if not folder.identity.exists():
         Identity.generate().save(folder.identity)
     return Identity.load(folder.identity)
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open up to `DESCRIPTORS` files and sockets, or as many as it may."""
+    """Let this process open `DESCRIPTORS` files and sockets, or as many as its limit permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -64,8 +66,8 @@ def raise_descriptor_limit() -> None:
 async def network(
     machine: MachineOptions, identity: Identity, run: str, addresses: Sequence[str]
 ) -> AsyncIterator[tuple[DhtDirectory, ZmqLinks]]:
-    """Directory and links, open for as long as the block runs. Sequence numbers of records are milliseconds of the wall
-    clock at the start: they must only rise from one start to the next."""
+    """Keep directory and links open while the block runs. Records' sequence numbers start at the
+    wall clock in ms, as they must rise from one start to the next."""
     raise_descriptor_limit()
     listen = (f"/ip4/{machine.host}/tcp/{machine.dht_port}",)
     directory = await DhtDirectory.open(
@@ -90,7 +92,7 @@ async def network(
 async def learn_run(
     directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
 ) -> tuple[bytes, Manifest, list[bytes]]:
-    """The run's head, its manifest and some members' records, each verified against the invite."""
+    """Return the run's head, its manifest and some records, each verified against the invite."""
     head, raw, records = await learn_terms(directory, links, invite, timeout_s)
     return head, _checked(raw, invite), records
 
@@ -98,7 +100,7 @@ async def learn_run(
 async def learn_terms(
     directory: DhtDirectory, links: ZmqLinks, invite: Invite, timeout_s: float = LEARN_TIMEOUT_S
 ) -> tuple[bytes, bytes, list[bytes]]:
-    """As `learn_run`, with the manifest as it was sent: runs of somebody's own model have something else in its place."""
+    """Do as `learn_run`, with the terms as sent: runs of a user's own model have no manifest."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         heads = {blob: head for blob in await directory.heads(invite.run) if (head := _head_of(blob, invite))}
@@ -120,7 +122,7 @@ async def learn_terms(
 
 
 async def keep_published(directory: DhtDirectory, run: str, head: bytes) -> None:
-    """Re-publish the manifest's head, as every member does, so that the run can be found without its founder."""
+    """Re-publish the head, as every member does, so the run can be found without its founder."""
     while True:
         await directory.publish_head(run, head)
         await asyncio.sleep(HEAD_EVERY_S)
@@ -136,7 +138,7 @@ def _checked(raw: bytes, invite: Invite) -> Manifest:
 
 
 def _head_of(blob: bytes, invite: Invite) -> Head | None:
-    """A head that the run's founder signed, else None."""
+    """Return a head signed by the run's founder, else None."""
     try:
         head = unseal_head(blob)
     except ValueError:
@@ -146,7 +148,7 @@ def _head_of(blob: bytes, invite: Invite) -> Head | None:
 
 
 def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
-    """The owner of a record, which the links take in; empty for a bad one."""
+    """Pass a record to the links and return its owner; empty for a bad record."""
     try:
         owner = unseal(blob, run).peer
     except BadRecord:
@@ -156,7 +158,8 @@ def _learned(links: ZmqLinks, blob: bytes, run: str) -> str:
 
 
 class AddressCache:
-    """Where the last members known could be reached: a node that starts again finds its run by them, whoever is gone.
+    """Last known addresses of members, by which a restarted node finds its run, whichever peers are
+    gone.
 
     `doors.json` in the node's folder: run, founder, and up to `MAX_ADDRESSES` addresses."""
 
@@ -164,11 +167,11 @@ class AddressCache:
         self._path = folder.path / "doors.json"
 
     def write(self, invite: Invite) -> None:
-        """Remember an invite's content."""
+        """Store an invite's content."""
         write_whole(self._path, msgspec.json.encode(msgspec.structs.astuple(invite)))
 
     def read(self, run: str) -> Invite | None:
-        """What was remembered of this run; None for nothing, or nothing readable."""
+        """Return what was stored about this run; None if there is nothing, or nothing readable."""
         try:
             invite = msgspec.json.decode(self._path.read_bytes(), type=Invite)
         except (OSError, msgspec.MsgspecError):

@@ -1,7 +1,7 @@
 """A node as a process: real links and directory, worker threads, files, signals.
 
-`found` and `join` differ in where the manifest comes from; from then on both are the same `ReplicaNode` that simulations
-run. Everything lives on one asyncio loop; what computes runs in two worker threads.
+`found` and `join` differ only in where the manifest comes from; from then on both run the same node
+that simulations run. Everything lives on one asyncio loop; computation runs in worker threads.
 """
 
 import asyncio
@@ -60,18 +60,18 @@ from farflock.swarm.zmq.links import ZmqLinks
 JOIN_TIMEOUT_S = 120.0
 REJOIN_TIMEOUT_S = 20.0  # for members to answer a founder that starts again
 POLL_S = 0.1
-LINGER_S = 5.0  # after the last step: others may still be on their way to the last round
+LINGER_S = 5.0  # after the last step: others may still be working towards the last round
 REMEMBER_EVERY_S = 5.0
 INVITE_LASTS_S = 7 * 24 * 3600
 STATUS_EVERY_S = 1.0
-PACE_SAMPLES = 10  # the pace is that of so many seconds
+PACE_SAMPLES = 10  # seconds over which the pace is measured
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class NodeProcess:
-    """A running node: what commands and the live view look at."""
+    """A running node, as commands and the live view see it."""
 
     machine: MachineOptions
     manifest: Manifest
@@ -82,12 +82,12 @@ class NodeProcess:
     links: ZmqLinks
     history: History
     journal: RunRecorder
-    keepers: list[CheckpointManager]  # of each stage that is held, or of the whole model
-    doors: tuple[str, ...] = ()  # by which I came in
+    keepers: list[CheckpointManager]  # one per held stage, or one for the whole model
+    doors: tuple[str, ...] = ()  # addresses used to join
     show: Callable[[Status], None] = lambda status: None  # called once a second
 
     def show_to(self, show: Callable[[Status], None]) -> None:
-        """Call this with each status from now on."""
+        """Call `show` with each status from now on."""
         self.show = show
 
     def stop(self) -> None:
@@ -95,16 +95,16 @@ class NodeProcess:
         self.participant.stop()
 
     def awaited(self) -> int:
-        """How many members there must be before the founder trains; 0 where nobody is waited for any more."""
+        """Return how many members the founder waits for before it trains; 0 for no wait."""
         first = self.links.me == self.founder and not self.participant.step
         return self.manifest.exchange.start_peers if first else 0
 
     def invite(self) -> str:
-        """An invite to this run, over my own address and those of others: I may have none, or end first."""
+        """Return an invite with this node's address and others': it may have none, or end first."""
         return mint(self._invite((*self.directory.addresses[:1], *self._others())))
 
     def _others(self) -> tuple[str, ...]:
-        """One address of each member that has any, then those that I came in by."""
+        """Return one address of each member that has any, then those used to join."""
         records = self.participant.peer.membership.records.values()
         return (*(record.doors[0] for record in records if record.doors and record.peer != self.links.me), *self.doors)
 
@@ -113,34 +113,33 @@ class NodeProcess:
         return Invite(self.run, self.founder, distinct, int(time.time() + INVITE_LASTS_S))
 
     async def remember(self) -> None:
-        """Write down where the others are, for the next start."""
+        """Keep the others' addresses on disk for the next start."""
         while True:
             if others := self._others():
-                with contextlib.suppress(OSError):  # a full disk must not end a node that could train on
+                with contextlib.suppress(OSError):  # a full disk must not end the node
                     AddressCache(self.machine.folder).write(self._invite(others))
             await asyncio.sleep(REMEMBER_EVERY_S)
 
 
 class StatusWriter:
-    """Writes a node's status to `status.json` in its folder, atomically, and shows it to whoever watches."""
+    """A writer of a node's status to `status.json` in its folder, atomically, and the live view."""
 
     def __init__(self, node: NodeProcess) -> None:
         self._node = node
         self._path = node.machine.folder.path / "status.json"
-        self._pace: collections.deque[tuple[float, int]] = collections.deque(
-            maxlen=PACE_SAMPLES
-        )  # when, how many tokens
+        # (loop time in s, trained tokens)
+        self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_SAMPLES)
         self._fails = False
 
     async def run(self, show: Callable[[Status], None]) -> None:
-        """Until cancelled."""
+        """Write and show a status every `STATUS_EVERY_S`, until cancelled."""
         while True:
             self._pace.append((asyncio.get_running_loop().time(), self._node.participant.trained_tokens))
             show(self.write())
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self, doing: str | None = None) -> Status:
-        """Once, now. A disk that is full must not end a node that could train on."""
+        """Write one status now; a full disk must not end the node."""
         status = status_of(self._node, doing, self._tokens_per_s())
         try:
             write_whole(self._path, msgspec.json.encode(status))
@@ -159,7 +158,7 @@ class StatusWriter:
 
 
 def status_of(node: NodeProcess, doing: str | None = None, tokens_per_s: float | None = None) -> Status:
-    """What there is to say about a node now; `doing` where the caller knows better."""
+    """Return the node's current status; `doing` overrides what the node says it is doing."""
     part, links = node.participant, node.links
     peer = part.peer
     view = peer.context.views.newest
@@ -210,9 +209,9 @@ def _partner(links: Links, member: Member) -> PartnerStatus:
 
 
 async def found(machine: MachineOptions, manifest: Manifest, on_start: Callable[[NodeProcess], None]) -> Path:
-    """Found a run, or take it up again, and train it to its end; returns the final checkpoint's folder.
+    """Start a run, or resume it, and train it to its end; return the final checkpoint's folder.
 
-    Taking up means going back into the swarm if its members can still be reached, else going on from the checkpoint."""
+    A run is resumed by rejoining its members if they can be reached, else from the checkpoint."""
     _require_room(manifest, Failure)
     identity = identity_of(machine.folder)
     run = manifest.run_id(identity.peer)
@@ -255,7 +254,7 @@ async def _found(
                 part.peer.found()
                 load_state(part, saved)
             else:
-                part.found()  # a stage takes its checkpoint up by itself
+                part.found()  # a stage loads its checkpoint by itself
             if saved is not None:
                 node.history.event("resumed", step=saved.step, checkpoint=str(saved.folder))
             return await _train(node, head, on_start)
@@ -268,10 +267,10 @@ async def join(
     learn_timeout_s: float = LEARN_TIMEOUT_S,
     downloaded: DownloadProgress = lambda here, total: None,
 ) -> Path:
-    """Join the run of an invite and train it to its end; returns the final checkpoint's folder.
+    """Join the run of an invite and train it to its end; return the final checkpoint's folder.
 
-    Who has been in this run before keeps its place in its data and its inner moments; the state is the swarm's. A stage's
-    server that the others have left behind begins another life."""
+    A peer that was in this run before keeps its place in its data and its inner moments; the state
+    is the swarm's. A stage server that the others have left behind begins another life."""
     while True:
         try:
             return await _join(machine, invite, on_start, learn_timeout_s, downloaded)
@@ -282,7 +281,7 @@ async def join(
 
 
 def _known_again(machine: MachineOptions, run: str, reason: LifeOver) -> Invite:
-    """By which addresses to come in again; `Failure` where none was heard of."""
+    """Return the addresses to rejoin by; raise `Failure` if none are known."""
     log.info("begins another life in the run: %s", reason)
     known = AddressCache(machine.folder).read(run)
     if known is None:
@@ -309,7 +308,8 @@ async def _join(
         async with peer.running():
             if pipeline is not None:
                 with _answered(peer):
-                    founded = identity.peer == invite.founder  # who founded the run and comes back trains as before
+                    # a returning founder trains as before
+                    founded = identity.peer == invite.founder
                     stage, trains = await joiners(machine.role, pipeline, peer, records, JOIN_TIMEOUT_S, founded)
                 links.record(role=role_of(stage))
             node = _node(machine, manifest, invite.run, invite.founder, peer, directory, links, stage, trains)
@@ -324,14 +324,14 @@ async def _join(
 
 
 def _require_room(manifest: Manifest, error: type[FarflockError]) -> None:
-    """Of a model that is cut into stages a node holds one, which it looks at when it knows which."""
+    """Check the memory for a whole model; with a pipeline this waits until the stage is known."""
     if manifest.pipeline is None:
         require_memory(manifest.plan(), error)
 
 
 @contextlib.contextmanager
 def _answered(peer: Peer) -> Iterator[None]:
-    """Say who did not answer in time."""
+    """Turn a `TimeoutError` into an error that says what did not arrive in time."""
     try:
         yield
     except TimeoutError:
@@ -345,12 +345,12 @@ def _answered(peer: Peer) -> Iterator[None]:
 
 
 def _ended(saved: Checkpoint, manifest: Manifest) -> bool:
-    """Whether the checkpoint is that of the run's end."""
+    """Return whether this is the checkpoint of the run's end."""
     return int(saved.meta["tokens"]) >= manifest.run.total_tokens
 
 
 async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess], None]) -> Path:
-    """The common part: publish, train, keep the status file, save, say goodbye."""
+    """Publish the run, train, write statuses, save, and say goodbye."""
     part = node.participant
     peer = part.peer
     peer.context.store.put(node.manifest.canonical(), "manifest")
@@ -381,7 +381,7 @@ async def _train(node: NodeProcess, head: bytes, on_start: Callable[[NodeProcess
 
 
 async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
-    """Return once a condition holds, or the node is to stop."""
+    """Return once a condition holds or the node is to stop."""
     while not (there() or node.participant.stopping):  # noqa: ASYNC110 - two parts' conditions
         await asyncio.sleep(POLL_S)
 
@@ -389,7 +389,7 @@ async def _until(node: NodeProcess, there: Callable[[], bool]) -> None:
 def _peer(
     manifest: Manifest, run: str, identity: Identity, directory: DhtDirectory, links: ZmqLinks, stage: int
 ) -> Peer:
-    """The peer, with the record of who serves this stage."""
+    """Return the peer, with the record of a server of this stage."""
     terms = RunTerms(run, manifest.run.seed, manifest.exchange.view_s, manifest.exchange.branch_after_s)
     incarnation = unseal(links.record(role=role_of(stage)), run).incarnation
     return Peer(
@@ -408,7 +408,7 @@ def _node(
     stage: int,
     trains: bool,
 ) -> NodeProcess:
-    """Put the node together; its workers end with the process."""
+    """Assemble the node; its workers end with the process."""
     torch.set_num_threads(machine.threads)
     corpus = load_corpus(manifest.data.corpus, manifest.data.sha256 or None)
     tokens = ByteTokenizer().encode(corpus.train)

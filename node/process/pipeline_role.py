@@ -1,6 +1,6 @@
-"""A process's part in a pipeline: which stage this machine serves, whether it trains, and the node that does so.
+"""A process's part in a pipeline: which stage it serves, whether it trains, and the node for it.
 
-A founder with nothing else asked of it serves the first stage and trains; whoever joins serves the stage that fewest serve.
+By default a founder serves the first stage and trains; a joiner serves the stage of fewest servers.
 """
 
 import hashlib
@@ -30,16 +30,16 @@ ROLES = ("auto", "trainer", "replica", "stage", "stage:N")
 
 
 def founders(role: str, pipeline: PipelinePlan) -> tuple[int, bool]:
-    """The stage that a founder serves (`NOTHING` for none, `EVERY` for a full replica), and whether it trains."""
+    """Return a founder's stage (`NOTHING`, or `EVERY` for a full replica) and whether it trains."""
     return (0, True) if role == "auto" else _named(role, pipeline) or (0, False)
 
 
 async def joiners(
     role: str, pipeline: PipelinePlan, peer: Peer, records: Sequence[bytes], timeout_s: float, founded: bool = False
 ) -> tuple[int, bool]:
-    """The same for who joins: of what is left to this machine's choice, the stage that fewest serve by the members' own list,
-    which knows who is gone before the directory does. Who `founded` the run and was to train goes on to. `TimeoutError` if no
-    member answers."""
+    """Return the same for a joiner. If the role leaves the choice, it is the stage with the fewest
+    servers in the members' own list, which drops gone peers before the directory does. A peer that
+    `founded` the run with role auto goes on training. Raise `TimeoutError` if no member answers."""
     if (named := _named(role, pipeline)) is not None:
         return named
     await peer.meet(records, timeout_s)
@@ -47,7 +47,8 @@ async def joiners(
 
 
 def emptiest(servers: Sequence[int], me: PeerId) -> int:
-    """The stage that fewest others serve; of several one that depends on who asks: not all who come at once go to the same."""
+    """Return the stage with the fewest servers. Ties are broken by `me`, so peers that arrive at
+    once do not all choose the same stage."""
 
     def chance(stage: int) -> bytes:
         return hashlib.sha256(f"{me}/{stage}".encode()).digest()
@@ -56,7 +57,7 @@ def emptiest(servers: Sequence[int], me: PeerId) -> int:
 
 
 def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
-    """What the option says; None where it leaves the choice. `Usage` for a role that there is not."""
+    """Return what the option demands, None if nothing; raise `Usage` for an unknown role."""
     stages = len(pipeline.stages)
     if role in ("auto", "stage"):
         return None
@@ -72,15 +73,15 @@ def _named(role: str, pipeline: PipelinePlan) -> tuple[int, bool] | None:
 
 
 def last_of_part(folder: RunFolder, run: str, pipeline: PipelinePlan, stage: int) -> Checkpoint | None:
-    """The checkpoint that tells how far this node was when it served this stage; of a full replica, that of the stage that was
-    furthest behind. None where it held nothing, or lacks one."""
+    """Return the checkpoint of this node's progress when it served this stage; for a full replica,
+    that of the stage furthest behind. None if it held nothing or a checkpoint is missing."""
     saved = [last_of(folder, run, role_of(index)) for index in held(pipeline, stage)]
     found = [each for each in saved if each is not None]
     return min(found, key=lambda each: int(each.meta["tokens"])) if found and len(found) == len(saved) else None
 
 
 def held(pipeline: PipelinePlan, stage: int) -> tuple[int, ...]:
-    """The stages whose state is at who serves this one, `EVERY` of them, or `NOTHING`."""
+    """Return the stages held when serving `stage`: all for `EVERY`, none for `NOTHING`."""
     return tuple(index for index in range(len(pipeline.stages)) if stage in (index, EVERY))
 
 
@@ -94,8 +95,8 @@ def part_of(
     stage: int,
     trains: bool,
 ) -> tuple[PipelineNode, list[CheckpointManager]]:
-    """The node, and what keeps the checkpoints of its stages, each by itself: anybody may take one up some day. All that
-    computes has one thread: no pass may see weights that a step is just changing."""
+    """Return the node, and a checkpoint manager per stage: any peer may resume a single stage
+    later. All computation shares one thread: no pass may see weights in the middle of a step."""
     pipeline = manifest.pipeline_plan()
     assert pipeline is not None, "a run of whole models has no stages"
     plan, worker = manifest.plan(), Worker("stage")

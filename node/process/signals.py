@@ -1,7 +1,9 @@
-"""How a command that runs for long ends when it is asked to: in good order the first time, at once the second.
+"""Graceful ends of long-running commands: in good order on the first request, at once on the
+second.
 
-Ctrl-C, SIGTERM (from `farflock leave`, a service manager, the demo) and a terminal that closes all ask. A node finishes its
-step, waits for nobody any more, saves and says goodbye; one that does not train yet breaks off what it waits for.
+Ctrl-C, SIGTERM (from `farflock leave`, a service manager, the demo) and a closing terminal are
+requests. A node finishes its step, stops waiting for peers, saves and says goodbye; one that does
+not train yet is cancelled.
 """
 
 import asyncio
@@ -12,8 +14,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-LEASH = "FARFLOCK_LEASH"  # set for a process that is to end when its standard input does: with whoever started it
-STOP_S = 20.0  # then a node that still has not ended breaks off without saving
+LEASH = "FARFLOCK_LEASH"  # if set, end with standard input, that is, with the parent
+STOP_S = 20.0  # after that a node is cancelled without saving
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 T = TypeVar("T")
@@ -22,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class GracefulStop:
-    """The signals of one process while its event loop runs. `gently` is what the first of them calls, once it is set."""
+    """The signals of one process while its event loop runs; the first calls `gently`, once set."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.gently: Callable[[], None] | None = None
 
     async def watch(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`; None if it was asked to end before there was one."""
+        """Return the result of `work`; None if it was asked to end before there was one."""
         loop, owner = asyncio.get_running_loop(), asyncio.current_task()
         assert owner is not None
         for number in ASKING:
@@ -43,7 +45,8 @@ class GracefulStop:
             if self.asked is None:
                 raise
         except Exception as error:
-            # Outside Linux a terminal's Ctrl-C reaches the directory's daemon as well, and what then fails is no news.
+            # Outside Linux a terminal's Ctrl-C also reaches the directory's daemon, so failures
+            # are expected.
             if self.asked is None or self.gently is not None:
                 raise
             log.debug("asked to end, it failed: %s", error)
@@ -51,7 +54,7 @@ class GracefulStop:
         return None
 
     def _let_go(self, owner: "asyncio.Task[Any]") -> None:
-        """Nobody writes to the leash: it has ended, as a terminal that closes."""
+        """Treat the end of standard input, the leash, like a closing terminal."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self._ask(signal.SIGHUP, owner)
 
@@ -68,5 +71,5 @@ class GracefulStop:
 
 
 def run_until_asked(ending: GracefulStop, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-    """Run `work` on an event loop of its own; None if it was asked to end before it had a result."""
+    """Run `work` on its own event loop; return None if it was asked to end before a result."""
     return asyncio.run(ending.watch(work()))

@@ -1,6 +1,8 @@
-"""The status file: what a node does now and whom it waits for, for `farflock status` and the live view.
+"""The status file: what a node is doing and which peers it waits for, for `farflock status` and the
+live view.
 
-The node writes it once a second (node/process/node_process.py)."""
+The node writes it once a second (node/process/node_process.py).
+"""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +22,7 @@ class PartnerStatus(msgspec.Struct, frozen=True):
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """An exchange that is open: for whom, and for how long still."""
+    """An open exchange: the peers it waits for, and the seconds left."""
 
     stream: str
     round: int
@@ -28,16 +30,16 @@ class Waiting(msgspec.Struct, frozen=True):
     left_s: float
 
     def said(self, names: Mapping[str, str]) -> str:
-        """Who is waited for, in what, and how long still: a round that is late stays open while training goes on."""
+        """Say who is waited for, in which round, for how long; late rounds do not stop training."""
         whom = ", ".join(names.get(peer, peer[-8:]) for peer in self.whom) or "the decision"
         left = f"{self.left_s:.0f} s left" if self.left_s > 0 else f"{-self.left_s:.0f} s late, training goes on"
         return f"{whom} ({self.stream}, round {self.round}, {left})"
 
 
 class Status(msgspec.Struct, frozen=True):
-    """One node at one moment. Bytes are those of the links, both ways, since the start; `rounds` are those applied here
-    since then, by status; `tokens_per_s` is this node's own pace; `branch` is name and first round of the one it is on;
-    `work` counts what a pipeline's node has done."""
+    """One node at one moment. Bytes are those of the links since the start, each way; `rounds`
+    counts rounds applied since then, by status; `tokens_per_s` is this node's own pace; `branch` is
+    the name and first round of its branch; `work` counts what a pipeline's node has done."""
 
     pid: int
     run: str
@@ -66,13 +68,13 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def read_status(path: "os.PathLike[str]") -> Status:
-    """The status in a file; `OSError` or `msgspec.MsgspecError` if there is none."""
+    """Return the status in a file; raise `OSError` or `msgspec.MsgspecError` if there is none."""
     with open(path, "rb") as file:
         return msgspec.json.decode(file.read(), type=Status)
 
 
 def is_node(pid: int) -> bool:
-    """Whether a process of ours has this number; another program may have it by now."""
+    """Return whether this pid is a Farflock process; another program may have reused it."""
     try:
         return "farflock" in " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""How work is given to other processes of this machine."""
+"""Worker processes on this machine."""
 
 import multiprocessing
 import os
@@ -7,11 +7,11 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 
 
 def warm(module: str) -> ForkServerContext | SpawnContext:
-    """Makes processes that are forks of one which has imported this module and opened nothing.
+    """Return a context whose processes are forked from one that has imported `module` and opened
+    nothing.
 
-    A fork of this process, which may have threads, may hang; a process from scratch imports everything anew, five seconds of
-    processor each. Where there are no forks (Windows), that is what happens.
-    """
+    A fork of this process may hang, as it may have threads; starting from scratch (as on Windows,
+    which has no fork) imports everything anew, five CPU seconds each."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
@@ -20,7 +20,7 @@ def warm(module: str) -> ForkServerContext | SpawnContext:
 
 
 def end_with_parent() -> None:
-    """For a worker of a pool: end when its parent does, however that ends; it would wait for the pool's queue for ever."""
+    """End this pool worker with its parent; it would wait on the pool's queue forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this process is no worker"
 

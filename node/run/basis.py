@@ -1,7 +1,9 @@
-"""The basis of a run's subspace codec: every peer makes it from the run's seed, to the bit, and the manifest names its digest.
+"""The basis of a run's subspace codec: every peer computes it from the run's seed, bit for bit, and
+the manifest names its digest.
 
-Words of a counter-based generator in integer arithmetic, and products whose sums are exact (compression/exact_product.py):
-so strangers' machines agree on U (D, K) and on the frozen embedding, and nobody has to send either.
+It uses words of a counter-based generator in integer arithmetic, and products whose sums are exact
+(compression/exact_product.py), so unrelated machines agree on U (D, K) and on the frozen embedding
+and neither is ever sent.
 
 Shapes: D model width, K rank, V vocabulary.
 """
@@ -18,21 +20,23 @@ from farflock.compression.subspace import Basis
 from farflock.optimizers.parts.philox import words
 
 MAX_RANK = 1024
-NEARLY = 1e-13  # of the columns' products, before they are rounded to float32
-_COLUMNS, _TABLE = 0x73756201, 0x73756202  # streams of words
+NEARLY = 1e-13  # largest error of the columns' products, before rounding to float32
+_COLUMNS, _TABLE = 0x73756201, 0x73756202  # generator streams
 _BELL = math.sqrt(4 * (256**2 - 1) / 12)  # the standard deviation of a sum of four bytes
 _MOST_STEPS = 200
 
 
 def largest_rank(width: int) -> int:
-    """The greatest K: with more, the coordinates are hardly fewer than the values, and no random basis is well conditioned."""
+    """Return the largest K allowed: beyond it the coordinates are hardly fewer than the values, and
+    no random basis is well conditioned."""
     return min(width // 2, MAX_RANK)
 
 
 @functools.lru_cache(maxsize=2)
 def run_basis(seed: int, width: int, rank: int, vocabulary: int) -> Basis:
-    """Version 1 of a run's basis: a random subspace, and the frozen embedding, as far from 0 as an initial one
-    (node/model/llama.py). `ValueError` for a rank that is not in 1 to `largest_rank(width)`."""
+    """Return version 1 of a run's basis: a random subspace, and a frozen embedding scaled like an
+    initial one (node/model/llama.py). Raise `ValueError` unless 1 <= rank <=
+    `largest_rank(width)`."""
     if not 1 <= rank <= largest_rank(width):
         raise ValueError(
             f"a basis of rank {rank} for a width of {width} is not possible; 1 to {largest_rank(width)} are"
@@ -43,7 +47,7 @@ def run_basis(seed: int, width: int, rank: int, vocabulary: int) -> Basis:
 
 
 def require_digest(basis: Basis, named: str | None) -> Basis:
-    """The basis, if it is the one that the manifest names (None: it names none); `Incompatible` otherwise."""
+    """Return the basis; raise `Incompatible` unless its digest is `named` (None: none is named)."""
     if named is not None and basis.digest.hex() != named:
         raise Incompatible(
             f"this machine makes the run's basis with digest {basis.digest.hex()[:16]}, the manifest names {named[:16]}:"
@@ -53,16 +57,18 @@ def require_digest(basis: Basis, named: str | None) -> Basis:
 
 
 def basis_bytes(width: int, rank: int, vocabulary: int) -> int:
-    """Memory that a basis takes: its matrices, and U once more in float64."""
+    """Return the memory that a basis takes: its matrices, and U once more in float64."""
     return 4 * width * (rank + vocabulary) + 8 * width * rank
 
 
 def orthonormal(matrix_DK: Tensor) -> Tensor:
-    """The orthonormal matrix nearest to one of full rank, in float64, with the same bits everywhere: its polar factor, by the
-    iteration of Newton and Schulz, which needs products alone."""
+    """Return the orthonormal matrix nearest to one of full rank, in float64, bit for bit
+    everywhere: its polar factor by Newton-Schulz iteration, which needs only products. Raise
+    `ValueError` if the columns are dependent."""
     gram_KK = product(matrix_DK.T, matrix_DK)
     ones_K1 = torch.ones(gram_KK.shape[0], 1, dtype=torch.float64)
-    bound = math.sqrt(float(product(gram_KK.abs(), ones_K1).amax()))  # of the largest singular value
+    # bounds the largest singular value
+    bound = math.sqrt(float(product(gram_KK.abs(), ones_K1).amax()))
     matrix_DK, identity_KK = matrix_DK.double() / bound, torch.eye(len(ones_K1), dtype=torch.float64)
     for _ in range(_MOST_STEPS):
         error_KK = product(matrix_DK.T, matrix_DK) - identity_KK
@@ -73,7 +79,7 @@ def orthonormal(matrix_DK: Tensor) -> Tensor:
 
 
 def _bells(seed: int, stream: int, count: int) -> Tensor:
-    """Numbers of variance 1 from integers alone, nearly normal: each a sum of the four bytes of a word."""
+    """Return `count` nearly normal numbers of variance 1, each the sum of a word's four bytes."""
     drawn = words(seed, stream, 0, count)
     sums = sum(((drawn >> shift) & 255 for shift in (0, 8, 16, 24)), torch.zeros_like(drawn))
     return (sums - 510).double() / _BELL

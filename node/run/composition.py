@@ -1,15 +1,18 @@
-"""Whether the parts of a pipeline fit each other: rules that each have a name, asked before anything starts.
+"""Named rules for whether the parts of a pipeline fit together, checked before anything starts.
 
-A codec, a path policy and a method are chosen apart, and some of them cannot be together: found out on the way, that is a run
-which stands still or trains something else. What breaks a rule is refused by its name, with the reason and what is possible.
+A codec, a path policy and a method are chosen separately, and some combinations cannot work; found
+out only during training, such a run stands still or trains something else. A violation is refused
+with the rule's name, the reason and what is possible.
 
-Some say what any such pipeline needs (codecs that remember need pinned routes; a path begins where tokens are embedded
-and ends where the loss is; stages that change places are alike), others what our own books need. What holds by how
-things are built has no rule: every stage divides by its own count; servers refuse what comes rounds too late; models
-have no dropout; a recovery changes its own stage alone, and takes equal shapes alone
-(node/pipeline/recovery/rebuild.py); and of codecs whose ends share parameters these are made from the run's seed, or
-agreed upon in a version that each payload names (node/pipeline/contrib/embedding_versions.py), and weights are projected
-by whatever writes them (node/pipeline/passes/constraint.py)."""
+Some rules state what any such pipeline needs: codecs with memory need pinned routes; a path begins
+where tokens are embedded and ends where the loss is; swapped stages are alike. Others state what
+our own bookkeeping needs. What holds by construction has no rule: every stage divides by its own
+count; servers refuse what arrives rounds too late; models have no dropout; a recovery changes only
+its own stage and takes only equal shapes (node/pipeline/recovery/rebuild.py); shared parameters of
+a codec are computed from the run's seed, or agreed upon in a version that each payload names
+(node/pipeline/contrib/embedding_versions.py); and weights are projected by whatever writes them
+(node/pipeline/passes/constraint.py).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +34,15 @@ from farflock.swarm.paths.policy import Microbatch, PathPolicy
 from farflock.swarm.peer.payloads import MAX_PAYLOAD_BYTES
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
-APART = frozenset({"diloco", "sparseloco"})  # methods whose average is kept apart from the weights that are trained
-LOOKED_AT = 64  # microbatches of each of two lanes, whose paths are tried; of planned ones whole rounds of them
+# methods that keep the average separate from the trained weights
+APART = frozenset({"diloco", "sparseloco"})
+LOOKED_AT = 64  # microbatches tried in each of two lanes, rounded up to whole planned rounds
 
-Breach = tuple[str, str]  # why it cannot be, and what to do
+Breach = tuple[str, str]  # the reason, and the remedy
 
 
 class Uncomposable(Usage):
-    """Parts of a pipeline that cannot be together; `rule` names what they break."""
+    """Parts of a pipeline that do not fit together; `rule` names what they break."""
 
     def __init__(self, rule: str, why: str, remedy: str) -> None:
         super().__init__(f"the pipeline breaks the rule {rule!r}", why, remedy)
@@ -47,8 +51,7 @@ class Uncomposable(Usage):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What is put together: the run's plan, how its model is cut, how its stages are synced, and how microbatches find their
-    way."""
+    """The parts to check: the run's plan, the cut of its model, its method, and its path policy."""
 
     plan: RunPlan
     pipeline: PipelinePlan
@@ -57,7 +60,7 @@ class Composition:
 
     @property
     def count(self) -> int:
-        """Of the stages."""
+        """The number of stages."""
         return len(self.pipeline.stages)
 
     @property
@@ -67,34 +70,34 @@ class Composition:
 
     @property
     def looked_at(self) -> int:
-        """How many microbatches of a lane are tried."""
+        """The number of microbatches tried per lane."""
         turns = len(self.pipeline.paths.lanes[0]) if self.pipeline.paths is not None else 1
         return -(-LOOKED_AT // turns) * turns
 
     @property
     def orders(self) -> list[tuple[int, ...]]:
-        """The different orders in which microbatches take the stages, as far as they are tried."""
+        """The distinct orders in which the tried microbatches visit the stages."""
         numbers = ((step, lane) for step in range(self.looked_at) for lane in range(2))
         return sorted({self.policy.stage_order(Microbatch(step, 0, lane)) for step, lane in numbers})
 
     def visits(self, stage: int) -> int:
-        """How many of the first microbatches of a lane take this stage."""
+        """Return how many of the tried microbatches of a lane visit this stage."""
         return sum(stage in self.policy.stage_order(Microbatch(step, 0, 0)) for step in range(self.looked_at))
 
     @property
     def streams(self) -> list[Exchange]:
-        """What the method exchanges of a stage: that its tensors are small here makes no difference to how."""
+        """The method's exchanges for a stage; the tensors here are small, which changes no rule."""
         names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(self.plan.model.layers)]
         return self.method.streams(ShapeReplica(dict.fromkeys(names, (8, 8))))
 
 
 def value_bytes(batch: int, seq: int, dim: int) -> int:
-    """Bytes that the activations of `batch` sequences take in a memory of samples (AQ-SGD): 16 bits a value."""
+    """Return the bytes of `batch` sequences in a sample memory (AQ-SGD): 16 bits a value."""
     return batch * seq * dim * torch.float16.itemsize
 
 
 def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
-    """The layers of stages of these sizes; `Uncomposable` if they do not make up the model."""
+    """Return the layers of each stage; raise `Uncomposable` unless they make up the model."""
     require_untied(config, len(sizes))
     try:
         return split(config, sizes)
@@ -104,14 +107,14 @@ def require_split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...
 
 
 def require_untied(config: ModelConfig, stages: int) -> None:
-    """`Uncomposable` if two of so many stages would have to share a tensor."""
+    """Raise `Uncomposable` if a tied model has several stages: two would share a tensor."""
     if config.tied and stages > 1:
         why = f"the head is the embedding, and they would be on the first and the last of {stages} stages"
         raise Uncomposable("tied model", why, "set model.tied to false")
 
 
 def require_composable(parts: Composition) -> None:
-    """`Uncomposable` with the first rule that these parts break."""
+    """Raise `Uncomposable` with the first rule that these parts break."""
     for name, rule in RULES.items():
         breach = rule(parts)
         if breach is not None:
@@ -130,7 +133,7 @@ def _one_batch(parts: Composition) -> Breach | None:
 
 
 def _one_precision(parts: Composition) -> Breach | None:
-    """Who recomputes a pass must find what was computed: stages compute as their weights are."""
+    """Recomputed passes must equal the first ones: stages compute in their weights' precision."""
     return (
         ("train.autocast is on, and stages compute as they are kept", "set it to false")
         if parts.plan.autocast
@@ -151,7 +154,7 @@ def _pinned_routes(parts: Composition) -> Breach | None:
 
 
 def _recurring_samples(parts: Composition) -> Breach | None:
-    """A codec that sends what changed since the last visit sends first visits whole, in 16 bits a value."""
+    """A codec that sends changes since the last visit sends first visits whole, 16 bits a value."""
     plan, codec, choice = parts.plan, parts.pipeline.codec, f"choose {_without_memory(parts.pipeline.codec)}"
     if scope_of(codec) != "edge_sample":
         return None
@@ -169,7 +172,7 @@ def _recurring_samples(parts: Composition) -> Breach | None:
 
 
 def _room_for_samples(parts: Composition) -> Breach | None:
-    """Ends that hold less than a microbatch hold nothing until it comes again; others hold nothing at all."""
+    """A sample memory must hold a microbatch until it recurs; other codecs have no memory."""
     plan, pipeline = parts.plan, parts.pipeline
     if scope_of(pipeline.codec) != "edge_sample":
         if pipeline.cache_bytes is None:
@@ -184,7 +187,7 @@ def _room_for_samples(parts: Composition) -> Breach | None:
 
 
 def _shared_basis(parts: Composition) -> Breach | None:
-    """Both ends of such a codec hold the same basis, which every peer makes from the run's seed."""
+    """Both ends of a subspace codec hold the basis that every peer computes from the run's seed."""
     terms, width = subspace_terms(parts.pipeline.codec), parts.plan.model.dim
     if terms is None or terms.rank <= (most := largest_rank(width)):
         return None
@@ -193,8 +196,9 @@ def _shared_basis(parts: Composition) -> Breach | None:
 
 
 def scope_of(codec: str) -> Scope:
-    """What a codec's routes must grant; of those that cannot even be made without what they share, by name. Where several are
-    named, nothing. `ValueError` for what is not known."""
+    """Return what a codec needs of its routes; raise `ValueError` if it is unknown. Subspace
+    codecs, which cannot be built without their basis, are told by name; alternatives are
+    memoryless."""
     return "shared_params" if subspace_terms(codec) is not None else activation_codec(known_of(codec)[0]).scope
 
 
@@ -203,7 +207,7 @@ def _without_memory(codec: str) -> str:
 
 
 def _payloads(parts: Composition) -> Breach | None:
-    """A call carries an activation, and its gradient, whole."""
+    """A call carries an activation, or its gradient, whole."""
     plan, codec = parts.plan, parts.pipeline.codec
     most = MAX_PAYLOAD_BYTES // (plan.seq * plan.model.dim * plan.dtype.itemsize)
     remedy = f"set train.batch to {most} or less" if most else "shorten train.seq"
@@ -223,8 +227,8 @@ def _payloads(parts: Composition) -> Breach | None:
 
 
 def _free_replicas(parts: Composition) -> Breach | None:
-    """Where full replicas leave the subspace, all share an average that is nobody's own weights, and what pipelines make of it
-    follows from it alone."""
+    """Full replicas may leave the subspace only if all share an average that is nobody's own
+    weights and alone determines what pipelines make of it."""
     pipeline, method = parts.pipeline, parts.plan.method
     if pipeline.constrain == "all":
         why = f"table_every is {pipeline.table_every}, and the frozen embedding stays as it is where all keep to it"
@@ -251,7 +255,7 @@ def _free_replicas(parts: Composition) -> Breach | None:
 
 
 def _first_stage(parts: Composition) -> Breach | None:
-    """Who begins elsewhere has no activations to begin with."""
+    """Elsewhere there are no activations to begin with."""
     for order in parts.orders:
         if order[:1] != (0,):
             return f"policy {parts.pipeline.policy} takes stages {list(order)}", "begin with stage 0, which embeds"
@@ -259,7 +263,7 @@ def _first_stage(parts: Composition) -> Breach | None:
 
 
 def _last_stage(parts: Composition) -> Breach | None:
-    """The loss is there."""
+    """The loss is computed there."""
     for order in parts.orders:
         if order[-1] != parts.count - 1:
             remedy = f"end with stage {parts.count - 1}, which has the head"
@@ -268,8 +272,8 @@ def _last_stage(parts: Composition) -> Breach | None:
 
 
 def _every_stage(parts: Composition) -> Breach | None:
-    """Counts are each stage's own, but rounds must keep step: a stage that fewer visit than its batches are made for fills them
-    more slowly, until its rounds are too far back for any forward pass."""
+    """Counts are per stage, but rounds must keep step: a stage that too few microbatches visit
+    fills its batches more slowly, until its rounds are too far back for any forward pass."""
     for order in parts.orders:
         if len(order) != len(set(order)):
             return f"policy {parts.pipeline.policy} takes stages {list(order)}", "visit each stage once"
@@ -296,7 +300,7 @@ def _whole_batches(parts: Composition) -> Breach | None:
 
 
 def _equal_swaps(parts: Composition) -> Breach | None:
-    """Stages that change places take, give and are alike."""
+    """Stages that change places have the same inputs, outputs and sizes."""
     spans = parts.pipeline.stages
     kinds = [(stage == 0, stage == parts.count - 1, len(span)) for stage, span in enumerate(spans)]
     for order in parts.orders:
@@ -311,7 +315,7 @@ def _equal_swaps(parts: Composition) -> Breach | None:
 
 
 def _end_copies(parts: Composition) -> Breach | None:
-    """A lost end stage takes its layers from the stage beside it, and only what else it holds from the copy."""
+    """A lost end takes its layers from the stage beside it, and only other tensors from copies."""
     sizes = parts.pipeline.layers
     if not parts.pipeline.end_copies or (len(sizes) > 1 and sizes[0] == sizes[1] and sizes[-1] == sizes[-2]):
         return None
@@ -323,7 +327,7 @@ def _end_copies(parts: Composition) -> Breach | None:
 
 
 def _one_group(parts: Composition) -> Breach | None:
-    """A microbatch counts when a round of its stage's whole group names it."""
+    """A microbatch counts once a round of its stage's whole group names it."""
     streams = parts.streams
     if not streams:
         why = f"method {parts.plan.method} exchanges nothing, so that no round names a microbatch"
@@ -335,7 +339,7 @@ def _one_group(parts: Composition) -> Breach | None:
 
 
 def _rounds_by_steps(parts: Composition) -> Breach | None:
-    """A trainer keeps what no round has named, so that rounds must come after so many microbatches, not after a time."""
+    """A trainer keeps what no round has named, so rounds must end after microbatches, not time."""
     round_s = getattr(parts.method, "round_s", None)
     if round_s is None:
         return None
@@ -343,8 +347,8 @@ def _rounds_by_steps(parts: Composition) -> Breach | None:
 
 
 def _rounds_in_step(parts: Composition) -> Breach | None:
-    """Forward passes are taken within a few rounds of the one that their microbatch set out in, at every stage: each round must
-    stand for as many microbatches, and name them."""
+    """Every stage accepts forward passes within a few rounds of the one in which their microbatch
+    set out, so each round must stand for equally many microbatches and name them."""
     streams = parts.streams
     if streams[0].stride != 1:
         why, remedy = (
@@ -360,11 +364,11 @@ def _rounds_in_step(parts: Composition) -> Breach | None:
     return f"method {parts.plan.method} {why}, so that stages' rounds run apart", f"choose {remedy}ddp or diloco"
 
 
-# microbatches on their way
+# microbatches in flight
 
 
 def _kept(parts: Composition) -> Breach | None:
-    """A lone trainer must be able to fill a round while the one before it is agreed upon."""
+    """A lone trainer must be able to fill a round while the previous one is being agreed upon."""
     trainer, steps = parts.pipeline.trainer, steps_of(parts.method)
     needed = least_kept(parts.batch, steps, trainer.window)
     if needed > MAX_KEYS:
@@ -377,12 +381,12 @@ def _kept(parts: Composition) -> Breach | None:
 
 
 def least_kept(batch: int, steps: int, window: int) -> int:
-    """How many microbatches a trainer must be able to keep: two rounds of so many steps, and those on their way."""
+    """Return the microbatches a trainer must keep: two rounds of `steps` steps, and the window."""
     return 2 * batch * steps + window
 
 
 def steps_of(options: Method | Mapping[str, Any]) -> int:
-    """Steps of a method, or of one with these options, between two rounds that name microbatches."""
+    """Return the steps between rounds that name microbatches, for a method or its options."""
     for name in ("mask_period", "period"):
         found = options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
         if isinstance(found, int):
@@ -403,7 +407,7 @@ def _versions_in_use(parts: Composition) -> Breach | None:
 
 
 def _shared_versions(parts: Composition) -> Breach | None:
-    """A version is the same at all servers of its stage, or none could take another one's place."""
+    """Servers of a stage hold the same versions, or none could take another's place."""
     if parts.pipeline.asynchronous is None or parts.method.equality == "exact":
         return None
     why = f"the members of a stage hold weights of their own with method {parts.plan.method}"
@@ -411,7 +415,7 @@ def _shared_versions(parts: Composition) -> Breach | None:
 
 
 def _predicted_steps(parts: Composition) -> Breach | None:
-    """What is predicted is the next step of all."""
+    """Predictions extrapolate the last step, which all members must have in common."""
     terms = parts.pipeline.asynchronous
     if terms is None or not terms.predicts or parts.plan.method in SUMMING:
         return None
@@ -420,7 +424,7 @@ def _predicted_steps(parts: Composition) -> Breach | None:
 
 
 def _corrected_momentum(parts: Composition) -> Breach | None:
-    """Corrections are made of the inner optimizer's momentum."""
+    """Corrections are computed from the inner optimizer's momentum."""
     inner, terms = parts.plan.inner, parts.pipeline.asynchronous
     correction = "none" if terms is None else terms.correction
     called = inner.name + (" with nesterov" if inner.nesterov else "" if inner.momentum else " without momentum")

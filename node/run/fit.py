@@ -1,5 +1,5 @@
-"""Whether a method fits the inner optimizer, the model and the members: what none of them can tell alone, asked before
-anything starts.
+"""Check that a method fits the inner optimizer, the model and the members before anything starts:
+none of them can tell alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ class AveragesMoments(Protocol):
     """A method that averages inner moments."""
 
     def averaged_moments(self) -> Mapping[str, str]:
-        """Return the moments, each with the option that it is not averaged with when that is 0."""
+        """Return the moments, each with the option that turns its averaging off when set to 0."""
         ...
 
 
 @runtime_checkable
 class ClosesOnArrivals(Protocol):
-    """A method whose rounds close once `enough` contributions are there; 0 for everybody's."""
+    """A method whose rounds close once `enough` contributions are there; 0 waits for all."""
 
     enough: int
 
@@ -40,7 +40,8 @@ NONE: frozenset[str] = frozenset()
 SECOND_MOMENT = "exp_avg_sq"
 ADAM, MOMENTUM = frozenset(("step", "exp_avg", "exp_avg_sq")), frozenset(("momentum_buffer",))
 NADAM = ADAM | {"mu_product"}
-SHARED_MOMENTS = {  # methods whose replicas all take the same inner steps, and the moments that they send to joiners
+# methods whose replicas all take the same inner steps: the moments that they send to joiners
+SHARED_MOMENTS = {
     "ddp": frozenset((*DDP.moments, *DDP.rare_moments)),
     "demo": frozenset(Decoupled.rare_moments),
     "flexdemo": frozenset(Decoupled.rare_moments),
@@ -48,8 +49,10 @@ SHARED_MOMENTS = {  # methods whose replicas all take the same inner steps, and 
 
 
 def require_inner(name: str, made: Method, inner: InnerOptimizer, clip_norm: float | None = None) -> None:
-    """`Usage` unless the method of this name can work with the inner optimizer and the clipping of gradients: sends all of its
-    moments if replicas share them, finds those that it averages, and has its step taken as it is if that is a sign."""
+    """Raise `Usage` unless the method can work with the inner optimizer and with gradient clipping.
+
+    A method whose replicas share the moments must send all of them; a method that averages moments
+    must find them; a step that is a sign must be taken unchanged."""
     kept, called = moments_of(inner), inner.name if isinstance(inner, InnerConfig) else type(inner).__name__
     if isinstance(made, Decoupled) and made.sign:
         if list(kept) != [NONE]:
@@ -59,7 +62,8 @@ def require_inner(name: str, made: Method, inner: InnerOptimizer, clip_norm: flo
             why = f"{clip_norm:g} would shorten {name}'s sign(q), whose norm is the root of the number of parameters"
             raise Usage("train.clip", why, "set it to 0")
     sent = SHARED_MOMENTS.get(name)
-    mixed = name == "ddp" and len(kept) > 1  # Muon's matrix products have other bits on other machines
+    # Muon's matrix products have other bits on other machines
+    mixed = name == "ddp" and len(kept) > 1
     if sent is not None and (mixed or any(moments is None or moments - sent for moments in kept)):
         why, remedy = f"it cannot send the moments of {called} as it is set", "or sgd without momentum"
         remedy = remedy if name == "ddp" else "sgd or muon"
@@ -78,22 +82,22 @@ def require_inner(name: str, made: Method, inner: InnerOptimizer, clip_norm: flo
 
 
 def require_layers(made: Method, layers: int) -> None:
-    """`Usage` unless a model of so many layers can be cut into the method's fragments, as many layers in each."""
+    """Raise `Usage` unless `layers` divides into the method's fragments, equally many in each."""
     if isinstance(made, Streaming) and layers % made.fragments:
         why = f"{made.fragments} fragments do not divide the model's {layers} layers"
         raise Usage("method.options.fragments", why, f"choose {nearest_divisor(layers, made.fragments)}")
 
 
 def require_members(made: Method, members: int, place: str) -> None:
-    """`Usage` unless the contributions that close a round can be there: no more than `members`, which `place` sets."""
+    """Raise `Usage` if a round needs more contributions than `members`, which `place` sets."""
     if isinstance(made, ClosesOnArrivals) and made.enough > members:
         why = f"{made.enough} arrivals never are there: {place} is {members}"
         raise Usage("method.options.enough", why, f"choose {members} or fewer, or 0 for everybody's")
 
 
 def moments_of(inner: InnerOptimizer) -> Sequence[frozenset[str] | None]:
-    """The moments that it keeps of a parameter, for each of the optimizers that it is made of; None for one that is not known
-    here. To build one only to ask would take torch seconds, and it would write files."""
+    """Return the moments kept per parameter, one set for each optimizer in `inner`; None for an
+    optimizer unknown here. Building one only to ask would take torch seconds and write files."""
     if isinstance(inner, InnerConfig):
         momentum = MOMENTUM if inner.momentum else NONE
         return {"adamw": [ADAM], "nadam": [NADAM], "sgd": [momentum], "muon": [MOMENTUM, ADAM]}[inner.name]
@@ -110,4 +114,5 @@ def _kept(inner: torch.optim.Optimizer) -> frozenset[str] | None:
         return NADAM
     if isinstance(inner, torch.optim.SGD):
         return MOMENTUM if any(group["momentum"] for group in groups) else NONE
-    return MOMENTUM if isinstance(inner, getattr(torch.optim, "Muon", Muon)) else None  # torch before 2.9 has no Muon
+    # torch before 2.9 has no Muon
+    return MOMENTUM if isinstance(inner, getattr(torch.optim, "Muon", Muon)) else None

@@ -1,8 +1,9 @@
-"""Invites: one word that holds a run's id, its founder, some addresses and an expiry; any member can mint one.
+"""Invites: one word that holds a run's id, its founder, some addresses and an expiry; any member
+can mint one.
 
-`farflock:` + base64url, unpadded, of msgpack [version, run, founder, addresses, expires] and the first 4 bytes of the
-SHA-256 over `farflock-invite` and it. The checksum is against typing errors; what the invite leads to is verified by the
-run's id and the founder's signature.
+`farflock:` + base64url, unpadded, of msgpack [version, run, founder, addresses, expires] and the
+first 4 bytes of SHA-256 over `farflock-invite` and that msgpack. The checksum guards against typing
+errors; what the invite leads to is verified by the run's id and the founder's signature.
 """
 
 import base64
@@ -20,12 +21,13 @@ MAX_CHARS = 4096
 MAX_ADDRESSES = 8
 CHECKSUM_BYTES = 4
 
-# A multiaddress with the peer that is there: /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…
+# A multiaddress that ends in its peer's id: /ip4/192.0.2.7/tcp/4001/p2p/12D3Koo…
 Address = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^(/[A-Za-z0-9.:_%-]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+$")]
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an invite says; `expires` in Unix seconds. Three addresses or more outlive the peer that minted it."""
+    """The content of an invite; `expires` in Unix seconds. With three or more addresses it outlives
+    the peer that minted it."""
 
     run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
     founder: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -34,7 +36,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def mint(invite: Invite) -> str:
-    """The invite as text; raise `ValueError` (msgspec's) for one that nobody could read."""
+    """Return the invite as text; raise `ValueError` (msgspec's) if nobody could read it."""
     fields = msgspec.structs.astuple(invite)
     msgspec.convert(fields, Invite)
     body = msgspec.msgpack.encode((VERSION, *fields))
@@ -42,7 +44,7 @@ def mint(invite: Invite) -> str:
 
 
 def parse(text: str, now_s: float) -> Invite:
-    """The invite in a text; `Usage` with cause and remedy for anything else. `now_s` is Unix time."""
+    """Parse an invite at Unix time `now_s`; raise `Usage`, with cause and remedy, if invalid."""
     version, fields = _versioned(_body(text.strip()))
     if version != VERSION:
         remedy = "update farflock" if version > VERSION else "ask for an invite of a current version"
@@ -60,7 +62,7 @@ def parse(text: str, now_s: float) -> Invite:
 
 
 def _body(text: str) -> bytes:
-    """The bytes that the checksum vouches for."""
+    """Return the bytes that the checksum covers."""
     if not text.startswith(PREFIX):
         raise Usage("that is no invite", f"it does not begin with {PREFIX!r}", "copy the whole word that `run` printed")
     if len(text) > MAX_CHARS:
@@ -77,7 +79,7 @@ def _body(text: str) -> bytes:
 
 
 def _versioned(body: bytes) -> tuple[int, list[msgspec.Raw]]:
-    """The version and the fields, whatever those are in that version."""
+    """Return the version, and the undecoded fields of whatever that version has."""
     try:
         version, *fields = msgspec.msgpack.decode(body, type=list[msgspec.Raw])
         return msgspec.msgpack.decode(version, type=int), fields

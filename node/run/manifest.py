@@ -1,8 +1,9 @@
-"""The manifest: what a run is, as data. Its hash with the founder's id is the run's id.
+"""The manifest: a run as data. Its hash together with the founder's id is the run's id.
 
-A founder writes TOML and leaves out what has a default; what is hashed, signed and sent is the *resolved* manifest, again
-TOML, with every size, option and hash spelt out, so that no later version of a preset or a default can change a run. A
-misspelt key, a wrong type or an impossible value is refused with its place and the nearest thing that is possible.
+A founder writes TOML and leaves out what has a default. What is hashed, signed and sent is the
+*resolved* manifest, again TOML, with every size, option and hash spelt out, so no later version of
+a preset or a default can change a run. A misspelt key, a wrong type or an impossible value is
+refused with its place and the nearest possible thing.
 """
 
 import functools
@@ -50,7 +51,7 @@ from farflock.swarm.identity import SIGNATURE_BYTES, Identity, verify
 MAX_HEAD_BYTES = 512
 _HEAD_DOMAIN = b"head"
 MAX_BATCH = 65_536  # sequences; a peer's memory is checked before it starts
-WARMUP_SHARE = 0.05  # of the run's tokens, where the manifest names no warm-up
+WARMUP_SHARE = 0.05  # of the run's tokens, if the manifest names no warm-up
 
 
 BatchCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH)]
@@ -60,7 +61,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class RunSection(Section, frozen=True):
-    """[run]: what it is called, the seed of all its randomness, and how many tokens it trains in all."""
+    """[run]: the name, the seed of all randomness, and the total number of tokens."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
@@ -71,8 +72,8 @@ class RunSection(Section, frozen=True):
 class DataSection(Section, frozen=True, kw_only=True):
     """[data]: the text, how it is cut into tokens, and the SHA-256 of exactly that text.
 
-    The hash is never left open in a resolved manifest: it keeps a founder from making a volunteer train on just any file
-    that happens to have that name there."""
+    A resolved manifest always has the hash: without it a founder could make a volunteer train on
+    any local file of that name."""
 
     corpus: PlainText = SHIPPED
     tokenizer: PlainText = "bytes"
@@ -80,11 +81,12 @@ class DataSection(Section, frozen=True, kw_only=True):
 
 
 class TrainSection(Section, frozen=True, kw_only=True):
-    """[train]: the inner steps. A step takes `accumulate` batches of `batch` sequences of `seq` tokens. The rate rises to
-    `lr` over `warmup_tokens` and falls to `min_lr_ratio` of it; a joiner's rate also grows over `joiner_steps` of its
-    own. With `samples` each trainer draws so many sequences once, which come again in epochs; without each is a new one.
-    `momentum` and `nesterov` are for sgd and muon (optimizers/parts/inner.py). `clip` is the greatest gradient norm, 0
-    for none."""
+    """[train]: the inner steps. A step takes `accumulate` batches of `batch` sequences of `seq`
+    tokens. The rate rises to `lr` over `warmup_tokens` and falls to `min_lr_ratio` of it; a
+    joiner's rate also ramps up over `joiner_steps` of its own. With `samples`, each trainer draws
+    that many sequences once and repeats them in epochs; otherwise each sequence is new. `momentum`
+    and `nesterov` are for sgd and muon (optimizers/parts/inner.py). `clip` is the largest gradient
+    norm, 0 for none."""
 
     batch: BatchCount = 8
     seq: BatchCount = 64
@@ -104,7 +106,7 @@ class TrainSection(Section, frozen=True, kw_only=True):
 
 
 class TrustSection(Section, frozen=True):
-    """[trust]: who may take part. This version knows invited friends alone."""
+    """[trust]: who may take part. This version supports invited peers only."""
 
     level: Literal["trusted"] = "trusted"
 
@@ -119,22 +121,22 @@ class Manifest(Section, frozen=True, kw_only=True):
     method: MethodSection = MethodSection()
     exchange: ExchangeSection = ExchangeSection()
     trust: TrustSection = TrustSection()
-    pipeline: PipelineSection | None = None  # whole models
+    pipeline: PipelineSection | None = None  # None: whole models
 
     def canonical(self) -> bytes:
-        """The TOML that is hashed, signed and sent; `parse` gives the same manifest again."""
+        """Return the TOML that is hashed, signed and sent; `parse` restores the manifest."""
         return to_toml(msgspec.to_builtins(self)).encode()
 
     def hash(self) -> str:
-        """SHA-256 of the canonical bytes."""
+        """Return the SHA-256 of the canonical bytes, in hex."""
         return hashlib.sha256(self.canonical()).hexdigest()
 
     def run_id(self, founder: str) -> str:
-        """32 hex digits that name this run of this founder."""
+        """Return the 32 hex digits that name this run of this founder."""
         return hashlib.sha256(self.canonical() + b"\x00" + founder.encode()).hexdigest()[:32]
 
     def plan(self) -> RunPlan:
-        """What all nodes of this run do; raise `ValueError` where the parts refuse their numbers."""
+        """Return what all nodes of this run do; raise `ValueError` if a part refuses it."""
         train = self.train
         return RunPlan(
             run_seed=self.run.seed,
@@ -161,11 +163,11 @@ class Manifest(Section, frozen=True, kw_only=True):
         )
 
     def pipeline_plan(self) -> PipelinePlan | None:
-        """How the model is cut and what is agreed upon between its stages; None for a run of whole models."""
+        """Return the model's cut and the terms between stages; None for a run of whole models."""
         return None if self.pipeline is None else plan_of(self.pipeline, self.plan())
 
     def check(self) -> "Manifest":
-        """Refuse what cannot run, before anything starts; returns itself."""
+        """Return the manifest itself; raise `Usage` if it cannot run."""
         require_method(self.method)
         if self.data.tokenizer not in TOKENIZERS:
             raise Usage(
@@ -192,12 +194,12 @@ class Manifest(Section, frozen=True, kw_only=True):
 
 
 def load(path: Path, assignments: Sequence[str] = ()) -> Manifest:
-    """Read a founder's file, apply `a.b=c` overrides and resolve; `Usage` or `RefusedByRun` for whatever is wrong."""
+    """Read and resolve a founder's file with `a.b=c` overrides; raise `Usage` or `RefusedByRun`."""
     return resolve(tables(path.read_bytes(), str(path)), assignments)
 
 
 def parse(text: str | bytes) -> Manifest:
-    """A resolved manifest from its canonical text, as members send it; `RefusedByRun` for anything else."""
+    """Parse a resolved manifest as members send it; raise `RefusedByRun` if it is invalid."""
     try:
         table = tables(text, "the manifest")
         _require_known_model(table)
@@ -209,7 +211,7 @@ def parse(text: str | bytes) -> Manifest:
 
 
 def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
-    """A manifest with everything spelt out, from what a founder wrote; may read the corpus to hash it."""
+    """Resolve what a founder wrote into a complete manifest; may read the corpus to hash it."""
     for assignment in assignments:
         override(table, assignment)
     require_protocol(table)
@@ -228,7 +230,7 @@ def resolve(table: dict[str, Any], assignments: Sequence[str] = ()) -> Manifest:
 
 
 def override(table: dict[str, Any], assignment: str) -> None:
-    """Set one value: `train.lr=0.01`. The value is read as TOML, and as a text where it is none."""
+    """Set one value, as in `train.lr=0.01`; a value that is not TOML is taken as text."""
     path, equals, value = assignment.partition("=")
     names = path.strip().split(".")
     if not equals or not all(names):
@@ -244,7 +246,7 @@ def override(table: dict[str, Any], assignment: str) -> None:
 
 
 def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
-    """What `farflock demo` trains: rounds are short, for it has few steps, and nobody is waited for long."""
+    """Return the manifest of `farflock demo`: its few steps call for short rounds and waits."""
     known = options_of(method) if method in NAMES else {}
     options: dict[str, Any] = {"codec": "int8"} if method == "diloco" else {}
     for name, most in (("period", 10), ("deadline_s", 6.0)):
@@ -262,7 +264,7 @@ def demo_manifest(method: str, peers: int, steps: int) -> Manifest:
 
 
 def simulated_default(assignments: Sequence[str]) -> Manifest:
-    """What `farflock sim` runs without a manifest: a tiny model, short rounds, of whatever method is assigned."""
+    """Return the default manifest of `farflock sim`: tiny model, short rounds, assigned method."""
     assigned: dict[str, Any] = {}
     for assignment in assignments:
         override(assigned, assignment)
@@ -300,7 +302,7 @@ def _require_tables(table: Mapping[str, Any]) -> None:
 
 
 def _fill_model(table: dict[str, Any]) -> None:
-    """Spell out the preset; sizes beside it replace its own."""
+    """Spell out the preset; sizes given beside it replace its own."""
     model = dict(table.get("model", {}))
     named = any(size in model for size in ("dim", "layers", "heads"))
     preset = model.pop("preset", None if named else "demo")
@@ -311,7 +313,7 @@ def _fill_model(table: dict[str, Any]) -> None:
 
 
 def _fill_train(table: dict[str, Any]) -> None:
-    """Spell out the warm-up, and for a method whose step is a sign the inner optimizer that takes it as it is."""
+    """Spell out the warm-up and, if the method's step is a sign, an inner optimizer to keep it."""
     run, train, method = (table.setdefault(name, {}) for name in ("run", "train", "method"))
     if "warmup_tokens" not in train and isinstance(total := run.get("total_tokens", RunSection().total_tokens), int):
         train["warmup_tokens"] = int(total * WARMUP_SHARE)
@@ -321,7 +323,7 @@ def _fill_train(table: dict[str, Any]) -> None:
 
 @functools.cache
 def _corpus_hash(name: str) -> str:
-    """The SHA-256 of a corpus, read once."""
+    """Return the SHA-256 of a corpus, which is read once."""
     try:
         return load_corpus(name).sha256
     except BadCorpus as error:
@@ -329,15 +331,16 @@ def _corpus_hash(name: str) -> str:
 
 
 class BadHead(ValueError):
-    """Bytes that are no head, or that the founder they name did not sign."""
+    """Bytes that are not a head, or that the founder they name did not sign."""
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
-    """The founder's word on which manifest is the run's; every member re-publishes it. Wire: signature (64 bytes) and msgpack
-    array [run, founder, digest, size, sequence, protocol].
+    """The founder's statement of which manifest is the run's; every member re-publishes it. Wire
+    format: signature (64 bytes) and msgpack array [run, founder, digest, size, sequence, protocol].
 
-    `digest` and `size` (bytes) are those of the canonical manifest; a higher `sequence` replaces a lower one. A head of a
-    later `protocol` may have further fields: it is still read, so that it can be told why it cannot be joined."""
+    `digest` and `size` (bytes) are those of the canonical manifest; a higher `sequence` replaces a
+    lower one. A head of a later `protocol` may have more fields: it is still read, to explain why
+    the run cannot be joined."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     founder: Annotated[str, msgspec.Meta(max_length=64)]
@@ -348,7 +351,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 def seal_head(identity: Identity, head: Head) -> bytes:
-    """Signature and head; raise `BadHead` if others would refuse it."""
+    """Return signature and head; raise `BadHead` if others would refuse it."""
     if head.founder != identity.peer:
         raise BadHead(f"{identity.peer} cannot sign a head of {head.founder}'s run")
     body = msgspec.msgpack.encode(head)
@@ -358,7 +361,7 @@ def seal_head(identity: Identity, head: Head) -> bytes:
 
 
 def unseal_head(blob: bytes) -> Head:
-    """A head with its founder's signature; `BadHead` for anything else."""
+    """Return a head that its founder signed; raise `BadHead` if it is invalid."""
     if not SIGNATURE_BYTES < len(blob) <= MAX_HEAD_BYTES:
         raise BadHead(f"a head has {SIGNATURE_BYTES + 1} to {MAX_HEAD_BYTES} bytes, got {len(blob)}")
     signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]

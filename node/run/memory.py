@@ -1,6 +1,7 @@
-"""Estimate whether a run's model, or one stage of it, fits this machine, from its manifest alone: before any memory is taken.
+"""Estimates of whether a run's model, or one stage of it, fits this machine, from the manifest
+alone: before any memory is taken.
 
-A pipeline is for models that fit no single machine; each of its stages has to fit some.
+A pipeline is for models that fit no single machine; each of its stages has to fit some machine.
 """
 
 import psutil
@@ -21,13 +22,13 @@ REPLICA_RULE = "replica that fits nobody"
 
 
 def needed_bytes(plan: RunPlan) -> int:
-    """Bytes that training this run's model takes beside the program itself, an estimate from above.
+    """Estimate from above the bytes that training this run's model takes beside the program itself.
 
-    Of each weight `VALUES` numbers, and `VALUES_ALONE` where nothing is exchanged: itself, its gradient and moments, the
-    method's state, an update on its way, and the copies that a checkpoint is written from. The peak of whole nodes with
-    AdamW was 28.2 to 30.3 numbers (DDP, DiLoCo, NoLoCo) and 20.1 (alone), at 10.7 and 39.5 million weights.
-    Of each token of a batch: what the backward pass reads again (ten widths and four hidden widths a layer, attention,
-    and the logits)."""
+    Per weight `VALUES` numbers, or `VALUES_ALONE` if nothing is exchanged: the weight, its gradient
+    and moments, the method's state, an update in flight, and the copies that checkpoints are
+    written from. The peak of whole nodes with AdamW was 28.2 to 30.3 numbers (DDP, DiLoCo, NoLoCo)
+    and 20.1 (alone), at 10.7 and 39.5 million weights. Per token of a batch: what the backward pass
+    reads again (ten widths and four hidden widths a layer, attention, and the logits)."""
     model = plan.model
     a_weight = VALUES_ALONE if plan.method == "local" else VALUES
     a_token = model.layers * layer_values(model, plan.seq) + 3 * model.vocab_size
@@ -35,12 +36,12 @@ def needed_bytes(plan: RunPlan) -> int:
 
 
 def layer_values(model: ModelConfig, seq: int) -> int:
-    """Numbers of one token that a layer's backward pass reads again."""
+    """Return how many numbers per token a layer's backward pass reads again."""
     return 10 * model.dim + 4 * model.ffn_dim + model.heads * seq
 
 
 def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
-    """Raise `error`, with the numbers, if the machine has less memory free than the run takes."""
+    """Raise `error`, with the numbers, if the run takes more memory than this machine has free."""
     needed, free = needed_bytes(plan), int(psutil.virtual_memory().available)
     if needed > free:
         why = (
@@ -51,17 +52,17 @@ def require_memory(plan: RunPlan, error: type[FarflockError]) -> None:
 
 
 def stage_parameters(model: ModelConfig, span: range) -> int:
-    """Weights of a stage: its layers', and the embedding's, or the norm's and the head's, at the ends."""
+    """Return a stage's number of weights: layers, and at the ends embedding or norm and head."""
     table = model.vocab_size * model.dim
     ends = (model.parameters() - model.dim - (1 if model.tied else 2) * table) // model.layers * len(span)
     return ends + (table if span.start == 0 else 0) + (model.dim + table if span.stop == model.layers else 0)
 
 
 def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int:
-    """Bytes that serving this stage takes beside the program itself, an estimate from above, counted as for whole
-    models (`needed_bytes`) and more: the gradients that are put aside, what passes keep of the microbatches that
-    are computed at once, the payloads of those that wait, the basis of a codec that has one, and what one remembers of
-    samples that come and go."""
+    """Estimate from above the bytes that serving this stage takes beside the program itself.
+
+    Counted as for whole models (`needed_bytes`), plus pending gradients, what passes keep of the
+    microbatches computed at once, payloads that wait, a codec's basis, and its sample memory."""
     span, server, tokens = pipeline.stages[stage], pipeline.server, plan.batch * plan.seq
     weights = stage_parameters(plan.model, span)
     a_token = len(span) * layer_values(plan.model, plan.seq) + (
@@ -77,14 +78,14 @@ def needed_stage_bytes(plan: RunPlan, pipeline: PipelinePlan, stage: int) -> int
     terms = subspace_terms(pipeline.codec)
     shared = basis_bytes(plan.model.dim, terms.rank, plan.model.vocab_size) if terms is not None else 0
     remembered = (2 - (span.start == 0) - _is_last(plan, span)) * (pipeline.cache_bytes or 0)
-    if pipeline.turns is not None:  # each version, and once more as it is handed on
+    if pipeline.turns is not None:  # each version, and a copy for download
         shared += 2 * pipeline.turns.most * 4 * plan.model.vocab_size * plan.model.dim
     copies = VALUES + server.places + _kept_copies(pipeline)
     return plan.dtype.itemsize * (weights * copies + computed) + waiting + shared + remembered
 
 
 def require_stage_memory(plan: RunPlan, pipeline: PipelinePlan, stage: int, *free_bytes: int) -> None:
-    """`Uncomposable` if this stage fits none of the machines that have so much memory free."""
+    """Raise `Uncomposable` if this stage fits none of the machines with this much free memory."""
     needed, largest = needed_stage_bytes(plan, pipeline, stage), max(free_bytes, default=0)
     if needed <= largest:
         return
@@ -99,13 +100,13 @@ def require_stage_memory(plan: RunPlan, pipeline: PipelinePlan, stage: int, *fre
 
 
 def needed_replica_bytes(plan: RunPlan, pipeline: PipelinePlan) -> int:
-    """Bytes that a full replica takes, which serves all stages, each as a server of that stage alone would; what a microbatch's
-    pass through all of them keeps is in it, stage by stage."""
+    """Return the bytes of a full replica, which serves each stage as a server of that stage alone
+    would; this includes what a microbatch's pass through all of them keeps."""
     return sum(needed_stage_bytes(plan, pipeline, stage) for stage in range(len(pipeline.stages)))
 
 
 def require_replica_memory(plan: RunPlan, pipeline: PipelinePlan, *free_bytes: int) -> None:
-    """`Uncomposable` if all stages together fit none of the machines that have so much memory free."""
+    """Raise `Uncomposable` if no machine with this much free memory fits all stages together."""
     needed, largest = needed_replica_bytes(plan, pipeline), max(free_bytes, default=0)
     if needed <= largest:
         return
@@ -123,8 +124,8 @@ def require_replica_memory(plan: RunPlan, pipeline: PipelinePlan, *free_bytes: i
 
 
 def _kept_copies(pipeline: PipelinePlan) -> int:
-    """Of a stage that keeps versions: the old ones, and the sum of what was merged for each; what passes use in place of the
-    newest; and a trend with the weights of before a step."""
+    """Return the copies for stages that keep versions: the old ones and the sum merged for each,
+    passes' substitute for the newest, and for predictions a trend and the weights before a step."""
     terms = pipeline.asynchronous
     return 0 if terms is None else 2 * (terms.versions - 1) + 1 + 2 * terms.predicts
 

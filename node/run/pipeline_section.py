@@ -1,6 +1,7 @@
-"""[pipeline]: how a run's model is cut into stages and what is agreed upon between them, as a part of its manifest.
+"""[pipeline] in a manifest: the cut of a run's model into stages, and the terms between them.
 
-A run without this table trains whole models. What is left out has a default; resolved, every number is spelt out.
+A run without this table trains whole models. What is left out has a default, spelt out when
+resolved.
 """
 
 from typing import Annotated, Any
@@ -46,9 +47,9 @@ from farflock.swarm.paths.policy import PathPolicy
 from farflock.swarm.paths.skippipe import BadPlan
 from farflock.swarm.protocol.gradient_leases import MAX_KEYS
 
-METHOD = "ddp"  # of a pipeline whose manifest names none: a manifest's usual one syncs in pairs
+METHOD = "ddp"  # default with a pipeline: the usual default syncs in pairs
 BATCH = 16
-CACHE_BYTES = 1 << 28  # of samples' values at each end of an edge, unless a manifest says otherwise
+CACHE_BYTES = 1 << 28  # default sample memory at each end of an edge
 TABLE_EVERY = 4  # rounds
 _SERVER, _TRAINER, _BALANCE = ServerTerms(), TrainerTerms(), RebalanceTerms()
 
@@ -59,10 +60,11 @@ TimeoutSeconds = Annotated[float, msgspec.Meta(ge=1, le=3600)]
 
 
 class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[pipeline.asynchronous]: passes that need not wait for rounds (docs/decisions/016). A server keeps the last `versions`
-    weights of its stage, newest included, and a gradient that would be more than pipeline.staleness rounds late counts nowhere.
-    `correction` says what is done about those that are late, and `gone` what becomes of a microbatch whose weights nobody has
-    any more: the rest of it is to be dropped, or differentiated at the newest weights."""
+    """[pipeline.asynchronous]: passes that need not wait for rounds (docs/decisions/016). A server
+    keeps the last `versions` weights of its stage, newest included; a gradient more than
+    pipeline.staleness rounds late counts nowhere. `correction` applies to late gradients. `gone`
+    applies to a microbatch whose weights no server has any more: the rest of it is dropped, or
+    differentiated at the newest weights."""
 
     versions: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSIONS)]
     correction: Correction = "none"
@@ -70,25 +72,29 @@ class AsynchronousTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[pipeline]. `stages` are the layers of each stage; a founder may name how many stages there are instead, of
-    nearly equally many layers each (unequal ones, for machines that were measured, come from the planner,
-    experiments/placement/asymmetric.py, and are then written down here). A stage steps once its group has taken in
-    `batch` microbatches, which are train.batch sequences of train.seq tokens. Activations go as `codec` between stages,
-    or as the first of several (`int4 | int8`) that all servers of an edge read (docs/decisions/020), on paths of a
-    `policy`. `basis` is the SHA-256 of what all peers share for a subspace codec; each makes it from the run's seed
-    (node/run/basis.py), and does not begin with another one. Of a codec that remembers samples (docs/decisions/018),
-    each end of an edge holds at most `cache_bytes` of their values.
+    """[pipeline]. `stages` are the layers of each stage; a founder may give the number of stages
+    instead, for nearly equal ones (unequal ones, for machines that were measured, come from the
+    planner, experiments/placement/asymmetric.py, and are then written down here). A stage steps
+    once its group has taken in `batch` microbatches of train.batch sequences of train.seq tokens.
+    Activations travel as `codec`, or as the first of several (`int4 | int8`) that all servers of an
+    edge read (docs/decisions/020), on paths of a `policy`. `basis` is the SHA-256 of what all peers
+    share for a subspace codec; each peer computes it from the run's seed (node/run/basis.py) and
+    refuses to start with another. With a codec that remembers samples (docs/decisions/018), each
+    end of an edge holds at most `cache_bytes` of their values.
 
-    Of a stage's server: `queue` passes of each kind wait, up to `together` forward ones are computed at once, `places`
-    gradients are put aside, each for `lease_s`, and a forward pass may come `staleness` rounds late. Of a trainer: up to
-    `window` microbatches are on their way and `kept` are there in all, and it asks somebody else after `forward_timeout_s` and
-    `backward_timeout_s`. Every `rebalance_s` seconds one server may go to a stage that has too few; if it is 0, only to one
-    that has none. After every `end_copies` rounds, if that is not 0, servers of the stages beside the first and the last
-    copy the embedding, or the norm and the head, which nothing else could restore.
+    A stage's server queues up to `queue` passes of each kind, computes up to `together` forward
+    passes at once, holds `places` pending gradients, each for `lease_s`, and accepts forward passes
+    up to `staleness` rounds late. A trainer has up to `window` microbatches in flight and keeps
+    `kept` in all, and it asks another server after `forward_timeout_s` or `backward_timeout_s`.
+    Every `rebalance_s` seconds one server may move to a stage that has too few; if 0, only to a
+    stage that has none. After every `end_copies` rounds, unless 0, servers of the stages beside the
+    first and the last copy the embedding, or the norm and the head, which nothing else could
+    restore.
 
-    `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines` alone, while full replicas train
-    freely beside them. Then the frozen part of the embedding is taken anew from the average after every `table_every` rounds of
-    the first stage (docs/decisions/019), and all servers download it."""
+    `constrain` says what keeps to the subspace of a codec that has one: `all`, or `pipelines`
+    alone, while full replicas train freely beside them. Then the frozen part of the embedding is
+    taken anew from the average after every `table_every` rounds of the first stage
+    (docs/decisions/019), and all servers download it."""
 
     stages: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     batch: Microbatches = BATCH
@@ -107,15 +113,15 @@ class PipelineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     forward_timeout_s: TimeoutSeconds = _TRAINER.forward_timeout_s
     backward_timeout_s: TimeoutSeconds = _TRAINER.backward_timeout_s
     rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = _BALANCE.every_s
-    asynchronous: AsynchronousTerms | None = None  # backward passes use the weights that are there
+    asynchronous: AsynchronousTerms | None = None  # None: backward passes use current weights
     constrain: Constrained = "all"
     table_every: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     plan: PathTerms | None = None  # paths for policy `planned`
 
 
 def fill_pipeline(table: dict[str, Any]) -> None:
-    """Spell out what follows from the other tables: the layers of so many stages, and how many microbatches a trainer must
-    keep. What is wrong is left as it is, and said when all is read."""
+    """Spell out what follows from the other tables, such as the layers of each stage and how many
+    microbatches a trainer must keep. Errors are left in place, to be reported once all is read."""
     pipeline = dict(table["pipeline"])
     _require_known(pipeline.get("codec"))
     stages, batch = pipeline.get("stages"), pipeline.get("batch", BATCH)
@@ -140,7 +146,7 @@ def fill_pipeline(table: dict[str, Any]) -> None:
 
 
 def _fill_paths(pipeline: dict[str, Any], table: dict[str, Any]) -> None:
-    """Lanes in place of hosts, as far as all else allows."""
+    """Replace hosts by lanes, as far as the other values allow."""
     seed = table.get("run", {}).get("seed", 0)
     layers = pipeline.get("stages")
     fits = isinstance(layers, list) and all(isinstance(many, int) for many in layers) and isinstance(seed, int)
@@ -158,7 +164,7 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
     try:
         config = msgspec.convert(model, ModelConfig)
     except msgspec.ValidationError:
-        return [1]  # the model is refused for what it is
+        return [1]  # the model's own error is reported later
     require_untied(config, stages)
     try:
         return [len(span) for span in even(config, stages)]
@@ -167,7 +173,8 @@ def _sizes(stages: int, model: dict[str, Any]) -> list[int]:
 
 
 def _require_known(codec: object) -> None:
-    """`Usage` if one of several codecs is not known: who joins with another release does without, a founder has mistyped it."""
+    """Raise `Usage` if one of several codecs is unknown: a joiner of another release does without
+    it, but a founder has mistyped it."""
     try:
         names = alternatives(codec) if isinstance(codec, str) else ()
         for name in names if len(names) > 1 else ():
@@ -180,11 +187,11 @@ def _remembers(codec: object) -> bool:
     try:
         return isinstance(codec, str) and scope_of(codec) == "edge_sample"
     except ValueError:
-        return False  # said later
+        return False  # reported later
 
 
 def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
-    """The digest of the basis of such a codec; None where there is none, or where something is wrong, which is said later."""
+    """Return a subspace codec's basis digest; None without one, or on an error reported later."""
     try:
         terms = subspace_terms(codec) if isinstance(codec, str) else None
         config = msgspec.convert(table["model"], ModelConfig)
@@ -197,7 +204,7 @@ def _basis_of(codec: object, table: dict[str, Any]) -> str | None:
 
 
 def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
-    """What all nodes of such a run do alike; `Uncomposable` if the stages are not the model's."""
+    """Return what all nodes of such a run do alike; raise `Uncomposable` if stages do not fit."""
     return PipelinePlan(
         require_split(plan.model, terms.stages),
         terms.batch * plan.batch * plan.seq,
@@ -217,8 +224,8 @@ def plan_of(terms: PipelineSection, plan: RunPlan) -> PipelinePlan:
 
 
 def require_pipeline(terms: PipelineSection, plan: RunPlan, made: Method) -> None:
-    """`Usage` for what cannot run: names that are not known, numbers that leave nothing possible, and parts that do not fit
-    each other (`Uncomposable`, with the rule's name)."""
+    """Raise `Usage` for unknown names, for numbers that leave nothing possible, and for parts that
+    do not fit together (`Uncomposable`, with the rule's name)."""
     if terms.window > terms.kept:
         why = f"{terms.window} microbatches on their way are more than the {terms.kept} that are kept in all"
         raise Usage("pipeline.window", why, f"set it to {terms.kept} or less, or enlarge pipeline.kept")
@@ -236,7 +243,7 @@ def require_pipeline(terms: PipelineSection, plan: RunPlan, made: Method) -> Non
 
 
 def _require_paths(terms: PipelineSection) -> None:
-    """`Uncomposable` for planned paths that no run of these stages can follow."""
+    """Raise `Uncomposable` if no run of these stages can follow the planned paths."""
     if terms.plan is None:
         return
     try:
@@ -259,7 +266,7 @@ def _policy(pipeline: PipelinePlan, plan: RunPlan) -> PathPolicy:
 
 
 def _require_named(terms: PipelineSection) -> None:
-    """A basis that could be another peer's has a digest in the manifest, and what needs none names none."""
+    """Require a basis's digest in the manifest exactly if the codec has a basis."""
     shares = subspace_terms(terms.codec) is not None
     if shares and terms.basis is None:
         why = (

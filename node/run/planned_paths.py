@@ -1,18 +1,19 @@
-"""[pipeline.plan]: the paths that microbatches take with policy `planned`, agreed upon before the run.
+"""[pipeline.plan]: the paths that microbatches take with policy `planned`, fixed before the run.
 
-A founder names them, or what was measured of the hosts that are to serve, from which they are planned when the manifest is
-resolved (swarm/paths/planner.py); what is signed and sent are always the paths. A path is a text such as `0:1 2:0 3:1`: stage 0
-by the server at its place 1, and so on. Places number the servers of a stage in the order in which they became members, which
-all peers read off the same view; when one leaves, those after it move up. Where hosts are known by name, `2:12D3Koo…` is a
-peer's id and stays what it is.
+A founder writes the paths, or measurements of the hosts that will serve; from these the paths are
+planned when the manifest is resolved (swarm/paths/planner.py). Only paths are signed and sent. A
+path is a text such as `0:1 2:0 3:1`: stage 0 by the server at its place 1, and so on. Places number
+a stage's servers in the order in which they became members, which all peers read off the same view;
+when one leaves, those after it move up. Where hosts are known by name, `2:12D3Koo…` is a peer's id
+and stays fixed.
 
-Activations go from a server to the trainer and from there to the next server. So what counts of a host besides its speed is
-its own line, in both directions, whoever comes before or after it.
+Activations go from a server to the trainer and from there to the next server, so besides a host's
+speed only its own line counts, in both directions, whichever host comes before or after it.
 
-Deviations from SkipPipe (arXiv:2502.19913): a server keeps nothing between a microbatch's passes, so that its limit on memory
-has nothing to hold; which of its collisions happen depends on when trainers begin, and those are refused that are certain: two
-lanes that set out to one server with the same microbatch. Its balance is asked of each lane too, for trainers choose lanes
-apart and some may have none.
+Deviations from SkipPipe (arXiv:2502.19913): a server keeps nothing between a microbatch's passes,
+so the memory limit has nothing to limit. Its collisions depend on when trainers begin; only certain
+ones are refused: two lanes that set out to one server with the same microbatch. Its balance is
+required of each lane too, because trainers choose lanes independently and some lanes may have none.
 """
 
 import itertools
@@ -31,10 +32,10 @@ from farflock.swarm.paths.draft import Instance
 from farflock.swarm.paths.planner import plan_paths
 from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, PlanTerms, StageKind, Stop, place_name, require_paths
 
-MAX_PATHS = 1024  # of a lane
-MAX_CHARS = 900  # of a path: lines of a manifest are not much longer
-MAX_TEXT = 40 * 1024  # characters of all paths, of the 64 KiB that a manifest may have
-PLAN_WORK = 200  # plans that the planner looks at: some seconds
+MAX_PATHS = 1024  # per lane
+MAX_CHARS = 900  # per path: manifest lines are not much longer
+MAX_TEXT = 40 * 1024  # characters of all paths; a manifest may have 64 KiB
+PLAN_WORK = 200  # plans that the planner examines: some seconds
 
 _STOP = re.compile(r"(0|[1-9][0-9]?):(?:(0|[1-9][0-9]?)|([1-9A-HJ-NP-Za-km-z]{40,64}))", re.ASCII)
 
@@ -44,9 +45,9 @@ ByPlace = tuple[Annotated[tuple[CostSeconds, ...], msgspec.Meta(min_length=1, ma
 
 
 class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[pipeline.plan]. Each trainer follows one lane, whose paths its microbatches take in turn, again and again. `servers`
-    says how many places each stage has; if a founder leaves it out, those on the paths. A place on no path is a spare: whoever
-    has it takes over where another one is gone."""
+    """[pipeline.plan]. Each trainer follows one lane; its microbatches take the lane's paths in
+    turn, again and again. `servers` is the number of places of each stage; by default, those on the
+    paths. A place on no path is a spare: its server takes over where another one is gone."""
 
     servers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)], ...], msgspec.Meta(min_length=1)]
     lanes: Annotated[
@@ -56,13 +57,14 @@ class PathTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a founder may write in place of `lanes`: how many stages a path visits, whether neighbours may change places on it,
-    and, by stage and place, the seconds that a host takes for a forward pass and its line for a microbatch one way."""
+    """A founder's alternative to `lanes`: the number of stages on a path, whether neighbours may
+    swap places on it, and, by stage and place, the seconds that a host takes for a forward pass and
+    its line for a microbatch one way."""
 
     visited: Annotated[int, msgspec.Meta(ge=1)]
     forward_s: ByPlace
     line_s: ByPlace
-    turns: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4  # paths that are planned for each server of stage 0
+    turns: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4  # planned paths per server of stage 0
     swaps: bool = False
 
 
@@ -70,12 +72,12 @@ class HostTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def plan_of_texts(lanes: Sequence[Sequence[str]]) -> PathPlan:
-    """The plan that a manifest's texts say; `BadPlan` for what is none."""
+    """Return the plan that a manifest's texts describe; raise `BadPlan` if they are invalid."""
     return PathPlan(tuple(tuple(_path(text) for text in texts) for texts in lanes), per_step=1)
 
 
 def texts_of(plan: PathPlan) -> list[list[str]]:
-    """A plan as a manifest has it; `plan_of_texts` gives it again."""
+    """Return a plan as manifest texts; the inverse of `plan_of_texts`."""
     return [[_line(path) for path in paths] for paths in plan.lanes]
 
 
@@ -110,7 +112,7 @@ def _text(stop: Stop) -> str:
 
 
 def kinds_of(layers: Sequence[int]) -> tuple[StageKind, ...]:
-    """What stages of so many layers take, give and have: the first embeds, the last has the loss."""
+    """Return the input, output and size of each stage: the first embeds, the last has the loss."""
     last = len(layers) - 1
     return tuple(
         StageKind("tokens" if stage == 0 else "hidden", "logits" if stage == last else "hidden", ((many,),))
@@ -119,8 +121,8 @@ def kinds_of(layers: Sequence[int]) -> tuple[StageKind, ...]:
 
 
 def require_plan(plan: PathPlan, servers: Sequence[int], layers: Sequence[int], batch: int) -> None:
-    """`BadPlan` unless such a run can follow it: so many servers of each stage, stages of so many layers, that step after
-    their share of `batch` microbatches."""
+    """Raise `BadPlan` unless a run can follow the plan: `servers` and `layers` per stage, and
+    stages that step after their share of `batch` microbatches."""
     if len(servers) != len(layers):
         why = f"the plan is for the servers of {len(servers)} stages, and there are {len(layers)}"
         raise BadPlan("stage's server", why, "plan again for these stages")
@@ -130,7 +132,7 @@ def require_plan(plan: PathPlan, servers: Sequence[int], layers: Sequence[int], 
     _require_members(servers)
     _require_places(plan, servers)
     known, terms = _servers_of(plan, servers), PlanTerms(kinds_of(layers), len(plan.paths[0]))
-    for paths in plan.lanes:  # each alone, for a run may have one trainer
+    for paths in plan.lanes:  # each alone, as a run may have one trainer
         require_paths(PathPlan((paths,), plan.per_step), known, terms)
     _require_apart(plan)
     _require_lanes(plan, len(layers), batch)
@@ -151,7 +153,7 @@ def _require_places(plan: PathPlan, servers: Sequence[int]) -> None:
 
 
 def _servers_of(plan: PathPlan, servers: Sequence[int]) -> list[set[str]]:
-    """By stage, its places and the peers that have one by name; a peer whom two stages name has it at the first."""
+    """Return, by stage, its places and named peers; a peer named by two stages is of the first."""
     known = [{place_name(stage, place) for place in range(many)} for stage, many in enumerate(servers)]
     named: dict[str, int] = {}
     for stop in itertools.chain.from_iterable(plan.paths):
@@ -161,7 +163,7 @@ def _servers_of(plan: PathPlan, servers: Sequence[int]) -> list[set[str]]:
 
 
 def _require_apart(plan: PathPlan) -> None:
-    """All lanes set out at once, so that two which begin at one server collide there for certain."""
+    """Refuse lanes that begin at one server: all set out at once, so these certainly collide."""
     for turn, paths in enumerate(zip(*plan.lanes, strict=True)):
         first: dict[str, int] = {}
         for lane, path in enumerate(paths):
@@ -174,7 +176,7 @@ def _require_apart(plan: PathPlan) -> None:
 
 
 def _require_lanes(plan: PathPlan, stages: int, batch: int) -> None:
-    """A lane visits each stage as often as the others do, and does not put the visits of one off for a batch."""
+    """Require lanes to visit each stage equally often, and none to defer visits by a batch."""
     shares = [_visits(paths) for paths in plan.lanes]
     if never := set(range(stages)) - set(_visits(plan.paths)):
         raise BadPlan("stage balance", f"no path visits stage {min(never)}", "let each stage be on some paths")
@@ -208,8 +210,8 @@ def _visits(paths: Sequence[Path]) -> Counter[int]:
 
 
 def fill_plan(given: Mapping[str, Any], layers: Sequence[int], seed: int) -> dict[str, Any]:
-    """What a founder wrote in [pipeline.plan], with the hosts made into lanes, and how many servers there are to be; what is
-    wrong with lanes is said later."""
+    """Return a founder's [pipeline.plan] with hosts turned into lanes and `servers` filled in.
+    Errors in lanes are reported later."""
     if "lanes" in given:
         return {"servers": _counted(given["lanes"], len(layers))} | dict(given)
     try:
@@ -220,12 +222,12 @@ def fill_plan(given: Mapping[str, Any], layers: Sequence[int], seed: int) -> dic
     if sizes[0] != sizes[1] or len(sizes[0]) != len(layers):
         why = f"forward_s is about {sizes[0]} hosts, line_s about {sizes[1]}, and there are {len(layers)} stages"
         raise Usage("pipeline.plan", why, "give both a row for each stage and a number for each of its hosts")
-    _require_members(sizes[0])  # before it is planned, which takes a minute for hundreds
+    _require_members(sizes[0])  # before planning, which takes a minute for hundreds
     return {"servers": sizes[0], "lanes": texts_of(planned(hosts, layers, seed))}
 
 
 def _counted(lanes: object, stages: int) -> list[int]:
-    """How many servers of each stage are on these paths, at least one."""
+    """Return the number of servers of each stage on these paths, at least one."""
     try:
         plan = plan_of_texts(msgspec.convert(lanes, list[list[str]]))
     except (msgspec.ValidationError, BadPlan):
@@ -235,8 +237,9 @@ def _counted(lanes: object, stages: int) -> list[int]:
 
 
 def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> PathPlan:
-    """A plan for these hosts by their places; `BadPlan` if there is none. Each lane takes the paths of all lanes by turns, so
-    that one trainer uses all servers and trains all stages equally."""
+    """Plan paths for these hosts by their places; raise `BadPlan` if there are none. Each lane
+    takes all lanes' paths in turn, so one trainer alone uses all servers and trains all stages
+    equally."""
     serving = tuple(tuple(place_name(stage, at) for at in range(len(row))) for stage, row in enumerate(hosts.forward_s))
     names = list(itertools.chain.from_iterable(serving))
     lines = dict(zip(names, itertools.chain.from_iterable(hosts.line_s), strict=True))
@@ -255,7 +258,7 @@ def planned(hosts: HostTerms, layers: Sequence[int], seed: int) -> PathPlan:
 
 
 def _by_turns(plan: PathPlan) -> PathPlan:
-    """The same paths, all of them in each lane, which begins with its own."""
+    """Return the same paths, all of them in each lane, which begins with its own."""
     lanes, turns = len(plan.lanes), len(plan.lanes[0])
     order = [[((lane + at) % lanes, turn) for turn in range(turns) for at in range(lanes)] for lane in range(lanes)]
     return PathPlan(tuple(tuple(plan.lanes[lane][turn] for lane, turn in way) for way in order), plan.per_step)

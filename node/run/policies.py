@@ -1,4 +1,4 @@
-"""Path policies by the names that a manifest has for them."""
+"""Path policies by their names in a manifest."""
 
 import functools
 import hashlib
@@ -13,15 +13,15 @@ from farflock.swarm.paths.policy import PathPolicy, SwarmPaths, fixed, mixed
 from farflock.swarm.paths.skippipe import BadPlan, PathPlan, PlannedPaths
 
 SWAP = "swap"
-SKIP = "skip"  # with how many stages a path visits: `skip:3`
+SKIP = "skip"  # with the number of stages on a path: `skip:3`
 PLANNED = "planned"  # the paths are terms of the run
 
-# Of the stages' numbers of layers, the run's seed, and who asks.
+# (layers of each stage, the run's seed, the asking peer) -> policy
 Policy = Callable[[Sequence[int], int, str], PathPolicy]
 
 
 class UnknownPolicy(ValueError):
-    """There is no policy of this name."""
+    """No policy has this name."""
 
 
 def _wired(layers: Sequence[int], seed: int, me: str) -> PathPolicy:
@@ -38,8 +38,11 @@ NAMES = (*POLICIES, PLANNED, f"{SKIP}:K")
 
 
 def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: PathPlan | None = None) -> PathPolicy:
-    """The policy of this name for stages of so many layers, with the run's planned paths, if any. `UnknownPolicy` if there is
-    none; `BadSwap`, `BadSkip` or `BadPlan` if it cannot be with these stages."""
+    """Return the named policy for stages of `layers` layers each; `paths` are the run's planned
+    paths.
+
+    Raise `UnknownPolicy` for an unknown name; `BadSwap`, `BadSkip` or `BadPlan` if the policy is
+    impossible with these stages."""
     what, _, visited = name.partition(":")
     if what == SKIP:
         if not (visited.isascii() and visited.isdecimal() and len(visited) < 5):
@@ -58,12 +61,13 @@ def policy_of(name: str, layers: Sequence[int], seed: int, me: str, paths: PathP
 
 
 def lane_of(me: PeerId) -> int:
-    """A trainer's lane: by chance another one than others', so that policies which have lines of servers use them all."""
+    """Return a trainer's pseudo-random lane: trainers then differ, and a policy with lines of
+    servers uses all of them."""
     return int.from_bytes(hashlib.sha256(f"farflock-lane-v1 {me}".encode()).digest()[:4])
 
 
 @functools.cache
 def shares_of(name: str, layers: tuple[int, ...], paths: PathPlan | None = None) -> tuple[Fraction, ...]:
-    """By stage, the share of all microbatches that visit it."""
+    """Return, by stage, the share of all microbatches that visit it."""
     policy = policy_of(name, layers, 0, "", paths)
     return tuple(policy.share(stage) for stage in range(len(layers)))

@@ -1,6 +1,7 @@
-"""Tables that every run's terms have, whoever's model it trains, and how terms are read from TOML.
+"""Tables that the terms of all runs have, with Farflock's model or a user's, and their reader.
 
-A misspelt key, a wrong type or an impossible value is refused with its place and the nearest thing that is possible.
+A misspelt key, a wrong type or an impossible value is refused with its place and the nearest
+possible thing.
 """
 
 import dataclasses
@@ -19,14 +20,14 @@ from farflock.optimizers.catalog import METHODS, NAMES, unfolded
 from farflock.optimizers.parts.outer import OuterHeavyBall, OuterNesterov, OuterSGD
 from farflock.swarm.frame import VERSION as FRAME_VERSION
 
-PROTOCOL = FRAME_VERSION  # one number for all that peers exchange; who has another one is refused before it dials
+# one number for all that peers exchange; a peer with another one is refused before it dials
+PROTOCOL = FRAME_VERSION
 MAX_MANIFEST_BYTES = 64 * 1024
-MAX_LINE_CHARS = 1024  # the time that TOML takes grows with the square of a dotted key's length
-USER_MODEL = (
-    "user_model"  # the table that runs of somebody's own model have in place of [model] (node/run/user_terms.py)
-)
+MAX_LINE_CHARS = 1024  # parsing TOML takes time quadratic in a dotted key's length
+# the table that runs of a user's own model have in place of [model] (node/run/user_terms.py)
+USER_MODEL = "user_model"
 OUTERS: dict[str, type[Any]] = {"sgd": OuterSGD, "nesterov": OuterNesterov, "heavyball": OuterHeavyBall}
-SENT = ("codec", "return_codec", "deadline_s")  # options of a method that [exchange] holds
+SENT = ("codec", "return_codec", "deadline_s")  # method options that live in [exchange]
 PlainText = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 SectionT = TypeVar("SectionT", bound=msgspec.Struct)
 Option = int | float | str | bool | dict[str, int | float | str]
@@ -37,16 +38,17 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MethodSection(Section, frozen=True):
-    """[method]: how peers keep one model although they train apart, and the options of that method."""
+    """[method]: how peers keep one model although they train apart, and the method's options."""
 
     name: PlainText = "noloco"
     options: dict[PlainText, Option] = {}
 
 
 class ExchangeSection(Section, frozen=True):
-    """[exchange]: what is sent and how long it is waited for; empty where the method has no such thing. Membership changes
-    at most every `view_s` seconds, members without a majority for `branch_after_s` go on as a branch, and the founder
-    trains once `start_peers` members are there."""
+    """[exchange]: what is sent and how long peers wait for it; None if the method has no such
+    option. Membership changes at most every `view_s` seconds, members without a majority for
+    `branch_after_s` go on as a branch, and the founder trains once `start_peers` members are
+    there."""
 
     codec: PlainText | None = None
     return_codec: PlainText | None = None
@@ -57,7 +59,7 @@ class ExchangeSection(Section, frozen=True):
 
 
 def tables(text: str | bytes, origin: str) -> dict[str, Any]:
-    """What a TOML text says, untyped."""
+    """Parse TOML into untyped tables; raise `Usage` if it is invalid or too large."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise Usage(origin, f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}", "a manifest is a short TOML file")
     try:
@@ -66,18 +68,18 @@ def tables(text: str | bytes, origin: str) -> dict[str, Any]:
         if longest > MAX_LINE_CHARS:
             raise Usage(origin, f"it has a line of {longest} characters, above {MAX_LINE_CHARS}", "break it up")
         return tomllib.loads(lines)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, UnicodeDecodeError
         raise Usage(origin, f"it is no TOML: {str(error)[:200]}", "correct it there") from None
 
 
 def require_protocol(table: Mapping[str, Any]) -> None:
-    """First of all: another version's manifest may well have other keys."""
+    """Check the protocol first of all, as another version's manifest may have other keys."""
     run = table.get("run")
     require_same_protocol(run.get("protocol", PROTOCOL) if isinstance(run, dict) else PROTOCOL)
 
 
 def require_same_protocol(protocol: object) -> None:
-    """Refuse a run whose peers exchange something else."""
+    """Raise `RefusedByRun` if the run's peers speak another protocol."""
     if protocol != PROTOCOL:
         remedy = (
             "update farflock" if isinstance(protocol, int) and protocol > PROTOCOL else "use the version that made it"
@@ -86,8 +88,8 @@ def require_same_protocol(protocol: object) -> None:
 
 
 def fill_method(table: dict[str, Any]) -> None:
-    """Spell out the method's options, and put what is about sending into [exchange]. Fragments that nobody has counted are
-    as many as divide the model's layers, nearest to the method's own number."""
+    """Spell out the method's options, and move those about sending into [exchange]. The default
+    number of fragments is the divisor of the model's layers nearest to the method's own default."""
     method, exchange = table.setdefault("method", {}), table.setdefault("exchange", {})
     name, given = method.get("name", MethodSection().name), method.get("options", {})
     require_name("method.name", name, dict.fromkeys(NAMES))
@@ -98,7 +100,7 @@ def fill_method(table: dict[str, Any]) -> None:
     if "fragments" in defaults and isinstance(layers, int):
         defaults["fragments"] = nearest_divisor(layers, defaults["fragments"])
     for option, value in given.items():
-        if value is None and defaults.get(option) is not None:  # TOML cannot say it
+        if value is None and defaults.get(option) is not None:  # TOML has no null
             why = "None cannot be written into a run's terms"
             raise Usage(f"method.options.{option}", why, f"leave it out for {defaults[option]!r}, or name a value")
     for option in SENT:
@@ -115,7 +117,7 @@ def fill_method(table: dict[str, Any]) -> None:
 
 
 def _defaults(method: type[Any]) -> dict[str, Any]:
-    """A method's options as plain values: the fields of its constructor that are not state."""
+    """Return a method's options as plain values: its constructor's fields that are not state."""
     return _values(method())
 
 
@@ -130,7 +132,7 @@ def _values(made: Any) -> dict[str, Any]:  # noqa: ANN401 - a method or an outer
 
 
 def constructor_options(method: MethodSection, exchange: ExchangeSection) -> dict[str, Any]:
-    """What the method's constructor is given."""
+    """Return the keyword arguments of the method's constructor."""
     sent = {name: value for name in SENT if (value := getattr(exchange, name)) is not None}
     options: dict[str, Any] = {**method.options, **sent}
     if "outer" in options:
@@ -177,19 +179,19 @@ def _require_options(kind: type[Any], options: Mapping[str, Any], place: str) ->
 
 
 def convert(table: dict[str, Any], kind: type[SectionT]) -> SectionT:
-    """Tables as a manifest (or what a run of somebody's own model has in its place); `Usage` with the place of an error."""
+    """Convert tables to a manifest or to `UserTerms`; raise `Usage` with the place of an error."""
     require_protocol(table)
     _require_known(table, kind, "")
     try:
         terms = msgspec.convert(table, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _misfit(table, str(error), kind) from None
-    _require_plain(table, "")  # after the types, which bound how deep the table is
+    _require_plain(table, "")  # last, as the types bound the depth of the table
     return terms
 
 
 def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) -> Usage:
-    """Say msgspec's error with the value that it is about, and the choices if there are only some."""
+    """Return msgspec's error with the value it is about, and the choices if there are few."""
     reason, _, place = message.partition(" - at `$.")
     place = place.rstrip("`")
     if missing := re.search(r"missing required field `(\w+)`", reason):
@@ -207,7 +209,7 @@ def _misfit(table: Mapping[str, Any], message: str, root: type[msgspec.Struct]) 
 
 
 def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: str) -> None:
-    """Refuse keys that this version does not know, and name the nearest one that it does."""
+    """Refuse unknown keys, and name the nearest known one."""
     fields = {field.name: _section_of(field.type) for field in msgspec.structs.fields(kind)}
     for name, value in table.items():
         if name not in fields:
@@ -216,13 +218,13 @@ def _require_known(table: Mapping[str, Any], kind: type[msgspec.Struct], path: s
             _require_known(value, fields[name], f"{path}{name}.")
 
 
-def _section_of(kind: Any) -> Any:  # noqa: ANN401 - types have no common one
-    """The kind of what may be left out."""
+def _section_of(kind: Any) -> Any:  # noqa: ANN401 - types have no common type
+    """Return the type inside an optional one."""
     return next(part for part in get_args(kind) if part is not NoneType) if isinstance(kind, UnionType) else kind
 
 
 def _require_plain(value: object, path: str) -> None:
-    """Refuse numbers that are not finite or have more than 64 bits, and texts that are no UTF-8."""
+    """Refuse numbers that are not finite or exceed 64 bits, and texts that are not UTF-8."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise Usage(path, "the whole number has more than 64 bits", "name a smaller one")
     if isinstance(value, float) and not math.isfinite(value):

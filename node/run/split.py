@@ -1,4 +1,4 @@
-"""How a model's layers are cut into consecutive stages."""
+"""Cuts of a model's layers into consecutive stages."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ class BadSplit(ValueError):
 
 
 def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
-    """The layers of each stage, of which there may be unequally many. The first stage also embeds, the last one has the norm
-    and the head."""
+    """Return the layers of each stage, given its size; the first stage also embeds, the last also
+    has the norm and the head. Raise `BadSplit` if the sizes do not fit the model."""
     if not sizes or min(sizes) < 1:
         raise BadSplit(f"stages of {list(sizes)} layers: each needs one or more")
     if sum(sizes) != config.layers:
@@ -23,7 +23,7 @@ def split(config: ModelConfig, sizes: Sequence[int]) -> tuple[range, ...]:
 
 
 def even(config: ModelConfig, stages: int) -> tuple[range, ...]:
-    """So many stages of nearly equally many layers, larger ones in the middle: the ends embed and predict."""
+    """Return `stages` nearly equal stages, larger ones in the middle: ends embed and predict."""
     if not 1 <= stages <= config.layers:
         raise BadSplit(f"{config.layers} layers make 1 to {config.layers} stages, not {stages}")
     small, rest = divmod(config.layers, stages)
@@ -32,6 +32,7 @@ def even(config: ModelConfig, stages: int) -> tuple[range, ...]:
 
 
 def nearest_divisor(number: int, wished: int) -> int:
-    """The divisor of a number that is nearest to the wished one, the smaller of two."""
-    divisors = (d for d in range(1, 2 * wished) if number % d == 0)  # any other one is farther away than 1
+    """Return the divisor of `number` nearest to `wished`, the smaller of two."""
+    # a divisor of 2 * wished or more is farther away than 1
+    divisors = (d for d in range(1, 2 * wished) if number % d == 0)
     return min(divisors, key=lambda d: (abs(d - wished), d))

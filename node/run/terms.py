@@ -1,7 +1,7 @@
-"""What a run says of its training, as data: a manifest resolves to these, and every peer knows them alike.
+"""A run's training terms as data: a manifest resolves to these, and all peers know the same ones.
 
-Nothing here has a swarm, a tensor's values or a thread. What does the work takes its terms from here, so a manifest is
-read and checked without importing any of it.
+Nothing here has a swarm, a tensor's values or a thread. The code that does the work takes its terms
+from here, so a manifest is read and checked without importing that code.
 """
 
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from farflock.swarm.paths.skippipe import PathPlan
 from farflock.swarm.protocol.rebalance import RebalanceRule
 
 MAX_STAGES = 64
-MAX_VISIT = 256  # sequences of a microbatch whose samples are named: a request is small
+MAX_VISIT = 256  # sequences of a microbatch whose samples are named: requests are small
 MAX_VERSIONS = 64  # each is a whole copy of the stage
 FORWARD_TIMEOUT_S = 30.0
 BACKWARD_TIMEOUT_S = FORWARD_TIMEOUT_S * BACKWARD_SIZE
-EMERGENCY_S = 10.0  # a period: only stages without servers are looked at in most of them
-VERSION_LEAD = 1  # rounds between a version's making and its use, for downloads
-FIRST_VERSION = 1  # the version that everybody makes from the run's seed
+EMERGENCY_S = 10.0  # a period: most checks look only at stages without servers
+VERSION_LEAD = 1  # rounds between making a version and using it, for downloads
+FIRST_VERSION = 1  # the version that every peer computes from the run's seed
 
 Correction = Literal["none", "spike", "prediction", "spike+prediction", "braking", "nesterov"]
 WhenGone = Literal["drop", "newest"]
@@ -33,7 +33,7 @@ Constrained = Literal["all", "pipelines"]
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What all nodes of a run do alike; a manifest resolves to it."""
+    """The training terms that all nodes of a run share; a manifest resolves to it."""
 
     run_seed: int
     model: ModelConfig
@@ -46,15 +46,15 @@ class RunPlan:
     accumulate: int = 1
     clip_norm: float | None = 1.0
     autocast: bool = False
-    samples: int = 0  # of each trainer, that come again; with 0 each sequence is drawn anew
+    samples: int = 0  # recurring ones of each trainer; 0: each sequence is new
     dtype: torch.dtype = torch.float32  # of the weights of a pipeline's stages
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTerms:
-    """What a server may take in: `queue` passes of each kind that wait, up to `together` forward ones computed at once,
-    `places` gradients put aside, each for `lease_s`; and how many rounds older than the stage a microbatch may be when it
-    comes."""
+    """A server's limits: `queue` waiting passes of each kind, up to `together` forward passes
+    computed at once, `places` pending gradients, each for `lease_s`, and microbatches up to
+    `staleness` rounds older than the stage."""
 
     queue: int = 32
     together: int = 4
@@ -65,8 +65,8 @@ class ServerTerms:
 
 @dataclass(frozen=True, slots=True)
 class TrainerTerms:
-    """At most `window` microbatches are on their way, fewer where that keeps all servers busy
-    (swarm/protocol/depth.py), and at most `kept` are there in all, with those that wait to be named."""
+    """A trainer's limits: `window` microbatches in flight, fewer where that keeps all servers busy
+    (swarm/protocol/depth.py), and `kept` in all, counting those that wait to be named."""
 
     window: int = 64
     kept: int = 256
@@ -80,7 +80,7 @@ class TrainerTerms:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceTerms:
-    """When servers move: every `every_s` seconds one of them may, where `rule` says so; 0 for never but to lost stages."""
+    """One server may move every `every_s` seconds if `rule` says so; 0: only to lost stages."""
 
     every_s: float = 300.0
     rule: RebalanceRule = field(default_factory=RebalanceRule)
@@ -92,9 +92,9 @@ class RebalanceTerms:
 
 @dataclass(frozen=True, slots=True)
 class Asynchronous:
-    """What is done about gradients of old weights: servers keep the last `versions` weights, newest included; steps are
-    corrected; and of a microbatch whose version nobody has any more the rest is dropped, or differentiated at the `newest`
-    weights, which is the gradient of no function."""
+    """Terms for gradients of old weights: servers keep the last `versions` weights, newest
+    included; steps are corrected; and the rest of a microbatch whose version is gone everywhere is
+    dropped, or differentiated at the `newest` weights, which is the gradient of no function."""
 
     versions: int
     correction: Correction = "none"
@@ -112,49 +112,51 @@ class Asynchronous:
 
     @property
     def predicts(self) -> bool:
-        """Whether passes compute with weights that nobody has yet."""
+        """True if passes compute with predicted weights, which no peer has yet."""
         return "prediction" in self.correction
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSchedule:
-    """When versions change, by rounds of the first stage: one is made after every `every` rounds, and given up `overlap` rounds
-    after its successor took effect."""
+    """The rounds of the first stage at which versions change: one is made after every `every`
+    rounds, and is dropped `overlap` rounds after its successor took effect."""
 
     every: int
     overlap: int = OVERLAP_EPOCHS
 
     def made(self, version: int) -> int:
-        """The round after which the averaged embedding is this version's; -1, before the first, for `FIRST_VERSION`."""
+        """Return the round whose average becomes this version; -1 for `FIRST_VERSION`."""
         return (version - FIRST_VERSION) * self.every - 1
 
     def newest(self, applied: int) -> int:
-        """The last version that is made once round `applied` is in the weights."""
+        """Return the last version made once round `applied` is in the weights."""
         return FIRST_VERSION + max(applied + 1, 0) // self.every
 
     def in_effect(self, applied: int) -> int:
-        """The version that weights are in then."""
+        """Return the version that weights are in once round `applied` is in them."""
         return self.newest(applied - VERSION_LEAD)
 
     def oldest(self, applied: int) -> int:
-        """The oldest version that is still read then."""
+        """Return the oldest version still read once round `applied` is in the weights."""
         return self.in_effect(applied - self.overlap)
 
     @property
     def most(self) -> int:
-        """How many versions are held at once."""
+        """The largest number of versions held at once."""
         return 1 - (-(VERSION_LEAD + self.overlap) // self.every)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """How a run's model is cut, and what is agreed upon the way through it. A stage that all microbatches visit steps once its
-    group has taken in `batch_tokens`, others once they have their share; `policy` is a path policy's name, `codec` an
-    activation codec's, or those of several, of which the first is taken that all servers of an edge read; `basis` is the digest
-    of what all peers share for it, if the manifest names one. After every `end_copies` rounds, if any, the stages beside the
-    ends copy what those hold besides layers. Of a codec that remembers samples each end of an edge holds at most `cache_bytes`
-    of values. `constrain` says whether full replicas keep to the codec's subspace too; where only pipelines do, the frozen
-    embedding has a new version after every `table_every` rounds of the first stage."""
+    """The cut of a run's model, and the terms of the way through it. A stage that all microbatches
+    visit steps once its group has taken in `batch_tokens`, others once they have their share.
+    `policy` names a path policy, `codec` an activation codec, or several, of which the first is
+    taken that all servers of an edge read; `basis` is the digest of the codec's shared basis, if
+    the manifest names one. After every `end_copies` rounds, if any, the stages beside the ends copy
+    what the ends hold besides layers. With a codec that remembers samples, each end of an edge
+    holds at most `cache_bytes` of values. `constrain` says whether full replicas keep to the
+    codec's subspace too; if only pipelines do, the frozen embedding has a new version after every
+    `table_every` rounds of the first stage."""
 
     stages: tuple[range, ...]
     batch_tokens: int
@@ -165,21 +167,21 @@ class PipelinePlan:
     balance: RebalanceTerms = field(default_factory=RebalanceTerms)
     end_copies: int = 0
     basis: str | None = None
-    cache_bytes: int | None = None  # the codec's own bound
-    asynchronous: Asynchronous | None = None  # backward passes use the weights that are there
-    paths: PathPlan | None = None  # which policy `planned` follows
+    cache_bytes: int | None = None  # None: the codec's own bound
+    asynchronous: Asynchronous | None = None  # None: backward passes use current weights
+    paths: PathPlan | None = None  # for policy `planned`
     constrain: Constrained = "all"
     table_every: int = 0
 
     @property
     def turns(self) -> EmbeddingSchedule | None:
-        """When the frozen embedding changes; None where it stays as it is. A version is read as long as forward passes that it
-        set out with may be."""
+        """The schedule of frozen embeddings; None if the embedding never changes. A version is read
+        for as long as forward passes that set out with it may be."""
         if self.constrain == "all":
             return None
         return EmbeddingSchedule(self.table_every, max(OVERLAP_EPOCHS, self.server.staleness + 1))
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """How many each stage has."""
+        """The number of layers of each stage."""
         return tuple(map(len, self.stages))

@@ -1,14 +1,14 @@
-"""Writing TOML: the standard library only reads it, and a manifest must come out the same bytes everywhere."""
+"""A TOML writer: the standard library only reads, and manifests need the same bytes everywhere."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FOLDED = 512  # characters of an array that are no longer put on one line: readers refuse long lines
+FOLDED = 512  # longest array on one line: readers refuse long lines
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """Tables of scalars, arrays and tables as TOML, in their order; None and empty tables are left out."""
+    """Return tables of scalars, arrays and tables as TOML, in order, without None or empty ones."""
     return "\n".join(_lines(tables, ())).lstrip() + "\n"
 
 
@@ -34,5 +34,6 @@ def _value(value: object) -> str:
         line = f"[{', '.join(items)}]"
         return line if len(line) <= FOLDED else "[\n" + "".join(f"{item},\n" for item in items) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference to JSON's strings
+        # the only difference from JSON's strings
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)

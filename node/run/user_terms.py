@@ -1,8 +1,10 @@
-"""The terms of a run of somebody's own model: what stands in the manifest's place, and what all its peers must agree on.
+"""The terms of a run of a user's own model: they replace the manifest, and all peers must agree on
+them.
 
-Nobody can send a model as data, so each peer brings it with its program; the terms hold its fingerprint, the method
-with every option spelt out, and the run's name and seed. They are sealed, sent and hashed as a manifest is. A founder's
-arguments make them; a joiner's must not contradict them, and what a joiner leaves out is the run's.
+A model cannot be sent as data, so each peer brings it with its program; the terms hold its
+fingerprint, the method with every option spelt out, and the run's name and seed. They are sealed,
+sent and hashed as a manifest is. A founder's arguments make them; a joiner's arguments must not
+contradict them, and what a joiner leaves out is the run's.
 """
 
 import hashlib
@@ -36,11 +38,11 @@ from farflock.swarm.messages import MAX_MEMBERS
 TomlTable = dict[str, Any]
 
 DEFAULT_METHOD = "diloco"
-DEFAULT_VIEW_S = 5.0  # a joiner is let in at the next change of the view: loops in notebooks are short
+DEFAULT_VIEW_S = 5.0  # joiners are let in at the next view: loops in notebooks are short
 
 
 class UserRunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[run]: what it is called, and the seed of the swarm's own randomness (pairs, reducers); models have their own."""
+    """[run]: the name, and the seed for pairs and reducers; models have their own randomness."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}$")] = "unnamed"
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
@@ -48,8 +50,8 @@ class UserRunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UserModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[user_model]: how many trained tensors and numbers, a hash over all that must be equal, and the inner optimizer's
-    class."""
+    """[user_model]: the number of trained tensors and of their values, a hash over all that must be
+    equal, and the inner optimizer's class."""
 
     tensors: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     numbers: Annotated[int, msgspec.Meta(ge=1, le=2**60)]
@@ -58,7 +60,7 @@ class UserModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UserTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A whole run of somebody's own model, resolved."""
+    """A whole run of a user's own model, resolved."""
 
     run: UserRunSection
     user_model: UserModel
@@ -66,11 +68,11 @@ class UserTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     exchange: ExchangeSection
 
     def canonical(self) -> bytes:
-        """The TOML that is hashed, signed and sent."""
+        """Return the TOML that is hashed, signed and sent."""
         return to_toml(msgspec.to_builtins(self)).encode()
 
     def build(self) -> Method:
-        """The method; `Usage` where it refuses its options."""
+        """Return the method; raise `Usage` if it refuses its options."""
         try:
             return build_method(self.method.name, **constructor_options(self.method, self.exchange))
         except ValueError as error:
@@ -78,12 +80,13 @@ class UserTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def run_id(raw: bytes, founder: str) -> str:
-    """The run's id from the terms as they are sent, as manifests have it."""
+    """Return the run's id from the terms as they are sent, computed as for manifests."""
     return hashlib.sha256(raw + b"\x00" + founder.encode()).hexdigest()[:32]
 
 
 def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
-    """What must be equal among peers: names, shapes and types of all parameters, and the values of frozen ones."""
+    """Hash what peers must have in common: names, shapes and types of all parameters, and the
+    values of frozen ones. Raise `Usage` if no parameter is trained."""
     trained = [entry for entry in model.parameters() if entry.requires_grad]
     if not trained:
         raise Usage("the model", "it has no parameter that is trained", "unfreeze some")
@@ -97,7 +100,7 @@ def fingerprint(model: nn.Module, inner: torch.optim.Optimizer) -> UserModel:
 
 
 def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTable) -> TomlTable:
-    """What a caller named, as the tables of the terms: what it left out (None) is missing there."""
+    """Return a caller's arguments as tables of the terms, without those left out (None)."""
     sent = {name: options[name] for name in (*SENT, "view_s") if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in (*SENT, "view_s")}
     table: TomlTable = {"run": {name: value for name, value in run.items() if value is not None}}
@@ -107,7 +110,7 @@ def wish(model: UserModel, method: str | None, run: TomlTable, options: TomlTabl
 
 
 def founded(wished: TomlTable) -> UserTerms:
-    """A founder's terms, defaults spelt out; `Usage` for what cannot run."""
+    """Return a founder's terms with defaults spelt out; raise `Usage` if they cannot run."""
     table = {**wished, "method": {"name": DEFAULT_METHOD} | wished["method"]}
     table["exchange"] = {"view_s": DEFAULT_VIEW_S} | wished["exchange"]
     fill_method(table)
@@ -116,7 +119,8 @@ def founded(wished: TomlTable) -> UserTerms:
 
 
 def joined(raw: bytes, wished: TomlTable) -> UserTerms:
-    """The run's terms, as they were sent; `RefusedByRun` if they cannot be taken part in, or if what a joiner named differs."""
+    """Return the run's terms; raise `RefusedByRun` if this version cannot take part in them, or if
+    they contradict what a joiner named."""
     try:
         table = tables(raw, "the run's terms")
         if USER_MODEL not in table:

@@ -1,7 +1,9 @@
-"""Seeded disasters: a small swarm of the product's own nodes in virtual time, hit by faults, watched all along.
+"""Seeded disasters: a small swarm of the product's own nodes in virtual time, hit by faults and
+checked throughout.
 
-One seed decides everything: how many peers, which method and codec, which faults and at which moment of an exchange. What is
-watched is in node/simulate/invariants.py. A violation prints the command that brings it back.
+One seed decides everything: the number of peers, the method and codec, the faults and the moment of
+an exchange at which each strikes. The checks are in node/simulate/invariants.py. A violation prints
+the command that reproduces it.
 """
 
 import asyncio
@@ -26,35 +28,35 @@ from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.sim.network import Faults, LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import Deadlock, run_virtual
 
-FAULTS = 4  # a seed
+FAULTS = 4  # per seed
 ENOUGH_SEEDS = 100  # for every kind of fault to meet every phase of an exchange
-GAP_S = 2.0  # at most, from the end of a fault to the wait for the next one's moment
-RECOVERY_S = 30.0  # after the start and the last fault: within it everybody must be in and make progress
-PROGRESS_STEPS = 4  # by everybody
-RECOVERED_ROUNDS = 3  # applied by everybody after the last fault
-LOOK_S = 1.0  # from one look at what peers hold and wait for to the next
+GAP_S = 2.0  # at most, between a fault's end and the wait for the next one's phase
+RECOVERY_S = 30.0  # after the start and the last fault: all must be in by then and make progress
+PROGRESS_STEPS = 4  # by every peer
+RECOVERED_ROUNDS = 3  # applied by every peer after the last fault
+LOOK_S = 1.0  # between checks of what peers hold and wait for
 LINK = LinkModel(2.5e6, 2.5e6, 0.02, 0.01)
-STOPPED = 1e9  # times slower
-CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # without another fault: no round may fail because of one death
+STOPPED = 1e9  # slowdown of a stopped peer
+CALM_AFTER_DEATH_S = 2 * DEADLINE_S  # no other fault: one death alone may fail no round
 KINDS = ("kill", "restart", "partition", "stop", "slow", "loss", "duplicate", "reorder", "corrupt", "delay")
 CELLS = [(kind, phase) for kind in KINDS for phase in sorted(set(PHASES.values()))]
 
 
 @dataclass(slots=True)
 class SeedReport:
-    """One seed's result."""
+    """The result of one seed."""
 
     seed: int
     violations: list[str]
     fired: collections.Counter[tuple[str, str]]
     rounds: int
     state_hash: str
-    recovery_s: float = 0.0  # from the last fault until everybody was in and had made progress
+    recovery_s: float = 0.0  # from the last fault until all were in and had made progress
 
 
 @dataclass(slots=True)
 class Chaos:
-    """One seeded disaster; what the seed does not decide is said: the method, the number of peers."""
+    """One seeded disaster. The method is given, and the number of peers may be."""
 
     seed: int
     arm: ChaosCase
@@ -65,7 +67,7 @@ class Chaos:
     tap: PhaseTap = field(init=False)
     fired: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     _random: random.Random = field(init=False)
-    _streams: int = field(init=False)  # that the method has
+    _streams: int = field(init=False)  # how many the method has
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"chaos/{self.seed}")
@@ -79,7 +81,7 @@ class Chaos:
         self.population = Population(self.seed, self.arm, self.network, self.watch, identities)
 
     async def run(self) -> SeedReport:
-        """From the first peer's start until all have recovered from the last fault."""
+        """Run from the first peer's start until all have recovered from the last fault."""
         looking = asyncio.create_task(self._look_around())
         for index in range(len(self.population.identities)):
             self.population.begin(index)
@@ -105,11 +107,11 @@ class Chaos:
     # faults
 
     def _faults(self) -> list[tuple[str, str]]:
-        """What happens, in this order, each with the phase of an exchange that it waits for."""
+        """Return the faults in order, each with the phase of an exchange that it waits for."""
         return faults_of(self.seed)
 
     async def _strike(self, kind: str) -> bool:
-        """Let a fault happen, to its end; returns whether it hit anything."""
+        """Let a fault happen, to its end; return whether it hit anything."""
         living = [index for index, life in self.population.lives.items() if life.loop is not None]
         victim = self._random.choice(living or [0])
         match kind:
@@ -131,7 +133,7 @@ class Chaos:
         if not await self._kill(victim):
             return False
         lives = self.population.lives
-        # Of the slow ones nobody may be alive: it could keep a round until its deadline.
+        # Only without a living slow peer, which could hold up a round until its deadline.
         if not any(lives[index].loop for index in self.population.slow):
             self.watch.calm_until_s = asyncio.get_running_loop().time() + CALM_AFTER_DEATH_S
         await asyncio.sleep(CALM_AFTER_DEATH_S)
@@ -146,13 +148,13 @@ class Chaos:
 
     async def _kill(self, victim: int) -> bool:
         if sum(life.loop is not None for life in self.population.lives.values()) <= 3 or not self._quorums_stay(victim):
-            return False  # a majority must stay: what happens without one is another test
+            return False  # a majority must stay: losing it is another test
         self.network.kill(self.population.identities[victim].peer)
         await self.population.end(victim)
         return True
 
     def _quorums_stay(self, victim: int) -> bool:
-        """Whether without this peer a quorum lives on of every newest view and of every view that a next round belongs to."""
+        """Return whether survivors are a quorum of each newest view and each next round's view."""
         others = [
             life.peer for index, life in self.population.lives.items() if index != victim and not life.task.done()
         ]
@@ -186,7 +188,7 @@ class Chaos:
         return True
 
     async def _disturb(self, kind: str) -> bool:
-        """Let a share of all frames suffer for a while."""
+        """Disturb a share of all frames for a while; return whether any frame was hit."""
         share, before = self._random.uniform(0.02, 0.2), self.network.fired[_RATE[kind]]
         self.tap.lying = share if kind == "corrupt" else 0.0
         self.network.faults = Faults(**{_RATE[kind]: share}, delay_s=0.2 if kind == "reorder" else 1.0)
@@ -195,7 +197,7 @@ class Chaos:
         return self.network.fired[_RATE[kind]] > before
 
     def _repair(self) -> None:
-        """The last fault is over: everybody runs, nobody is slow, all hear each other."""
+        """End all faults: every peer runs at full speed, and all hear each other."""
         self.network.heal()
         self.network.faults = Faults()
         self.population.slow.clear()
@@ -206,10 +208,10 @@ class Chaos:
                 self._check_ended(index, life)
                 self.population.begin(index)
 
-    # judgement
+    # checks
 
     async def _look_around(self) -> None:
-        """Now and then, at every peer."""
+        """Check every peer now and then."""
         while True:
             await asyncio.sleep(LOOK_S)
             for life in self.population.lives.values():
@@ -217,7 +219,7 @@ class Chaos:
                     self.watch.look(life.peer)
 
     async def _progress(self, rounds: int, after: str) -> float:
-        """Wait until everybody is in, trains, and has applied so many rounds; returns how long that took."""
+        """Wait until all are in, train, and have applied `rounds` rounds; return the time taken."""
         begun_s = asyncio.get_running_loop().time()
         steps = {index: life.loop.step if life.loop is not None else 0 for index, life in self.population.lives.items()}
         while lagging := self._lagging(begun_s, steps, rounds):
@@ -229,7 +231,7 @@ class Chaos:
         return asyncio.get_running_loop().time() - begun_s
 
     def _lagging(self, begun_s: float, steps: Mapping[int, int], rounds: int) -> list[str]:
-        """Who has not made progress since then, and what is missing."""
+        """Return a sentence for each peer without enough progress, with what is missing."""
         counts, found = self.watch.rounds_since(begun_s), []
         for index, life in self.population.lives.items():
             each = counts[self.population.identities[index].peer]
@@ -258,9 +260,9 @@ class Chaos:
                 self.watch.check_waits(life.peer, life.loop)
 
     def _check_rest(self, looking: asyncio.Task[None]) -> None:
-        """When all have ended: nobody had ended before, nothing runs on without an owner, and all bytes are accounted for."""
+        """Check that no life ended early, no task outlives its peer, and no bytes are missing."""
         if not looking.cancelled():
-            looking.result()  # raises what a look ended with
+            looking.result()  # raises the error that ended the checks
         for index, life in self.population.lives.items():
             self._check_ended(index, life)
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -279,7 +281,7 @@ _RATE = {"loss": "loss", "duplicate": "duplicate", "reorder": "reorder", "corrup
 
 
 def run_seed(seed: int, name: str | None = None) -> SeedReport:
-    """One seeded disaster from start to end, of the method of this name if one is given."""
+    """Run one seeded disaster from start to end, of the named method if a name is given."""
 
     async def main() -> SeedReport:
         return await Chaos(seed, case_of(seed, name)).run()
@@ -292,7 +294,7 @@ def run_seed(seed: int, name: str | None = None) -> SeedReport:
 
 
 def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None) -> Iterator[SeedReport]:
-    """Reports of seeds in order, run by so many processes; each seed's is the same however many there are."""
+    """Yield the reports of seeds in order, the same ones for any number of worker processes."""
     seeds, names = range(first, first + count), itertools.repeat(name)
     if workers == 1:
         yield from map(run_seed, seeds, names)
@@ -306,18 +308,19 @@ def run_seeds(first: int, count: int, workers: int = 1, name: str | None = None)
 
 
 def _quieten(level: int) -> None:
-    """A worker says as little as its parent, and ends with it."""
+    """Give a worker its parent's log level, and end it with its parent."""
     logging.getLogger("farflock").setLevel(level)
     end_with_parent()
 
 
 def faults_of(seed: int) -> list[tuple[str, str]]:
-    """A seed's faults, each with the phase that it waits for: every so many seeds in a row have each cell once."""
+    """Return a seed's faults, each with the phase it waits for. Each block of `len(CELLS) //
+    FAULTS` seeds has each cell once."""
     turn, place = divmod(seed, len(CELLS) // FAULTS)
     shuffled = random.Random(f"faults/{turn}").sample(CELLS, len(CELLS))
     return shuffled[FAULTS * place : FAULTS * (place + 1)]
 
 
 def empty_cells(fired: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
-    """The kinds of faults that met no exchange in this phase."""
+    """Return the (fault, phase) pairs that never struck."""
     return [cell for cell in CELLS if not fired.get(cell)]

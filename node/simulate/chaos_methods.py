@@ -1,6 +1,8 @@
-"""What a disaster runs: every method of the catalogue with short rounds, on a replica of a few counted numbers.
+"""The methods under disasters: all of the catalogue, with short rounds, on a replica of few
+counters.
 
-Cheap to train and easy to judge: a gradient tells whose step it was, and a handful of steps holds rounds of every stream.
+It is cheap to train and easy to check: a gradient tells whose step it was, and a handful of steps
+holds rounds of every stream.
 """
 
 import math
@@ -21,7 +23,7 @@ SIZES: Mapping[str, int] = {"a": 12, "b": 5}  # values of each tensor
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 STEP_S = 0.5
 FP32 = {"codec": "fp32", "return_codec": "fp32"}
-PHASES = {  # of an exchange, by the tag of a message
+PHASES = {  # phase of an exchange by message tag
     b"offer": "offer",
     b"pair": "offer",
     b"pair+": "offer",
@@ -42,7 +44,7 @@ PAIR_PHASES = ("decided", "held", "offer", "transfer")
 
 @dataclass(frozen=True, slots=True)
 class ChaosCase:
-    """A method with its options, how long one of its local steps takes, and how many values it trains."""
+    """A method with its options, the seconds of a local step, and the sizes of its tensors."""
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,20 +52,20 @@ class ChaosCase:
     sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)
 
     def replica(self, place: int) -> "CountingReplica":
-        """What the peer of this number trains."""
+        """Return the replica that peer number `place` trains."""
         return CountingReplica(place, self.sizes, moments=self.method == "desloc")
 
     def make(self) -> Method:
-        """A new method; whoever waits for an exchange waits for `DEADLINE_S`."""
+        """Return a new method whose exchanges have the deadline `DEADLINE_S`."""
         deadline = {"deadline_s": DEADLINE_S} if "deadline_s" in options_of(self.method) else {}
         return method(self.method, **{**deadline, **self.options})
 
     def streams(self) -> list[Exchange]:
-        """A specimen of each of its streams."""
+        """Return a template exchange of each stream."""
         return self.make().streams(self.replica(0))
 
     def phases(self) -> tuple[str, ...]:
-        """The phases that its exchanges have: pairs take no vote, and only means are reduced; none where nothing is sent."""
+        """Return the phases of its exchanges, if any: pairs do not vote, only means are reduced."""
         streams = self.streams()
         if any(isinstance(entry.group, RandomGroups) for entry in streams):
             return PAIR_PHASES
@@ -72,7 +74,7 @@ class ChaosCase:
 
 
 def _declared(methods: Mapping[str, type[Any]]) -> tuple[ChaosCase, ...]:
-    """Every method's disasters (optimizers/trial_options.py), in their turn; those that name none come last."""
+    """Return all disasters (optimizers/trial_options.py) by `turn`; those without one come last."""
     named = [(name, one) for name, made in methods.items() for one in disasters_of(made)]
     named.sort(key=lambda entry: math.inf if entry[1].turn is None else entry[1].turn)
     return tuple(ChaosCase(name, one.options, one.step_length * STEP_S) for name, one in named)
@@ -82,21 +84,21 @@ ARMS = _declared(METHODS)
 
 
 def cases_of(name: str | None = None) -> tuple[ChaosCase, ...]:
-    """All arms, or those of one method; `Usage` if that is not known."""
+    """Return all cases, or those of one method; raise `Usage` if it is unknown."""
     if name is not None and name not in METHODS:
         raise Usage(f"{name[:64]!r} cannot be tried", "no method is called so", f"choose from {', '.join(METHODS)}")
     return tuple(arm for arm in ARMS if name in (None, arm.method))
 
 
 def case_of(seed: int, name: str | None = None) -> ChaosCase:
-    """The arm that a seed runs, of all or of this method's."""
+    """Return the case that a seed runs, of all methods or of the named one."""
     arms = cases_of(name)
     return arms[seed % len(arms)]
 
 
 class CountingReplica:
-    """A few tensors that every local step moves in a way that tells whose step it was. The inner optimizer is gradient descent
-    at a rate of 1; with `moments` it also keeps means of the gradient and of its square, which move nothing."""
+    """A few tensors in which each local step leaves its peer's mark. The inner optimizer is
+    gradient descent at a rate of 1; `moments` adds unused means of the gradient and its square."""
 
     def __init__(self, place: int, sizes: Mapping[str, int], *, moments: bool = False) -> None:
         self._place, self._sizes = place, sizes
@@ -108,21 +110,21 @@ class CountingReplica:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All."""
+        """The names of all tensors."""
         return tuple(self._sizes)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """All are flat."""
+        """The shapes, all flat."""
         return {name: (size,) for name, size in self._sizes.items()}
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """Copies; what is not kept reads as zeros."""
+        """Return copies; tensors that are not kept read as zeros."""
         kept = self._tensors.get(what) or self._zeros()
         return {name: kept[name].clone() for name in names}
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """Overwrite; what is not kept is ignored."""
+        """Overwrite tensors; those that are not kept are ignored."""
         for name, new in tensors.items():
             if what in self._tensors:
                 self._tensors[what][name] = new.clone()
@@ -139,7 +141,8 @@ class CountingReplica:
         held["grad"] = self._zeros()
 
     def add_gradient(self, step: int) -> None:
-        """This peer's gradient of this step: 1 at its own place, a little of the step's number in the last tensor."""
+        """Add this peer's gradient of a step: 1 at its own place in the first tensor, and 0.25 at
+        the step's place in the last."""
         names = self.names
         for name, at, much in ((names[0], self._place, 1.0), (names[-1], step, 0.25)):
             grad = self._tensors["grad"][name]
@@ -148,24 +151,24 @@ class CountingReplica:
 
 @dataclass(slots=True)
 class CountingTask:
-    """Trains a counting replica."""
+    """A task that trains a counting replica."""
 
     replica: CountingReplica
 
     @property
     def weight(self) -> float:
-        """Each step counts once."""
+        """The weight of a step: each counts once."""
         return 1.0
 
     @property
     def tokens_per_step(self) -> int:
-        """What the watch counts."""
+        """The tokens that the checker counts per step."""
         return TOKENS_PER_STEP
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Its gradient; there is no loss."""
+        """Compute the gradient; the loss is always 0."""
         self.replica.add_gradient(step)
         return 0.0
 
     def set_rate(self, tokens: int) -> None:
-        """Its gradients are whole counts, which no rate scales."""
+        """Do nothing: gradients are whole counts, which no rate scales."""

@@ -1,8 +1,9 @@
-"""What is watched during a disaster, by records of its own that share no code with what they check.
+"""Invariants of a disaster, checked by bookkeeping that shares no code with what it checks.
 
-An update counts at most once, in its own round; members of an exact method are equal after each sync; a mean is the
-mean of what its participants sent, the same bits for all of them; tokens add up, life by life; every wait has a name and a
-deadline, and none lasts long after it; whatever a peer holds stays small.
+An update counts at most once, in its own round; members of an exact method are equal after each
+sync; a mean is the mean of its participants' contributions, the same bits for all of them; tokens
+add up, life by life; every wait has a name and a deadline, and none lasts long after it; what a
+peer holds stays small.
 """
 
 import asyncio
@@ -29,21 +30,21 @@ from farflock.swarm.protocol.exchange.streams import RoundOutcome
 
 DEADLINE_S = 6.0  # of an exchange
 TOKENS_PER_STEP = 10
-STORE_BYTES = 2048  # what a peer may keep of chunks that nobody needs: a few rounds' worth, so that it has to let go
-MAX_STORE_BYTES = STORE_BYTES + 6144  # with those of open exchanges and of the log
-MAX_TASKS = 60  # of one peer
-MAX_ITEMS = 160  # in any one table, list or queue of a peer: a store of that size holds some 120 of the smallest chunks
-OVERDUE_S = DEADLINE_S  # a wait may outlast its deadline by so much once all hear each other again
+STORE_BYTES = 2048  # limit of unneeded chunks: a few rounds' worth, so that peers must drop some
+MAX_STORE_BYTES = STORE_BYTES + 6144  # plus chunks of open exchanges and of the log
+MAX_TASKS = 60  # per peer
+MAX_ITEMS = 160  # per table, list or queue: such a store holds about 120 of the smallest chunks
+OVERDUE_S = DEADLINE_S  # by which a wait may outlast its deadline once the network has healed
 TOLERANCE = 1e-3
 
-LifeId = tuple[str, int]  # a peer and which of its lives
-RoundId = tuple[str, int]  # a stream and a round's number
-RoundIds = tuple[RoundId, ...]  # of each stream the last one in a state
+LifeId = tuple[str, int]  # a peer, and its life's number
+RoundId = tuple[str, int]  # a stream, and a round's number
+RoundIds = tuple[RoundId, ...]  # each stream's last round in a state
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One peer's contribution to one round, as it was encoded."""
+    """One peer's contribution to one round, as others decode it."""
 
     values: Mapping[str, Tensor]
     weight: float
@@ -52,62 +53,64 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Feedback:
-    """A slow twin of one life's error feedback."""
+    """A slow reference for one life's error feedback."""
 
     residual: dict[str, Tensor]
     message: dict[str, Tensor]
 
 
 class InvariantChecker:
-    """Collects what all peers do, and the violations."""
+    """A record of what all peers do, and of the violations."""
 
     def __init__(self, arm: str, peers: Sequence[str]) -> None:
         self._equality, self._pairs_only = METHODS[arm].equality, arm == "noloco"
         self._peers = peers
         self._sent: dict[RoundId, dict[LifeId, _Sent]] = {}
         self._hashes: dict[RoundIds, dict[bytes, str]] = {}
-        self._states: dict[RoundIds, State] = {}  # of the first who had applied these (close methods)
-        self._means: dict[tuple[RoundId, tuple[str, ...]], Tensors] = {}  # as the first of the participants decoded it
+        # close methods: of the first peer that applied these rounds
+        self._states: dict[RoundIds, State] = {}
+        # as the first participant decoded them
+        self._means: dict[tuple[RoundId, tuple[str, ...]], Tensors] = {}
         self._pairs: dict[tuple[RoundId, str], tuple[str, ...]] = {}
-        self._applied: set[tuple[LifeId, RoundId]] = set()  # what is in each life's state
+        self._applied: set[tuple[LifeId, RoundId]] = set()  # rounds in each life's state
         self._rounds: set[RoundId] = set()
-        self._closes: dict[RoundId, tuple[tuple[str, ...], int]] = {}  # participants and agreed tokens
+        self._closes: dict[RoundId, tuple[tuple[str, ...], int]] = {}  # participants, agreed tokens
         self._counted: Counter[LifeId] = Counter()  # tokens in close lists
         self._trained: Counter[LifeId] = Counter()
-        self._times: list[tuple[float, str, str]] = []  # of applied rounds: when, who, of which stream
+        self._times: list[tuple[float, str, str]] = []  # applied rounds: time, peer, stream
         self._feedback: dict[LifeId, _Feedback] = {}
         self.statuses: Counter[str] = Counter()  # of applied rounds
-        self.calm_until_s = 0.0  # only a death has happened: until then no round may fail
+        self.calm_until_s = 0.0  # until then the only fault is one death, and no round may fail
         self.violations: list[str] = []
 
     def violate(self, what: str) -> None:
-        """Note a violation, at most 20 of them."""
+        """Record a violation, at most 20 in all."""
         if len(self.violations) < 20:
             self.violations.append(what)
 
     @property
     def rounds(self) -> int:
-        """Rounds that somebody applied."""
+        """The number of rounds that any peer applied."""
         return len(self._rounds)
 
     def rounds_since(self, since_s: float) -> dict[str, Counter[str]]:
-        """By peer, how many rounds of each stream it has applied since a moment."""
+        """Return, by peer, how many rounds of each stream it has applied since `since_s`."""
         counts = {peer: Counter[str]() for peer in self._peers}
         for _, peer, stream in (entry for entry in self._times if entry[0] >= since_s):
             counts[peer][stream] += 1
         return counts
 
     def digest(self) -> str:
-        """One hash for all that happened: equal for two runs of one seed."""
+        """Return a hash of all that happened: equal for two runs of one seed."""
         text = repr((self._times, sorted((key, sorted(hashes)) for key, hashes in self._hashes.items())))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    # what the harness tells
+    # events
 
     def exchange_client(
         self, peer: Peer, index: int, birth: int, driver: Driver, inner: ExchangeClient
     ) -> ExchangeClient:
-        """The same exchange client, with every exchange noted on its way out and every result on its way in."""
+        """Return the same client, recording each exchange it encodes and each result it decodes."""
         encode, decode, life = inner.encode, inner.decode, (peer.me, birth)
 
         def noted_encode(exchange: Exchange, claim: Claim) -> EncodedExchange:
@@ -137,12 +140,12 @@ class InvariantChecker:
         fields: Mapping[str, Any],
         rounds: Mapping[str, int] | None = None,
     ) -> None:
-        """A node's own report: after each applied round its state is compared with that of others who have applied the same
-        `rounds`, by stream."""
+        """Take a node's report; after each applied round compare its state with those of others
+        that have applied the same `rounds`, by stream."""
         life, now_s = (self._peers[index], birth), asyncio.get_running_loop().time()
         if kind == "step":
             self._trained[life] += TOKENS_PER_STEP
-        if kind == "adopt":  # a snapshot replaces the state, and with it the residual and the rounds that were in it
+        if kind == "adopt":  # a snapshot replaces the state, its residual and its rounds
             self._feedback.pop(life, None)
             self._applied = {entry for entry in self._applied if entry[0] != life}
         if kind != "round":
@@ -159,7 +162,7 @@ class InvariantChecker:
         self._compare(index, key, driver, tuple(sorted((rounds or {stream: number}).items())))
 
     def _compare(self, index: int, key: RoundId, driver: Driver, rounds: RoundIds) -> None:
-        """Members of an exact method that have applied the same rounds hold the same bits, of a close one nearly the same."""
+        """Require equal states after equal rounds: exact methods bit by bit, close ones nearly."""
         if self._equality == "per-peer":
             self._hashes.setdefault(rounds, {})
             return
@@ -173,7 +176,7 @@ class InvariantChecker:
             self.violate(f"states differ after round {key[1]} of {key[0]}: {sorted(hashes.values())}")
 
     def look(self, peer: Peer) -> None:
-        """At any moment: what a peer holds is bounded, and each of its waits has a deadline and somebody it waits for."""
+        """Check that what a peer holds is bounded and that its waits have deadlines and names."""
         name, now_s = peer.me[-6:], peer.context.now()
         for wait in peer.waits():
             if not wait.left_s <= DEADLINE_S:
@@ -191,7 +194,7 @@ class InvariantChecker:
             self.violate(f"{name} has {len(peer._tasks)} tasks at {now_s:.1f} s, at most {MAX_TASKS} are needed")
 
     def check_memory(self, peer: Peer) -> None:
-        """Nothing that a peer holds has grown long; slow, for it looks everywhere."""
+        """Check that nothing a peer holds has grown long; slow, as it looks everywhere."""
         count, way = longest(peer)
         if count > MAX_ITEMS:
             name, now_s = peer.me[-6:], peer.context.now()
@@ -213,7 +216,7 @@ class InvariantChecker:
             return
         self._check_pair(key, result.participants)
         if any(len(by_peer[peer]) != 1 for peer in result.participants):
-            return  # two lives of one peer offered; which of them counts is decided by the view
+            return  # two lives of one peer offered, and the view decides which counts
         entries = [by_peer[peer][0] for peer in result.participants]
         known = self._means.setdefault((key, result.participants), result.mean)
         if known is result.mean:
@@ -232,7 +235,7 @@ class InvariantChecker:
                 self.violate(f"in round {key[1]} of {key[0]} {peer} counts in the pair {known} and in {participants}")
 
     def _check_mean(self, index: int, stream: str, number: int, result: Result, entries: list[_Sent]) -> None:
-        """The mean is the weighted mean of what its participants sent, within the return codec's rounding."""
+        """Require the participants' weighted mean, within the return codec's rounding."""
         assert result.mean is not None
         total = sum(entry.weight for entry in entries)
         for name, mean in result.mean.items():
@@ -244,15 +247,15 @@ class InvariantChecker:
                 self.violate(f"peer {index}: the mean of {name} in round {number} of {stream} is off by {error:.4f}")
 
     def _check_gathered(self, index: int, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
-        """What was gathered of a participant is what one of its lives sent, bit by bit."""
+        """Require what was gathered of a participant to be what one of its lives sent, exactly."""
         for who, tensors in (result.gathered or {}).items():
             lives = [entry.values for life, entry in sent.items() if life[0] == who]
             if not any(all(torch.equal(values[name], x) for name, x in tensors.items()) for values in lives):
                 self.violate(f"peer {index} has gathered of {who} what it never sent in round {key[1]} of {key[0]}")
 
     def _check_tokens(self, key: RoundId, result: Result, sent: Mapping[LifeId, _Sent]) -> None:
-        """Tokens after a round are those before it and those of its participants; all peers say the same, and no life's
-        tokens count more often than it has trained them."""
+        """Tokens after a round are those before it plus its participants'; all peers agree on them,
+        and no life's tokens count more often than it has trained them."""
         now, (stream, number) = (result.participants, result.tokens), key
         known = self._closes.get(key)
         if known is not None:
@@ -274,8 +277,8 @@ class InvariantChecker:
                 )
 
     def _check_feedback(self, index: int, life: tuple[str, int], driver: Driver, exchange: Exchange) -> None:
-        """A message is beta·e + (phi - theta), with the residual e of the twin. Where training goes on meanwhile theta has
-        moved on."""
+        """Require a message beta·e + (phi - theta), where e is the reference's residual. Skipped
+        for delayed steps, as theta has moved on by then."""
         beta = getattr(driver.method, "feedback", None)
         if beta is None or exchange.apply_after:
             return
@@ -290,7 +293,7 @@ class InvariantChecker:
         twin.message.update({name: message.clone() for name, message in exchange.tensors.items()})
 
     def _settle_feedback(self, life: tuple[str, int], sent: _Sent, result: Result) -> None:
-        """Where the message was taken, the residual is what it held beyond what was delivered."""
+        """Set the residual of a message that was taken to its undelivered part."""
         twin = self._feedback.get(life)
         for name in sent.values if twin is not None and result.status != "failed" else ():
             assert twin is not None
@@ -298,13 +301,13 @@ class InvariantChecker:
                 twin.residual[name] = twin.message[name] - sent.values[name]
 
     def check_waits(self, peer: Peer, loop: Loop) -> None:
-        """At the end, when all hear each other again: nothing is open long after its deadline or without a name."""
+        """Check after the network has healed that no wait is long overdue or without a name."""
         named = {(wait.what.stream, wait.what.round) for wait in peer.waits()}
         for pending in loop.driver.table:
             key, age_s = pending.exchange.key, peer.run_s() - pending.since_s
             exchanging = loop.under_way.get(key)
             if exchanging is None or exchanging.done():
-                continue  # the result is here, and is applied after this step
+                continue  # the result has arrived and is applied after this step
             if age_s > pending.exchange.deadline_s + OVERDUE_S:
                 self.violate(f"{peer.me[-6:]} has waited for {key} for {age_s:.1f} s")
             if age_s > OVERDUE_S and (key.stream, key.round) not in named:
@@ -316,7 +319,7 @@ def _near(one: State, other: State) -> bool:
 
 
 def _decoded(exchange: Exchange) -> dict[str, Tensor]:
-    """What the others decode of an exchange's tensors, each tensor encoded alone."""
+    """Return what others decode of an exchange's tensors, each encoded alone."""
     if exchange.codec == "fp32":
         return {name: tensor.clone() for name, tensor in exchange.tensors.items()}
     spec = codec(exchange.codec)

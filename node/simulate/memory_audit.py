@@ -1,7 +1,7 @@
-"""How much one peer holds: the longest table, list or queue anywhere inside it.
+"""An audit of what a peer holds: the longest table, list or queue anywhere inside it.
 
-Bounds are kept by many named constants, each in its own file; a container that somebody forgot to bound has none. So this
-walks whatever a peer is made of, and trusts no name.
+Bounds are many named constants, each in its own file; a container that was forgotten has none. So
+this walks all that a peer consists of, and trusts no name.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ _ATOMS = frozenset((str, bytes, int, float, bool, type(None)))
 
 
 def longest(peer: Peer) -> tuple[int, str]:
-    """The length of the longest container that this peer holds, and the way to it."""
+    """Return the length of the longest container that this peer holds, and the path to it."""
     best, seen = (0, ""), {id(peer)}
     waiting: list[tuple[object, str]] = [(peer, "peer")]
     while waiting:
@@ -32,7 +32,7 @@ def longest(peer: Peer) -> tuple[int, str]:
 
 
 def _parts(thing: object) -> Iterable[tuple[str, object]]:
-    """What a container holds, or the attributes of one of our own objects; nothing of what all peers share."""
+    """Return a container's items, or one of our objects' attributes; nothing that peers share."""
     if isinstance(thing, Mapping):
         return (("[]", value) for value in thing.values())
     if isinstance(thing, list | tuple | set | frozenset | collections.deque):

@@ -1,4 +1,6 @@
-"""`check_method`: hold a method to the laws of optimizers/testing/check.py on a node's own driver, replica and codecs."""
+"""`check_method`: test a method against the laws of optimizers/testing/check.py with a node's own
+driver, replica and codecs.
+"""
 
 import hashlib
 import math
@@ -19,48 +21,49 @@ from farflock.optimizers.testing import check
 
 
 class CheckedDriver(Driver):
-    """A node's driver, for a swarm in which nobody waits."""
+    """A node's driver, in a swarm where nobody waits."""
 
     def apply_next(self, progress: Progress) -> tuple[Exchange, Result, list[Exchange]] | None:
-        """Apply the next result that is due, as if every deadline were over; with it come exchanges of a second phase."""
+        """Apply the next result due, as if all deadlines were over; return it with its exchange and
+        those of a second phase, or None."""
         action = self.next(replace(progress, run_time_s=math.inf))
         if not isinstance(action, Apply):
             return None
         return action.exchange, action.result, self.apply(action, progress)
 
     def renewed(self, method: Method, replica: Replica) -> "CheckedDriver":
-        """Another method's driver that goes on with what is pending here."""
+        """Return a driver of another method instance that goes on with the pending exchanges."""
         driver = CheckedDriver(method, replica)
         driver.load_state(self.table)
         return driver
 
 
 class NodeRig:
-    """What a node puts around its method (`Rig`)."""
+    """The parts that a node puts around its method (`Rig`)."""
 
     def driver(self, method: Method, replica: Replica) -> CheckedDriver:
-        """A driver with nothing pending."""
+        """Return a driver with nothing pending."""
         return CheckedDriver(method, replica)
 
     def replica(self, module: nn.Module, inner: torch.optim.Optimizer) -> Replica:
-        """A plain replica without clipping."""
+        """Return a plain replica without clipping."""
         return PlainReplica(module, inner, clip_norm=None)
 
     def decoded(self, codec_name: str, tensors: Tensors, round_number: int, seed: int) -> dict[str, Tensor]:
-        """The tensors as they come out of a codec, cut into shards as a node cuts them."""
+        """Return the tensors after a pass through a codec, cut into shards as a node cuts them."""
         shapes = {key: tuple(x.shape) for key, x in tensors.items()}
         cut = ShardLayout.of(shapes, codec(codec_name), seed)
         payloads = [cut.encode(index, round_number, tensors) for index in range(len(cut.shards))]
         return dict(decode_all(cut, round_number, payloads, shapes))
 
     def chance(self) -> bytes:
-        """A fingerprint of the global generators of random, numpy and torch."""
+        """Return a fingerprint of the global generators of random, numpy and torch."""
         _, keys, place, *_ = np.random.get_state(legacy=True)
         states = (random.getstate(), np.asarray(keys).tobytes(), place, torch.get_rng_state().numpy().tobytes())
         return hashlib.sha256(repr(states).encode()).digest()
 
 
 def check_method(make: Callable[[], Method], *, long: bool = False) -> None:
-    """Raise `LawBroken` unless the methods that `make` returns keep every law of `Method`. A class may be given itself: it is
-    then made with its trial options. `long` also plays the misfortunes that are not of every day."""
+    """Raise `LawBroken` unless the methods that `make` returns keep every law of `Method`. A class
+    may be given: it is then made with its trial options. `long` also plays rarer misfortunes."""
     check.check_method(make, NodeRig(), long=long)

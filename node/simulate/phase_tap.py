@@ -1,4 +1,4 @@
-"""In which phase of an exchange a swarm is, so that a fault can strike there."""
+"""The phase of an exchange that a swarm is in, so that a fault can strike in a chosen one."""
 
 import asyncio
 import collections
@@ -9,23 +9,23 @@ from farflock.node.simulate.chaos_methods import PHASES
 from farflock.swarm.frame import Frame, message_kind, pack, unpack
 from farflock.swarm.links import PeerId
 
-MOMENT_S = 6.0  # a fault waits so long for its phase
+MOMENT_S = 6.0  # longest wait of a fault for its phase
 
 
 class PhaseTap:
-    """Listens to all that is sent; may alter pieces of chunks on behalf of a sender that lies."""
+    """A listener to all frames; it may alter chunk pieces on behalf of a lying sender."""
 
     def __init__(self, phases: tuple[str, ...], chance: random.Random) -> None:
         self.sent_bytes: collections.Counter[PeerId] = collections.Counter()
-        self.lying = 0.0  # share of chunk pieces that are altered
-        self.phases = phases  # that exchanges have here
+        self.lying = 0.0  # share of chunk pieces to alter
+        self.phases = phases  # phases that exchanges have here
         self._random = chance
         self._phase = "offer"
         self._wanted = ""  # the phase that the next fault waits for
         self._moment = asyncio.Event()
 
     def hear(self, now_s: float, sender: PeerId, receiver: PeerId, frame: bytes) -> bytes:
-        """Note the phase that the last message sent belongs to; return what goes over the line."""
+        """Note the phase of a frame; return the frame, or an altered one, to put on the line."""
         self.sent_bytes[sender] += len(frame)
         kind = message_kind(frame)
         self._phase = PHASES.get(kind, self._phase)
@@ -36,10 +36,8 @@ class PhaseTap:
         return frame
 
     async def wait_for(self, wanted: str) -> str:
-        """Wait until a message of this phase is sent; return the phase met.
-
-        If exchanges have no such phase, wait for another one; if there are none, for nothing.
-        """
+        """Wait at most `MOMENT_S` for a message of this phase, or of a random one if exchanges have
+        no such phase; return the phase met, or "" at once if there are no exchanges."""
         if not self.phases:
             return ""
         self._wanted = wanted if wanted in self.phases else self._random.choice(self.phases)
@@ -53,7 +51,7 @@ class PhaseTap:
 
 
 def _altered(frame: bytes) -> bytes:
-    """A piece with one byte changed and a checksum that fits: only the chunk's digest tells."""
+    """Return a piece with one byte changed and a valid checksum: only the chunk's digest tells."""
     good = unpack(frame)
     body = bytearray(good.body)
     if body:

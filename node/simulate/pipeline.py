@@ -1,7 +1,8 @@
-"""A pipeline on a simulated network: the product's own trainers and stage servers, real passes, virtual time, one seed.
+"""A pipeline on a simulated network: the product's own trainers and stage servers, real passes,
+virtual time, one seed.
 
-Who serves what is given; churn kills peers at seeded moments, and each comes back a while later as another life that serves the
-same stage. A life that the rest has left behind ends by itself and begins anew.
+Roles are given. Churn kills peers at seeded moments, and each comes back a while later as another
+life that serves the same stage. A life that the others have left behind ends and begins anew.
 """
 
 import asyncio
@@ -31,8 +32,9 @@ LINGER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PeerRole:
-    """What a peer does: the stage that it serves, `NOTHING` for none, `EVERY` for a full replica; whether it trains; what a
-    forward pass through one stage takes it; and which codecs its release knows, if not all that the run names."""
+    """A peer's role: the stage it serves (`NOTHING` for none, `EVERY` for a full replica), whether
+    it trains, its seconds for a forward pass through one stage, and the codecs that its release
+    knows (None: all that the run names)."""
 
     stage: int = NOTHING
     trains: bool = False
@@ -42,8 +44,8 @@ class PeerRole:
 
 @dataclass(frozen=True, slots=True)
 class PipelineWorld:
-    """The simulated surroundings. The first peer founds the run. `churn_s` is the mean time between kills, of stage
-    servers and full replicas; who is killed stays away for `away_s`."""
+    """The simulated surroundings. The first peer founds the run. `churn_s` is the mean time between
+    kills of stage servers and full replicas; a killed peer stays away for `away_s`."""
 
     parts: tuple[PeerRole, ...]
     total_tokens: int
@@ -52,12 +54,12 @@ class PipelineWorld:
     away_s: tuple[float, float] = (5.0, 20.0)
     view_s: float = 3.0
     branch_after_s: float = 600.0
-    limit_s: float = 3600.0  # virtual; a run that takes longer has failed
+    limit_s: float = 3600.0  # in virtual time; a longer run has failed
 
 
 @dataclass(slots=True)
 class EventLog:
-    """What happened: events as they were reported, by peer number and life."""
+    """The reported events, as (time in s, peer number, kind, fields), and totals of the run."""
 
     events: list[tuple[float, int, str, dict[str, object]]] = field(default_factory=list)
     kills: int = 0
@@ -65,12 +67,13 @@ class EventLog:
     sent_bytes: int = 0
 
     def fields(self, kind: str) -> list[dict[str, object]]:
-        """Of the events of a kind."""
+        """Return the fields of all events of a kind."""
         return [fields for _, _, what, fields in self.events if what == kind]
 
 
 class PipelineSimulation:
-    """All nodes of one simulated run. `made` is called with each life's number and node before it begins: tests look in."""
+    """All nodes of one simulated run. `made` is called with each life's number and node before it
+    begins: a hook for tests."""
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class PipelineSimulation:
         self.network = SimNetwork(plan.run_seed, world.link)
         self._table = MemoryTable(str(plan.run_seed), plan.run_seed, asyncio.get_running_loop().time)
         self._identities = [identity_of(plan, number) for number in range(len(world.parts))]
-        self._stages = [part.stage for part in world.parts]  # a server may go to another one
+        self._stages = [part.stage for part in world.parts]  # a server may move
         self._lives: dict[int, asyncio.Task[None]] = {}
         self.nodes: dict[int, PipelineNode] = {}
         self.tale = EventLog()
@@ -93,7 +96,7 @@ class PipelineSimulation:
         self.done: set[int] = set()
 
     async def run(self) -> EventLog:
-        """Everybody from start to end. `TimeoutError` if that takes longer than the world allows."""
+        """Run all peers from start to end; raise `TimeoutError` beyond the world's limit."""
         async with asyncio.timeout(self._world.limit_s):
             for number in range(len(self._world.parts)):
                 self._lives[number] = asyncio.create_task(self._live(number))
@@ -110,11 +113,11 @@ class PipelineSimulation:
         return self.tale
 
     def end(self) -> None:
-        """Wait for nobody any more: the run is over soon."""
+        """Stop waiting for any peer: the run ends soon."""
         self.done |= set(range(len(self._world.parts)))
 
     async def _until_done(self) -> None:
-        """Until all trainers are: the servers are needed as long."""
+        """Wait until all trainers are done: servers are needed that long."""
         trainers = {number for number, part in enumerate(self._world.parts) if part.trains}
         while not trainers <= self.done:
             for task in self._lives.values():
@@ -125,7 +128,7 @@ class PipelineSimulation:
         await asyncio.sleep(LINGER_S)
 
     async def _live(self, number: int) -> None:
-        """One life after the other, until one is not left behind."""
+        """Live one life after another, until one ends without being left behind."""
         while True:
             try:
                 await self._one_life(number)
@@ -160,7 +163,7 @@ class PipelineSimulation:
         forward_s, turn = self._world.parts[number].forward_s, asyncio.Lock()
 
         async def run_pass(work: Callable[[], Any], cost: float) -> Any:  # noqa: ANN401
-            async with turn:  # a machine computes one thing at a time, also where it serves several stages
+            async with turn:  # a machine computes one thing at a time, whatever it serves
                 done = work()
                 await asyncio.sleep(forward_s * cost)
                 return done
@@ -187,7 +190,7 @@ class PipelineSimulation:
                 others = [blob for blob in await directory.peers(run) if unseal(blob, run).peer != me]
         return others
 
-    # bad luck
+    # churn
 
     async def _churn(self) -> None:
         assert self._world.churn_s is not None
@@ -201,12 +204,13 @@ class PipelineSimulation:
 
     @property
     def settled(self) -> bool:
-        """Whether everybody is a member: who loses a majority at once is another experiment."""
+        """True if all peers are members: churn must not take a majority at once."""
         members = [node.peer.membership.is_member for node in self.nodes.values()]
         return len(members) == len(self._world.parts) and all(members)
 
     def kill(self, number: int, away_s: float | None) -> None:
-        """End a life without a word; after `away_s` the next one begins, with None never: nobody waits for it any more."""
+        """End a life without a goodbye; the next one begins after `away_s`. None: never, and the
+        run does not wait for this peer."""
         self.tale.kills += 1
         if away_s is None:
             self.done.add(number)
@@ -223,12 +227,12 @@ class PipelineSimulation:
 
 
 def identity_of(plan: RunPlan, number: int) -> Identity:
-    """The identity of a simulated peer."""
+    """Return the identity of a simulated peer."""
     return Identity.from_seed(hashlib.sha256(f"simulated peer {plan.run_seed}/{number}".encode()).digest())
 
 
 def parts(stages: int, servers: int, trainers: int, forward_s: float = 0.05, replicas: int = 0) -> tuple[PeerRole, ...]:
-    """So many servers of each stage, stage by stage, then so many that only train, and so many full replicas."""
+    """Return `servers` servers per stage, then pure trainers, then full replicas."""
     serving = [PeerRole(stage, forward_s=forward_s) for _ in range(servers) for stage in range(stages)]
     whole = [PeerRole(EVERY, trains=True, forward_s=forward_s)] * replicas
     return (*serving, *([PeerRole(trains=True)] * trainers), *whole)

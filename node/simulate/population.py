@@ -17,14 +17,14 @@ from farflock.swarm.peer.peer import Peer, RunTerms
 from farflock.swarm.record import Record, seal
 from farflock.swarm.sim.network import SimLinks, SimNetwork
 
-SLICE_S = 0.5  # of a step: a slow or stopped peer goes on so soon after that has ended
+SLICE_S = 0.5  # of a step: a slow or stopped peer resumes this soon after the fault's end
 VIEW_S = 3.0
-GOODBYE_S = 0.2  # until it is on its way
+GOODBYE_S = 0.2  # for the goodbye to be sent
 
 
 @dataclass(slots=True)
 class PeerLife:
-    """One life of one peer: its task; its peer once that is made; its loop while it is in the run."""
+    """One life of one peer: its task, its peer once made, and its loop while it is in the run."""
 
     task: asyncio.Task[None]
     loop: Loop | None = None
@@ -32,20 +32,20 @@ class PeerLife:
 
 
 class Population:
-    """Brings peers to life and ends them; a peer is called by its number."""
+    """All peers by number, with their lives."""
 
     def __init__(
         self, seed: int, arm: ChaosCase, network: SimNetwork, watch: InvariantChecker, identities: list[Identity]
     ) -> None:
         self.identities = identities
         self.lives: dict[int, PeerLife] = {}
-        self.slow: dict[int, float] = {}  # how many times longer than the others a peer computes
+        self.slow: dict[int, float] = {}  # factor by which a peer computes slower
         self.lines: list[SimLinks] = []  # of all lives
         self._seed, self._arm, self._network, self._watch = seed, arm, network, watch
         self._births = 0
 
     def begin(self, index: int) -> None:
-        """Start a peer's next life; the first peer of all founds the run."""
+        """Start a peer's next life; the first life of all founds the run."""
         self._births += 1
         life = PeerLife(asyncio.create_task(asyncio.sleep(0)))
         self.lives[index] = life
@@ -103,7 +103,7 @@ class Population:
         return [self._record(other, 0) for other in living[:4]]
 
     async def end(self, index: int) -> None:
-        """End a peer's life, at once and without a goodbye."""
+        """End a peer's life at once, without a goodbye."""
         life = self.lives[index]
         life.loop = None
         life.task.cancel()

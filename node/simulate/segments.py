@@ -1,7 +1,7 @@
-"""The legs of a long simulated run on disk: every node's checkpoint, and what the run remembers beside them.
+"""The legs of a long simulated run on disk: every node's checkpoint, and the run's own records.
 
-A leg's folder counts once its `story.json` is there, which is written last and at once. Nothing in a leg is ever
-changed; a run that is started again in the same folder goes on after the newest whole one.
+A leg counts once its `story.json` exists, which is written last and atomically. A leg is never
+changed; a run started again in the same folder goes on after the newest complete one.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ _LEG = re.compile(r"leg-([1-9][0-9]{0,8})")
 
 
 class SegmentState(msgspec.Struct):
-    """What a simulated run remembers from leg to leg beside its nodes. `losses` are pairs of the run's tokens and a loss;
-    `rounds` pairs of a stream and a round that somebody applied."""
+    """A simulated run's state from leg to leg besides its nodes. `losses` are pairs of the run's
+    tokens and a loss, `rounds` pairs of a stream and an applied round."""
 
     legs: int = 0
     births: int = 0
@@ -35,7 +35,7 @@ class SegmentState(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    """`story.json`: the story, the peers that are saved, and which run this is."""
+    """`story.json`: the state, the saved peers, and a hash of the run's terms."""
 
     terms: str
     peers: list[int]
@@ -43,13 +43,14 @@ class _Page(msgspec.Struct):
 
 
 class SegmentStore:
-    """The legs of one run in one folder; `terms` are all that the run depends on."""
+    """The legs of one run in one folder; `terms` is all that the run depends on."""
 
     def __init__(self, folder: Path, terms: str) -> None:
         self._folder, self._terms = folder, hashlib.sha256(terms.encode()).hexdigest()
 
     def newest(self) -> tuple[SegmentState, dict[int, Checkpoint]]:
-        """Where the run stands; a fresh story if there is no leg. `Usage` if the folder is another run's."""
+        """Return the run's state and checkpoints, a fresh state if there is no leg; raise `Usage`
+        if the folder holds another run."""
         for number in sorted(self._numbers(), reverse=True):
             leg = self._folder / f"leg-{number}"
             try:
@@ -60,13 +61,13 @@ class SegmentStore:
                     )
                 return page.story, self._load(leg, page.peers)
             except (OSError, msgspec.MsgspecError, CheckpointError):
-                continue  # cut short: the leg before it is whole
+                continue  # cut short: the previous leg is complete
         return SegmentState(), {}
 
     def save(self, story: SegmentState, nodes: Mapping[int, Resumable]) -> dict[int, Checkpoint]:
-        """Write the leg that has just ended, and read it back: what goes on is what was written."""
+        """Write the leg that has just ended; return it as read back, for the run to go on from."""
         leg = self._folder / f"leg-{story.legs}"
-        shutil.rmtree(leg, ignore_errors=True)  # one that was cut short
+        shutil.rmtree(leg, ignore_errors=True)  # remains of a leg cut short
         for number, node in nodes.items():
             parts, cursors = checkpoint_state(node)
             checkpoint.save(leg / f"peer-{number}", node.loop.step, parts, {"node": cursors})

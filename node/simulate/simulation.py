@@ -1,9 +1,10 @@
 """A whole run on a simulated network: the product's own nodes, real steps, virtual time, one seed.
 
-The same seed gives the same bytes: the same rounds, losses and states. Churn kills peers and lets others join, both at
-seeded moments; every kill is followed by a new life of the same peer a while later. A long run may be cut into legs: at
-the end of one everybody stops and is saved (node/simulate/segments.py), and the next one begins from there in a world
-of its own."""
+The same seed gives the same bytes: the same rounds, losses and states. Churn kills peers at seeded
+moments; each killed peer begins a new life a while later. A long run may be cut into legs: at the
+end of one all peers stop and are saved (node/simulate/segments.py), and the next one begins from
+there in a world of its own.
+"""
 
 import asyncio
 import collections
@@ -41,29 +42,29 @@ from farflock.swarm.sim.network import LinkModel, SimNetwork
 from farflock.swarm.sim.virtual_time import run_virtual
 
 JOIN_TIMEOUT_S = 120.0
-LINGER_S = 30.0  # after the last step: peers answer those who are still on their way
+LINGER_S = 30.0  # after the last step: peers still answer those that are behind
 AWAY_S = (5.0, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The simulated surroundings. `step_s` is what one training step takes; `churn_s` the mean time between kills."""
+    """The simulated surroundings. `step_s` is per step, `churn_s` the mean time between kills."""
 
     peers: int
     total_tokens: int
     link: LinkModel = field(default_factory=LinkModel)
     step_s: float = 0.5
-    spread: float = 0.1  # steps of peer i take up to this share longer, drawn once
+    spread: float = 0.1  # a peer's steps take up to this share longer, drawn once
     churn_s: float | None = None
     view_s: float = 5.0
     branch_after_s: float = 600.0
     directory: DirectoryFaults = field(default_factory=DirectoryFaults)
-    leg_tokens: int | None = None  # after how many tokens all stop and are saved; None: never
+    leg_tokens: int | None = None  # tokens per leg; None: one leg
 
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What `farflock sim` prints."""
+    """The facts that `farflock sim` prints."""
 
     state_hash: str
     rounds: int
@@ -77,7 +78,7 @@ class SimulationResult:
 
 
 class Simulation:
-    """All nodes of one simulated run, from where `saved` (by peer) left them, or from the start, until `until` tokens."""
+    """All nodes of one simulated run, from the start or from `saved`, until `until` tokens."""
 
     def __init__(
         self,
@@ -101,10 +102,11 @@ class Simulation:
         self._lives: dict[int, asyncio.Task[None]] = {}
         self._nodes: dict[int, ReplicaNode] = {}
         self._done = 0
-        self._random.seed(f"{plan.run_seed}/simulation/{story.legs}")  # speeds, drawn before, are those of all legs
+        # reseeded per leg, but only after the speeds, which all legs share
+        self._random.seed(f"{plan.run_seed}/simulation/{story.legs}")
 
     async def run(self) -> dict[int, ReplicaNode]:
-        """Everybody from start to end; the nodes as they were then, by number."""
+        """Run all peers from start to end; return their final nodes, by number."""
         for index in range(self._world.peers):
             self._lives[index] = asyncio.create_task(self._live(index))
             await asyncio.sleep(self._random.random())
@@ -133,7 +135,7 @@ class Simulation:
                 self._progress(founder.loop.driver.tokens / self._world.total_tokens)
 
     async def _live(self, index: int) -> None:
-        """One life of one peer: found or join, train, linger."""
+        """Run one life of one peer: found or join, train, linger."""
         known = index in self._begun
         self._story.births += 1
         self._begun.add(index)
@@ -154,7 +156,7 @@ class Simulation:
             await drain(node.loop, LINGER_S)
 
     async def _resume(self, index: int, node: ReplicaNode, directory: MemoryDirectory) -> None:
-        """Begin a leg where the one before it ended; nobody trains before all are members again."""
+        """Begin a leg where the previous one ended; no peer trains before all are members again."""
         if index == 0:
             node.peer.found()
         else:
@@ -195,7 +197,7 @@ class Simulation:
         return seal(identity, Record(run, identity.peer, incarnation, incarnation, curve=bytes(32)))
 
     async def _introduced(self, me: PeerId, directory: MemoryDirectory) -> list[bytes]:
-        """Look into the directory until it shows somebody else; `TimeoutError` if it never does."""
+        """Poll the directory until it lists another peer; raise `TimeoutError` if it never does."""
         run = str(self._plan.run_seed)
         others: list[bytes] = []
         async with asyncio.timeout(JOIN_TIMEOUT_S):
@@ -222,12 +224,12 @@ class Simulation:
             self._lives[index] = asyncio.create_task(self._return(index, self._random.uniform(*AWAY_S)))
 
     def _complete(self) -> bool:
-        """Whether everybody is a member: a swarm that loses its majority at once is dead, and that is another experiment."""
+        """Return whether all peers are members: churn must not take a swarm's majority at once."""
         members = [node.peer.membership.is_member for node in self._nodes.values()]
         return len(members) == self._world.peers and all(members)
 
     async def _return(self, index: int, away_s: float) -> None:
-        """Come back as a new life; who finds nobody left, because the run has ended meanwhile, stays away."""
+        """Come back as a new life; stay away if the run has ended meanwhile."""
         await asyncio.sleep(away_s)
         try:
             await self._live(index)
@@ -237,7 +239,7 @@ class Simulation:
 
 
 def outcome(world: World, story: SegmentState, states: dict[str, State]) -> SimulationResult:
-    """What a run that has ended amounts to; the hash covers the method's state of every peer."""
+    """Return the result of a finished run; the hash covers every peer's method state."""
     digest = hashlib.sha256()
     for peer in sorted(states):
         digest.update(peer.encode() + state_hash(states[peer]))
@@ -261,8 +263,9 @@ def simulate(
     progress: Callable[[float], None] = lambda share: None,
     folder: Path | None = None,
 ) -> SimulationResult:
-    """Run a simulation to its end. With a `folder` each leg is saved there, and legs that are there already are not run
-    again: the outcome is bit by bit that of a run that was never interrupted. `Usage` if the folder is another run's."""
+    """Run a simulation to its end. With a `folder` each leg is saved there, and saved legs are not
+    run again; the outcome is bit for bit an uninterrupted run's. Raise `Usage` for another run's
+    folder."""
     shelf = SegmentStore(folder, f"{plan}/{world}/{hashlib.sha256(tokens.tobytes()).hexdigest()}") if folder else None
     story, saved = shelf.newest() if shelf else (SegmentState(), {})
 
@@ -280,7 +283,7 @@ def simulate(
 
 
 def held_out(plan: RunPlan, states: Collection[State], x: Tensor, y: Tensor) -> LossEstimate:
-    """The loss of the peers' models on held-out sequences, mean over peers; the standard error is over sequences."""
+    """Return the mean held-out loss of the peers' models; the standard error is over sequences."""
     different = {state_hash(state): state for state in states}
     weights = collections.Counter(state_hash(state) for state in states)
     means = torch.zeros(len(x), dtype=torch.float64)

@@ -69,7 +69,7 @@ def _pipeline(out: Output, steps: int, folder: Path | None) -> None:
 
 @contextmanager
 def _place(named: Path | None) -> Iterator[Path]:
-    """The folder for a demo's files; one that nobody named goes when the demo is interrupted."""
+    """Keep a folder for a demo's files; remove it on an interruption if the user named none."""
     place = named or Path(tempfile.mkdtemp(prefix="farflock-demo-"))
     place.mkdir(parents=True, exist_ok=True)
     if any(place.iterdir()):

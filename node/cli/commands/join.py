@@ -56,7 +56,7 @@ def command(invite: str, dry_run: bool, as_json: bool, **machine: object) -> int
 
 
 def _look(out: Output, machine: "MachineOptions", invited: "Invite") -> int:
-    """What joining would train, read from the run's members under a name that is forgotten at once."""
+    """Print what joining would train, read from the run's members under a throwaway identity."""
     from farflock.node.process.inspect_run import fetch_manifest
     from farflock.node.process.signals import GracefulStop, run_until_asked
     from farflock.node.run.memory import needed_bytes

@@ -1,4 +1,4 @@
-"""Options that `run` and `join` share: what this machine gives."""
+"""Options that `run` and `join` share: what this machine contributes."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -116,7 +116,7 @@ def command(
 
 
 def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry_run: bool) -> bool:
-    """Of a dry run, print what would be run and its hash; whether it is one."""
+    """Return whether this is a dry run; if so, print what would be run and its hash."""
     if dry_run:
         text, around = described.canonical().decode(), dataclasses.asdict(world)
         digest = hashlib.sha256(text.encode() + one_line(around).encode()).hexdigest()
@@ -126,7 +126,7 @@ def _dry(out: Output, described: "Manifest", world: "World | PipelineWorld", dry
 
 
 def _simulate(out: Output, described: "Manifest", world: "World", folder: Path | None) -> None:
-    """Run it, and measure what came of it on the held-out text."""
+    """Run it and measure the result on the held-out text."""
     import torch
 
     from farflock.node.model.corpus import load_corpus
@@ -157,7 +157,7 @@ def _simulate(out: Output, described: "Manifest", world: "World", folder: Path |
 
 
 def _disasters(out: Output, first_seed: int, seeds: int, workers: int, name: str | None, dry_run: bool) -> None:
-    """Run seeded disasters; exit code 1 for a violation, or for a kind of fault that met no such phase in many seeds."""
+    """Run seeded disasters; exit with 1 on a violation, or if many seeds leave a fault unfired."""
     from farflock.node.simulate.chaos import ENOUGH_SEEDS, KINDS, empty_cells, run_seeds
     from farflock.node.simulate.chaos_methods import PHASES, cases_of
 

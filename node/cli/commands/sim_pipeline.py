@@ -1,5 +1,6 @@
-"""What `farflock sim` does with a manifest whose model is cut into stages: full replicas if there are to be any, a trainer, and
-servers of all stages in turn."""
+"""`farflock sim` for a manifest with a pipeline: full replicas, if any are asked for, then servers
+of all stages in turn, and a trainer.
+"""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from farflock.swarm.sim.network import LinkModel
 
 EVALUATED = 128  # held-out sequences
-PASSES = 4  # a step is a forward pass through all stages, one that is done again, and two gradients
+PASSES = 4  # of a step: a forward pass, its recomputation, gradients of inputs and of weights
 
 
 def world_of(
@@ -82,7 +83,7 @@ def simulate(out: Output, described: "Manifest", world: "PipelineWorld") -> None
 
 
 def _measured(described: "Manifest", nodes: "dict[int, PipelineNode]", held_out: Any) -> dict[str, Any]:  # noqa: ANN401 - tokens
-    """The model put together from the servers that are furthest, its hash, and its loss."""
+    """Return hash and held-out loss of the model, assembled from each stage's furthest server."""
     import torch
 
     from farflock.node.errors import Failure

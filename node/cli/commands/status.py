@@ -1,4 +1,4 @@
-"""`farflock status`: what the node of a folder does now, and whom it waits for; or a run, seen from outside."""
+"""`farflock status`: what the local node does and for whom it waits; or a run seen from outside."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ def command(invite: str | None, folder: Path | None, as_json: bool) -> int:
 
 
 def _look(out: Output, word: str, folder: Path | None) -> int:
-    """Ask the members of a run how they are."""
+    """Print a run's manifest and members, asked of the members."""
     import time
 
     from farflock.node.process.inspect_run import inspect_run

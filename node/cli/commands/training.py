@@ -1,4 +1,4 @@
-"""What `run` and `join` have in common: the live view, Ctrl-C, and what they say at the end."""
+"""The common part of `run` and `join`: the live view, Ctrl-C, and the last words."""
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
