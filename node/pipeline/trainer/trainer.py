@@ -1,10 +1,9 @@
-"""A pipeline's trainer: it draws microbatches, has each walk forward and back through the stages,
-and sees to it that each stage's gradient of each counts once (decision 014).
+"""A pipeline's trainer: it draws microbatches, walks each forward and back through the stages, and
+makes each stage count each gradient once (decision 014).
 
-It holds no weights. What it holds of a microbatch is described in node/pipeline/trainer/in_flight.py, the walk in
-node/pipeline/trainer/walker.py, the calls that a walk is made of in node/pipeline/trainer/stage_client.py, and what counts in
-node/pipeline/trainer/commits.py. Which server is asked is the path policy's choice (swarm/paths/policy.py).
-"""
+It holds no weights. In node/pipeline/trainer, in_flight.py is what it keeps of a microbatch,
+walker.py the walk, stage_client.py one call of a walk, and commits.py what counts. The path policy
+chooses the servers (swarm/paths/policy.py)."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -27,8 +26,8 @@ TICK_S = 0.1
 
 
 class Trainer:
-    """One life of one trainer, which begins in its stream of microbatches where the run is.
-    `inputs` says how it keeps what comes out of stages."""
+    """One life of one trainer; it starts in its stream of microbatches at the run's position.
+    `inputs` keeps the outputs of stages."""
 
     def __init__(
         self,
@@ -56,7 +55,8 @@ class Trainer:
         self.stopping = False
 
     async def run(self, enough: Callable[[], bool]) -> None:
-        """Train until `enough`, or until told to stop; what is in flight then is given up."""
+        """Train until `enough()` is true or `stopping` is set; microbatches still in flight are
+        given up."""
         self.source.skip(self._stage_directory.tokens())
         try:
             while not (self.stopping or enough()):
@@ -74,18 +74,18 @@ class Trainer:
 
     @property
     def kept(self) -> int:
-        """Microbatches in flight: those on their way, and those that wait to be named."""
+        """Microbatches in flight: walking, or waiting to be named by a round."""
         return len(self._flights)
 
     def waits(self) -> list[OpenWait]:
-        """What is asked of which peer now, and which stages nobody can be asked for."""
+        """Return the calls in progress, and the stages that have no server to ask."""
         return self.client.waits()
 
     # what a tick does
 
     def _look_around(self) -> None:
-        """Forget what counts everywhere, ask again for what is lost, and repeat what was not
-        confirmed."""
+        """Forget microbatches that count everywhere, redo lost backward passes, and repeat
+        unanswered confirmations."""
         for number in self.commits.hear(_now()):
             del self._flights[number]
         ledger = self.commits.ledger
@@ -93,7 +93,7 @@ class Trainer:
             flight = self._flights[number]
             busy = number in self._walking or stage in flight.asking
             if not busy and stage in flight.gradients:
-                # Lost with its server. What the other stages have of it stays as it is.
+                # Its gradient was lost with a server. The other stages keep theirs.
                 self._spawn(self._walker.backward(flight, stage))
         for (number, stage), server, attempt in list(ledger.confirms()):
             flight = self._flights[number]
