@@ -171,7 +171,7 @@ class Walker:
             ledger.silent(place, attempt)
             return self._without_gradient(flight, server, request, answer)
         if not ledger.replied(place, server.name, answer.attempt):
-            # Another attempt counts now: free the gradient without waiting for the lease.
+            # This reply counts nowhere: free the gradient before its lease ends.
             self._spawn(self._client.ask(server, Revoke(*place, answer.attempt)))
             return None
         self._spawn(self.confirm(flight, stage, server.name, attempt))
@@ -220,8 +220,8 @@ class Walker:
     def _lacks(self, flight: InFlight, stage: int, answer: Gone | Foreign) -> None:
         """Note that a server is missing the weights of the forward pass, or the codec of a payload.
 
-        Once all servers are, and since the last stage already counts the microbatch so that it
-        cannot begin again, the pass is done at other weights or the rest is dropped."""
+        Once every server is, the rest is dropped or done at other weights: the walk cannot begin
+        again, for the last stage already counts the microbatch."""
         if not (isinstance(answer, Gone) and answer.late):
             yet_to_come = isinstance(answer, Gone) and flight.weights.is_ahead(stage, answer.round)
             flight.lacked[stage] += not yet_to_come
