@@ -2,8 +2,8 @@
 
 The ordinary driver, exchange client, state sync and loop sync the server's stage; a trainer holds
 no weights. A full replica is the union of its stages: a server of each, and microbatches of its own
-that never leave it (node/pipeline/full_replica.py). Processes and simulations assemble their nodes
-here alike."""
+that never leave it (node/pipeline/full_replica.py). Processes and simulations both assemble nodes
+here."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class PipelineNode:
         self.stage_directory = StageDirectory(peer, self._streams, whole=pipeline.constrain == "all")
         self.trainer = self._training(tokens) if tokens is not None else None
 
-    # beginning
+    # start
 
     def found(self) -> None:
         """Start the run: this node's initial weights of its stages become the run's."""
@@ -133,7 +133,7 @@ class PipelineNode:
         for number, template in enumerate(self._exchanges.templates(index)):
             exchange_client.look_on(template, noted=not number)
 
-    # as its process sees it
+    # status
 
     @property
     def serving(self) -> StageNode | None:
@@ -147,8 +147,7 @@ class PipelineNode:
 
     @property
     def step(self) -> int:
-        """The steps of the served stage that is furthest behind; for a trainer, microbatches
-        begun."""
+        """The steps of the served stage furthest behind; for a trainer, the microbatches begun."""
         if self.servings:
             return min(serving.loop.step for serving in self.servings)
         return self.trainer.source.begun if self.trainer else 0
@@ -238,8 +237,7 @@ class PipelineNode:
         return asyncio.get_running_loop().time()
 
     async def _end(self, total_tokens: int) -> None:
-        """Stop the loops once every stage has agreed on `total_tokens` and its servers have
-        announced their end.
+        """Stop the loops once all stages have agreed on `total_tokens` and their servers are done.
 
         A loop alone goes by estimates of its own stage and would end before the round that the
         others wait for. A server that left early could keep a state that nobody else has."""
@@ -268,11 +266,10 @@ class PipelineNode:
         if self.trainer is not None:
             self.trainer.stopping = True
 
-    # putting together
+    # assembly
 
     def _frozen_embedding(self) -> FrozenEmbedding:
-        """Return the embedding's turns; a node that serves no stage takes none, for it reads no
-        activations."""
+        """Return the frozen embedding; only a node that serves a stage needs its turns."""
         pipeline, stream = self.pipeline, self._streams[0].name
         turns = pipeline.turns if self._stage != NOTHING else None
         terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
@@ -285,7 +282,7 @@ class PipelineNode:
         return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
     def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
-        """A trainer that asks the servers of stages, or a full replica's own training."""
+        """Return a trainer that asks the servers of stages, or a full replica's own."""
         plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self._edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
         batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
@@ -304,9 +301,9 @@ class PipelineNode:
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
-    """Return how many microbatches a trainer may have in flight: as many batches as a gradient may
-    be late. With more, the last stage would get so far ahead of the first that later passes are too
-    old for it."""
+    """Return the maximum number of microbatches in flight: as many batches as a gradient may be
+    late. With more, the last stage gets so far ahead of the first that later passes are too old for
+    it."""
     return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
 
 

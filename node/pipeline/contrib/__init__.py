@@ -7,9 +7,8 @@
 - AQ-SGD's memory of samples (decision 018): sample_memory, sample_inputs
 
 The promise is smaller than the core's: each is correct against its oracle, in the law tests and
-simulations of `make test-long`; it gets no kernel of its own, no tuning and no further guarantees,
-and may change between releases.
+simulations of `make test-long`; it gets no kernel, tuning or further guarantee of its own and may
+change between releases.
 
 May import every other room of node/pipeline. The core imports nothing of it: lifecycle/features.py
-names the makers, and imports one when a run's terms ask for it. Start reading at
-kept_versions.py."""
+imports a maker when a run's terms ask for it. Start reading at kept_versions.py."""

@@ -82,8 +82,8 @@ class EmbeddingSync(FrozenEmbedding):
             await self._compute(partial(self._first.follow, after))
 
     async def begun(self, *, anew: bool) -> None:
-        """As `FrozenEmbedding.begun`: fetch the version in effect and rewrite the first stage's
-        weights in it."""
+        """As `FrozenEmbedding.begun`: fetch the version in effect; the first stage is rewritten in
+        it."""
         await self._fetch_effective(self._applied())
         if self._first is not None:
             await self._compute(partial(self._begun_first, self._first, anew=anew))
@@ -131,8 +131,7 @@ class EmbeddingSync(FrozenEmbedding):
             await self._fetch(version)
 
     async def _fetch(self, version: int) -> bool:
-        """Download a version from some stage that has it, the first stage first. Return True if it
-        is held now."""
+        """Download a version from a stage that has it, the first stage first; True if held now."""
         for stage, others in enumerate(living(self._peer, self._stages)):
             if others and await self._fetch_from(version, stage):
                 return True

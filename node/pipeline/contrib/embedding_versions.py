@@ -1,13 +1,12 @@
-"""Versions of the frozen embedding in a run that constrains only pipelines: when each is made,
-spoken and given up.
+"""Versions of the frozen embedding, for a run that constrains only pipelines.
 
 Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of
 the first stage the averaged embedding, which all its servers hold with the same bits, becomes the
 next E_fix (`drifted`). One round later the weights of pipelines go over to it; meanwhile the other
 nodes download it (node/pipeline/contrib/embedding_sync.py). node/run/terms.py has the schedule. The
 version of a payload is that of the weights that made it, whatever the time, and the payload names
-it: a late peer speaks the old version, which is readable for a while, and no peer reads a version
-that it does not hold.
+it: a late peer speaks the old version, which is readable for a while, and no peer reads one that it
+does not hold.
 
 Shapes: D model width, V vocabulary."""
 
@@ -50,8 +49,7 @@ class EmbeddingVersions:
         return None if basis is None else basis.fixed_VD
 
     def hold(self, version: int, table_VD: Tensor) -> bool:
-        """Make this version readable. Return False for a table that cannot be one: not finite, or
-        another model's."""
+        """Make a version readable. Return False if the table is not finite or another model's."""
         try:
             self.codec.hold(drifted(self.codec.first.basis, version, table_VD))
         except ValueError as error:
@@ -96,8 +94,7 @@ class VersionedContributions:
         return self._contributions.brought(number)
 
     def closing(self, number: int, noted: bytes) -> None:
-        """As `ContributionLog.closing`; the round's writes are projected by the version that takes
-        effect with it."""
+        """As `ContributionLog.closing`; also follow the version that takes effect."""
         self._contributions.closing(number, noted)
         self._changed = self.follow(number)
 
@@ -122,8 +119,7 @@ class VersionedContributions:
         return True
 
     def follow_late(self, applied: int) -> None:
-        """Follow between rounds, when the version arrives late; also project the present
-        weights."""
+        """Follow between rounds, for a version that arrives late; also project the weights."""
         if self.follow(applied) and self._replica is not None:
             self._replica.settle()
 

@@ -1,5 +1,4 @@
-"""Versions of a stage's weights kept by round, for a pipeline that does not wait
-(docs/decisions/016).
+"""Versions of a stage's weights by round, for a pipeline that does not wait (docs/decisions/016).
 
 Old weights are in a stash (node/pipeline/contrib/stash.py). With each round the group agrees how
 late its gradients are (node/train/microbatch_ids.py), and the step that takes them is corrected by
@@ -24,8 +23,7 @@ DELAY = "delay"  # name of a state mark (node/train/state_sync.py)
 
 
 def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) -> None:
-    """Hook a correction into an inner optimizer; for `nesterov` the optimizer itself is the
-    correction."""
+    """Hook a correction into an inner optimizer; `nesterov` is the optimizer itself."""
     if "spike" in correction:
         if not isinstance(inner, torch.optim.SGD):
             raise ValueError(f"spike compensation is for sgd with momentum, not for {type(inner).__name__}")
@@ -96,8 +94,7 @@ class Versions(WeightVersions):
         return None if version.round in (newest, *self._stash.epochs) else "gone"
 
     def delay(self, weights: int, number: int, stepped: int | None = None) -> int:
-        """As `WeightVersions.delay`. A gradient that a local step used keeps its delay at that
-        step."""
+        """As `WeightVersions.delay`. A gradient used by a local step keeps its delay."""
         if self.agreed is not None and stepped is not None:
             return stepped - weights
         return max(number - 1 - weights, 0)
@@ -120,7 +117,7 @@ class Versions(WeightVersions):
             self._serve()
 
     def begin_step(self, ages: Collection[int]) -> None:
-        """As `WeightVersions.begin_step`. A local step adds the steps since the last round to the
+        """As `WeightVersions.begin_step`. A local step adds those since the last round to the
         delay."""
         if self.agreed is not None:
             self.age.epochs = self.local_steps * mean_delay(ages) / FINENESS + self._since
@@ -157,8 +154,7 @@ def versions_of(
     summing: bool,
     report: Callable[[dict[str, object]], None],
 ) -> Versions:
-    """Make the versions of a server whose stage `driver`'s method syncs, by common steps
-    (`summing`) or local ones."""
+    """Make a server's versions for `driver`'s method, of common steps (`summing`) or local ones."""
     method = driver.method
     agreed = None if summing else lambda: method.eval_params(driver.replica)
     local_steps = int(getattr(method, "mask_period", getattr(method, "period", 1)))

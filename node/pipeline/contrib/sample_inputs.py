@@ -35,8 +35,7 @@ class SampleInput:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """The output of the stage before `after`; the reply refers to what the trainer held when it
-    asked."""
+    """The output of the stage before `after`, relative to what the trainer held when it asked."""
 
     memory: TrainerMemory
     after: int

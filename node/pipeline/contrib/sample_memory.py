@@ -60,8 +60,7 @@ class ServerMemory(EdgeEnds):
         return self._sent.held_bytes + self._got.held_bytes
 
     def misfit(self, request: Forward | Backward) -> str | None:
-        """As `EdgeEnds.misfit`: every sequence needs a sample id, and in a forward request a
-        tag."""
+        """As `EdgeEnds.misfit`: each sequence needs a sample id, in a `Forward` also a tag."""
         visit = request.visit
         if visit is None or len(visit.samples) != self.edges.batch:
             return f"it needs the ids of {self.edges.batch} samples"
@@ -76,8 +75,7 @@ class ServerMemory(EdgeEnds):
         tokens_BL: Tensor | None = None,
         came: bytes | None = None,
     ) -> bytes:
-        """As `EdgeEnds.output`, for a trainer that holds what the request says; tokens do not
-        matter."""
+        """As `EdgeEnds.output`, for a trainer that holds what the request says."""
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
@@ -93,7 +91,7 @@ class ServerMemory(EdgeEnds):
         request: Forward | Backward,
         tokens_BL: Tensor | None = None,
     ) -> Tensor:
-        """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit; tokens do not matter."""
+        """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit."""
         names = _names(caller, request.source, _visit(request))
         try:
             return self._got.decode(payload, _context(self.edges, request, names))
@@ -104,8 +102,7 @@ class ServerMemory(EdgeEnds):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a trainer held of a stage's outputs for some samples when it asked; the reply refers to
-    it."""
+    """The outputs of a stage that a trainer held when it asked; the reply refers to them."""
 
     samples: tuple[int, ...]
     entries: tuple[CacheEntry | None, ...]
@@ -160,8 +157,7 @@ class TrainerMemory:
         return Known(samples, tuple(cache.get(sample) for sample in samples))
 
     def received(self, payload: bytes, request: Forward, known: Known) -> tuple[Row, ...]:
-        """Decode and remember a stage's output, made relative to `known`; raise `CorruptPayload` if
-        it is none."""
+        """Decode and remember an output relative to `known`; may raise `CorruptPayload`."""
         context = _context(self._edges, request, known.samples)
         latest, rows = dict(zip(known.samples, known.entries, strict=True)), []
         for sample, part in zip(known.samples, self._end.parts(payload, context), strict=True):
@@ -176,8 +172,7 @@ class TrainerMemory:
         return tuple(rows)
 
     def handed(self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row]) -> bytes:
-        """Return the payload of a stage's input for this server life, by what it is known to
-        hold."""
+        """Encode a stage's input for this server life, relative to what it is known to hold."""
         there, parts = self._there.setdefault(stage, {}), []
         latest = {sample: there.get((server, sample), NO_TAG) for sample in samples}
         for sample, row in zip(samples, rows, strict=True):
@@ -220,8 +215,7 @@ def fresh(edges: Edges) -> AqSgd:
 
 
 def refers(payload: bytes, rows: Sequence[int], batch: int) -> bool:
-    """True if all these rows of an input refer to held values, so that a server may rightly lack
-    them."""
+    """True if all these rows of an input refer to held values, which a server may rightly lack."""
     return bool(rows) and all(row < batch and payload[row] in (DIFFERENCE, HELD) for row in rows)
 
 
@@ -238,8 +232,7 @@ def _names(caller: str, source: int, visit: Visit) -> tuple[int, ...]:
 
 
 def _context(edges: Edges, request: Forward | Backward, samples: tuple[int, ...]) -> ActivationContext:
-    """Return the codec's context of a forward pass; a backward request carries the forward pass's
-    input."""
+    """Return the codec's context of a forward pass; a backward request carries the same input."""
     return ActivationContext(
         (edges.batch, edges.seq, edges.dim),
         edges.dtype,

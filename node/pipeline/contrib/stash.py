@@ -1,5 +1,5 @@
-"""Versions of a stage's weights by epoch, so that a backward pass differentiates at the weights of
-its forward pass.
+"""Versions of a stage's weights by epoch, so that a backward pass is done at its forward pass's
+weights.
 
 A stage that does not wait has moved on when a microbatch comes back. If the two passes saw
 different weights, its gradient is that of no function at all; at the old version it is right and
@@ -18,8 +18,7 @@ Weights = Mapping[str, Tensor]
 
 
 class VersionGone(LookupError):
-    """The version that a request names is gone or was never here; the message lists those that
-    are."""
+    """The requested version is gone or was never here; the message lists those that are."""
 
 
 class VersionAhead(LookupError):
@@ -53,8 +52,7 @@ class Stash:
         return sum(x.numel() * x.element_size() for version in versions for x in version.values())
 
     def delay(self, epoch: int) -> int:
-        """Return the age of a version in epochs; raise `VersionGone` or `VersionAhead` if it is not
-        here."""
+        """Return a version's age in epochs; raise `VersionGone` or `VersionAhead` if not here."""
         if epoch > self.epoch:
             raise VersionAhead(
                 f"epoch {epoch} has not begun here, it is {self.epoch}; ask a peer that is there, or later"
@@ -111,8 +109,7 @@ class Stash:
 
 @contextmanager
 def swapped(module: nn.Module, weights: Weights) -> Iterator[None]:
-    """Put these tensors, uncopied, in place of the module's parameters of the same names inside the
-    block."""
+    """Replace the module's parameters of these names inside the block, without copies."""
     _require_fit(module, weights)
     places = {name: parameter for name, parameter in module.named_parameters() if name in weights}
     own = {name: parameter.data for name, parameter in places.items()}

@@ -72,8 +72,7 @@ class Assembly:
     embedding: FrozenEmbedding
 
     def serving(self, index: int, first: Exchange, exchange_client: ExchangeClient) -> StageNode:
-        """Assemble the server of a stage; `first` is an exchange of its first stream, which carries
-        the microbatch ids."""
+        """Assemble a stage's server; `first` is an exchange of its stream with microbatch ids."""
         plan, peer, means, stream = self.plan, self.peer, self.means, first.key.stream
         stage, replica, inner = self._stage_and_replica(index)
         driver = Driver(method(plan.method, **plan.options), replica)
@@ -146,8 +145,7 @@ async def _over(reason: str) -> None:
 
 
 def of_share(schedule: Schedule, share: Fraction) -> Schedule:
-    """Return the schedule for a stage that this share of the microbatches visits: it is scaled to
-    the stage's tokens."""
+    """Return the schedule scaled to a stage that this share of the microbatches visits."""
     return replace(
         schedule,
         total_tokens=max(int(schedule.total_tokens * share), 1),

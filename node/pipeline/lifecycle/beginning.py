@@ -70,6 +70,7 @@ class StageStartup:
                 self._serve_scale()
                 return
             rounds, tokens = await self._where()
+            # If another peer has begun the stage meanwhile, its state is adopted instead.
             if not self._is_served():
                 break
         after = max(rounds.values(), default=-1)
@@ -112,8 +113,7 @@ class StageStartup:
             await asyncio.gather(adopting, return_exceptions=True)
 
     def _from_disk(self, rounds: Mapping[str, int], tokens: int) -> None:
-        """Start with the last checkpoint's state, if there is one, and at its rounds where the run
-        has no log of this stage."""
+        """Start with the last checkpoint's state, if any; at its rounds if the run has no log."""
         if self.saved is not None and round_of(self.saved) is not None:
             load_stage_state(self.serving, self.saved)
             if max(rounds.values(), default=-1) < 0:
@@ -122,12 +122,12 @@ class StageStartup:
         self._begin(rounds, tokens)
 
     async def _where(self) -> tuple[dict[str, int], int]:
-        """Return the last round of each stream of a stage whose state is lost, and the tokens
-        agreed by then."""
+        """Return the last round by stream and the agreed tokens of a stage whose state is lost."""
         rounds, index = self.serving.peer.rounds, self.serving.index
         self.look_on()
         names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in self.templates}
         before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
+        # Until the log stops growing: it arrives in parts.
         while before != newest and not self._is_served():
             await asyncio.sleep(SETTLE_S)
             before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}

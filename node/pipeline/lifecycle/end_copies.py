@@ -100,8 +100,8 @@ class EndCopies:
         return encode_state(copy.restored(), copy.round, 0)
 
     def _is_keeper(self) -> bool:
-        """True if this peer is among the `KEEPERS` living servers of its stage of lowest rank, so
-        that keepers seldom change."""
+        """True if this peer has one of the stage's `KEEPERS` lowest ranks: keepers seldom
+        change."""
         view, context = self._peer.context.views.newest, self._peer.context
         mates = [view.peers[index] for index in view.serving(self._index)]
         living = [mate for mate in mates if mate == context.me or not context.gone(view, mate)]

@@ -68,8 +68,7 @@ def frozen_embedding(
     stream: str,
     compute: Compute,
 ) -> FrozenEmbedding:
-    """Make a node's versions of the frozen embedding; `stream` is that of the first of `stages`
-    stages."""
+    """Make a node's versions of the frozen embedding; `stream` is that of the first stage."""
     if turns is None or not isinstance(codec, SubspaceVersions):
         return FrozenEmbedding()
     made: FrozenEmbedding = _maker("embedding versions")(codec, turns, peer, config, stages, stream, compute)

@@ -1,5 +1,4 @@
-"""The seam between a pipeline's stages and the frozen part of the embedding, which both ends of the
-subspace codec share.
+"""The seam to the frozen part of the embedding, which both ends of the subspace codec share.
 
 Where all peers keep to the subspace it follows from the run's seed and stays: every peer computes
 it, and nothing is exchanged. Where full replicas are free it gets a new version every so many
@@ -32,12 +31,10 @@ class FrozenEmbedding:
         return contributions
 
     def founded(self) -> None:
-        """Note that this node has started the run, with initial weights or its last
-        checkpoint's."""
+        """Note that this node has started the run, from initial weights or a checkpoint."""
 
     async def before(self, after: int) -> None:
-        """Fetch what a stage's weights are projected with, before it is begun anew after this round
-        of its own."""
+        """Fetch what projects a stage that is about to be begun anew after this round."""
 
     async def begun(self, *, anew: bool) -> None:
         """Note that a stage has its state, its own (`anew`) or that of other servers."""

@@ -1,8 +1,7 @@
 """Moves of a stage server to another stage: SWARM's adaptive rebalancing
 (swarm/protocol/rebalance.py), and emergency moves to a stage without servers.
 
-The server that moves ends this life, and its next one serves the other stage; it takes nothing
-along but that decision."""
+A server moves by ending its life; the next one serves the other stage and inherits nothing else."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,8 +16,7 @@ RESCUE_EVERY = 4  # periods between emergency moves: the server that moves needs
 
 
 class LifeOver(Exception):
-    """This life of the node ends: its stage has gone on without it, or it has to serve another one
-    (`stage`)."""
+    """This life ends: its stage went on without it, or it has to serve another one (`stage`)."""
 
     def __init__(self, reason: str, stage: int | None = None) -> None:
         super().__init__(reason)
@@ -62,6 +60,7 @@ class Rebalancer:
         while True:
             number = snapshot_number(self.peer.run_s(), EMERGENCY_S)
             self.peer.loads.say(self.load(number))
+            # Half a period lets the other servers' loads arrive.
             await self._until(number + 0.5)
             snapshot = self.peer.loads.snapshot(number, self.needs_bytes)
             move = due_move(self.balance, snapshot, before) if snapshot is not None else None

@@ -1,5 +1,5 @@
-"""The initial state of a stage: from other servers of the stage, this node's disk, the stages
-beside it, or the run's seed.
+"""A stage's initial state: from its other servers, this node's disk, its neighbours or the run's
+seed.
 
 The ladder itself is node/pipeline/recovery/policy.py. This module describes the situation to it,
 and downloads other stages' states and turns them into tensors, however the method stores them."""

@@ -36,29 +36,26 @@ _OUTPUT, _ROW = 0, 1
 
 
 def writers(names: Iterable[str], tail: int) -> dict[str, int]:
-    """Return which of these tensors write into the stream before layer `tail`, and which of their
-    dimensions is the stream's."""
+    """Return, for tensors that write to the stream before layer `tail`, the stream's dimension."""
     found = {name: _OUTPUT for name in names if (match := _WRITER.fullmatch(name)) and int(match[1]) < tail}
     return {EMBEDDING: _ROW, **found} if tail and EMBEDDING in set(names) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
-    """The subspace that some tensors are confined to. `dims` are as in `writers`; a model with none
-    of them is free."""
+    """The subspace that some tensors keep to. `dims` are as in `writers`; without any it is
+    free."""
 
     basis: Basis
     dims: Mapping[str, int]
 
     @classmethod
     def on(cls, names: Iterable[str], stages: Sequence[range], basis: Basis) -> "Constraint":
-        """Return the constraint on a stage's tensors, or on a whole model's that is averaged with
-        such stages."""
+        """Return the constraint on a stage, or on a whole model averaged with such stages."""
         return cls(basis, writers(list(names), stages[-1].start))
 
     def begin(self, model: nn.Module) -> None:
-        """Constrain initial weights: the embedding becomes its frozen part (E_S = 0), the rest is
-        projected."""
+        """Constrain initial weights: the embedding is frozen (E_S = 0), the rest is projected."""
         tensors = dict(model.named_parameters())
         if EMBEDDING in self.dims:
             with torch.no_grad():
@@ -103,8 +100,7 @@ class ConstrainedStage(Stage):
 
 
 class ConstrainedReplica(PlainReplica):
-    """A replica that projects its weights after every change: steps, and everything that methods
-    write."""
+    """A replica that projects its weights after every step and every write of a method."""
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None, constraint: Constraint
@@ -118,8 +114,7 @@ class ConstrainedReplica(PlainReplica):
         return self._constraint
 
     def follow(self, constraint: Constraint) -> None:
-        """Take up another version. Weights are projected by `settle`, or when they are next
-        written."""
+        """Take up another version. Weights are projected by `settle` or their next write."""
         self._constraint = constraint
 
     def settle(self) -> None:

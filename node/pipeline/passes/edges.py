@@ -1,5 +1,4 @@
-"""Tensors between a trainer and its stage servers: tokens, activations and their gradients as
-payloads.
+"""Tensors between a trainer and its stage servers: tokens, activations and gradients as payloads.
 
 Every microbatch of a run has one shape, so a payload's size is bounded before it is fetched. Token
 ids travel as integers beside each activation: some codecs need them, and they are small.
@@ -45,13 +44,12 @@ class Edges:
         return tuple(CodecId(offer.name, offer.version, offer.digest[:8]) for offer in offers[:MAX_CODECS])
 
     def knows(self, named: CodecId | None) -> bool:
-        """True if this codec is known here. One whose ends share parameters checks the version only
-        when it reads a payload."""
+        """True if this codec is known here; shared parameters' versions are checked on decoding."""
         return self._find(named) is not None
 
     def written_in(self, payload: bytes, asked: CodecId | None) -> CodecId | None:
-        """Return the codec of a payload that was `asked` for in some codec; a payload of shared
-        parameters names its own."""
+        """Return a payload's codec: the one `asked` for, or for shared parameters the one that it
+        names."""
         if not self.follows_weights:
             return asked
         stamp = stamp_of(payload)
@@ -100,8 +98,7 @@ class Edges:
     def input_gradient(
         self, grad_BLD: Tensor, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor, came: bytes | None = None
     ) -> bytes:
-        """Encode the gradient of a stage's input, whose payload was `came` and which was decoded as
-        `arrived_BLD`."""
+        """Encode the gradient of a stage's input, of payload `came`, decoded as `arrived_BLD`."""
         version = self._version_of(came)
         context = self._context("backward", request.source, request, tokens_BL, arrived_BLD, version)
         out = bytearray()
@@ -111,8 +108,7 @@ class Edges:
     def output_gradient(
         self, payload: bytes, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor | None = None
     ) -> Tensor:
-        """Decode the gradient of a stage's output, as `input_gradient` wrote it at the stage
-        after."""
+        """Decode the gradient of a stage's output, as `input_gradient` wrote it."""
         context = self._context("backward", request.stage, request, tokens_BL, arrived_BLD)
         return self._codec(request.sends).decode_grad(payload, context)
 
@@ -127,8 +123,7 @@ class Edges:
 
     @property
     def remembers(self) -> bool:
-        """True if the codec sends changes since a sample's last visit, so that both ends hold
-        values."""
+        """True if the codec sends changes since a sample's last visit; both ends hold values."""
         return self.codec.scope == "edge_sample"
 
     def _codec(self, named: CodecId | None) -> ActivationCodec:

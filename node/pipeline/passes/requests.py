@@ -126,7 +126,7 @@ class Stale(_Body, frozen=True, tag="stale"):
 
 class Gone(_Body, frozen=True, tag="gone"):
     """The weights for a backward pass are not here; the newest are of `round`. If `late`, they are
-    too old to be used at all."""
+    too old for use."""
 
     round: RoundNumber
     late: bool

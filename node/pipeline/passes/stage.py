@@ -1,5 +1,4 @@
-"""A stage: consecutive layers of a model on one peer, for microbatches that come and go in any
-order.
+"""A stage: consecutive layers of a model on one peer, for microbatches in any order.
 
 A backward pass needs only the stage's input and the gradient of its output: it computes the forward
 pass again. So another peer of the stage may do it, memory does not grow with the microbatches in
@@ -25,8 +24,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchGradient:
-    """The gradient of one microbatch's summed loss by a stage's weights, and its number of
-    tokens."""
+    """The gradient of one microbatch's summed loss by a stage's weights, and its token count."""
 
     gradients: Gradients
     tokens: int
@@ -44,8 +42,7 @@ class BackwardOutput:
 
 
 class Stage:
-    """Computes passes and keeps nothing between calls but its weights. One thread at a time calls
-    it."""
+    """Computes passes and keeps only its weights between calls. One thread at a time calls it."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model
@@ -64,8 +61,8 @@ class Stage:
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Compute activations (B, L, D) from tokens (B, L) or activations; at the last stage,
-        logits (B, L, V)."""
+        """Return activations (B, L, D), or the last stage's logits (B, L, V), from tokens (B, L) or
+        activations."""
         y: Tensor = self.model(x)
         return y
 
@@ -93,8 +90,7 @@ class Stage:
         )
 
     def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
-        """Return by name the gradients that count, from those of the loss by the weights in their
-        order."""
+        """Return by name the gradients that count, from the raw ones in the weights' order."""
         return dict(zip(self._names, gradients, strict=True))
 
 
@@ -120,8 +116,7 @@ def backward_through(
 
 @dataclass(slots=True)
 class GradientAccumulator:
-    """The sum of the gradients that one peer merged since it was last taken, and its number of
-    tokens."""
+    """The sum of gradients at one peer since it was last taken, and its token count."""
 
     sums: Gradients = field(default_factory=dict)
     tokens: int = 0

@@ -1,5 +1,5 @@
-"""The ladder of sources for a lost stage's state, from other servers of the stage down to a step
-back of all stages.
+"""The ladder of sources for a lost stage's state, from the stage's peers down to a step back of
+all.
 
 A pure function of a small description, so that all peers in the same situation choose alike and
 state the reason in words. Lossless sources come first, then those that cost one stage some
@@ -23,7 +23,7 @@ class Situation:
     """The available sources.
 
     By stage: `layers`, its number of layers; `living`, how many peers hold its state and answer;
-    `snapshots`, the round of the freshest available one, None without.
+    `snapshots`, the round of the freshest available one or None.
 
     `round` is the newest closed round; `ends` says if others hold exact copies of the first stage's
     embedding and of the last one's norm and head; `swapping`, if the run has trained with
@@ -60,8 +60,7 @@ class StateSource:
 
 
 def plan(now: Situation) -> dict[int, StateSource]:
-    """Return the source of every stage that must change: those without servers; all, if one of them
-    can only go back."""
+    """Return the sources of all stages without servers; of every stage, if one can only go back."""
     found = {stage: source(now, stage) for stage, living in enumerate(now.living) if not living}
     back = next((chosen for chosen in found.values() if chosen.kind == "cut"), None)
     return found if back is None else dict.fromkeys(range(len(now.layers)), back)

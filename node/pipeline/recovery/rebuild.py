@@ -7,8 +7,7 @@ are made: the peer that takes up the stage builds a new replica and a new method
 moments and step counts of zero, and trains at a bumped rate (`bumped_rate`).
 node/pipeline/recovery/policy.py chooses the source.
 
-Tensors have their names in the unsplit model; layers correspond by their position in their
-stage."""
+Tensors have their names in the unsplit model; layers correspond by position in their stage."""
 
 import functools
 import math
@@ -62,8 +61,7 @@ class GradientScale:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A stage beside the lost one: its layers, its parameters (from another peer, so they are
-    checked) and its ω."""
+    """A stage beside the lost one: its layers, its ω, and its parameters, which are checked."""
 
     span: range
     tensors: Tensors
@@ -121,8 +119,7 @@ def end_shapes(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndCopy:
-    """An end stage's own tensors after a round, as a neighbour keeps them, and their hash on
-    arrival."""
+    """An end stage's own tensors after a round, as a neighbour keeps them, and their hash."""
 
     round: int
     digest: bytes
@@ -135,8 +132,7 @@ class EndCopy:
         return EndCopy(round, state_hash(ends), ends)
 
     def restored(self) -> dict[str, Tensor]:
-        """Return the tensors, bit for bit; raise `Unrecoverable` if they no longer match the
-        hash."""
+        """Return the tensors, bit for bit; raise `Unrecoverable` if they do not match the hash."""
         if state_hash(dict(self.tensors)) != self.digest:
             raise Unrecoverable(
                 f"exact copy of an end: that of round {self.round} is not what its hash says; ask another neighbour"

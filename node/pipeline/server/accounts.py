@@ -1,5 +1,4 @@
-"""The accounts of a stage server: microbatches merged, taken by steps, and counted by the stage's
-rounds."""
+"""A stage server's microbatches: merged, taken by steps, and counted by the stage's rounds."""
 
 import asyncio
 import collections
@@ -26,8 +25,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The round of the weights of a microbatch's gradient, and the last round before the step that
-    took it."""
+    """The round of a gradient's weights, and the last round before the step that took it."""
 
     weights: int
     after: int
@@ -54,8 +52,7 @@ class AccumulatorByRound:
     _losses: dict[int, float] = field(default_factory=dict)
 
     def add(self, key: GradientKey, staged: MicrobatchGradient, loss_sum: float | None, round_number: int) -> None:
-        """Add one microbatch's gradient, of the weights of `round_number`; its loss is in nats,
-        summed over tokens."""
+        """Add a microbatch's gradient at weights of `round_number`; the loss is summed, in nats."""
         self._sums.setdefault(round_number, GradientAccumulator()).add(staged)
         self._losses[round_number] = self._losses.get(round_number, 0.0) + (loss_sum or 0.0)
         self.rounds[key] = round_number
@@ -153,8 +150,7 @@ class StageAccounts:
     # rounds
 
     def brought(self, number: int) -> bytes:
-        """As `ContributionLog.brought`: the keys in this server's contribution to the round, and
-        how late each is."""
+        """As `ContributionLog.brought`: the keys of the contribution, and how late each is."""
         keys = self._staging.offer(number, self.taken.keys() | self.late)
         return notes.written({key: self._age(key, number) for key in keys})
 
@@ -170,8 +166,7 @@ class StageAccounts:
         self._versions.begin_round([age for age in ages.values() if age != notes.LATE])
 
     def closed(self, number: int, noted: bytes) -> None:
-        """As `ContributionLog.closed`. It runs on the thread that applied the round, so it only
-        queues the keys for `absorb`."""
+        """As `ContributionLog.closed`; on the worker, so only queue the keys for `absorb`."""
         self.rounds_over.append((number, noted))
         self._versions.end_round()
 

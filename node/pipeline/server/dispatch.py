@@ -9,8 +9,7 @@ from farflock.swarm.peer.call_server import CallReply
 
 
 class Dispatch:
-    """Hands each call to the server of its stage. A call for none of them goes to the first server,
-    whose refusal gives the reason."""
+    """Hands each call to the server of its stage, or to the first server, which refuses it."""
 
     def __init__(self, servers: Mapping[int, StageServer]) -> None:
         self._servers, self._first = dict(servers), next(iter(servers.values()))

@@ -1,8 +1,8 @@
 """The seam between a stage server and its ends of edges: how outputs are written and inputs read.
 
 Most codecs keep nothing. A codec that sends what changed since a sample's last visit keeps values
-at both ends (node/pipeline/contrib/sample_memory.py); node/pipeline/lifecycle/features.py then
-makes other ends.
+at both ends (node/pipeline/contrib/sample_memory.py); node/pipeline/lifecycle/features.py makes
+them.
 
 Shapes: B sequences, L positions, D model width."""
 

@@ -123,8 +123,7 @@ class StagePasses:
     # computing
 
     def forward(self, asked: Sequence[PassRequest]) -> tuple[list[bytes | Unread | Stale], Version | None]:
-        """Compute forward passes together. Return each one's output payload or refusal, and the
-        version of the weights."""
+        """Compute forward passes together; return payloads or refusals, and the version."""
         with self.versions.using(None) as version:
             return self._forward_all(asked), version
 
@@ -146,8 +145,7 @@ class StagePasses:
         return replies
 
     def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
-        """Compute a backward pass at the weights it names. Return its result or refusal, and their
-        version."""
+        """Compute a backward pass at the weights it names; return its result, and their version."""
         assert isinstance(asked.request, Backward)
         try:
             with self.versions.using(asked.request.version) as version:
@@ -187,16 +185,14 @@ class StagePasses:
         return None if self.stage.is_first else asked.payloads[1]
 
     def _read_or_stale(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread | Stale:
-        """Read a forward pass's input; `Stale` if its codec version is superseded, so that the
-        microbatch sets out again."""
+        """Read a forward pass's input; return `Stale` if its codec version is superseded."""
         try:
             return self._read(asked)
         except Superseded:
             return Stale(self._applied())
 
     def _read(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread:
-        """Read the token ids (B, L) and the stage's input. Raise `Superseded` if its codec version
-        is over."""
+        """Read the token ids (B, L) and the stage's input; may raise `Superseded`."""
         try:
             tokens_BL = self.ends.edges.unpack(asked.payloads[0])
         except CorruptPayload as error:

@@ -1,5 +1,4 @@
-"""Gradients that a stage server has computed and that are not confirmed yet, with the replies to
-their trainers."""
+"""Gradients that a stage server has computed and not yet seen confirmed, with their replies."""
 
 import asyncio
 from dataclasses import dataclass
@@ -46,8 +45,7 @@ class PendingGradients:
         self.replies.pop(key, None)
 
     def put_aside(self, key: GradientKey, gradient: PendingGradient, now_s: float) -> int | None:
-        """Keep a pass's gradient until it is confirmed. Return the attempt to answer, None if it
-        was revoked."""
+        """Keep a gradient until it is confirmed; return the attempt to answer, None if revoked."""
         attempt = self.staging.staged(key, now_s)
         if attempt is None:
             self.replies.pop(key, None)

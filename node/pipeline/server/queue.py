@@ -1,5 +1,5 @@
-"""The order of a stage server's work: backward passes before forward ones, each kind first come,
-first served.
+"""The order of a stage server's work: backward passes before forward ones, each kind in order of
+arrival.
 
 A backward pass frees memory all along the pipeline and shortens the round trip; a forward pass
 takes more in. Waiting forward passes are computed several at once, each with the result it has
@@ -14,8 +14,8 @@ Job = TypeVar("Job")
 
 @dataclass(slots=True)
 class StageQueue(Generic[Job]):
-    """At most `room` jobs of each kind, so that neither keeps the other out; up to `together`
-    forward jobs are taken at once."""
+    """At most `room` jobs of each kind, so that neither shuts the other out; forward jobs are taken
+    up to `together` at once."""
 
     room: int
     together: int = 1

@@ -53,8 +53,7 @@ FIRST_RATE = 1.0
 
 
 class Computing(Protocol):
-    """The place where a stage's tensors are touched. Law: one piece of work at a time, in order of
-    arrival."""
+    """The place where a stage's tensors are touched. Law: one piece of work at a time, in order."""
 
     @property
     def compute(self) -> Callable[[Callable[[], Any]], Awaitable[Any]]:
@@ -157,8 +156,7 @@ class StageServer:
         return await job.reply
 
     async def _backward(self, key: GradientKey, attempt: int, job: _Job) -> CallReply:
-        """Compute a pass once, however often it is asked for: a repeated request gets the same
-        reply, under its own attempt."""
+        """Compute a pass once; a repeated request gets the same reply, under its own attempt."""
         match self.pending.begin(key, attempt, job.reply):
             case "busy":
                 return CallReply(encode(Busy()))
@@ -171,6 +169,7 @@ class StageServer:
                     job.resolve(Busy())  # for a repeated request, which waits for the same reply
                 return reply
             case "again":
+                # A repeat that is cancelled must not cancel the first request's reply.
                 return _under(await asyncio.shield(self.pending.replies[key]), attempt)
 
     async def _confirm(self, key: GradientKey, attempt: int) -> StageAnswer:
@@ -247,7 +246,7 @@ class StageServer:
         done = Done(self._life, attempt, took_s, found.loss_sum, started_s - job.came_s, version)
         job.resolve(done, found.payloads)
 
-    # what others see of it
+    # status
 
     @property
     def stage(self) -> Stage:

@@ -26,8 +26,7 @@ LOOK_EVERY_S = 0.5  # polls what has no event: another member's offer, a request
 
 @dataclass(slots=True)
 class StageTask:
-    """Steps made of what a stage server has merged, by its `accounts`. `tokens` are those of a
-    microbatch."""
+    """Steps of what a stage server's `accounts` merged. `tokens` are those of a microbatch."""
 
     accounts: StageAccounts
     stage: Stage
@@ -63,8 +62,7 @@ class StageTask:
         return self.last_loss
 
     def set_rate(self, tokens: int) -> None:
-        """Set the learning rate for the run's `tokens`, without a joiner's warm-up: all members
-        take this step."""
+        """Set the rate at the run's `tokens`, without a joiner's warm-up: all take this step."""
         self.replica.lr = self.rate_factor() * replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
 
@@ -134,8 +132,7 @@ async def _either(*events: asyncio.Event) -> None:
 def gated(
     batch: BatchTrigger, train: Callable[[Callable[[], float]], Awaitable[float]]
 ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
-    """Wrap `train` for the loop: it waits until a step is due and returns None if there will be
-    none."""
+    """Wrap `train` to wait until a step is due; return None if there will be none."""
 
     async def step(work: Callable[[], float]) -> float | None:
         return await train(work) if await batch.full() else None

@@ -1,5 +1,4 @@
-"""The seam between a stage server and its weight versions: the weights of each pass, and how late a
-gradient is.
+"""The seam between a stage server and its weight versions: a pass's weights, a gradient's delay.
 
 A server that waits for its rounds has one version. In a pipeline that does not wait
 (docs/decisions/016) a forward pass states the version it used and the backward pass names it, so
@@ -53,8 +52,7 @@ class WeightVersions:
         yield None
 
     def lack(self, version: Version) -> MissingReason | None:
-        """Return why a version is not here (ahead, gone, or too late to be used at all), or
-        None."""
+        """Return why a version is not here (ahead, gone, or too late for any use), or None."""
         return None
 
     def delay(self, weights: int, number: int, stepped: int | None = None) -> int:

@@ -1,5 +1,4 @@
-"""Blame for payloads of the right size that cannot be decoded, or whose numbers overflow in the
-next stage.
+"""Blame for payloads of the right size that cannot be decoded or overflow in the next stage.
 
 Their maker answers in time, so no path policy avoids it, and its payload would be refused forever.
 The refusing server may itself be at fault, so its word alone does not weigh much: once two servers
@@ -31,8 +30,7 @@ class PayloadOrigins:
         self._refusals.pop(payload, None)
 
     def refused(self, payload: PayloadKey, by: PeerId, servers: int) -> bool:
-        """Note that one of the stage's `servers` could not decode a payload. Return True if asking
-        others is useless."""
+        """Note that `by`, one of `servers`, refused it; return True if asking others is useless."""
         refusals = self._refusals.setdefault(payload, set())
         refusals.add(by)
         return len(refusals) >= min(WITNESSES, servers)
@@ -43,16 +41,14 @@ class PayloadOrigins:
         return set().union(*given)
 
     def to_blame(self, payload: PayloadKey) -> PeerId | None:
-        """Return the payload's maker if enough servers refused it; None for the trainer's own
-        payloads."""
+        """Return the maker of a payload that enough servers refused; None for the trainer."""
         refusals = self._refusals.get(payload, ())
         return self._makers.get(payload) if len(refusals) >= WITNESSES else None
 
 
 @dataclass(slots=True)
 class Quarantine:
-    """Servers that a trainer avoids for a while, each at the stage where its payload was
-    undecodable."""
+    """Servers that a trainer avoids for a while, each at the stage of its undecodable payload."""
 
     _until_s: dict[tuple[int, PeerId], float] = field(default_factory=dict)
 

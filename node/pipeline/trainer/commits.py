@@ -1,5 +1,4 @@
-"""The microbatches of a trainer that count at each stage: those that the stages' rounds have named
-(decision 014)."""
+"""A trainer's microbatches that count at each stage: those its rounds have named (decision 014)."""
 
 import collections
 from collections.abc import Iterable
@@ -66,8 +65,7 @@ class CommitTracker:
 
     @property
     def recent_loss(self) -> float | None:
-        """The mean loss of the last `RECENT` microbatches, in nats per token; None before the
-        first."""
+        """The mean loss of the last `RECENT` microbatches in nats per token; None before any."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property
@@ -81,8 +79,7 @@ class CommitTracker:
         self.begun_s[number] = now_s
 
     def hear(self, now_s: float) -> list[int]:
-        """Take in what rounds have named and which servers have left. Return the finished
-        microbatches and forget them."""
+        """Take in what rounds named and which servers left; forget and return what is finished."""
         for stage, keys in self._stage_directory.named():
             self.ledger.committed(stage, self._named.of_round(stage, keys))
         self._hear_of_late()

@@ -1,5 +1,4 @@
-"""A trainer's choice of codecs for payloads between stages, by the codecs that servers announced
-(spec 4.9).
+"""A trainer's choice of codecs between stages, by what the servers announced (spec 4.9).
 
 A run names one activation codec, or several in order of preference, and peers of different releases
 may know different ones or different versions. Both ends of an edge must know the codec of a
@@ -25,8 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EdgeCodecs:
-    """One trainer's choices. `told` returns the codecs that a server life reads, None if it has not
-    announced them."""
+    """One trainer's choices. `told` returns the codecs that a server reads, None if unknown."""
 
     def __init__(self, edges: Edges, told: Callable[[PeerId, int], ReadableCodecs | None]) -> None:
         self.edges, self._told = edges, told

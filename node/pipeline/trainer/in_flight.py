@@ -1,5 +1,4 @@
-"""Microbatches in flight: how a trainer draws and numbers them, and what it keeps until they count
-at every stage.
+"""Microbatches in flight: their numbers, and what is kept of them until they count everywhere.
 
 It keeps each stage's input and the gradient of each stage's output, encoded as they came, so that
 any lost pass can be asked of another server. A codec that remembers samples keeps inputs
@@ -49,8 +48,7 @@ class ExpectedOutput(Protocol):
         ...
 
     def read(self, payload: bytes, request: Forward) -> KeptInput:
-        """Take in a stage's output, which is the next stage's input. Raise `CorruptPayload` if it
-        cannot be that output."""
+        """Read the output, the next stage's input; raise `CorruptPayload` if it cannot be one."""
         ...
 
 
@@ -180,6 +178,7 @@ class InFlight:
 
     def set_out_again(self, epoch: int) -> None:
         """Forget the walk so far: it begins again at the first stage, in this round."""
+        # `gradients` stays: so far it holds the targets alone.
         self.epoch, self.trip_s = epoch, 0.0
         self.inputs.clear()
         self.codecs.clear()
@@ -195,8 +194,7 @@ def first_number(life: int) -> int:
 
 
 class MicrobatchSource:
-    """Draws and numbers the microbatches of one life of a trainer, from `first` on
-    (`first_number`).
+    """Draws and numbers one trainer life's microbatches, from `first` on (`first_number`).
 
     `policy` orders the stages that microbatches of `lane` visit; `gone` is as in `PassWeights`."""
 
@@ -214,8 +212,7 @@ class MicrobatchSource:
         self._first = self._next = first
 
     def skip(self, tokens: int) -> None:
-        """Start where a run that has trained on `tokens` is in the stream. Call it before the first
-        draw."""
+        """Start where a run with so many trained tokens is. Call it before the first draw."""
         self._first = self._next = self._first + tokens // self.edges.tokens
 
     @property

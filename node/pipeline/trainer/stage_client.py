@@ -1,5 +1,4 @@
-"""A trainer's client of stage servers: it makes single calls and tells the path policy how they
-went."""
+"""A trainer's client of stage servers: single calls, whose outcome the path policy hears."""
 
 import asyncio
 import itertools
@@ -48,8 +47,7 @@ class Asked:
 
 
 class StageClient:
-    """Calls stage servers for one trainer. The path policy chooses the server and learns how each
-    call went."""
+    """Calls stage servers for one trainer. The path policy chooses them and hears the outcomes."""
 
     def __init__(
         self,
@@ -154,8 +152,7 @@ class StageClient:
         started_s: float,
         took_s: float | None = None,
     ) -> None:
-        """Tell the policy the outcome of a pass; confirmations say nothing about a server's
-        speed."""
+        """Tell the policy how a pass went; confirmations say nothing about a server's speed."""
         if isinstance(request, Forward | Backward):
             size = 1.0 if isinstance(request, Forward) else BACKWARD_SIZE
             call = FinishedCall(server.peer, request.stage, size, started_s, took_s)

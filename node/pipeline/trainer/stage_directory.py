@@ -1,5 +1,4 @@
-"""A trainer's knowledge of the stages: their servers, what their rounds have named, and which
-servers have left for good.
+"""A trainer's knowledge of the stages: servers, microbatches named by rounds, servers that left.
 
 All of it is read from views and round logs, which are agreed; no peer is asked."""
 
@@ -77,13 +76,11 @@ class StageDirectory:
         return max(-1, *(self._peer.rounds.newest(stream.name) for stream in self._streams.values()))
 
     def tokens(self) -> int:
-        """Return the agreed tokens of the slowest stage, its own divided by the share of
-        microbatches that visit it."""
+        """Return the run's tokens at the slowest stage: each one's agreed tokens over its share."""
         return min(int(self._peer.rounds.tokens(stream.name) / stream.share) for stream in self._streams.values())
 
     def serving(self) -> StageServers:
-        """Return the servers of each stage that are not known to be gone; the same object while
-        nothing changes."""
+        """Return the servers not known to be gone; the same object while nothing changes."""
         view = self._peer.context.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
         alive = [[member for member in members if self._is_asked(view, member)] for members in listed]
@@ -109,8 +106,7 @@ class StageDirectory:
         return next((server for server in servers if server.name == name), None)
 
     def named(self) -> Iterator[tuple[int, list[GradientKey]]]:
-        """Yield, by stage and in order, the keys named by each round that closed since the last
-        call."""
+        """Yield, by stage and in order, the keys of each round that closed since the last call."""
         rounds = self._peer.rounds
         for stage, stream in self._streams.items():
             while True:
@@ -143,13 +139,11 @@ class StageDirectory:
         return port.now() - self._silent_s[stage][1] >= HOPE_S
 
     def skipped(self) -> int | None:
-        """Return a stage some of whose rounds are over and lost before this peer heard of them,
-        else None."""
+        """Return a stage with rounds that were lost before this peer heard of them, else None."""
         return self._skipped.pop() if self._skipped else None
 
     def left(self) -> Iterator[tuple[int, str]]:
-        """Yield, by stage, the servers that have left the view, once all rounds they could take
-        part in are known."""
+        """Yield (stage, server) for servers that left the view, once their rounds are known."""
         views = [entry.view for entry in self._peer.context.views.views if entry.view.number >= self._view]
         for before, after in itertools.pairwise(views):
             for stage in range(self.stages):

@@ -55,8 +55,7 @@ class Trainer:
         self.stopping = False
 
     async def run(self, enough: Callable[[], bool]) -> None:
-        """Train until `enough()` is true or `stopping` is set; microbatches still in flight are
-        given up."""
+        """Train until `enough()` or `stopping` is true; then give up what is in flight."""
         self.source.skip(self._stage_directory.tokens())
         try:
             while not (self.stopping or enough()):
@@ -70,7 +69,7 @@ class Trainer:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # as others see it
+    # status
 
     @property
     def kept(self) -> int:
@@ -81,11 +80,10 @@ class Trainer:
         """Return the calls in progress, and the stages that have no server to ask."""
         return self.client.waits()
 
-    # what a tick does
+    # one tick
 
     def _look_around(self) -> None:
-        """Forget microbatches that count everywhere, redo lost backward passes, and repeat
-        unanswered confirmations."""
+        """Forget finished microbatches, redo lost passes, repeat unanswered confirmations."""
         for number in self.commits.hear(_now()):
             del self._flights[number]
         ledger = self.commits.ledger
@@ -101,6 +99,7 @@ class Trainer:
                 self._spawn(self._walker.confirm(flight, stage, server, attempt))
 
     def _begin_more(self) -> None:
+        # Depth hides the links' latency; `kept` bounds what waits to be named.
         while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:
             flight = self.source.draw(self._stage_directory.epoch)
             self._flights[flight.number] = flight

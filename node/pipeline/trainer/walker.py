@@ -231,8 +231,7 @@ class Walker:
             self._drop_rest(flight, stage)
 
     def _drop_rest(self, flight: InFlight, stage: int) -> None:
-        """Give up this stage's gradient and those of earlier stages whose output gradient is
-        unknown."""
+        """Give up this stage's gradient and earlier stages' whose output gradient is unknown."""
         earlier = flight.order[: flight.order.index(stage)]
         for each in (stage, *(known for known in earlier if known not in flight.gradients)):
             self._commits.ledger.committed(each, [flight.number])
