@@ -1,14 +1,14 @@
-"""The microbatches of a full replica: drawn as a trainer draws its own, taken through all stages at
-once, here, and given to each stage's server, which counts them beside those of others.
+"""The microbatches of a full replica, which takes them through all stages locally.
 
-No activation goes over a wire, nothing is asked of anybody and nothing is put aside: a gradient is
-in the sums of this peer's servers or nowhere. So what no round has named is gone with this peer, as
-a dead trainer's is, and is asked of nobody again; and a microbatch counts once at each stage, for
-its key goes with the sum that it is in (node/train/microbatch_ids.py).
+It draws them as a trainer does and hands each gradient to its own stage servers, which count it
+beside other trainers' gradients. Nothing is sent, asked for or left pending: a gradient is in this
+peer's sums or nowhere. So microbatches that no round has named are lost with this peer, like a dead
+trainer's, and are not asked for again. A microbatch still counts once at each stage, because its
+key travels with the sum that contains it (node/train/microbatch_ids.py).
 
-It is held back as trainers are. As many batches as theirs may be late, a replica may have ready for
-a stage that has all it needs and does not step yet, for a round is open; more would be of weights
-that are too old by then. And like a trainer it keeps only so many that no round has named."""
+A replica is throttled like a trainer. While a stage has a full batch but an open round keeps it
+from stepping, only as many batches may be ready for it as a trainer may be late; more would be too
+old when the step comes. It also keeps only so many microbatches that no round has named."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -30,16 +30,17 @@ TICK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LocalStage:
-    """One stage of a replica: what counts there, and when a step of it is due."""
+    """The server of one stage of a replica, and the trigger of its steps."""
 
     server: StageServer
     batch: BatchTrigger
 
 
 class FullTrainer:
-    """One life of a full replica's own training. `parts` are those of all stages, from the first to
-    the last; its microbatches are drawn from `source`. At most `ahead` of
-    them wait for a step of a stage that has enough, and at most `kept` wait to be named."""
+    """One life of a full replica's own training, through `parts`, the stages in order.
+
+    Microbatches come from `source`. At most `ahead` of them wait for a step of a stage that has a
+    full batch, and at most `kept` wait to be named by a round."""
 
     def __init__(
         self,
@@ -55,13 +56,13 @@ class FullTrainer:
         self._peer, self._stage_directory, self._parts = peer, stage_directory, tuple(parts)
         self.source, self._ahead, self._most = source, ahead, kept
         self._computing = computing
-        # Nobody is asked for a pass, so whatever a round may have named is open here.
+        # No server is asked, so a microbatch that a round may have named is still "open" here.
         self.commits = CommitTracker(peer.me, stage_directory, report, doubtful=("open",))
         self.stopping = False
-        self.spoilt = 0  # microbatches whose gradient was not finite: they count nowhere
+        self.spoilt = 0  # microbatches dropped because a gradient was not finite
 
     async def run(self, enough: Callable[[], bool]) -> None:
-        """Train until `enough`, or until told to stop."""
+        """Train until `enough()` is true or `stopping` is set."""
         self.source.skip(self._stage_directory.tokens())
         while not (self.stopping or enough()):
             self.commits.hear(self._now())
@@ -72,18 +73,19 @@ class FullTrainer:
 
     @property
     def kept(self) -> int:
-        """Microbatches that wait to be named."""
+        """Microbatches waiting to be named by a round."""
         return len(self.commits.begun_s)
 
     def waits(self) -> list[OpenWait]:
-        """It asks nobody for anything."""
+        """Return no waits: it calls no other peer."""
         return []
 
     def _may_begin(self) -> bool:
         if self.kept >= self._most or not self._peer.membership.is_member:
             return False
         ready = [part for part in self._parts if part.server.accounts.untaken(self._peer.me) >= self._ahead]
-        return not any(part.batch.is_full() for part in ready)  # one that lacks something may lack it of me alone
+        # A stage without a full batch may be waiting for this peer alone, so go on for it.
+        return not any(part.batch.is_full() for part in ready)
 
     async def _train(self, microbatch: Microbatch) -> None:
         number, started_s, order = microbatch.step, self._now(), self.source.order(microbatch)
@@ -91,7 +93,7 @@ class FullTrainer:
         work = partial(self._compute, servers, microbatch)
         staged, loss, rounds = await self._computing.run_pass(work, BACKWARD_COST * len(order))
         if not all(bool(x.isfinite().all()) for part in staged for x in part.gradients.values()):
-            self.spoilt += 1  # in the sum it would spoil everybody's
+            self.spoilt += 1  # it would spoil the sum of the whole group
             return
         self.commits.begin(number, order, started_s)
         for server, part, of in zip(servers, staged, rounds, strict=True):
@@ -101,8 +103,8 @@ class FullTrainer:
     def _compute(
         self, servers: Sequence[StageServer], microbatch: Microbatch
     ) -> tuple[tuple[MicrobatchGradient, ...], float, list[int]]:
-        """Take one microbatch there and back, by the weights that all stages have now, which are of
-        these rounds. Called by the thread that computes."""
+        """Compute a microbatch forward and backward; return its gradients by stage, its loss and
+        the round of each stage's weights. Runs on the compute thread."""
         staged, loss = backward_through([server.stage for server in servers], *self.source.batch(microbatch))
         return staged, loss, [server.applied for server in servers]
 

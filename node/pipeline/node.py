@@ -1,8 +1,9 @@
-"""One node's part in a pipeline, put together: a stage server, a trainer, both, or a full replica, over one peer.
+"""One node's part in a pipeline over one peer: a stage server, a trainer, both, or a full replica.
 
-The server's stage is synced by the ordinary driver, exchange client, state sync and loop; the trainer holds no weights. A full
-replica is the union of its stages: a server of each, and microbatches of its own that never leave it
-(node/pipeline/full_replica.py). Processes and simulations assemble their nodes here, alike."""
+The ordinary driver, exchange client, state sync and loop sync the server's stage; a trainer holds
+no weights. A full replica is the union of its stages: a server of each, and microbatches of its own
+that never leave it (node/pipeline/full_replica.py). Processes and simulations both assemble nodes
+here."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -40,12 +41,14 @@ from farflock.swarm.peer.snapshots import DownloadProgress
 from farflock.swarm.roles import EVERY, NOTHING, role_of
 
 ENDLESS = 2**62  # tokens
-END_S = 30.0  # at most, for the others of a stage and for open rounds when the run is over
+END_S = 30.0  # longest wait for a stage's other servers and open rounds at the end of the run
 
 
 class PipelineNode:
-    """One life of one node. `stage` is the one that it serves, `NOTHING` for none, `EVERY` for a full replica; with `tokens`,
-    the run's text, it trains; `saved` are its last checkpoints, by stage."""
+    """One life of one node.
+
+    `stage` is the stage it serves: `NOTHING` for none, `EVERY` for a full replica. It trains if it
+    is given `tokens`, the run's text. `saved` holds its last checkpoints by stage."""
 
     def __init__(
         self,
@@ -71,21 +74,24 @@ class PipelineNode:
             for index in stages
             if stage in (index, EVERY)
         )
-        if self.servings:  # a member is asked before it runs: calls that wait ban nobody, calls that fail do
+        if self.servings:
+            # A member may be called before `run`: path policies ban servers that fail, not slow
+            # ones.
             peer.calls.handler = self._handler()
             if not isinstance(peer.calls.handler, Closed):
                 peer.codec_offers.reads = lambda: self._edges.reads
         for serving in self.servings:
-            if (before := self._saved.get(serving.index)) is not None:  # by its steps checkpoints are named, and kept
+            if (before := self._saved.get(serving.index)) is not None:
+                # Checkpoints are named and pruned by step, so the count goes on.
                 serving.loop.step = serving.training_task.joined_at = before.step
         self._others = [index for index in stages if stage not in (index, EVERY)]
         self.stage_directory = StageDirectory(peer, self._streams, whole=pipeline.constrain == "all")
         self.trainer = self._training(tokens) if tokens is not None else None
 
-    # beginning
+    # start
 
     def found(self) -> None:
-        """Found the run: the initial weights of my stage are its."""
+        """Start the run: this node's initial weights of its stages become the run's."""
         self.peer.found()
         self._look_on()
         for serving in self.servings:
@@ -94,8 +100,10 @@ class PipelineNode:
     async def join(
         self, records: Sequence[bytes], timeout_s: float, downloaded: DownloadProgress = lambda here, total: None
     ) -> None:
-        """Join through these members: the stage's state is downloaded from whoever has it, or begun anew. A full replica does
-        so for all stages at once: one that waited for the others' would be behind by then."""
+        """Join through the members whose `records` are given, and get each served stage's state.
+
+        The state is downloaded from a peer that has it, or begun anew. A full replica does this for
+        all stages at once: a stage that waited for the others would fall behind."""
         await self.peer.meet(list(records), timeout_s)
         self._look_on()
         comes = _Together(downloaded)
@@ -111,7 +119,8 @@ class PipelineNode:
         index = serving.index
         templates, saved = self._exchanges.templates(index), self._saved.get(index)
         look_on = partial(self._open_as_onlooker, index)
-        embedding = self._embedding if index in (0, self._stage) else FrozenEmbedding()  # a full replica asks once
+        # The node has one embedding: a full replica asks for it once, with its first stage.
+        embedding = self._embedding if index in (0, self._stage) else FrozenEmbedding()
         known = self.plan, self.pipeline, serving, templates, saved, look_on
         return StageStartup(*known, self._means.report, embedding)
 
@@ -124,46 +133,46 @@ class PipelineNode:
         for number, template in enumerate(self._exchanges.templates(index)):
             exchange_client.look_on(template, noted=not number)
 
-    # as its process sees it
+    # status
 
     @property
     def serving(self) -> StageNode | None:
-        """Of who serves one stage, that one; of a full replica the first."""
+        """The stage it serves (the first one for a full replica), or None."""
         return self.servings[0] if self.servings else None
 
     @property
     def role(self) -> str:
-        """As its record says it."""
+        """Its role, as its record states it."""
         return role_of(self._stage)
 
     @property
     def step(self) -> int:
-        """Its stage's steps, of several those of the one that is behind; of a trainer, microbatches."""
+        """The steps of the served stage furthest behind; for a trainer, the microbatches begun."""
         if self.servings:
             return min(serving.loop.step for serving in self.servings)
         return self.trainer.source.begun if self.trainer else 0
 
     @property
     def tokens(self) -> int:
-        """What the slowest stage has agreed upon."""
+        """The agreed tokens of the slowest stage."""
         return self.stage_directory.tokens()
 
     @property
     def trained_tokens(self) -> int:
-        """What has counted here, or was trained from here."""
+        """Tokens that this node's servers merged or its trainer committed, whichever are more."""
         passes = max((serving.server.served["merged"] for serving in self.servings), default=0)
         return self._edges.tokens * max(passes, self.trainer.commits.finished if self.trainer is not None else 0)
 
     @property
     def last_loss(self) -> float | None:
-        """Of the last microbatches of a trainer, or of the last stage's last step."""
+        """A trainer's recent mean loss, else the last loss of the first served stage."""
         if self.trainer is not None:
             return self.trainer.commits.recent_loss
         return self.serving.loop.last_loss if self.serving is not None else None
 
     @property
     def work(self) -> dict[str, int]:
-        """What a server has done, of all its stages, and what a trainer has on its way."""
+        """Counts of the servers' passes, summed over stages, and of the trainer's microbatches."""
         counts: dict[str, int] = {}
         if self.servings:
             served = [serving.server.served for serving in self.servings]
@@ -182,16 +191,16 @@ class PipelineNode:
         return counts
 
     def waits(self) -> list[OpenWait]:
-        """Open rounds, and what its trainer has asked for."""
+        """Return the peer's open rounds and the trainer's pending calls."""
         return self.peer.waits() + (self.trainer.waits() if self.trainer is not None else [])
 
     # running
 
     async def run(self, total_tokens: int) -> None:
-        """Serve and train until every stage has the run's tokens, or until `stop`."""
+        """Serve and train until every stage has `total_tokens`, or until `stop`."""
         self._began_s = self._now()
-        serve = [serving.server.run() for serving in self.servings]  # until all else is over
-        if self._stage not in (NOTHING, EVERY):  # a full replica stays where it is: everywhere
+        serve = [serving.server.run() for serving in self.servings]  # until all else ends
+        if self._stage not in (NOTHING, EVERY):  # a full replica never moves
             needs_bytes = self._means.needs_bytes or (0,) * len(self.pipeline.stages)
             serve.append(Rebalancer(self.peer, self.pipeline.balance, needs_bytes, self._load).run())
         if self.pipeline.end_copies:
@@ -213,12 +222,13 @@ class PipelineNode:
             while running.intersection(rest):
                 ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in filter(ended.__contains__, tasks):
-                    task.result()  # a server that failed serves nobody: this life is over
+                    task.result()  # a failed server ends this life of the node
         finally:
             await _ended(tasks)
 
     def _load(self, number: int) -> Load:
-        """This server's numbers. Who also trains stays where it is: as if nothing else had room here."""
+        """Return this server's load for rebalancing. A server that also trains reports no free
+        memory, so that it is never moved."""
         assert self.serving is not None
         server, room = self.serving.server, self._means.memory_bytes if self.trainer is None else 0
         return Load(number, float(server.waiting), server.rate, room, self._now() - self._began_s)
@@ -227,9 +237,10 @@ class PipelineNode:
         return asyncio.get_running_loop().time()
 
     async def _end(self, total_tokens: int) -> None:
-        """Stop the loop once every stage has agreed upon the run's tokens: it goes by estimates of its own stage's itself, and
-        would end before the round that the others wait for. The others of a stage are waited for: none is to go with a state
-        of its own."""
+        """Stop the loops once all stages have agreed on `total_tokens` and their servers are done.
+
+        A loop alone goes by estimates of its own stage and would end before the round that the
+        others wait for. A server that left early could keep a state that nobody else has."""
         while self.stage_directory.tokens() < total_tokens and not self.stopping:  # noqa: ASYNC110 - two parts' conditions
             await asyncio.sleep(SETTLE_S / 10)
         ends_s = self._now() + END_S
@@ -244,21 +255,21 @@ class PipelineNode:
 
     @property
     def stopping(self) -> bool:
-        """Whether it was told to stop."""
+        """True if it was told to stop."""
         has_stopped = self.trainer is not None and self.trainer.stopping
         return has_stopped or any(serving.loop.stop.requested for serving in self.servings)
 
     def stop(self) -> None:
-        """End soon."""
+        """Ask the loops and the trainer to end soon."""
         for serving in self.servings:
             serving.loop.stop()
         if self.trainer is not None:
             self.trainer.stopping = True
 
-    # putting together
+    # assembly
 
     def _frozen_embedding(self) -> FrozenEmbedding:
-        """A node that serves no stage reads no activations."""
+        """Return the frozen embedding; only a node that serves a stage needs its turns."""
         pipeline, stream = self.pipeline, self._streams[0].name
         turns = pipeline.turns if self._stage != NOTHING else None
         terms = self.plan.model, len(pipeline.stages), stream, self._means.compute
@@ -271,7 +282,7 @@ class PipelineNode:
         return Dispatch(servers) if len(servers) > 1 else self.servings[0].server
 
     def _training(self, tokens: TokenIds) -> Trainer | FullTrainer:
-        """A trainer that asks the servers of stages, or a full replica's own training."""
+        """Return a trainer that asks the servers of stages, or a full replica's own."""
         plan, pipeline, peer, edges = self.plan, self.pipeline, self.peer, self._edges
         policy = policy_of(pipeline.policy, pipeline.layers, plan.run_seed, peer.me, pipeline.paths)
         batches = Batches(tokens, plan.run_seed, peer.me, plan.batch, plan.seq, recurring=plan.samples)
@@ -290,21 +301,22 @@ class PipelineNode:
 
 
 def _max_late(pipeline: PipelinePlan, edges: Edges) -> int:
-    """The microbatches of as many batches as a gradient may be late. No more may be on their way: the last stage would get
-    too far ahead of the first, and find what comes then too old."""
+    """Return the maximum number of microbatches in flight: as many batches as a gradient may be
+    late. With more, the last stage gets so far ahead of the first that later passes are too old for
+    it."""
     return max(max(pipeline.server.staleness, 1) * pipeline.batch_tokens // edges.tokens, 1)
 
 
 class _StageExchanges:
-    """What the stages' streams exchange. Only shapes are needed: tensors would be the whole model,
-    of which a node is to hold a part."""
+    """The exchanges of each stage's streams, made from shapes alone: with real tensors a node would
+    need memory for the whole model."""
 
     def __init__(self, plan: RunPlan, pipeline: PipelinePlan) -> None:
         self._plan, self._pipeline = plan, pipeline
         self._specimens: dict[int, list[Exchange]] = {}
 
     def templates(self, index: int) -> list[Exchange]:
-        """One exchange of each stream of a stage."""
+        """Return one exchange for each stream of a stage."""
         if index not in self._specimens:
             shapes = shapes_of(self._plan.model, self._pipeline.stages[index])
             with torch.device("meta"):
@@ -313,7 +325,7 @@ class _StageExchanges:
         return self._specimens[index]
 
     def stream(self, index: int) -> StreamName:
-        """The first stream of a stage: its notes tell which microbatches count."""
+        """Return the first stream of a stage, whose rounds carry the microbatch ids."""
         first = self.templates(index)[0]
         pipeline = self._pipeline
         share = shares_of(pipeline.policy, pipeline.layers, pipeline.paths)[index]
@@ -321,13 +333,13 @@ class _StageExchanges:
 
 
 class _Together:
-    """Several downloads as one: chunks that are here, and all, added up."""
+    """The progress of several downloads, added up."""
 
     def __init__(self, downloaded: DownloadProgress) -> None:
         self._downloaded, self._parts = downloaded, list[tuple[int, int]]()
 
     def part(self) -> DownloadProgress:
-        """Where one of them says how far it is."""
+        """Return the callback through which one download reports its progress."""
         place = len(self._parts)
         self._parts.append((0, 0))
 
@@ -339,7 +351,7 @@ class _Together:
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End them, and wait until they have."""
+    """Cancel the tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,10 +1,10 @@
-"""Brings versions of the frozen embedding (node/pipeline/contrib/embedding_versions.py) to all servers of a run, and keeps
-them there.
+"""Distribution of the versions of the frozen embedding
+(node/pipeline/contrib/embedding_versions.py) to all servers of a run.
 
-Who serves the first stage makes them; every server of any stage, and every full replica, downloads what it lacks and hands on
-what it has, so that a version is gone only with all of them. Of what is offered that is taken which most members of a stage
-announce; nothing larger than a table is begun, each chunk has its digest, and the whole the hash of its offer.
-"""
+Servers of the first stage make them; every server of any stage, and every full replica, downloads
+what it is missing and serves what it has, so that a version is lost only with all of them. Of
+several offers it takes the one that most members of a stage announce. No download larger than a
+table is begun, each chunk is verified by its digest, and the whole by the hash of its offer."""
 
 import asyncio
 import logging
@@ -28,17 +28,17 @@ from farflock.swarm.compute import Compute
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
-NAME = "table"  # under which versions are served
+NAME = "table"  # name of the snapshots and of their tensor
 LOOK_EVERY_S = 0.5
 FETCH_TIMEOUT_S = 60.0
-FIND_TIMEOUT_S = 10.0  # for the first of it
-HEAD_BYTES = 1 << 12  # of a name and a shape before the values
+FIND_TIMEOUT_S = 10.0  # until the first bytes
+HEAD_BYTES = 1 << 12  # bound on the name and shape before the values
 
 log = logging.getLogger(__name__)
 
 
 class EmbeddingSync(FrozenEmbedding):
-    """One node's part. `stream` is that of the first of so many `stages`."""
+    """One node's part. `stream` is that of the first of `stages` stages."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class EmbeddingSync(FrozenEmbedding):
     def at_first(
         self, contributions: ContributionLog, driver: Driver, applied: Callable[[], int]
     ) -> VersionedContributions:
-        """This node serves the first stage: its books, with versions made and followed."""
+        """As `FrozenEmbedding.at_first`: the log also makes and follows versions."""
         replica = driver.replica if isinstance(driver.replica, ConstrainedReplica) else None
 
         def averaged() -> dict[str, Tensor]:
@@ -71,19 +71,19 @@ class EmbeddingSync(FrozenEmbedding):
         return self._first
 
     def founded(self) -> None:
-        """This node is the run's first, with initial weights or those of its last checkpoint: nobody is there to ask."""
+        """As `FrozenEmbedding.founded`: there is no peer to ask yet."""
         if self._first is not None:
             self._begun_first(self._first, anew=True)
 
     async def before(self, after: int) -> None:
-        """A stage is about to be begun anew, after this round of its own: bring what is needed to write its weights."""
+        """As `FrozenEmbedding.before`: fetch the version in effect."""
         await self._fetch_effective(max(after, self._applied()))
         if self._first is not None:
             await self._compute(partial(self._first.follow, after))
 
     async def begun(self, *, anew: bool) -> None:
-        """A stage has its state, its own or (`anew` is False) that of others: bring the versions of its round, and write its
-        weights as the one in effect has them."""
+        """As `FrozenEmbedding.begun`: fetch the version in effect; the first stage is rewritten in
+        it."""
         await self._fetch_effective(self._applied())
         if self._first is not None:
             await self._compute(partial(self._begun_first, self._first, anew=anew))
@@ -98,10 +98,11 @@ class EmbeddingSync(FrozenEmbedding):
         self._tables.give_up(applied)
 
     async def run(self) -> None:
-        """Download and hand on, for ever."""
+        """Download and serve versions forever."""
         for slot in range(self._tables.turns.most):
             self._peer.snapshots.serve(f"{NAME}/{slot}", partial(self._offered, slot), partial(self._in_slot, slot))
-        downloads: dict[int, asyncio.Task[bool]] = {}  # by slot: one that nobody has is not to hold up the others
+        # By slot: a lost version must not hold up the others.
+        downloads: dict[int, asyncio.Task[bool]] = {}
         try:
             while True:
                 for version in self._tables.lacking(self._applied()):
@@ -124,13 +125,13 @@ class EmbeddingSync(FrozenEmbedding):
         self._tables.give_up(applied)
 
     async def _fetch_effective(self, applied: int) -> None:
-        """What weights are written with; the rest has time."""
+        """Fetch the version that weights are written with; the others can wait."""
         version = self._tables.turns.in_effect(applied)
         if version in self._tables.lacking(applied):
             await self._fetch(version)
 
     async def _fetch(self, version: int) -> bool:
-        """From a stage that has it, the first one first."""
+        """Download a version from a stage that has it, the first stage first; True if held now."""
         for stage, others in enumerate(living(self._peer, self._stages)):
             if others and await self._fetch_from(version, stage):
                 return True
@@ -143,14 +144,14 @@ class EmbeddingSync(FrozenEmbedding):
             log.info("version %d of the frozen embedding from stage %d: %s", version, stage, reason)
             return False
         if snapshot.round != version:
-            return False  # those who have it are further by now, and serve a later one in its place
+            return False  # its holders have moved on and serve a later version in the slot
         if await self._compute(partial(self._taken, version, snapshot)):
             return True
-        self._peer.snapshots.distrust(self._name(version))  # or it would be downloaded again, and again
+        self._peer.snapshots.distrust(self._name(version))  # else it would come again and again
         return False
 
     def _taken(self, version: int, snapshot: Snapshot) -> bool:
-        """Hold what came, if it is a table as this run has them."""
+        """Hold a downloaded version, if it is a table of this run's shape."""
         try:
             tensors = dict(decode_state(snapshot))
         except CorruptSnapshot as reason:
@@ -163,7 +164,8 @@ class EmbeddingSync(FrozenEmbedding):
         return f"{NAME}/{version % self._tables.turns.most}"
 
     async def _download(self, version: int, stage: int) -> Snapshot:
-        """`SnapshotUnavailable` if nothing of it has come after a while: those who have it may be gone."""
+        """Download a version. Raise `SnapshotUnavailable` if nothing has come within
+        `FIND_TIMEOUT_S`: its holders may be gone."""
         name, comes = self._name(version), asyncio.Event()
         most_bytes = HEAD_BYTES + 4 * self._config.vocab_size * self._config.dim
         fetch = self._peer.snapshots.fetch(
@@ -181,7 +183,8 @@ class EmbeddingSync(FrozenEmbedding):
             await asyncio.gather(task, began, return_exceptions=True)
 
     def _in_slot(self, slot: int) -> int:
-        """The last version that is served there; below 0 if there is none. The first one everybody has."""
+        """Return the last version served in this slot, negative if there is none. The first version
+        is not served: every peer has it."""
         held = [version for version in self._tables.codec.held if version != FIRST_VERSION]
         return max((version for version in held if version % self._tables.turns.most == slot), default=-1)
 
@@ -195,6 +198,6 @@ class EmbeddingSync(FrozenEmbedding):
         return encode_state(content, version if content else -1, 0)
 
     def _heard(self) -> int:
-        """The last round of the first stage that is known to be over."""
+        """Return the last round of the first stage known to be over."""
         rounds = self._peer.rounds
         return rounds.newest(self._stream) if self._stream in rounds.names else -1

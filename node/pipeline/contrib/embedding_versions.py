@@ -1,16 +1,14 @@
-"""Versions of the frozen embedding in a run where only pipelines are constrained: when each is
-made, spoken and given up.
+"""Versions of the frozen embedding, for a run that constrains only pipelines.
 
 Averages with free replicas lead the embedding out of E_fix + span(U). After every so many rounds of
-the first stage the averaged embedding, which all servers of that stage hold with the same bits,
-becomes the next E_fix (`drifted`). One round later the weights of pipelines go over to it;
-meanwhile the others download it (node/pipeline/contrib/embedding_sync.py), and node/run/terms.py says when. Which
-version a payload is in goes by the weights that made it, not by the clock, and it says so itself: a
-peer that comes late speaks the old one, which is read for a while, and no peer reads what it has
-not got.
+the first stage the averaged embedding, which all its servers hold with the same bits, becomes the
+next E_fix (`drifted`). One round later the weights of pipelines go over to it; meanwhile the other
+nodes download it (node/pipeline/contrib/embedding_sync.py). node/run/terms.py has the schedule. The
+version of a payload is that of the weights that made it, whatever the time, and the payload names
+it: a late peer speaks the old version, which is readable for a while, and no peer reads one that it
+does not hold.
 
-Shapes: D model width, V vocabulary.
-"""
+Shapes: D model width, V vocabulary."""
 
 import logging
 from collections.abc import Callable
@@ -28,31 +26,30 @@ log = logging.getLogger(__name__)
 
 
 def drifted(basis: Basis, version: int, table_VD: Tensor) -> Basis:
-    """Where only pipelines are constrained and averages with free replicas are not: the version of
-    the basis that takes in what led the averaged embedding out of E_fix + span(U).
+    """Return the version of the basis that absorbs what led the averaged embedding out of E_fix +
+    span(U), where averages include free replicas.
 
     T_⊥ <- T_⊥ + (T_S - Π T_S), T_S <- Π T_S (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and
     4). Only their sum, the table, and T_⊥ + span(U) are ever used, and these are the same for T_⊥ =
-    the whole table, T_S = 0: without arithmetic, so with the same bits everywhere. `ValueError` for
-    a table that is not finite."""
+    the whole table, T_S = 0: without arithmetic, so with the same bits everywhere. Raise
+    `ValueError` for a table that is not finite."""
     return Basis(version, basis.columns_DK, table_VD.detach().to("cpu", torch.float32, copy=True), basis.fixed_LD)
 
 
 class EmbeddingVersions:
-    """The versions that one node holds, in its codec; touched by what computes alone."""
+    """The versions that one node holds, in its codec; only the compute thread touches them."""
 
     def __init__(self, codec: SubspaceVersions, turns: EmbeddingSchedule) -> None:
         self.codec, self.turns = codec, turns
-        self.embeds = False  # whether this node's own weights are in some version
+        self.embeds = False  # True if this node's own weights are in some version
 
     def table(self, version: int) -> Tensor | None:
-        """E_fix of a version (V, D), if it is here."""
+        """Return E_fix of a version (V, D), None if it is not here."""
         basis = self.codec.held.get(version)
         return None if basis is None else basis.fixed_VD
 
     def hold(self, version: int, table_VD: Tensor) -> bool:
-        """Read this version too. False for a table that cannot be one: it is not finite, or another
-        model's."""
+        """Make a version readable. Return False if the table is not finite or another model's."""
         try:
             self.codec.hold(drifted(self.codec.first.basis, version, table_VD))
         except ValueError as error:
@@ -61,7 +58,7 @@ class EmbeddingVersions:
         return True
 
     def lacking(self, applied: int) -> list[int]:
-        """What is read now, or soon, and not here; the most urgent first."""
+        """Return the versions that are read now or soon and are not here, the most urgent first."""
         turns, effect = self.turns, self.turns.in_effect(applied)
         wanted = range(turns.oldest(applied), turns.newest(applied) + 1)
         return sorted(
@@ -69,16 +66,17 @@ class EmbeddingVersions:
         )
 
     def give_up(self, applied: int) -> None:
-        """Forget what nobody reads any more."""
+        """Drop the versions that are no longer read."""
         if not self.embeds:
             self.codec.speak(max(self.codec.held))
         self.codec.give_up(self.turns.oldest(applied))
 
 
 class VersionedContributions:
-    """The books of the first stage, where rounds make versions and weights follow them. `embedding`
-    is the averaged one, as of the last round in the method's state; `replica` is None at who is
-    free."""
+    """The contribution log of the first stage, where rounds make versions and weights follow them.
+
+    `embedding()` is the averaged one, as of the last round in the method's state; `replica` is None
+    at a free replica."""
 
     def __init__(
         self,
@@ -96,24 +94,23 @@ class VersionedContributions:
         return self._contributions.brought(number)
 
     def closing(self, number: int, noted: bytes) -> None:
-        """As `ContributionLog.closing`. What the round writes is projected as the version has it that takes
-        effect with it."""
+        """As `ContributionLog.closing`; also follow the version that takes effect."""
         self._contributions.closing(number, noted)
         self._changed = self.follow(number)
 
     def closed(self, number: int, noted: bytes) -> None:
-        """As `ContributionLog.closed`. The embedding as it is now may be the next version."""
+        """As `ContributionLog.closed`; the embedding may become the next version."""
         self._contributions.closed(number, noted)
         version = self._tables.turns.newest(number)
         if self._tables.turns.made(version) == number:
             self._tables.hold(version, self._embedding())
         if self._changed and self._replica is not None:
-            self._replica.settle()  # what no write has projected: work that the round did not take
+            self._replica.settle()  # no write has projected the work that the round did not take
         self._tables.give_up(number)
 
     def follow(self, applied: int) -> bool:
-        """Go over to the version that is in effect, if it is here, and say whether that is another
-        one; who lacks it stays with the one that it has, and says so in each payload."""
+        """Go over to the version in effect, if it is here. Return True if that is another one. A
+        node without it stays with the version it has, which each payload names."""
         version, codec = self._tables.turns.in_effect(applied), self._tables.codec
         if self._replica is None or version == codec.spoken or version not in codec.held:
             return False
@@ -122,16 +119,16 @@ class VersionedContributions:
         return True
 
     def follow_late(self, applied: int) -> None:
-        """The same between rounds, once the version has come at last: also what is there is
-        projected."""
+        """Follow between rounds, for a version that arrives late; also project the weights."""
         if self.follow(applied) and self._replica is not None:
             self._replica.settle()
 
     def begin_anew(self, applied: int) -> bool:
-        """The stage has a state that is nobody else's. A version that was just made with the former
-        one is made of this one; if nobody has the version in effect, for all who had it are gone,
-        the embedding as it is takes its place too, and that of all that are to be read. Says
-        whether it did."""
+        """Replace versions after the stage began with a state that no other peer has.
+
+        A version just made from the former state is made of this one. If the version in effect is
+        lost with all its holders, the present embedding replaces it and all missing versions that
+        are to be read. Return True in that case."""
         turns, lacking = self._tables.turns, self._tables.lacking(applied)
         lost = turns.in_effect(applied) in lacking
         for version in lacking:
@@ -141,8 +138,7 @@ class VersionedContributions:
 
 
 def finite_table(tensors: dict[str, Tensor], name: str, vocabulary: int, width: int) -> Tensor | None:
-    """A table that came from another peer, (V, D) in float32 without NaN; None for anything
-    else."""
+    """Return another peer's table, (V, D) in float32 and finite; None for anything else."""
     table = tensors.get(name)
     if table is None or len(tensors) != 1 or table.shape != (vocabulary, width) or table.dtype != torch.float32:
         return None

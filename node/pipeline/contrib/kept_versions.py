@@ -1,9 +1,8 @@
-"""Versions of a stage's weights that are kept by round, for a pipeline that does not wait
-(docs/decisions/016).
+"""Versions of a stage's weights by round, for a pipeline that does not wait (docs/decisions/016).
 
-Old weights are in a stash (node/pipeline/contrib/stash.py). The group agrees with each round on how late its
-gradients are (node/train/microbatch_ids.py), and the step that takes the gradients is corrected by it
-(optimizers/parts/corrections.py)."""
+Old weights are in a stash (node/pipeline/contrib/stash.py). With each round the group agrees how
+late its gradients are (node/train/microbatch_ids.py), and the step that takes them is corrected by
+that delay (optimizers/parts/corrections.py)."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,12 +18,12 @@ from farflock.node.run.terms import Asynchronous, Correction
 from farflock.node.train.driver import Driver
 from farflock.optimizers.parts.corrections import AdaptiveBraking, Age, SpikeCompensation, Trend, along_trend
 
-FINENESS = 16  # parts of a step in which an agreed delay is counted, so that it is a whole number in states
-DELAY = "delay"  # a mark of a state (node/train/state_sync.py)
+FINENESS = 16  # agreed delays are counted in 1/16 steps, since states hold integers
+DELAY = "delay"  # name of a state mark (node/train/state_sync.py)
 
 
 def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) -> None:
-    """Hook a correction into an inner optimizer; that of `nesterov` is the optimizer itself."""
+    """Hook a correction into an inner optimizer; `nesterov` is the optimizer itself."""
     if "spike" in correction:
         if not isinstance(inner, torch.optim.SGD):
             raise ValueError(f"spike compensation is for sgd with momentum, not for {type(inner).__name__}")
@@ -36,19 +35,21 @@ def corrected(inner: torch.optim.Optimizer, correction: Correction, age: Age) ->
 
 
 def mean_delay(ages: Collection[int]) -> int:
-    """The mean of several microbatches' delays, in parts of a step (`FINENESS`), half a part up; 0
-    of none. Whole numbers alone, so that all members who see the same list have the same delay."""
+    """Return the mean delay of several microbatches in parts of a step (`FINENESS`), half a part
+    rounded up; 0 for none.
+
+    Only integers, so that all members with the same list have the same delay."""
     return (2 * FINENESS * sum(ages) + len(ages)) // (2 * len(ages)) if ages else 0
 
 
 @dataclass(slots=True)
 class Versions(WeightVersions):
-    """Versions that are kept, as `WeightVersions`, at one server of stage `module`.
+    """`WeightVersions` that are kept, at one server of stage `module`.
 
-    `applied` says which round its weights are of, `marks` what goes with its state, `bound` how
-    many rounds a gradient may be late. Where members' weights part between rounds (`local_steps` a
-    round), passes use what the last round gave, `agreed()`, which all have; None: the module's own
-    weights are that."""
+    `applied()` is the round of its weights, `marks` are the numbers stored with its state, and
+    `bound` is the maximum delay of a gradient in rounds. Where members' weights diverge between
+    rounds (`local_steps` per round), passes use the last round's result, `agreed()`, which all
+    have; None: that is the module's own weights."""
 
     module: nn.Module
     inner: torch.optim.Optimizer
@@ -61,7 +62,7 @@ class Versions(WeightVersions):
     report: Callable[[dict[str, object]], None] = lambda fields: None
     age: Age = field(default_factory=Age)
     _stash: Stash = field(init=False)
-    _origin: int = -1  # of what is stashed; -1 before the first
+    _origin: int = -1  # of the stashed versions; -1 before the first
     _since: int = 0  # local steps since the last round
 
     def __post_init__(self) -> None:
@@ -93,14 +94,13 @@ class Versions(WeightVersions):
         return None if version.round in (newest, *self._stash.epochs) else "gone"
 
     def delay(self, weights: int, number: int, stepped: int | None = None) -> int:
-        """As `WeightVersions.delay`. Where a local step has used the gradient, it was as late as it
-        was for that step."""
+        """As `WeightVersions.delay`. A gradient used by a local step keeps its delay."""
         if self.agreed is not None and stepped is not None:
             return stepped - weights
         return max(number - 1 - weights, 0)
 
     def begin_round(self, ages: Collection[int]) -> None:
-        """As `WeightVersions.begin_round`; the weights of before it are kept."""
+        """As `WeightVersions.begin_round`; keep the weights from before it."""
         self._follow()
         if ages:
             delay = mean_delay(ages)
@@ -117,13 +117,14 @@ class Versions(WeightVersions):
             self._serve()
 
     def begin_step(self, ages: Collection[int]) -> None:
-        """As `WeightVersions.begin_step`: a local step is late by the steps since then."""
+        """As `WeightVersions.begin_step`. A local step adds those since the last round to the
+        delay."""
         if self.agreed is not None:
             self.age.epochs = self.local_steps * mean_delay(ages) / FINENESS + self._since
             self._since += 1
 
     def _follow(self) -> None:
-        """Forget all versions where the weights have come from elsewhere."""
+        """Forget all versions if the weights have come from elsewhere."""
         origin = self.marks().get(ORIGIN, 0)
         if (self._stash.epoch, self._origin) != (self.applied(), origin):
             self._stash.begin_anew(self.applied())
@@ -131,9 +132,9 @@ class Versions(WeightVersions):
             self._serve()
 
     def _serve(self) -> None:
-        """Set what the passes of this round use, where that is not the module's own weights: what
-        all agreed upon, or the weights that are expected once their gradients are taken in, as late
-        as those of the last round were."""
+        """Set the weights of this round's passes if they are not the module's own: those that all
+        agreed on, or a prediction of the weights at the time their gradients are taken in, as late
+        as the last round's were."""
         if self.agreed is not None:
             places = dict(self.module.named_parameters())
             self._stash.serve({name: x.to(places[name]) for name, x in self.agreed().items()})
@@ -153,8 +154,7 @@ def versions_of(
     summing: bool,
     report: Callable[[dict[str, object]], None],
 ) -> Versions:
-    """Make those of a server whose stage `driver`'s method syncs, by steps of all at once
-    (`summing`) or by local ones."""
+    """Make a server's versions for `driver`'s method, of common steps (`summing`) or local ones."""
     method = driver.method
     agreed = None if summing else lambda: method.eval_params(driver.replica)
     local_steps = int(getattr(method, "mask_period", getattr(method, "period", 1)))

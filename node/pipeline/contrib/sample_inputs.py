@@ -1,6 +1,8 @@
-"""How a trainer keeps stage inputs for a codec that remembers samples (node/pipeline/contrib/sample_memory.py,
-decision 018): decoded, as rows that may go to the next server as a difference, as a tag alone, or
-whole. Behind the seam `StageInputs` of node/pipeline/trainer/in_flight.py."""
+"""A trainer's store of stage inputs for a codec that remembers samples (decision 018;
+node/pipeline/contrib/sample_memory.py).
+
+Inputs are decoded, as rows that go to the next server as a difference, as a tag alone, or whole.
+Behind the seam `StageInputs` of node/pipeline/trainer/in_flight.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from farflock.node.pipeline.trainer.in_flight import NUMBERS, InFlight
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """The input of a stage, by the rows of a microbatch's samples."""
+    """The input of a stage, as rows of a microbatch's samples."""
 
     memory: TrainerMemory
     stage: int
@@ -22,19 +24,18 @@ class SampleInput:
     rows: tuple[Row, ...]
 
     def payload(self, server: str) -> bytes:
-        """By what this server is known to hold."""
+        """Encode it for what the server is known to hold."""
         return self.memory.handed(self.stage, server, self.samples, self.rows)
 
     def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
-        """As `KeptInput.taken`: a server is right to lack what the payload refers to."""
+        """As `KeptInput.taken`: only rows that refer to held values can be lacking."""
         self.memory.taken(self.stage, server, self.samples, self.rows, lacking)
         return refers(payload, lacking, len(self.samples))
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """The output of the stage before `after`, and what the trainer held when it asked for it: the
-    answer refers to that."""
+    """The output of the stage before `after`, relative to what the trainer held when it asked."""
 
     memory: TrainerMemory
     after: int
@@ -46,7 +47,7 @@ class SampleOutput:
         return self.known.visit
 
     def read(self, payload: bytes, request: Forward) -> SampleInput:
-        """Decode and remember it."""
+        """Decode and remember the output."""
         rows = self.memory.received(payload, request, self.known)
         return SampleInput(self.memory, self.after, self.known.samples, rows)
 
@@ -56,17 +57,17 @@ class SampleInputs:
 
     def __init__(self, edges: Edges, stream: Batches) -> None:
         self.memory, self._stream = TrainerMemory(edges), stream
-        # How many rows came whole and as differences, and how often a server lacked one.
+        # Rows that came whole or as differences, and rows that a server lacked.
         self.counts = self.memory.counts
 
     def expect(self, flight: InFlight, stage: int) -> SampleOutput:
-        """With what is held of the stage's outputs now."""
+        """Expect an output relative to what is held of the stage's outputs now."""
         after = flight.after(stage)
         assert after is not None, "the last stage has no output"
         return SampleOutput(self.memory, after, self.memory.known(stage, self._samples(flight)))
 
     def backward_visit(self, flight: InFlight) -> Visit:
-        """The samples alone."""
+        """Return the samples alone."""
         return Visit(self._samples(flight))
 
     def _samples(self, flight: InFlight) -> tuple[int, ...]:

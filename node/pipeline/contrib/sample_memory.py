@@ -1,21 +1,20 @@
-"""What the ends of a pipeline's edges remember of samples, for a codec that sends what changed
+"""The memory of samples at the ends of a pipeline's edges, for a codec that sends what changed
 since the last visit (compression/aqsgd.py, decision 018).
 
-A stage's output goes to the trainer, which hands it to the next stage, and hands it in once more
-for the backward pass. So an edge has three ends: the server before it, the trainer, and the server
-behind it. The trainer decodes what comes and keeps the value m, float16, with its tag. It says in
-each request what it holds of a sample, and the server before sends the difference if it holds the
-same, else all. What the trainer hands on is the difference where the server behind is known to hold
-m before, a tag alone where it holds m already, else m whole. An end that does not hold what a
-message refers to says so (`Lacks`), and gets m whole.
+A stage's output goes to the trainer, which passes it to the next stage, and again for the backward
+pass. So an edge has three ends: the server before it, the trainer, and the server behind it. The
+trainer decodes each output and keeps its value m, float16, with a tag. Each request says what the
+trainer holds of a sample; the server before sends the difference if it holds the same, else all.
+The trainer passes on the difference where the server behind is known to hold the previous m, a tag
+alone where it holds m already, else m whole. An end that does not hold what a message refers to
+answers `Lacks` and gets m whole.
 
-So whatever is lost, doubled, late or restarted costs bytes. What a stage computes with is the
-trainer's m, bit by bit, for the forward pass and for the backward pass of the same microbatch,
+So whatever is lost, doubled, late or restarted costs bytes only. A stage computes with the
+trainer's m, bit by bit, in the forward pass and in the backward pass of the same microbatch,
 however far other visits have moved the sample's m meanwhile: the trainer keeps the m of each
 microbatch until it counts.
 
-Shapes: B sequences, L positions, D model width.
-"""
+Shapes: B sequences, L positions, D model width."""
 
 import collections
 import dataclasses
@@ -48,23 +47,20 @@ from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 
 
 class ServerMemory(EdgeEnds):
-    """A stage server's ends (node/pipeline/server/edge_ends.py): of the outputs that it sent and of the inputs that
-    it got.
-
-    Each end holds at most the codec's bound of bytes, for all trainers together. Samples are kept
-    apart by trainer, and inputs by the stage that they come from."""
+    """A stage server's ends (node/pipeline/server/edge_ends.py), for the outputs that it sent and
+    the inputs that it got. Each end holds at most the codec's bound of bytes, for all trainers
+    together. Samples are kept apart by trainer, and inputs by the stage that they come from."""
 
     def __init__(self, edges: Edges) -> None:
         self.edges, self._sent, self._got = edges, fresh(edges), fresh(edges)
 
     @property
     def held_bytes(self) -> int:
-        """Of the values that are remembered."""
+        """Bytes of remembered values."""
         return self._sent.held_bytes + self._got.held_bytes
 
     def misfit(self, request: Forward | Backward) -> str | None:
-        """As `EdgeEnds.misfit`: each sequence is named, and in a forward request the tag that its
-        trainer holds."""
+        """As `EdgeEnds.misfit`: each sequence needs a sample id, in a `Forward` also a tag."""
         visit = request.visit
         if visit is None or len(visit.samples) != self.edges.batch:
             return f"it needs the ids of {self.edges.batch} samples"
@@ -79,8 +75,7 @@ class ServerMemory(EdgeEnds):
         tokens_BL: Tensor | None = None,
         came: bytes | None = None,
     ) -> bytes:
-        """As `EdgeEnds.output`, for a trainer that holds what the request says; tokens do not
-        matter."""
+        """As `EdgeEnds.output`, for a trainer that holds what the request says."""
         visit = _visit(request)
         names = _names(caller, request.stage, visit)
         held = [visit.held[at : at + TAG_BYTES] for at in range(0, len(visit.held), TAG_BYTES)]
@@ -96,7 +91,7 @@ class ServerMemory(EdgeEnds):
         request: Forward | Backward,
         tokens_BL: Tensor | None = None,
     ) -> Tensor:
-        """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit; tokens do not matter."""
+        """As `EdgeEnds.input`: the trainer's m (B, L, D), bit by bit."""
         names = _names(caller, request.source, _visit(request))
         try:
             return self._got.decode(payload, _context(self.edges, request, names))
@@ -107,23 +102,22 @@ class ServerMemory(EdgeEnds):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a trainer holds of a stage's outputs for some samples, as it was when it asked: what
-    comes back refers to it."""
+    """The outputs of a stage that a trainer held when it asked; the reply refers to them."""
 
     samples: tuple[int, ...]
     entries: tuple[CacheEntry | None, ...]
 
     @property
     def visit(self) -> Visit:
-        """As a request says it."""
+        """The samples and tags as a request names them."""
         return Visit(self.samples, b"".join(NO_TAG if entry is None else entry.tag for entry in self.entries))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample's activation of one microbatch: m, float16 (L, D), and its tag; the difference
-    that made it of the m before, if it came as one; and whether the sender holds it, so that the
-    next visit may be a difference."""
+    """One sample's activation of one microbatch: m, float16 (L, D), and its tag; the tag of the m
+    before and the difference from it, if it came as one; and whether the sender holds m, so that
+    the next visit may be a difference."""
 
     values: Tensor
     tag: bytes
@@ -132,7 +126,7 @@ class Row:
     kept: bool
 
     def part(self, there: bytes) -> SampleDelta:
-        """As it goes to who holds the value with the tag `there`."""
+        """Encode it for an end that holds the value with tag `there`."""
         if there == self.tag:
             return SampleDelta(HELD, self.tag, self.tag, b"")
         if self.change and there == self.before:
@@ -141,30 +135,29 @@ class Row:
 
 
 class TrainerMemory:
-    """A trainer's end of all edges: for each stage the last m of its samples' outputs, at most the
-    codec's bound of bytes, and which tags the servers behind it hold, as far as they said so. What
-    a microbatch needs, its `Row`s, is its own affair."""
+    """A trainer's end of all edges: by stage, the last m of its samples' outputs, at most the
+    codec's bound of bytes, and the tags that the servers behind are known to hold. A microbatch
+    keeps its own `Row`s."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges, self._end = edges, fresh(edges)
         self._caches: dict[int, Cache] = {}
-        # by stage, of a server's life and a sample, the last use last
+        # by stage: tag by (server life, sample), most recently used last
         self._there: dict[int, dict[tuple[str, int], bytes]] = {}
         self.counts: collections.Counter[str] = collections.Counter()
 
     @property
     def held_bytes(self) -> int:
-        """Of the values that are remembered."""
+        """Bytes of remembered values."""
         return sum(cache.held_bytes for cache in self._caches.values())
 
     def known(self, stage: int, samples: tuple[int, ...]) -> Known:
-        """What is held of a stage's outputs."""
+        """Return what is held of a stage's outputs for these samples."""
         cache = self._cache(stage)
         return Known(samples, tuple(cache.get(sample) for sample in samples))
 
     def received(self, payload: bytes, request: Forward, known: Known) -> tuple[Row, ...]:
-        """Read a stage's output, which it made knowing what was `known`, and remember it;
-        `CorruptPayload` if it is none."""
+        """Decode and remember an output relative to `known`; may raise `CorruptPayload`."""
         context = _context(self._edges, request, known.samples)
         latest, rows = dict(zip(known.samples, known.entries, strict=True)), []
         for sample, part in zip(known.samples, self._end.parts(payload, context), strict=True):
@@ -179,8 +172,7 @@ class TrainerMemory:
         return tuple(rows)
 
     def handed(self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row]) -> bytes:
-        """The payload of a stage's input for this life of a server, by what that is known to
-        hold."""
+        """Encode a stage's input for this server life, relative to what it is known to hold."""
         there, parts = self._there.setdefault(stage, {}), []
         latest = {sample: there.get((server, sample), NO_TAG) for sample in samples}
         for sample, row in zip(samples, rows, strict=True):
@@ -191,9 +183,10 @@ class TrainerMemory:
     def taken(
         self, stage: int, server: str, samples: Sequence[int], rows: Sequence[Row], lacking: Collection[int] = ()
     ) -> None:
-        """A server has read this input, all but the rows that it lacked something for. Of a call
-        that brought nothing nothing is known: it has the sample's m of before, or that of after,
-        and a difference can be read by both."""
+        """Note that a server has read this input, except the rows in `lacking`.
+
+        After a failed call nothing is noted: the server has the sample's m from before or from
+        after, and a difference can be read with both."""
         there = self._there.setdefault(stage, {})
         for at, (sample, row) in enumerate(zip(samples, rows, strict=True)):
             there.pop((server, sample), None)
@@ -216,13 +209,13 @@ class TrainerMemory:
 
 
 def fresh(edges: Edges) -> AqSgd:
-    """An end of the run's codec that remembers nothing yet."""
+    """Return an end of the run's codec that remembers nothing yet."""
     assert isinstance(edges.codec, AqSgd), "a codec that remembers nothing"
     return dataclasses.replace(edges.codec)
 
 
 def refers(payload: bytes, rows: Sequence[int], batch: int) -> bool:
-    """Whether these rows of an input refer to something: who lacks that is right to say so."""
+    """True if all these rows of an input refer to held values, which a server may rightly lack."""
     return bool(rows) and all(row < batch and payload[row] in (DIFFERENCE, HELD) for row in rows)
 
 
@@ -232,14 +225,14 @@ def _visit(request: Forward | Backward) -> Visit:
 
 
 def _names(caller: str, source: int, visit: Visit) -> tuple[int, ...]:
-    """Of a trainer's samples out of a stage, as the codec's ends call them. That two are called
-    alike does not happen, and would cost a resync: values are known by their tags."""
+    """Return the codec's names for a trainer's samples out of a stage. A collision is improbable
+    and would cost a resync: values are known by their tags."""
     texts = (f"{caller}/{source}/{sample}".encode() for sample in visit.samples)
     return tuple(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in texts)
 
 
 def _context(edges: Edges, request: Forward | Backward, samples: tuple[int, ...]) -> ActivationContext:
-    """Of a forward passage; a backward request hands in the input of the forward pass."""
+    """Return the codec's context of a forward pass; a backward request carries the same input."""
     return ActivationContext(
         (edges.batch, edges.seq, edges.dim),
         edges.dtype,

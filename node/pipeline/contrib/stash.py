@@ -1,8 +1,9 @@
-"""Versions of a stage's weights by epoch, so that a backward pass differentiates at the weights that its forward pass used.
+"""Versions of a stage's weights by epoch, so that a backward pass is done at its forward pass's
+weights.
 
-A stage that does not wait has moved on when a microbatch comes back. Its gradient is that of no function at all if the two
-passes saw different weights; with the old version at hand it is right, and merely late (optimizers/parts/corrections.py).
-"""
+A stage that does not wait has moved on when a microbatch comes back. If the two passes saw
+different weights, its gradient is that of no function at all; at the old version it is right and
+merely late (optimizers/parts/corrections.py)."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ Weights = Mapping[str, Tensor]
 
 
 class VersionGone(LookupError):
-    """The version that a request names is gone, or was never here; the message says which there are."""
+    """The requested version is gone or was never here; the message lists those that are."""
 
 
 class VersionAhead(LookupError):
@@ -25,11 +26,10 @@ class VersionAhead(LookupError):
 
 
 class Stash:
-    """The last `keep` versions that forward passes used; the newest is the module's own weights, or what `serve` put in their
-    place, so that `keep` - 1 copies are held, one for each epoch that ended.
+    """The last `keep` versions used by forward passes. The newest is the module's own weights, or
+    what `serve` put in their place, so `keep` - 1 copies are held, one for each epoch that ended.
 
-    Law: between two calls the module's parameters are the newest weights. One thread at a time.
-    """
+    Law: between two calls the module's parameters are the newest weights. One thread at a time."""
 
     def __init__(self, module: nn.Module, keep: int = 2, epoch: int = 0) -> None:
         if not 1 <= keep <= MAX_VERSIONS:
@@ -42,17 +42,17 @@ class Stash:
 
     @property
     def epochs(self) -> range:
-        """Of the versions that are here, oldest first."""
+        """Epochs of the versions that are here, oldest first."""
         return range(self.epoch - len(self._old), self.epoch + 1)
 
     @property
     def size_bytes(self) -> int:
-        """What is held beside the module's own weights."""
+        """Bytes held beside the module's own weights."""
         versions = [*self._old.values(), *([self._served] if self._served is not None else [])]
         return sum(x.numel() * x.element_size() for version in versions for x in version.values())
 
     def delay(self, epoch: int) -> int:
-        """How many epochs old that version is; `VersionGone` or `VersionAhead` if it is not here."""
+        """Return a version's age in epochs; raise `VersionGone` or `VersionAhead` if not here."""
         if epoch > self.epoch:
             raise VersionAhead(
                 f"epoch {epoch} has not begun here, it is {self.epoch}; ask a peer that is there, or later"
@@ -65,8 +65,9 @@ class Stash:
 
     @contextmanager
     def version(self, epoch: int) -> Iterator[int]:
-        """Inside the block the module computes, and is differentiated, with that epoch's weights; gives their age in epochs.
-        `VersionGone` or `VersionAhead` if they are not here. Nothing is copied; the module must not be changed inside."""
+        """Compute and differentiate with that epoch's weights inside the block; yield their age in
+        epochs. Raise `VersionGone` or `VersionAhead` if they are not here. Nothing is copied; the
+        module must not be changed inside."""
         age = self.delay(epoch)
         weights = self._old[epoch] if age else self._served
         assert not self._lent, f"version {epoch} is asked for inside the block of another one"
@@ -78,8 +79,9 @@ class Stash:
             self._lent = False
 
     def serve(self, weights: Weights) -> None:
-        """This epoch's passes use these, predicted ones, instead of the module's own; to be called before the first of them.
-        All parameters, in memory that is the stash's from now on: it may write there."""
+        """Use these predicted weights for this epoch's passes instead of the module's own; call it
+        before the first of them. All parameters must be given. Their memory belongs to the stash
+        from now on: it may write there."""
         missing = [name for name, _ in self._module.named_parameters() if name not in weights]
         if missing:
             raise ValueError(
@@ -89,8 +91,8 @@ class Stash:
         self._served = dict(weights)
 
     def leave(self) -> None:
-        """The epoch ends: to be called before the weights change. Copies what its forward passes used, once, into the room of
-        the version that goes."""
+        """End the epoch; call it before the weights change. Copies the weights that its forward
+        passes used, once, into the memory of the version that is dropped."""
         assert not self._lent, "an epoch ended inside the block of a version"
         if self._keep > 1:
             room = self._old.popitem(last=False)[1] if len(self._old) == self._keep - 1 else None
@@ -107,7 +109,7 @@ class Stash:
 
 @contextmanager
 def swapped(module: nn.Module, weights: Weights) -> Iterator[None]:
-    """Inside the block the module's parameters of these names hold these tensors, without a copy; its own afterwards."""
+    """Replace the module's parameters of these names inside the block, without copies."""
     _require_fit(module, weights)
     places = {name: parameter for name, parameter in module.named_parameters() if name in weights}
     own = {name: parameter.data for name, parameter in places.items()}

@@ -1,4 +1,4 @@
-"""One stage at one node, from its beginning to its end: where its state comes from, and when its server moves.
+"""One stage at one node, from start to end: its assembly, initial state and moves.
 
 May import node/assembly, and node/pipeline's passes, recovery, trainer and server.
 Start reading at assembly.py.

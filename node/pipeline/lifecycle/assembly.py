@@ -1,5 +1,5 @@
-"""A stage's server, put together: model, driver, server, state sync, gate and loop, over the node's peer and its one
-thread that computes."""
+"""The assembly of a stage's server: model, driver, server, state sync, batch trigger and loop, over
+the node's peer and its one compute thread."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -35,14 +35,14 @@ from farflock.swarm.peer.peer import Peer
 
 @dataclass(frozen=True, slots=True)
 class NodeServices:
-    """What a node is given to work with: how it computes, and where it reports."""
+    """What a node's process provides: where it computes, where it reports, and its memory."""
 
     compute: Compute
     run_pass: Pass
     train: Callable[[Callable[[], float]], Awaitable[float]]
     report: Report = lambda kind, fields: None
-    memory_bytes: int = 1 << 62  # for a stage, should this node go to another one
-    needs_bytes: tuple[int, ...] = ()  # by stage, what it takes to serve it; nothing where room does not matter
+    memory_bytes: int = 1 << 62  # free for a stage, in case of a move
+    needs_bytes: tuple[int, ...] = ()  # to serve each stage; empty: not checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StageNode:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Puts the servers of one node together. `whole`: it serves all stages."""
+    """Assembles the stage servers of one node. `whole`: it serves all stages."""
 
     plan: RunPlan
     pipeline: PipelinePlan
@@ -72,7 +72,7 @@ class Assembly:
     embedding: FrozenEmbedding
 
     def serving(self, index: int, first: Exchange, exchange_client: ExchangeClient) -> StageNode:
-        """The server of a stage; `first` is like the exchanges of the stream that says which microbatches count."""
+        """Assemble a stage's server; `first` is an exchange of its stream with microbatch ids."""
         plan, peer, means, stream = self.plan, self.peer, self.means, first.key.stream
         stage, replica, inner = self._stage_and_replica(index)
         driver = Driver(method(plan.method, **plan.options), replica)
@@ -111,8 +111,10 @@ class Assembly:
         return StageNode(index, peer, stage.model, state_sync, loop, training_task, server, batch)
 
     def _report_of(self, index: int) -> Report:
-        """What a stage's loop says. A full replica has a loop for each: rounds say of which stage they are, and of the steps,
-        which stages take together, those are noted that know a loss."""
+        """Return the report callback of a stage's loop.
+
+        A full replica has a loop for each stage: their rounds are reported with the stage, and of
+        their common steps only the last stage's, which know a loss."""
         report, last = self.means.report, len(self.pipeline.stages) - 1
         if not self.whole:
             return report
@@ -124,8 +126,8 @@ class Assembly:
         return with_stage
 
     def _stage_and_replica(self, index: int) -> tuple[Stage, PlainReplica, torch.optim.Optimizer]:
-        """With initial weights, constrained ones where the codec asks for that; and the inner optimizer. A full replica may be
-        free to leave what all begin with."""
+        """Return the stage and its replica with initial weights, and the inner optimizer. Weights
+        are constrained where the codec needs it, except at a full replica that may be free."""
         plan, basis = self.plan, basis_of(self.plan, self.pipeline)
         model = build(plan.model, plan.run_seed, self.pipeline.stages[index]).to(self.edges.dtype)
         names = [name for name, _ in model.named_parameters()]
@@ -143,7 +145,7 @@ async def _over(reason: str) -> None:
 
 
 def of_share(schedule: Schedule, share: Fraction) -> Schedule:
-    """The same schedule for a stage that this share of the microbatches visit: it is as far along after as much less."""
+    """Return the schedule scaled to a stage that this share of the microbatches visits."""
     return replace(
         schedule,
         total_tokens=max(int(schedule.total_tokens * share), 1),
@@ -152,8 +154,9 @@ def of_share(schedule: Schedule, share: Fraction) -> Schedule:
 
 
 def clip_of(plan: RunPlan, stage: Llama) -> float | None:
-    """The greatest norm of a stage's gradient: that of the whole model's by the root of the stage's share of the parameters, as
-    if all were of one size (node0's rule; a norm of the whole is known to nobody)."""
+    """Return the maximum norm of a stage's gradient: the whole model's times the root of the
+    stage's share of the parameters, as if all gradients were of one size (node0's rule; no peer
+    knows the norm of the whole)."""
     if plan.clip_norm is None:
         return None
     share = sum(parameter.numel() for parameter in stage.parameters()) / plan.model.parameters()

@@ -1,8 +1,8 @@
-"""How one stage of a node begins: as the run's first, with the state that others of the stage have, or anew where nobody
-has it.
+"""The start of one stage of a node: as the run's first, with the state of the stage's other
+servers, or anew where no peer has it.
 
-What it is begun with, and why, is node/pipeline/lifecycle/state.py's affair; here it gets into the stage's replica, method
-and streams. A full replica does this for each stage."""
+node/pipeline/lifecycle/state.py chooses the state; this module puts it into the stage's replica,
+method and streams. A full replica does this for each stage."""
 
 import asyncio
 import logging
@@ -26,11 +26,11 @@ from farflock.swarm.peer.snapshots import DownloadProgress, Snapshot
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 3.0  # for the log of a stage's rounds to come, where nobody has its state
+SETTLE_S = 3.0  # to hear of a stage's rounds, where no peer has its state
 
 
 class ServedStage(Resumable, Protocol):
-    """The stage that a node serves: number `index`, through its peer."""
+    """The stage that a node serves, of number `index`, and its peer."""
 
     @property
     def index(self) -> int: ...
@@ -42,8 +42,10 @@ class ServedStage(Resumable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageStartup:
-    """Of the stage that `serving` serves. `templates` are one exchange of each of its streams,
-    `saved` its last checkpoint here; `look_on` opens its streams as for who does not serve it."""
+    """The start of the stage that `serving` serves.
+
+    `templates` are one exchange for each of its streams and `saved` its last checkpoint here;
+    `look_on` opens its streams as for a peer that does not serve it."""
 
     plan: RunPlan
     pipeline: PipelinePlan
@@ -52,15 +54,15 @@ class StageStartup:
     saved: Checkpoint | None
     look_on: Callable[[], None]
     report: Report
-    embedding: FrozenEmbedding = field(default_factory=FrozenEmbedding)  # each node's is brought by one of its stages
+    embedding: FrozenEmbedding = field(default_factory=FrozenEmbedding)  # the node's, at one stage
 
     def found(self) -> None:
-        """The run's first: with initial weights, or the last checkpoint's."""
+        """Start as the run's first, with initial weights or the last checkpoint's."""
         self._from_disk({}, 0)
         self.embedding.founded()
 
     async def join(self, timeout_s: float, downloaded: DownloadProgress) -> None:
-        """With what others have, or anew."""
+        """Start with the state of the stage's other servers, or anew if there is none."""
         serving = self.serving
         while True:
             if await self._adopted(timeout_s, downloaded):
@@ -68,6 +70,7 @@ class StageStartup:
                 self._serve_scale()
                 return
             rounds, tokens = await self._where()
+            # If another peer has begun the stage meanwhile, its state is adopted instead.
             if not self._is_served():
                 break
         after = max(rounds.values(), default=-1)
@@ -85,8 +88,10 @@ class StageStartup:
         await self.embedding.begun(anew=True)
 
     async def _adopted(self, timeout_s: float, downloaded: DownloadProgress) -> bool:
-        """Download the state from others of the stage. False as soon as there are none and nothing has come: those whom the
-        view lists may be back in other lives, and wait for this one's state as this one does for theirs."""
+        """Download the state from other servers of the stage.
+
+        Return False once none is left and nothing has come: listed members may be back in other
+        lives and wait for this peer's state as it waits for theirs."""
         comes = False
 
         def coming(here: int, total: int) -> None:
@@ -108,7 +113,7 @@ class StageStartup:
             await asyncio.gather(adopting, return_exceptions=True)
 
     def _from_disk(self, rounds: Mapping[str, int], tokens: int) -> None:
-        """With the last checkpoint's state, if there is one; where the run has no log of this stage, also at its rounds."""
+        """Start with the last checkpoint's state, if any; at its rounds if the run has no log."""
         if self.saved is not None and round_of(self.saved) is not None:
             load_stage_state(self.serving, self.saved)
             if max(rounds.values(), default=-1) < 0:
@@ -117,11 +122,12 @@ class StageStartup:
         self._begin(rounds, tokens)
 
     async def _where(self) -> tuple[dict[str, int], int]:
-        """By stream the last round of a stage that nobody has the state of, and the tokens agreed upon by then."""
+        """Return the last round by stream and the agreed tokens of a stage whose state is lost."""
         rounds, index = self.serving.peer.rounds, self.serving.index
         self.look_on()
         names = {entry.key.stream: f"{entry.key.stream}/{index}" for entry in self.templates}
         before, newest = None, {stream: rounds.newest(name) for stream, name in names.items()}
+        # Until the log stops growing: it arrives in parts.
         while before != newest and not self._is_served():
             await asyncio.sleep(SETTLE_S)
             before, newest = newest, {stream: rounds.newest(name) for stream, name in names.items()}
@@ -145,19 +151,20 @@ class StageStartup:
 
     def _begin(self, rounds: Mapping[str, int], tokens: int) -> None:
         driver = self.serving.loop.driver
-        state = driver.method.snapshot(driver.replica)  # the round begins here, before a step can
+        # Before any step: the snapshot is where the round begins.
+        state = driver.method.snapshot(driver.replica)
         if self.pipeline.asynchronous is not None and max(rounds.values(), default=-1) >= 0:
             self.serving.state_sync.marks[ORIGIN] = origin_of(state)
         for entry in self.templates:
             after = rounds.get(entry.key.stream, -1)
-            if after >= entry.key.round:  # to the method, rounds that it has nothing of have failed
+            if after >= entry.key.round:  # to the method, rounds without a result have failed
                 missed = Result("failed", after + entry.stride, tokens=tokens)
                 driver.skip(ExchangeKey(entry.key.stream, after), missed)
         self.serving.state_sync.open(rounds, tokens)
         self._serve_scale()
 
     def _serve_scale(self) -> None:
-        """Tell who has to make a stage from this one what its gradients weigh."""
+        """Serve this stage's gradient scale to peers that rebuild a stage beside it."""
         serving = self.serving
 
         async def scale() -> Snapshot:

@@ -1,10 +1,11 @@
-"""Exact copies of what an end stage holds besides layers, at the stage beside it (CheckFree+, Blagoev et al., arXiv:2506.15461,
-section 3.2): no other stage has anything like an embedding or a head, so a lost one could not be made from its neighbours.
+"""Exact copies of an end stage's tensors outside its layers, kept at the stage beside it
+(CheckFree+, Blagoev et al., arXiv:2506.15461, section 3.2): no other stage has anything like an
+embedding or a head, so a lost one could not be made from its neighbours.
 
-After every so many rounds of an end stage, `KEEPERS` servers of the stage beside it download its embedding, or its norm and
-head, as its members would evaluate them, and hand them to whoever takes the stage up when all of it are lost. The copy is exact
-as of the round that it names. The paper copies after each step, to all nodes of the stage beside; here one stage has many.
-"""
+After every so many rounds of an end stage, `KEEPERS` servers of the stage beside it download its
+embedding, or its norm and head, as its members would evaluate them. They serve these to a peer that
+takes up the stage when all its servers are lost. The copy is exact as of the round that it names.
+The paper copies after each step to all nodes of the stage beside; here one stage has many nodes."""
 
 import asyncio
 import hashlib
@@ -25,22 +26,22 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
-OWN, KEPT = "end", "kept end"  # snapshots that an end's servers offer, and those that keep a copy
+OWN, KEPT = "end", "kept end"  # snapshot names: at an end's servers, and at the keepers
 KEEPERS = 2
 LOOK_EVERY_S = 0.5
 FETCH_TIMEOUT_S = 60.0
 FIND_TIMEOUT_S = 5.0
-HEAD_BYTES = 1 << 16  # of names and shapes before the values
+HEAD_BYTES = 1 << 16  # bound on the names and shapes before the values
 
 
 def ends_beside(index: int, stages: int) -> tuple[int, ...]:
-    """The end stages next to this one."""
+    """Return the end stages next to this one."""
     return tuple(end for end in sorted({0, stages - 1}) if abs(end - index) == 1)
 
 
 class EndCopies:
-    """One server's part, that of stage `index`: its own end offered, and copies of the ends beside it kept. `streams` names
-    each stage's stream."""
+    """The part of one server of stage `index`: it serves its own end and keeps copies of the ends
+    beside it. `streams` has each stage's stream by name."""
 
     def __init__(
         self,
@@ -58,10 +59,10 @@ class EndCopies:
         self._config, self._spans = plan.model, pipeline.stages
         self._beside = ends_beside(index, len(streams))
         self._copies: dict[int, EndCopy] = {}
-        self._next = dict.fromkeys(self._beside, 0)  # the first round whose copy is wanted
+        self._next = dict.fromkeys(self._beside, 0)  # the first round to copy next
 
     async def run(self) -> None:
-        """Offer, and keep copies, for ever."""
+        """Serve and keep copies forever."""
         index = self._index
         if index in (0, len(self._streams) - 1):
             self._peer.snapshots.serve(f"{OWN}/{index}", self._own, lambda: self._state_sync.applied_round)
@@ -78,7 +79,7 @@ class EndCopies:
             snapshot = await wanted.fetch(self._peer, f"{OWN}/{end}", FETCH_TIMEOUT_S, newest, end)
             tensors = wanted.tensors(snapshot)
         except (SnapshotUnavailable, CorruptSnapshot):
-            return  # its servers are leaving, or busy: the next look asks again
+            return  # its servers are leaving or busy: ask again later
         self._next[end] = snapshot.round + self._every
         if end not in self._copies:
             self._peer.snapshots.serve(f"{KEPT}/{end}", lambda: self._offered(end), lambda: self._copies[end].round)
@@ -99,7 +100,8 @@ class EndCopies:
         return encode_state(copy.restored(), copy.round, 0)
 
     def _is_keeper(self) -> bool:
-        """Whether I am among the few of my stage that keep copies: the same ones as long as they live."""
+        """True if this peer has one of the stage's `KEEPERS` lowest ranks: keepers seldom
+        change."""
         view, context = self._peer.context.views.newest, self._peer.context
         mates = [view.peers[index] for index in view.serving(self._index)]
         living = [mate for mate in mates if mate == context.me or not context.gone(view, mate)]
@@ -108,7 +110,7 @@ class EndCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What an end stage hands out: nothing larger is downloaded, and nothing else is kept."""
+    """The expected tensors of an end stage: nothing larger is downloaded, nothing else is kept."""
 
     config: ModelConfig
     span: range
@@ -118,7 +120,7 @@ class _Wanted:
         return await peer.snapshots.fetch(name, timeout_s, least=least, stage=stage, most_bytes=most)
 
     def tensors(self, snapshot: Snapshot) -> dict[str, Tensor]:
-        """`CorruptSnapshot` for anything but these tensors in float32."""
+        """Decode the tensors; raise `CorruptSnapshot` unless they are exactly these, in float32."""
         found = decode_state(snapshot)
         shapes = {name: tuple(x.shape) for name, x in found.items()}
         if shapes != end_shapes(self.config, self.span) or any(x.dtype != torch.float32 for x in found.values()):
@@ -131,8 +133,8 @@ def _rank(peer: PeerId) -> bytes:
 
 
 async def find_copy(peer: Peer, config: ModelConfig, stages: Sequence[range], index: int) -> dict[str, Tensor] | None:
-    """The exact copy of an end stage's own tensors that the stage beside it has; None if it has none. `Unrecoverable` if what
-    comes is not what its hash says."""
+    """Download an end stage's own tensors from the stage beside it, None if there is no copy. Raise
+    `Unrecoverable` if what came is corrupt."""
     wanted = _Wanted(config, stages[index])
     for beside in (index - 1, index + 1):
         if not 0 <= beside < len(stages):

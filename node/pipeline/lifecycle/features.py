@@ -1,8 +1,7 @@
-"""Rare features of pipelines, each behind one seam: what a run's terms ask for is imported then,
-and never before.
+"""Rare features of pipelines, each behind one seam and imported only when a run's terms ask for it.
 
-A feature is named here by the module of contrib/ that has it. The core knows its seam alone: the
-class there does for a run without the feature, and that of contrib/ is a kind of it.
+Only this module names the features' modules in contrib/. The core knows the seam alone: its class
+is what a run without the feature uses, and the class in contrib/ is another kind of it.
 
 | asked for by | seam | without it |
 |---|---|---|
@@ -47,7 +46,7 @@ def edge_ends(edges: Edges) -> EdgeEnds:
 
 
 def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
-    """Make what a trainer keeps of the inputs of stages, as the run's codec wants them kept."""
+    """Make a trainer's store of stage inputs, of the kind that the run's codec needs."""
     if not edges.remembers:
         return WholeInputs()
     made: StageInputs = _maker("sample inputs")(edges, batches)
@@ -55,8 +54,8 @@ def stage_inputs(edges: Edges, batches: Batches) -> StageInputs:
 
 
 def weight_versions(terms: Asynchronous | None) -> Callable[..., WeightVersions]:
-    """Return what makes the versions of a stage's weights at one server, of what
-    `contrib.kept_versions.versions_of` takes after its terms."""
+    """Return the factory of a server's weight versions; it takes the arguments of
+    `contrib.kept_versions.versions_of` after the terms."""
     return (lambda *given, **named: WeightVersions()) if terms is None else partial(_maker("weight versions"), terms)
 
 
@@ -69,8 +68,7 @@ def frozen_embedding(
     stream: str,
     compute: Compute,
 ) -> FrozenEmbedding:
-    """Make a node's versions of the frozen embedding; `stream` is that of the first of so many
-    `stages`."""
+    """Make a node's versions of the frozen embedding; `stream` is that of the first stage."""
     if turns is None or not isinstance(codec, SubspaceVersions):
         return FrozenEmbedding()
     made: FrozenEmbedding = _maker("embedding versions")(codec, turns, peer, config, stages, stream, compute)

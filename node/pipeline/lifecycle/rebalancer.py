@@ -1,8 +1,7 @@
-"""When a stage server moves to another stage: SWARM's adaptive rebalancing (swarm/protocol/rebalance.py), and the same
-at once for a stage that nobody serves.
+"""Moves of a stage server to another stage: SWARM's adaptive rebalancing
+(swarm/protocol/rebalance.py), and emergency moves to a stage without servers.
 
-Who is to move ends this life, and the next one serves the other stage; nothing of a life is carried over but what was decided.
-"""
+A server moves by ending its life; the next one serves the other stage and inherits nothing else."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,11 +12,11 @@ from farflock.swarm.messages import Load
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.protocol.rebalance import LoadSnapshot, Move, next_move, snapshot_number
 
-RESCUE_EVERY = 4  # periods: who goes to such a stage needs the time to begin there before another one follows
+RESCUE_EVERY = 4  # periods between emergency moves: the server that moves needs time to start there
 
 
 class LifeOver(Exception):
-    """This node's stage has gone on without it, or it is to serve another one (`stage`): it begins another life."""
+    """This life ends: its stage went on without it, or it has to serve another one (`stage`)."""
 
     def __init__(self, reason: str, stage: int | None = None) -> None:
         super().__init__(reason)
@@ -25,8 +24,9 @@ class LifeOver(Exception):
 
 
 def due_move(balance: RebalanceTerms, snapshot: LoadSnapshot, before: LoadSnapshot | None) -> Move | None:
-    """The move of a period: to a stage that had servers neither in this one nor in the one `before`, which may have been
-    that of its first server's coming; to one that has servers only in every so many periods."""
+    """Return the move that is due in a period, None if none is. A stage without servers in this
+    period and the one `before` gets one, in every `RESCUE_EVERY`th period; after one such period
+    alone, its first server may just be arriving. Ordinary moves come every `balance.every_s`."""
     every = round(balance.every_s / EMERGENCY_S)
     if _lost(snapshot):
         is_new = before is None or before.number + 1 != snapshot.number or not _lost(snapshot) & _lost(before)
@@ -38,7 +38,7 @@ def due_move(balance: RebalanceTerms, snapshot: LoadSnapshot, before: LoadSnapsh
 
 
 def _lost(snapshot: LoadSnapshot) -> set[int]:
-    """Stages that nobody holds."""
+    """Return the stages that no peer holds."""
     if snapshot.replicas:
         return set()
     return {stage for stage, servers in enumerate(snapshot.stages) if not servers}
@@ -46,7 +46,8 @@ def _lost(snapshot: LoadSnapshot) -> set[int]:
 
 @dataclass(slots=True)
 class Rebalancer:
-    """One server's part. `load` gives its numbers for a period; `needs_bytes` are those of the stages, in order."""
+    """One server's part in rebalancing. `load` returns its numbers for a period; `needs_bytes` are
+    the stages' memory needs, in order."""
 
     peer: Peer
     balance: RebalanceTerms
@@ -54,11 +55,12 @@ class Rebalancer:
     load: Callable[[int], Load]
 
     async def run(self) -> None:
-        """Look, period after period; `LifeOver` when it is this server that moves."""
+        """Check in each period whether a server has to move; raise `LifeOver` if it is this one."""
         before: LoadSnapshot | None = None
         while True:
             number = snapshot_number(self.peer.run_s(), EMERGENCY_S)
             self.peer.loads.say(self.load(number))
+            # Half a period lets the other servers' loads arrive.
             await self._until(number + 0.5)
             snapshot = self.peer.loads.snapshot(number, self.needs_bytes)
             move = due_move(self.balance, snapshot, before) if snapshot is not None else None

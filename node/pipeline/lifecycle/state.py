@@ -1,8 +1,8 @@
-"""Where a stage's state comes from when its server begins: from others of the stage, from this node's disk, from the stages
-beside it, or from the run's seed.
+"""A stage's initial state: from its other servers, this node's disk, its neighbours or the run's
+seed.
 
-The ladder itself is node/pipeline/recovery/policy.py; here is what it takes to climb it: who lives, what is here, and
-the states of other stages, downloaded and turned into tensors, whatever the method keeps them as."""
+The ladder itself is node/pipeline/recovery/policy.py. This module describes the situation to it,
+and downloads other stages' states and turns them into tensors, however the method stores them."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ from farflock.swarm.chunks import digest_of
 from farflock.swarm.peer.peer import Peer
 from farflock.swarm.peer.snapshots import Snapshot, SnapshotUnavailable
 
-SCALE = "scale"  # under which a stage's gradient scale is served, beside its state
+SCALE = "scale"  # name of the snapshot with a stage's gradient scale
 NEIGHBOUR_TIMEOUT_S = 120.0
 _SCALE = struct.Struct("<d")
 
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """How a stage begins where nobody has its state: with these tensors (None: initial weights, or a checkpoint, are there
-    already), of this kind, for this reason."""
+    """The start of a stage whose state no peer has: its tensors (None: initial weights or a
+    checkpoint are in place), their kind, and the reason."""
 
     kind: str
     reason: str
@@ -52,7 +52,7 @@ class InitialState:
 
 
 def living(peer: Peer, stages: int) -> tuple[int, ...]:
-    """How many others serve each stage and are not known to be gone."""
+    """Return how many other peers serve each stage and are not known to be gone."""
     view, port = peer.context.views.newest, peer.context
     others = [[view.peers[index] for index in view.serving(stage)] for stage in range(stages)]
     return tuple(sum(mate != port.me and not port.gone(view, mate) for mate in mates) for mates in others)
@@ -67,8 +67,8 @@ async def begin_anew(
     saved: Checkpoint | None,
     ends: Tensors | None = None,
 ) -> InitialState:
-    """What a stage that nobody has begins with, after round `after` of its stream (-1: the run's first). `ends` are the exact
-    copies of an end stage's own tensors, if there are any."""
+    """Choose the state for a stage that no peer has, after round `after` of its stream (-1: at the
+    run's start). `ends` are exact copies of an end stage's own tensors, if any."""
     snapshot, stages = round_of(saved), pipeline.stages
     if after < 0:
         began = "the run begins" if snapshot is None else f"the run is taken up after round {snapshot}"
@@ -99,7 +99,7 @@ async def begin_anew(
 
 
 def round_of(saved: Checkpoint | None) -> int | None:
-    """The last round in a checkpoint of this stage."""
+    """Return the last round in a checkpoint of this stage, None without one."""
     if saved is None:
         return None
     rounds = saved.meta["node"]["place"]["rounds"]
@@ -112,7 +112,7 @@ async def _mean(peer: Peer, plan: RunPlan, stages: Sequence[range], index: int) 
 
 
 async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: int) -> Neighbour:
-    """A stage's tensors, as its members would evaluate them, and its gradient's scale."""
+    """Return a stage's tensors, as its members would evaluate them, and its gradient's scale."""
     model = build(plan.model, plan.run_seed, stages[stage])
     replica = PlainReplica(model, plan.inner.build(model))
     most = most_state_bytes(replica.shapes)
@@ -127,7 +127,8 @@ async def _neighbour(peer: Peer, plan: RunPlan, stages: Sequence[range], stage: 
 
 
 async def _scale(peer: Peer, stage: int) -> float:
-    """The weight of a stage in the mean; 0, as of one that never trained, if nobody tells: two of these weigh alike."""
+    """Return a stage's weight in the mean; 0 if no peer serves one, as for a stage that never
+    trained (two zeros weigh alike)."""
     try:
         snapshot = await peer.snapshots.fetch(
             f"{SCALE}/{stage}", NEIGHBOUR_TIMEOUT_S / 4, stage=stage, most_bytes=_SCALE.size
@@ -139,6 +140,6 @@ async def _scale(peer: Peer, stage: int) -> float:
 
 
 def scale_snapshot(round_number: int, scale: GradientScale) -> Snapshot:
-    """What is served as `SCALE`."""
+    """Return the snapshot served as `SCALE`."""
     content = _SCALE.pack(scale.omega())
     return Snapshot(max(round_number, -1), digest_of(content), 0, (content,))

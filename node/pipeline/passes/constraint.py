@@ -1,18 +1,20 @@
-"""What a run with a subspace codec asks of its weights: all that writes into the residual stream before the last edge writes
-into the subspace, after every step, average, download and recovery.
+"""The constraint that a subspace codec puts on weights: all weights that write into the residual
+stream before the last edge write into the subspace, after every step, average, download and
+recovery.
 
-In our model (node/model/llama.py) that is the embedding, and `o_proj` and `down_proj` of each layer. Norms' gains
-stretch single coordinates and would lead out of the subspace, but they act on what a branch reads, not on what it adds.
-The last stage is exempt: nothing that it computes goes over an edge.
+In our model (node/model/llama.py) these are the embedding, and `o_proj` and `down_proj` of each
+layer. The norms' gains stretch single coordinates and would lead out of the subspace, but they act
+on what a branch reads, not on what it adds. The last stage is exempt: nothing that it computes goes
+over an edge.
 
-The embedding stays one table, as in every Llama: E = E_fix + E_S, with E_S in the subspace, so that projecting it is
-E <- E_fix + (E - E_fix) P. Exports, checkpoints and averages see ordinary weights.
+The embedding stays one table, as in every Llama: E = E_fix + E_S, with E_S in the subspace, so that
+projecting it is E <- E_fix + (E - E_fix) P. Exports, checkpoints and averages see ordinary weights.
 
-The seam is three functions that the core has anyway, and the assembly alone chooses between their two
-kinds: `Stage.of_weights` gives gradients, `write` and `inner_step` of a replica change weights.
+The seam is three functions that the core has anyway, and only the assembly chooses between their
+two kinds: `Stage.of_weights` returns gradients, `write` and `inner_step` of a replica change
+weights.
 
-Shapes: D model width, K rank, V vocabulary.
-"""
+Shapes: D model width, K rank, V vocabulary."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,29 +31,31 @@ from farflock.optimizers.method import Tensors, What
 
 EMBEDDING = "model.embed_tokens.weight"
 _WRITER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn\.o_proj|mlp\.down_proj)\.weight")
-_OUTPUT, _ROW = 0, 1  # the dimension that is the residual stream's: of a linear layer's weight, and of an embedding
+# The residual stream's dimension in a linear layer's weight, and in an embedding.
+_OUTPUT, _ROW = 0, 1
 
 
 def writers(names: Iterable[str], tail: int) -> dict[str, int]:
-    """Of these tensors, those that write into the stream before layer `tail`, and which of their dimensions is the stream's."""
+    """Return, for tensors that write to the stream before layer `tail`, the stream's dimension."""
     found = {name: _OUTPUT for name in names if (match := _WRITER.fullmatch(name)) and int(match[1]) < tail}
     return {EMBEDDING: _ROW, **found} if tail and EMBEDDING in set(names) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
-    """What some tensors have to keep to. `dims` are theirs, as of `writers`; a model with none of them is free."""
+    """The subspace that some tensors keep to. `dims` are as in `writers`; without any it is
+    free."""
 
     basis: Basis
     dims: Mapping[str, int]
 
     @classmethod
     def on(cls, names: Iterable[str], stages: Sequence[range], basis: Basis) -> "Constraint":
-        """Of a stage's tensors, or of a whole model's that is to be averaged with such stages."""
+        """Return the constraint on a stage, or on a whole model averaged with such stages."""
         return cls(basis, writers(list(names), stages[-1].start))
 
     def begin(self, model: nn.Module) -> None:
-        """Initial weights: the embedding is its frozen part, E_S = 0, and the rest is projected."""
+        """Constrain initial weights: the embedding is frozen (E_S = 0), the rest is projected."""
         tensors = dict(model.named_parameters())
         if EMBEDDING in self.dims:
             with torch.no_grad():
@@ -59,14 +63,16 @@ class Constraint:
         self.keep(tensors)
 
     def keep(self, tensors: Tensors) -> None:
-        """Project those of these weights that are constrained, in place, with the same bits on every machine; what is inside
-        already stays as it is."""
+        """Project the constrained tensors in place, with the same bits on every machine. What is
+        inside already stays as it is."""
         dims = {name: dim for name, dim in self.dims.items() if name in tensors}
         project(tensors, dims, self.basis, {EMBEDDING: self.basis.fixed_VD})
 
     def of_gradients(self, gradients: Gradients) -> Gradients:
-        """The gradients of the same loss by weights that are projected first. What a stage hears from the next one is the part
-        of a gradient in the subspace: so these, unlike those of free weights, do not depend on where the model is cut."""
+        """Return the gradients of the same loss by weights that are projected first.
+
+        A stage receives only the part of a gradient inside the subspace. So these gradients, unlike
+        those of free weights, do not depend on where the model is cut."""
         return {name: self._inside(name, x) for name, x in gradients.items()}
 
     def _inside(self, name: str, gradient: Tensor) -> Tensor:
@@ -77,7 +83,7 @@ class Constraint:
         return ((last @ columns_DK) @ columns_DK.T).movedim(-1, self.dims[name])
 
     def after(self, basis: Basis) -> "Constraint":
-        """The same with another version of the basis."""
+        """Return the same constraint with another version of the basis."""
         return replace(self, basis=basis)
 
 
@@ -94,7 +100,7 @@ class ConstrainedStage(Stage):
 
 
 class ConstrainedReplica(PlainReplica):
-    """A replica whose weights are projected after whatever changes them: a step, and everything that methods write."""
+    """A replica that projects its weights after every step and every write of a method."""
 
     def __init__(
         self, module: nn.Module, inner: torch.optim.Optimizer, clip_norm: float | None, constraint: Constraint
@@ -104,11 +110,11 @@ class ConstrainedReplica(PlainReplica):
 
     @property
     def constraint(self) -> Constraint:
-        """What its weights keep to."""
+        """The constraint on its weights."""
         return self._constraint
 
     def follow(self, constraint: Constraint) -> None:
-        """Keep to another version from now on; what is there already is projected by `settle`, or when it is written next."""
+        """Take up another version. Weights are projected by `settle` or their next write."""
         self._constraint = constraint
 
     def settle(self) -> None:

@@ -1,10 +1,9 @@
-"""Tensors between a trainer and its stage servers: tokens, activations and their gradients as payloads.
+"""Tensors between a trainer and its stage servers: tokens, activations and gradients as payloads.
 
-Every microbatch of a run has one shape, so a payload's size is known before it is fetched. Token ids are integers all the way,
-with each activation: some codecs need them, and they are small beside it.
+Every microbatch of a run has one shape, so a payload's size is bounded before it is fetched. Token
+ids travel as integers beside each activation: some codecs need them, and they are small.
 
-Shapes: B sequences, L positions, D model width.
-"""
+Shapes: B sequences, L positions, D model width."""
 
 from dataclasses import dataclass, replace
 
@@ -24,8 +23,10 @@ from farflock.swarm.messages import MAX_CODECS, CodecId
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """What a peer knows of the edges between a run's stages: the `codec` that is preferred, and `others` that it reads and
-    writes as well, in this order; `dtype` is that of the stages' weights. A codec that is None below is the preferred one."""
+    """A peer's codecs for the edges between a run's stages.
+
+    It prefers `codec` and also reads and writes `others`, in this order; `dtype` is that of the
+    stages' weights. Below, a codec of None means the preferred one."""
 
     codec: ActivationCodec
     batch: int
@@ -38,16 +39,17 @@ class Edges:
 
     @property
     def reads(self) -> tuple[CodecId, ...]:
-        """What payloads may be written in here: of codecs whose versions change, those that are held now."""
+        """Codecs readable here; where versions change, those held now."""
         offers = [offer for codec in (self.codec, *self.others) for offer in codec.offers(0)]
         return tuple(CodecId(offer.name, offer.version, offer.digest[:8]) for offer in offers[:MAX_CODECS])
 
     def knows(self, named: CodecId | None) -> bool:
-        """Whether there is such a codec here. One whose ends share parameters looks at versions when it reads a payload."""
+        """True if this codec is known here; shared parameters' versions are checked on decoding."""
         return self._find(named) is not None
 
     def written_in(self, payload: bytes, asked: CodecId | None) -> CodecId | None:
-        """What a payload is in that was `asked` for in some codec: where ends share parameters, it says so itself."""
+        """Return a payload's codec: the one `asked` for, or for shared parameters the one that it
+        names."""
         if not self.follows_weights:
             return asked
         stamp = stamp_of(payload)
@@ -55,48 +57,48 @@ class Edges:
 
     @property
     def follows_weights(self) -> bool:
-        """Whether the sender's weights decide what its payloads are in."""
+        """True if the sender's weights decide the codec of its payloads."""
         return self.codec.scope == "shared_params"
 
     @property
     def token_bytes(self) -> int:
-        """A payload of token ids, (B, L)."""
+        """The size of a payload of token ids (B, L)."""
         return self.batch * self.seq * id_bytes(self.vocabulary)
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
+        """The tokens of a microbatch."""
         return self.batch * self.seq
 
     def max_bytes(self, direction: Direction, named: CodecId | None = None) -> int:
-        """The most that an activation, or its gradient, takes in this codec."""
+        """Return the maximum size of an activation, or of its gradient, in this codec."""
         shape = (self.batch, self.seq, self.dim)
         return self._codec(named).max_bytes(ActivationContext(shape, self.dtype, direction=direction))
 
     def pack(self, tokens_BL: Tensor) -> bytes:
-        """Token ids as a payload."""
+        """Encode token ids as a payload."""
         return pack_tokens(tokens_BL, self.vocabulary)
 
     def unpack(self, payload: bytes) -> Tensor:
-        """Token ids of a payload; `CorruptPayload` for anything else."""
+        """Decode token ids; raise `CorruptPayload` for anything else."""
         return unpack_tokens(payload, self.batch, self.seq, self.vocabulary)
 
     def output(self, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None = None) -> bytes:
-        """The payload of a stage's output, in the version of the codec that the payload of its input `came` in."""
+        """Encode a stage's output, in the version that the payload of its input, `came`, is in."""
         out = bytearray()
         context = self._context("forward", request.stage, request, tokens_BL, version=self._version_of(came))
         self._codec(request.sends).encode(y_BLD, context, out)
         return bytes(out)
 
     def input(self, payload: bytes, request: Forward | Backward, tokens_BL: Tensor) -> Tensor:
-        """The stage's input, as `output` of the request's source made it."""
+        """Decode the stage's input, as `output` wrote it at the request's source."""
         context = self._context("forward", request.source, request, tokens_BL)
         return self._codec(request.came).decode(payload, context)
 
     def input_gradient(
         self, grad_BLD: Tensor, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor, came: bytes | None = None
     ) -> bytes:
-        """The payload of the gradient of a stage's input, which `came` as this payload and arrived as `arrived_BLD`."""
+        """Encode the gradient of a stage's input, of payload `came`, decoded as `arrived_BLD`."""
         version = self._version_of(came)
         context = self._context("backward", request.source, request, tokens_BL, arrived_BLD, version)
         out = bytearray()
@@ -106,26 +108,26 @@ class Edges:
     def output_gradient(
         self, payload: bytes, request: Backward, tokens_BL: Tensor, arrived_BLD: Tensor | None = None
     ) -> Tensor:
-        """The gradient of a stage's output, as the stage after it made it with `input_gradient`."""
+        """Decode the gradient of a stage's output, as `input_gradient` wrote it."""
         context = self._context("backward", request.stage, request, tokens_BL, arrived_BLD)
         return self._codec(request.sends).decode_grad(payload, context)
 
     def arrived(self, payload: bytes, request: Backward, tokens_BL: Tensor) -> Tensor:
-        """This stage's output as the stage after it read it."""
+        """Decode this stage's output as the stage after read it."""
         context = self._context("forward", request.stage, request, tokens_BL)
         return self._codec(request.sends).decode(payload, context)
 
     def is_masked(self, named: CodecId | None = None) -> bool:
-        """Whether gradients in this codec can be read only with the activation that they belong to."""
+        """True if gradients in this codec can be decoded only with their activation."""
         return self._codec(named).name.endswith(",mask")
 
     @property
     def remembers(self) -> bool:
-        """Whether the codec sends what changed since a sample's last visit: ends then hold values."""
+        """True if the codec sends changes since a sample's last visit; both ends hold values."""
         return self.codec.scope == "edge_sample"
 
     def _codec(self, named: CodecId | None) -> ActivationCodec:
-        """`Incompatible` if it is not read here."""
+        """Return the codec; raise `Incompatible` if it is not read here."""
         found = self._find(named)
         if found is None:
             raise Incompatible(f"{named} is not read here; these are: {', '.join(map(str, self.reads))}")
@@ -138,7 +140,7 @@ class Edges:
         return next((codec for codec in (self.codec, *self.others) if (codec.name, codec.version) == version), None)
 
     def _version_of(self, came: bytes | None) -> int | None:
-        """The version that a payload is in, where the codec has several."""
+        """Return the version that a payload is in, None where the codec has one alone."""
         codec = self.codec
         return codec.version_of(came) if isinstance(codec, SubspaceVersions) and came is not None else None
 
@@ -166,8 +168,8 @@ class Edges:
 
 
 def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
-    """What this peer knows of the edges between a run's stages: the codecs that the run names, as far as this release has them.
-    One alone may learn new versions."""
+    """Return this peer's codecs for a run's edges: those that the run names and this release has.
+    Only a run with a single codec may take up new versions of it."""
     config, names = plan.model, known_of(pipeline.codec)
     codec = activation_codec(names[0], basis=basis_of(plan, pipeline))
     others = tuple(activation_codec(name) for name in names[1:])
@@ -179,8 +181,8 @@ def edges_of(plan: RunPlan, pipeline: PipelinePlan) -> Edges:
 
 
 def basis_of(plan: RunPlan, pipeline: PipelinePlan) -> Basis | None:
-    """What all peers of a run share for its codec, if that needs something; `Incompatible` if this machine makes another one
-    than the manifest names."""
+    """Return the basis that all peers of a run share, None if its codec needs none. Raise
+    `Incompatible` if this machine computes another one than the manifest names."""
     terms = subspace_terms(pipeline.codec)
     if terms is None:
         return None

@@ -1,11 +1,11 @@
-"""What a trainer asks of a stage server, and what that answers: the bodies of calls (swarm/peer/calls.py). Tensors go
-beside them (node/pipeline/passes/edges.py).
+"""Requests of trainers to stage servers and their answers: the bodies of calls
+(swarm/peer/calls.py). Tensors travel beside them (node/pipeline/passes/edges.py).
 
-A microbatch is named by its trainer, who is the caller, and its number. `epoch` is the round of the stage's stream that the
-trainer knew to be applied when the microbatch set out: it stays the same on all of its way, so that both ends of an edge
-decode alike. `source` is the stage whose output the input is, -1 for tokens. `came` is the codec of that input, and of its
-gradient; `sends` that of the output, and of its gradient, or None where it follows from the sender's weights.
-"""
+A microbatch is named by its trainer, the caller, and its number. `epoch` is the newest round of the
+stage's stream that the trainer knew to be applied when the microbatch set out; it stays the same
+all the way, so that both ends of an edge decode alike. `source` is the stage whose output the input
+is, -1 for tokens. `came` is the codec of that input and of its gradient; `sends` is that of the
+output and of its gradient, None where the sender's weights decide it."""
 
 from typing import Annotated, Literal
 
@@ -26,7 +26,7 @@ Made = Literal["input", "gradient"]  # of a stage: its input, or the gradient of
 
 
 class BadRequest(ValueError):
-    """Bytes that are no request, or no answer."""
+    """The bytes are no valid request or answer."""
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
@@ -34,22 +34,26 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True):
-    """Names a stage's weights: the last round in them, and what they come from if the stage was begun anew, else 0."""
+    """Names a version of a stage's weights: the last round in them and, if the stage was begun
+    anew, a number for the state it began with, else 0."""
 
     round: RoundNumber
     origin: Count = 0
 
 
 class Visit(msgspec.Struct, frozen=True, array_like=True):
-    """Which of its trainer's samples a microbatch's sequences are, for a codec that remembers them; in a forward request also
-    the tags of what the trainer holds of the stage's output of each, 8 bytes, 0 if nothing."""
+    """The trainer's samples in a microbatch, for a codec that remembers them.
+
+    A forward request also carries the tags of what the trainer holds of the stage's output of each,
+    8 bytes, 0 for nothing."""
 
     samples: Samples
     held: Tags = b""
 
 
 class Forward(_Body, frozen=True, tag="forward"):
-    """Payloads: tokens, and unless the stage takes tokens the activation of `source`. Brings the stage's output."""
+    """Asks for the stage's output. Payloads: the tokens and, except at a stage that takes tokens,
+    the activation of `source`."""
 
     number: Count
     stage: StageIndex
@@ -61,9 +65,11 @@ class Forward(_Body, frozen=True, tag="forward"):
 
 
 class Backward(_Body, frozen=True, tag="backward"):
-    """Payloads: those of `Forward`, and the gradient of the stage's output, or of the last stage the target tokens. Brings the
-    gradient of the stage's input (nothing of the first). What it asks of the weights is put aside until `Confirm`. It is that
-    of the weights that `version` names, if it names any: those that the stage's forward pass had."""
+    """Asks for the gradient of the stage's input (none at the first stage).
+
+    Payloads: those of `Forward`, and the gradient of the stage's output, at the last stage the
+    target tokens. The gradient of the weights is pending until `Confirm`. It is computed at the
+    weights of `version`, if given: those of the stage's forward pass."""
 
     number: Count
     stage: StageIndex
@@ -77,7 +83,7 @@ class Backward(_Body, frozen=True, tag="backward"):
 
 
 class Confirm(_Body, frozen=True, tag="confirm"):
-    """The gradient that was put aside under this attempt is to count."""
+    """Asks to merge the pending gradient of this attempt."""
 
     number: Count
     stage: StageIndex
@@ -85,7 +91,7 @@ class Confirm(_Body, frozen=True, tag="confirm"):
 
 
 class Revoke(_Body, frozen=True, tag="revoke"):
-    """It is not: somebody else does it."""
+    """Asks to drop the pending gradient of this attempt: another server computes it."""
 
     number: Count
     stage: StageIndex
@@ -96,9 +102,9 @@ StageRequest = Forward | Backward | Confirm | Revoke
 
 
 class Done(_Body, frozen=True, tag="done"):
-    """It is done, by this life of the server, under this attempt, in so many seconds of computing, after so many of waiting for
-    others; of the last stage's backward pass also the loss in nats, summed over tokens. `version` is that of the weights that
-    it was computed with, where servers keep more than the newest."""
+    """The pass is done. `life` is the server's; `took_s` is the time it computed, `waited_s` the
+    time in its queue, and `loss_sum` the loss in nats summed over tokens, after the last stage's
+    backward pass. `version` is that of the weights, where servers keep more than the newest."""
 
     life: Count
     attempt: Count = 0
@@ -109,7 +115,7 @@ class Done(_Body, frozen=True, tag="done"):
 
 
 class Busy(_Body, frozen=True, tag="busy"):
-    """There is no room for it now."""
+    """The queue is full for now."""
 
 
 class Stale(_Body, frozen=True, tag="stale"):
@@ -119,39 +125,40 @@ class Stale(_Body, frozen=True, tag="stale"):
 
 
 class Gone(_Body, frozen=True, tag="gone"):
-    """The weights that a backward pass is to use are not here, where the newest are of this round; if it is `late`, nobody may
-    use them any more."""
+    """The weights for a backward pass are not here; the newest are of `round`. If `late`, they are
+    too old for use."""
 
     round: RoundNumber
     late: bool
 
 
 class Lacks(_Body, frozen=True, tag="lacks"):
-    """What these rows of the activation refer to is not held here, or no more: send them whole."""
+    """Values that these rows of the activation refer to are not held here: send them whole."""
 
     rows: RowIndices
 
 
 class Foreign(_Body, frozen=True, tag="foreign"):
-    """What it came in, or is to be sent in, is a codec that is not read here; these are."""
+    """A codec of the request is not read here; `reads` are."""
 
     reads: Annotated[tuple[CodecId, ...], msgspec.Meta(max_length=MAX_CODECS)]
 
 
 class Refused(_Body, frozen=True, tag="refused"):
-    """It makes no sense here, or can never be done: another stage, payloads that nobody encodes, an attempt that is over. If
-    `unread`, a payload that another stage made is to blame: this stage's input, or the gradient of its output."""
+    """The request makes no sense here or can never be served: another stage, undecodable payloads,
+    an attempt that is over. `unread` names the payload of another stage that is to blame: this
+    stage's input or its output's gradient."""
 
     why: Annotated[str, msgspec.Meta(max_length=200)]
     unread: Made | None = None
 
 
 class Merged(_Body, frozen=True, tag="merged"):
-    """What was confirmed is in the sum."""
+    """The confirmed gradient is in the sum."""
 
 
 class Unknown(_Body, frozen=True, tag="unknown"):
-    """What was confirmed is not here and never will be."""
+    """The gradient is not here and never will be."""
 
 
 StageAnswer = Done | Busy | Stale | Gone | Lacks | Foreign | Refused | Merged | Unknown
@@ -161,12 +168,12 @@ _answers: msgspec.msgpack.Decoder[StageAnswer] = msgspec.msgpack.Decoder(StageAn
 
 
 def encode(body: StageRequest | StageAnswer) -> bytes:
-    """The bytes of a request or an answer."""
+    """Encode a request or an answer."""
     return msgspec.msgpack.encode(body)
 
 
 def decode_request(raw: bytes) -> StageRequest:
-    """Read a request; `BadRequest` for anything else."""
+    """Decode a request; raise `BadRequest` for anything else."""
     try:
         return _requests.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -174,7 +181,7 @@ def decode_request(raw: bytes) -> StageRequest:
 
 
 def decode_answer(raw: bytes) -> StageAnswer:
-    """Read an answer; `BadRequest` for anything else."""
+    """Decode an answer; raise `BadRequest` for anything else."""
     try:
         return _answers.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

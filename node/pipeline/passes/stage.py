@@ -1,13 +1,13 @@
-"""A stage: consecutive layers of a model on one peer, for microbatches that come and go in any order.
+"""A stage: consecutive layers of a model on one peer, for microbatches in any order.
 
-A backward pass needs the stage's input and the gradient of its output and nothing that a forward pass left behind: it computes
-the forward pass again. So another peer of the stage may do it, memory does not grow with what is under way, and the result
-depends on weights and input alone. What it asks of the weights is a sum over tokens, with their number beside it; sums of
-different peers are added, and divided once, by all tokens that count at this stage (specs of the field divide by the world
-size, which is wrong as soon as a microbatch is lost or skips a stage).
+A backward pass needs only the stage's input and the gradient of its output: it computes the forward
+pass again. So another peer of the stage may do it, memory does not grow with the microbatches in
+flight, and the result depends on weights and input alone. Its gradient of the weights is a sum over
+tokens, with their number. Sums of different peers are added and divided once, by all tokens that
+count at this stage (specs of the field divide by the world size, which is wrong as soon as a
+microbatch is lost or skips a stage).
 
-Shapes: B sequences, L positions, D model width, V vocabulary.
-"""
+Shapes: B sequences, L positions, D model width, V vocabulary."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchGradient:
-    """What one microbatch asks of a stage's weights: the gradient of its summed loss, and how many tokens that is of."""
+    """The gradient of one microbatch's summed loss by a stage's weights, and its token count."""
 
     gradients: Gradients
     tokens: int
@@ -32,8 +32,9 @@ class MicrobatchGradient:
 
 @dataclass(frozen=True, slots=True)
 class BackwardOutput:
-    """What a backward pass gives: the gradient of the stage's input, (B, L, D), None at the first stage; what its weights are
-    to have; and at the last stage the loss, in nats, summed over tokens."""
+    """A backward pass's results: the gradient of the stage's input (B, L, D), None at the first
+    stage; the gradient of its weights; and at the last stage the loss, in nats summed over
+    tokens."""
 
     input_gradient: Tensor | None
     staged: MicrobatchGradient
@@ -41,7 +42,7 @@ class BackwardOutput:
 
 
 class Stage:
-    """Computes; keeps nothing between calls but its weights. One thread at a time calls it."""
+    """Computes passes and keeps only its weights between calls. One thread at a time calls it."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model
@@ -50,29 +51,30 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Takes tokens."""
+        """True if it takes tokens."""
         return self.model.span.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Gives a loss."""
+        """True if it computes the loss."""
         return self.model.span.stop == self.model.config.layers
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Activations (B, L, D) from tokens (B, L) or activations; from the last stage logits (B, L, V)."""
+        """Return activations (B, L, D), or the last stage's logits (B, L, V), from tokens (B, L) or
+        activations."""
         y: Tensor = self.model(x)
         return y
 
     @torch.no_grad()
     def loss_sum(self, x: Tensor, targets_BL: Tensor) -> float:
-        """At the last stage, without a backward pass: nats, summed over tokens."""
+        """Compute the last stage's loss without a backward pass, in nats summed over tokens."""
         return float(_summed_loss(self.model(x), targets_BL))
 
     @torch.enable_grad()
     def backward(self, x: Tensor, outside: Tensor) -> BackwardOutput:
-        """`outside` is the gradient of the summed loss by this stage's output, (B, L, D), or at the last stage the targets
-        (B, L)."""
+        """Compute the forward pass again, then the gradients. `outside` is the gradient of the
+        summed loss by this stage's output (B, L, D), or at the last stage the targets (B, L)."""
         wanted: tuple[Tensor, ...] = self._weights
         if not self.is_first:
             x = x.detach().requires_grad_()
@@ -88,7 +90,7 @@ class Stage:
         )
 
     def of_weights(self, gradients: Iterable[Tensor]) -> Gradients:
-        """By name, what these gradients of the loss by the weights, in their order, come to."""
+        """Return by name the gradients that count, from the raw ones in the weights' order."""
         return dict(zip(self._names, gradients, strict=True))
 
 
@@ -96,8 +98,10 @@ class Stage:
 def backward_through(
     stages: Sequence[Stage], tokens_BL: Tensor, targets_BL: Tensor
 ) -> tuple[tuple[MicrobatchGradient, ...], float]:
-    """The same where all stages of a microbatch's path are here, from the first to the last: what each one's weights are to
-    have, and the loss, in nats, summed over tokens. No forward pass is done again: none was done before."""
+    """Compute one forward and backward pass through all `stages` of a path, held here, in order.
+
+    Return each stage's gradient and the loss, in nats summed over tokens. Nothing is computed
+    twice."""
     y = tokens_BL
     for stage in stages:
         y = stage.model(y)
@@ -112,19 +116,19 @@ def backward_through(
 
 @dataclass(slots=True)
 class GradientAccumulator:
-    """The sum of what counts at one peer since it was last taken, and the tokens that it is of."""
+    """The sum of gradients at one peer since it was last taken, and its token count."""
 
     sums: Gradients = field(default_factory=dict)
     tokens: int = 0
 
     def add(self, staged: MicrobatchGradient) -> None:
-        """One more microbatch, or what was taken and did not count."""
+        """Add one more gradient or sum."""
         assert not self.sums or self.sums.keys() == staged.gradients.keys(), "gradients of another stage"
         self.sums = {name: self.sums[name] + x if self.sums else x for name, x in staged.gradients.items()}
         self.tokens += staged.tokens
 
     def take(self) -> MicrobatchGradient:
-        """All of it; what comes from now on counts for the next round."""
+        """Take the whole sum and start from zero."""
         taken = MicrobatchGradient(self.sums, self.tokens)
         self.sums, self.tokens = {}, 0
         return taken

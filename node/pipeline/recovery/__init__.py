@@ -1,5 +1,5 @@
-"""A stage that nobody holds any more, made from what its neighbours hold (CheckFree, CheckFree+).
+"""Recovery of a stage whose servers are all lost, from its neighbours (CheckFree, CheckFree+).
 
-May import node/model. Pure functions of tensors and of who lives.
+May import node/model. Pure functions of tensors and of the living servers.
 Start reading at rebuild.py.
 """

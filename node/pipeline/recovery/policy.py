@@ -1,8 +1,9 @@
-"""Where a stage's state comes from when a peer has to take it up: the ladder from "ask a stage-mate" down to "all go back".
+"""The ladder of sources for a lost stage's state, from the stage's peers down to a step back of
+all.
 
-A pure function of a small description, so that all who see the same situation choose alike, and say why in words. Lossless
-sources come first; then what costs some progress of one stage; going back, which costs everybody's, is last.
-"""
+A pure function of a small description, so that all peers in the same situation choose alike and
+state the reason in words. Lossless sources come first, then those that cost one stage some
+progress; going back, which costs every stage's, is last."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +11,8 @@ from typing import Literal
 from farflock.node.pipeline.recovery.rebuild import DOUBLE, END, UNEQUAL, Unrecoverable
 from farflock.swarm.paths.checkfree import partners
 
-# Of a snapshot that is preferred to the neighbours' mean. A choice, not a measurement: a mean cost some 30 steps in
-# experiments/pipelines/checkfree.py, and one stage's going back should cost less than its age.
+# Snapshots this old are worse than the neighbours' mean. A choice, not a measurement: a mean cost
+# about 30 steps in experiments/pipelines/checkfree.py; one old stage should cost less than its age.
 MAX_AGE_ROUNDS = 100
 
 RecoveryKind = Literal["peer", "snapshot", "mean", "copy", "cut"]
@@ -19,13 +20,14 @@ RecoveryKind = Literal["peer", "snapshot", "mean", "copy", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is there. By stage: `layers`, how many it has; `living`, how many hold its state and answer; `snapshots`, the round
-    of the freshest one that can be had, None if there is none.
+    """The available sources.
 
-    `round` is the newest closed round; `ends` whether exact copies of the first stage's embedding and of the last one's norm
-    and head are held by others; `swapping` whether the run has trained with CheckFree+'s swap; `cut` the last round of which
-    every stage's checkpoint can be had.
-    """
+    By stage: `layers`, its number of layers; `living`, how many peers hold its state and answer;
+    `snapshots`, the round of the freshest available one or None.
+
+    `round` is the newest closed round; `ends` says if others hold exact copies of the first stage's
+    embedding and of the last one's norm and head; `swapping`, if the run has trained with
+    CheckFree+'s swap; `cut` is the last round of which every stage's checkpoint is available."""
 
     round: int
     layers: tuple[int, ...]
@@ -44,12 +46,12 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """Where a stage's state comes from.
+    """The source of a stage's state.
 
-    `peer`: a download of the run's state from those of the stage; `snapshot`: the stage's own of `round`; `mean` and `copy`:
-    the layers of `stages` (copies of end stages besides take the exact copy of their embedding or head); `cut`: every stage's
-    checkpoint of `round`. `reason` says why, and why nothing better.
-    """
+    `peer`: a download of the run's state from the stage's peers; `snapshot`: the stage's own of
+    `round`; `mean` and `copy`: the layers of `stages` (a copied end stage also takes the exact copy
+    of its embedding or head); `cut`: every stage's checkpoint of `round`. `reason` says why, and
+    why nothing better."""
 
     kind: RecoveryKind
     stages: tuple[int, ...]
@@ -58,15 +60,16 @@ class StateSource:
 
 
 def plan(now: Situation) -> dict[int, StateSource]:
-    """The source of every stage that must change: of those that nobody serves; of all, if one of them can only go back."""
+    """Return the sources of all stages without servers; of every stage, if one can only go back."""
     found = {stage: source(now, stage) for stage, living in enumerate(now.living) if not living}
     back = next((chosen for chosen in found.values() if chosen.kind == "cut"), None)
     return found if back is None else dict.fromkeys(range(len(now.layers)), back)
 
 
 def source(now: Situation, stage: int) -> StateSource:
-    """The best source for whoever takes up this stage; `Unrecoverable` if there is none. Specs: a peer of the stage, a snapshot
-    younger than `max_age_rounds`, the neighbours' mean (at the ends and in swapped pairs a copy), the last consistent cut."""
+    """Return the best source for a peer that takes up this stage; raise `Unrecoverable` if there is
+    none. Specs: a peer of the stage, a snapshot younger than `max_age_rounds`, the neighbours' mean
+    (a copy at the ends and in swapped pairs), the last consistent cut."""
     refusals: list[str] = []
     for rung in (_peer, _snapshot, _neighbours, _cut):
         found = rung(now, stage)
@@ -123,8 +126,8 @@ def _end(now: Situation, stage: int) -> StateSource | str:
 
 
 def _twin(now: Situation, stage: int) -> int | None:
-    """The stage that a lost first or last block stage is copied from (specs 3.2), if the run swaps. The inner stages of the
-    pairs take their neighbours' mean, as all others do."""
+    """Return the stage that a lost first or last block stage is copied from (specs 3.2) if the run
+    swaps, else None. The pairs' inner stages take their neighbours' mean, like all others."""
     if not now.swapping or stage not in (1, len(now.layers) - 2):
         return None
     return partners(now.layers)[stage]

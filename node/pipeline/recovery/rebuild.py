@@ -1,13 +1,13 @@
-"""A lost stage made from what its neighbours hold: CheckFree's weighted mean and CheckFree+'s copies (Blagoev et al., "All is
-Not Lost: LLM Recovery without Checkpoints", arXiv:2506.15461).
+"""Rebuilding of a lost stage from its neighbours: CheckFree's weighted mean and CheckFree+'s copies
+(Blagoev et al., "All is Not Lost: LLM Recovery without Checkpoints", arXiv:2506.15461).
 
-When nobody of a stage is left and no fresh snapshot is to be had, its neighbours' weights are a far better beginning than
-chance, and the others go on without a step back. What is made has parameters alone: whoever takes the stage builds a new
-replica and a new method from them, so that moments are zero and steps count from zero, and asks for `bumped_rate`. Which source
-a lost stage is made from is `recovery_policy.py`'s choice.
+When all servers of a stage are lost and there is no fresh snapshot, its neighbours' weights are a
+far better start than random ones, and the other stages go on without a step back. Only parameters
+are made: the peer that takes up the stage builds a new replica and a new method from them, with
+moments and step counts of zero, and trains at a bumped rate (`bumped_rate`).
+node/pipeline/recovery/policy.py chooses the source.
 
-Tensors have the names that they have in the unsplit model; layers correspond by their position in their stage.
-"""
+Tensors have their names in the unsplit model; layers correspond by position in their stage."""
 
 import functools
 import math
@@ -39,14 +39,14 @@ class Unrecoverable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GradientScale:
-    """How large a stage's gradients are: the moving average of the squared norm of its mean gradient, before clipping, over its
-    layers (an embedding or a head has no counterpart in the stage that is to be made). 0 is a stage that never trained; the
-    first gradient counts whole."""
+    """The size of a stage's gradients: the moving average of the squared norm of its mean gradient,
+    before clipping, over its layers alone (an embedding or a head has no counterpart in the rebuilt
+    stage). 0 means never trained; the first gradient counts whole."""
 
     squared: float = 0.0
 
     def after(self, gradients: Tensors) -> "GradientScale":
-        """With one more step's gradient; one that is not finite tells nothing."""
+        """Return the scale after one more step; a gradient that is not finite changes nothing."""
         layers = [x for name, x in gradients.items() if _LAYER.fullmatch(name)]
         found = math.fsum(float(x.detach().double().square().sum()) for x in layers)
         if not math.isfinite(found):
@@ -54,14 +54,14 @@ class GradientScale:
         return GradientScale(EMA_BETA * self.squared + (1 - EMA_BETA) * found if self.squared else found)
 
     def omega(self, norm_power: Literal[1, 2] = 2) -> float:
-        """The stage's weight ω in the mean: its gradient's norm to this power. The paper writes the square; its code takes the
-        norm, of one gradient, after clipping it to 1."""
+        """Return the stage's weight ω in the mean: its gradient's norm to this power. The paper
+        writes the square; its code takes the norm, of one gradient, after clipping it to 1."""
         return self.squared if norm_power == 2 else math.sqrt(self.squared)
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A stage beside the lost one: its layers, its parameters (others' bytes: they are checked) and its ω."""
+    """A stage beside the lost one: its layers, its ω, and its parameters, which are checked."""
 
     span: range
     tensors: Tensors
@@ -71,13 +71,14 @@ class Neighbour:
 def neighbour_mean(
     config: ModelConfig, lost: range, before: Neighbour | None, after: Neighbour | None
 ) -> dict[str, Tensor]:
-    """CheckFree 3.1: W = (ω₋W₋ + ω₊W₊) / (ω₋ + ω₊), layer by layer in their order; None is a neighbour that is lost too.
+    """Return CheckFree's mean (3.1): W = (ω₋W₋ + ω₊W₊) / (ω₋ + ω₊), layer by layer in order. None
+    is a neighbour that is lost too.
 
-    Exactly: equal ω give the arithmetic mean, an ω of 0 a copy of the other neighbour, and no value is outside the interval of
-    its two; computed in float64, rounded once. Deviations: with both ω = 0 it is the arithmetic mean, and no epsilon is added
-    to the norms (1e-4 in the released code), so that ω may be scaled by any common factor. `Unrecoverable` for end
-    stages, a lost neighbour, and stages or tensors of unequal shape.
-    """
+    Exactly: equal ω give the arithmetic mean, an ω of 0 a copy of the other neighbour, and no value
+    is outside the interval of its two; computed in float64, rounded once. Deviations: with both ω =
+    0 it is the arithmetic mean, and no epsilon is added to the norms (1e-4 in the released code),
+    so that ω may be scaled by any common factor. Raise `Unrecoverable` for end stages, a lost
+    neighbour, and stages or tensors of unequal shape."""
     if lost.start == 0 or lost.stop == config.layers:
         raise Unrecoverable(
             f"{END}: layers {_told(lost)} have one neighbour alone; copy that one's layers if the embedding or the head "
@@ -95,9 +96,9 @@ def neighbour_mean(
 def partner_copy(
     config: ModelConfig, lost: range, partner: Neighbour, ends: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """CheckFree+ 3.2: the layers of the partner (S1 <- S2, Sn <- Sn-1), and at an end of the model the exact copies of its
-    embedding, or norm and head, that neighbours hold. All copied. `Unrecoverable` if that does not make up the stage, as for
-    unequal stages."""
+    """Return CheckFree+'s copy (3.2): the partner's layers (S1 <- S2, Sn <- Sn-1) and, at an end of
+    the model, the exact copies in `ends` of its embedding, or norm and head. All copied. Raise
+    `Unrecoverable` if that does not make up the stage, as for unequal stages."""
     made = moved(config, partner.span, lost, partner.tensors)
     for name, shape in _shapes(config, lost).items():
         if name not in made:
@@ -106,19 +107,19 @@ def partner_copy(
 
 
 def end_tensors(tensors: Tensors) -> dict[str, Tensor]:
-    """What an end stage holds besides layers, copied: the embedding, or the norm and the head. Neighbours keep it after each
-    step, so that it is restored exactly; nothing for the stages between."""
+    """Return copies of an end stage's tensors outside its layers: the embedding, or the norm and
+    the head. Empty for the stages between."""
     return {name: x.detach().clone() for name, x in tensors.items() if not _LAYER.fullmatch(name)}
 
 
 def end_shapes(config: ModelConfig, span: range) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of what `end_tensors` leaves of such a stage."""
+    """Return the names and shapes of a stage's `end_tensors`."""
     return {name: shape for name, shape in _shapes(config, span).items() if not _LAYER.fullmatch(name)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndCopy:
-    """An end stage's own tensors after a round, as a neighbour keeps them, and the hash under which they came."""
+    """An end stage's own tensors after a round, as a neighbour keeps them, and their hash."""
 
     round: int
     digest: bytes
@@ -126,12 +127,12 @@ class EndCopy:
 
     @staticmethod
     def of(round: int, tensors: Tensors) -> "EndCopy":
-        """What the end stage hands out after a round."""
+        """Copy an end stage's own tensors after a round."""
         ends = end_tensors(tensors)
         return EndCopy(round, state_hash(ends), ends)
 
     def restored(self) -> dict[str, Tensor]:
-        """The tensors, bit for bit; `Unrecoverable` if they are not what the hash says."""
+        """Return the tensors, bit for bit; raise `Unrecoverable` if they do not match the hash."""
         if state_hash(dict(self.tensors)) != self.digest:
             raise Unrecoverable(
                 f"exact copy of an end: that of round {self.round} is not what its hash says; ask another neighbour"
@@ -140,8 +141,10 @@ class EndCopy:
 
 
 def moved(config: ModelConfig, source: range, target: range, tensors: Tensors) -> dict[str, Tensor]:
-    """The layers of one stage under the names of another one's, position by position, copied; `Unrecoverable` if they are not
-    equally many, or not all there in the model's shapes and finite. A stage's embedding or head is not looked at."""
+    """Return copies of one stage's layers under another one's names, position by position.
+
+    Raise `Unrecoverable` unless there are equally many layers, all finite and in the model's
+    shapes. A stage's embedding or head is ignored."""
     if len(source) != len(target):
         raise Unrecoverable(
             f"{UNEQUAL}: {len(source)} layers ({_told(source)}) for {len(target)} ({_told(target)}); "
@@ -156,8 +159,10 @@ def moved(config: ModelConfig, source: range, target: range, tensors: Tensors) -
 
 
 def bumped_rate(rate: float, steps_since: int, bump: float = LR_BUMP, decay_steps: float = math.inf) -> float:
-    """The learning rate of a stage that was made from its neighbours so many of its steps ago: `bump` times the schedule's,
-    exactly so at first. By default it stays so, as in the paper; with `decay_steps` the excess falls by e in so many
+    """Return the learning rate of a stage that was rebuilt `steps_since` of its steps ago: `bump`
+    times the schedule's at first.
+
+    By default it stays so, as in the paper; with `decay_steps` the excess falls by e in so many
     steps. A stage that is lost again begins anew: bumps do not multiply."""
     if not (bump > 0 and decay_steps > 0 and steps_since >= 0):
         raise ValueError(
@@ -168,7 +173,7 @@ def bumped_rate(rate: float, steps_since: int, bump: float = LR_BUMP, decay_step
 
 
 def _share(before: float, after: float) -> float:
-    """The earlier neighbour's part of the mean."""
+    """Return the earlier neighbour's weight in the mean, 0 to 1."""
     for omega in (before, after):
         if not 0 <= omega < math.inf:
             raise Unrecoverable(f"neighbour mean: a weight ω of {omega} is no squared norm; ask another neighbour")
@@ -177,7 +182,7 @@ def _share(before: float, after: float) -> float:
         return 0.5
     return (before / largest) / (
         before / largest + after / largest
-    )  # two subnormal ω keep their ratio, huge ones their sum
+    )  # scaled first: subnormal ω keep their ratio, huge ones do not overflow
 
 
 def _between(name: str, before: Tensor, after: Tensor, share: float) -> Tensor:
@@ -191,7 +196,7 @@ def _between(name: str, before: Tensor, after: Tensor, share: float) -> Tensor:
 
 
 def _fitting(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-    """One of a peer's tensors, copied."""
+    """Return a checked copy of one of a peer's tensors."""
     x = tensors.get(name)
     if x is None:
         raise Unrecoverable(f"{name} is missing among what a neighbour gave; ask another one, or {_ELSE}")

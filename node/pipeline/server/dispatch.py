@@ -1,4 +1,4 @@
-"""Calls of trainers at a node that serves several stages, each handed to the server of its stage, or none."""
+"""Call handlers of a node that serves several stages, or that serves no passes."""
 
 from collections.abc import Mapping
 
@@ -9,8 +9,7 @@ from farflock.swarm.peer.call_server import CallReply
 
 
 class Dispatch:
-    """The handler of calls of a node with these servers, by stage. What names none of their stages goes to the first one, which
-    says why it is refused."""
+    """Hands each call to the server of its stage, or to the first server, which refuses it."""
 
     def __init__(self, servers: Mapping[int, StageServer]) -> None:
         self._servers, self._first = dict(servers), next(iter(servers.values()))
@@ -31,7 +30,7 @@ class Dispatch:
 
 
 class Closed:
-    """The handler of calls of a node that serves no passes, for this reason."""
+    """Refuses every call, for one reason."""
 
     def __init__(self, why: str) -> None:
         self._refusal = encode(Refused(why))
@@ -41,5 +40,5 @@ class Closed:
         return self._refusal
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
-        """Refuse it: nothing was admitted."""
+        """Refuse it, although nothing was admitted."""
         return CallReply(self._refusal)

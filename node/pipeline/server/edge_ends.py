@@ -1,12 +1,10 @@
-"""The seam between a stage server and what it keeps of the edges that it serves: how outputs are
-written, and inputs read.
+"""The seam between a stage server and its ends of edges: how outputs are written and inputs read.
 
-Most codecs keep nothing. A codec that sends what
-changed since a sample's last visit keeps values at both ends of an edge (node/pipeline/contrib/sample_memory.py);
-the assembly then hands in other ends (node/pipeline/lifecycle/features.py).
+Most codecs keep nothing. A codec that sends what changed since a sample's last visit keeps values
+at both ends (node/pipeline/contrib/sample_memory.py); node/pipeline/lifecycle/features.py makes
+them.
 
-Shapes: B sequences, L positions, D model width.
-"""
+Shapes: B sequences, L positions, D model width."""
 
 from dataclasses import dataclass
 
@@ -17,7 +15,7 @@ from farflock.node.pipeline.passes.requests import Backward, Forward
 
 
 class NotHeld(Exception):
-    """A message refers to values that are not here; `rows` of it are to be sent whole."""
+    """A message refers to values that are not here; `rows` of it have to be sent whole."""
 
     def __init__(self, rows: tuple[int, ...]) -> None:
         super().__init__(f"rows {rows[:8]} refer to values that are not held here")
@@ -26,27 +24,26 @@ class NotHeld(Exception):
 
 @dataclass(slots=True)
 class EdgeEnds:
-    """A stage server's ends of its edges, for all trainers together, which keep nothing here: every
+    """A stage server's ends of its edges, for all trainers together. This kind keeps nothing: every
     payload stands for itself. One attribute, three functions.
 
     Law:
 
-    1. A request is admitted only if `misfit` has nothing against it; the others are asked about
+    1. A request is admitted only if `misfit` has nothing against it; the other functions see
        admitted requests alone.
     2. `input` reads what the trainer holds, bit by bit, or raises and leaves no trace: `NotHeld`
        where the payload refers to values that are not here, `CorruptPayload` or `Incompatible`
        where it cannot be read. Whatever was lost, repeated or forgotten on either side, it never
        gives another value.
     3. The trainer that `caller` names can read what `output` returns, whatever this end has
-       forgotten meanwhile. `UnencodableTensor` for values that are not finite.
+       forgotten meanwhile. `output` raises `UnencodableTensor` for values that are not finite.
     4. `misfit` changes nothing and may be called on the event loop; `output` and `input` are called
-       by the one thread that computes.
-    """
+       by the compute thread alone."""
 
     edges: Edges  # the codecs of the run, and the shape of its microbatches
 
     def misfit(self, request: Forward | Backward) -> str | None:
-        """Return why the samples that a request names cannot be, or None if they can."""
+        """Return why the samples that a request names are impossible, or None."""
         return None if request.visit is None else "samples are named, and the run's codec remembers none"
 
     def output(self, caller: str, y_BLD: Tensor, request: Forward, tokens_BL: Tensor, came: bytes | None) -> bytes:

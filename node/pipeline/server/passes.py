@@ -1,8 +1,7 @@
-"""Passes of one stage, from payloads to payloads: which requests a stage server takes in, by the
-request and the sizes of its payloads before those are fetched, and what it computes of them.
+"""Passes of one stage, from payloads to payloads: their admission, by the request and the sizes of
+its payloads before those are fetched, and their computation.
 
-Shapes: B sequences, L positions, D model width.
-"""
+Shapes: B sequences, L positions, D model width."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,13 +32,12 @@ from farflock.node.pipeline.server.edge_ends import EdgeEnds, NotHeld
 from farflock.node.pipeline.server.weight_versions import MissingVersion, WeightVersions
 from farflock.swarm.links import PeerId
 
-Unread = Refused | Lacks  # an activation that cannot be read
+Unread = Refused | Lacks  # the input cannot be read
 
 
 @dataclass(frozen=True, slots=True)
 class PassRequest:
-    """A pass that a trainer, the `caller`, asks for, with the payloads that came with the
-    request."""
+    """A pass that the trainer `caller` asks for, with the request's payloads."""
 
     caller: PeerId
     request: Forward | Backward
@@ -48,9 +46,8 @@ class PassRequest:
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """A backward pass that was computed: what its weights are to have, the payload of the gradient
-    of its input (none of the first stage), and at the last stage the loss, in nats, summed over
-    tokens."""
+    """A computed backward pass: the gradient of the weights, the payload of the input's gradient
+    (none at the first stage), and at the last stage the loss, in nats summed over tokens."""
 
     staged: MicrobatchGradient
     payloads: tuple[bytes, ...]
@@ -58,11 +55,9 @@ class BackwardResult:
 
 
 class StagePasses:
-    """The passes of stage `index` at one server. It keeps nothing of them; only the thread that
-    computes calls `forward` and `backward`.
-
-    A microbatch may be `staleness` rounds older than the stage when it comes; `applied` is the last
-    round in the weights."""
+    """The passes of stage `index` at one server. It keeps nothing of them; only the compute thread
+    calls `forward` and `backward`. A microbatch may arrive at most `staleness` rounds behind the
+    stage; `applied()` is the last round in the weights."""
 
     def __init__(
         self,
@@ -79,9 +74,8 @@ class StagePasses:
     # admission
 
     def refusal(self, asked: StageRequest, sizes: tuple[int, ...], *, known: bool) -> StageAnswer | None:
-        """Return why a request is not taken in, or None. It changes nothing; whether there is room is
-        not its question. `known`: the pass runs already, or its
-        gradient is put aside."""
+        """Return the reason to refuse a request, or None; change nothing. Room in the queue is
+        checked elsewhere. `known`: the pass already runs, or its gradient is pending."""
         if asked.stage != self._index:
             return Refused(f"this peer serves stage {self._index}, not {asked.stage}")
         if isinstance(asked, Confirm | Revoke):
@@ -95,7 +89,7 @@ class StagePasses:
         return None if known else self._lack(asked)
 
     def _misfit(self, asked: Forward | Backward) -> StageAnswer | None:
-        """Return why this stage computes no such pass."""
+        """Return the reason why this stage never computes such a pass, or None."""
         if (asked.source < 0) != self.stage.is_first or asked.source == self._index:
             return Refused(f"stage {self._index} takes no output of {asked.source}")
         if (unfit := self.ends.misfit(asked)) is not None:
@@ -104,14 +98,14 @@ class StagePasses:
         return None if edges.knows(asked.came) and edges.knows(asked.sends) else Foreign(edges.reads)
 
     def _oversize(self, asked: Forward | Backward, sizes: tuple[int, ...]) -> StageAnswer | None:
-        """Return why these are no payloads of such a request."""
+        """Return a refusal if the number or sizes of the payloads do not fit the request."""
         most = self._largest(asked)
         if len(sizes) == len(most) and all(size <= limit for size, limit in zip(sizes, most, strict=True)):
             return None
         return Refused(f"payloads of {sizes} bytes; at most {most} belong to it")
 
     def _largest(self, asked: Forward | Backward) -> tuple[int, ...]:
-        """Return the most bytes of each payload that belongs to a request."""
+        """Return the maximum size of each payload of a request, in bytes."""
         edges = self.ends.edges
         given = () if self.stage.is_first else (edges.max_bytes("forward", asked.came),)
         if isinstance(asked, Forward):
@@ -122,20 +116,19 @@ class StagePasses:
         return (edges.token_bytes, *given, edges.max_bytes("backward", asked.sends), *arrived)
 
     def _lack(self, asked: Backward) -> Gone | None:
-        """Return why a backward pass cannot be at the weights of its forward pass here."""
+        """Return `Gone` if the weights of the pass's forward pass are not here."""
         lack = self.versions.lack(asked.version) if asked.version is not None else None
         return None if lack is None else Gone(self._applied(), lack == "late")
 
     # computing
 
     def forward(self, asked: Sequence[PassRequest]) -> tuple[list[bytes | Unread | Stale], Version | None]:
-        """Compute forward passes together: the payload of each one's output or why there is none,
-        and the version of the weights that they are of."""
+        """Compute forward passes together; return payloads or refusals, and the version."""
         with self.versions.using(None) as version:
             return self._forward_all(asked), version
 
     def _forward_all(self, asked: Sequence[PassRequest]) -> list[bytes | Unread | Stale]:
-        """One pass for all; what cannot be read is refused by itself."""
+        """Run one forward pass for all; an unreadable input is refused alone."""
         read = [self._read_or_stale(each) for each in asked]
         inputs = [entry[1] for entry in read if isinstance(entry, tuple)]
         batch = self.ends.edges.batch
@@ -152,15 +145,14 @@ class StagePasses:
         return replies
 
     def backward(self, asked: PassRequest) -> tuple[BackwardResult | Unread | Gone, Version | None]:
-        """Compute a backward pass at the weights that it names: the result or why there is none,
-        and the weights' version."""
+        """Compute a backward pass at the weights it names; return its result, and their version."""
         assert isinstance(asked.request, Backward)
         try:
             with self.versions.using(asked.request.version) as version:
                 return self._backward_one(asked), version
-        except MissingVersion as reason:  # gone while it waited
+        except MissingVersion as reason:  # dropped while the request waited
             return Gone(self._applied(), reason.lack == "late"), None
-        except Superseded:  # its stages before count it, or others do
+        except Superseded:  # nobody may use this version any more
             return Gone(self._applied(), late=True), None
 
     def _backward_one(self, asked: PassRequest) -> BackwardResult | Unread:
@@ -180,7 +172,8 @@ class StagePasses:
         except (CorruptPayload, Incompatible, UnencodableTensor) as error:
             return self._spoilt(str(error))
         if not all(bool(x.isfinite().all()) for x in back.staged.gradients.values()):
-            return self._spoilt("its gradient is not finite")  # in the sum it would spoil everybody's
+            # It would spoil the sum of the whole group.
+            return self._spoilt("its gradient is not finite")
         return BackwardResult(back.staged, payloads, back.loss_sum)
 
     def _output(self, asked: PassRequest, y_BLD: Tensor, tokens_BL: Tensor) -> bytes:
@@ -192,16 +185,14 @@ class StagePasses:
         return None if self.stage.is_first else asked.payloads[1]
 
     def _read_or_stale(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread | Stale:
-        """Read the input of a forward pass; a microbatch that came in a version that is over is to
-        set out again."""
+        """Read a forward pass's input; return `Stale` if its codec version is superseded."""
         try:
             return self._read(asked)
         except Superseded:
             return Stale(self._applied())
 
     def _read(self, asked: PassRequest) -> tuple[Tensor, Tensor] | Unread:
-        """Read the token ids (B, L), and the stage's input; `Superseded` if that is in a version
-        that is over."""
+        """Read the token ids (B, L) and the stage's input; may raise `Superseded`."""
         try:
             tokens_BL = self.ends.edges.unpack(asked.payloads[0])
         except CorruptPayload as error:
@@ -228,7 +219,7 @@ class StagePasses:
         return edges.output_gradient(asked.payloads[at], request, tokens_BL, arrived)
 
     def _spoilt(self, why: str) -> Refused:
-        """Refuse a backward pass whose input could be read: the stage after is to blame for what it
-        made, or at the last stage the input."""
+        """Refuse a backward pass whose input was readable: blame the gradient of the stage after,
+        or at the last stage the input."""
         made: Made = "gradient" if not self.stage.is_last else "input"
         return Refused(why[:200], None if self.stage.is_first and self.stage.is_last else made)

@@ -1,5 +1,4 @@
-"""Gradients that a stage server has computed and that do not count yet, with the replies that their
-trainers got."""
+"""Gradients that a stage server has computed and not yet seen confirmed, with their replies."""
 
 import asyncio
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from farflock.swarm.protocol.gradient_leases import Begin, GradientKey, Gradient
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
-    """What one microbatch asks of a stage's weights; its loss, in nats, summed over tokens, which
-    the last stage knows; and the round of the weights that it is of."""
+    """One microbatch's gradient, its loss in nats summed over tokens (None except at the last
+    stage), and the round of its weights."""
 
     staged: MicrobatchGradient
     loss_sum: float | None
@@ -20,11 +19,9 @@ class PendingGradient:
 
 
 class PendingGradients:
-    """The table of backward passes that run and of gradients that wait for their confirmation
-    (swarm/protocol/gradient_leases.py).
+    """The running backward passes and unconfirmed gradients (swarm/protocol/gradient_leases.py).
 
-    `replies` has one future for each of them: a request that is repeated gets the reply of the
-    first."""
+    `replies` has a future for each, so that a repeated request gets the first one's reply."""
 
     def __init__(self, staging: GradientLeases) -> None:
         self.staging = staging
@@ -32,8 +29,8 @@ class PendingGradients:
         self.replies: dict[GradientKey, asyncio.Future[CallReply]] = {}
 
     def begin(self, key: GradientKey, attempt: int, reply: asyncio.Future[CallReply]) -> Begin:
-        """Ask for a backward pass: `run` it, which resolves `reply`; answer `again` what `replies`
-        has; or say `busy`. There is `nothing` to be done for a gradient that counts already or was
+        """Register a backward pass and return what to do: `run` it and resolve `reply`; answer
+        `again` from `replies`; say `busy`; or `nothing`, for a gradient that already counts or was
         given up."""
         begun = self.staging.begin(key, attempt)
         if begun == "run":
@@ -48,8 +45,7 @@ class PendingGradients:
         self.replies.pop(key, None)
 
     def put_aside(self, key: GradientKey, gradient: PendingGradient, now_s: float) -> int | None:
-        """Keep what a pass brought until it is confirmed. Returns the attempt to answer, None if
-        nobody wants it any more."""
+        """Keep a gradient until it is confirmed; return the attempt to answer, None if revoked."""
         attempt = self.staging.staged(key, now_s)
         if attempt is None:
             self.replies.pop(key, None)
@@ -58,7 +54,7 @@ class PendingGradients:
         return attempt
 
     def confirm(self, key: GradientKey, attempt: int) -> PendingGradient | bool:
-        """Confirm a gradient: it is handed out, to be merged now. True if it was merged before,
+        """Confirm a gradient. Return it if it has to be merged now, True if it was merged before,
         False if it is not here."""
         match self.staging.confirm(key, attempt):
             case "unknown":
@@ -71,17 +67,17 @@ class PendingGradients:
                 return self.gradients.pop(key)
 
     def revoke(self, key: GradientKey, attempt: int) -> None:
-        """Give up what was asked for up to this attempt: another server does it."""
+        """Give up attempts up to this one: another server computes the gradient."""
         self.staging.revoke(key, attempt)
         self._forget_unwanted()
 
     def expire(self, now_s: float) -> None:
-        """Give up what was not confirmed in time."""
+        """Give up gradients that were not confirmed in time."""
         self.staging.expire(now_s)
         self._forget_unwanted()
 
     def _forget_unwanted(self) -> None:
-        """Drop the gradients that no confirmation can merge any more."""
+        """Drop gradients that can no longer be confirmed."""
         for key in [key for key in self.gradients if key not in self.staging.kept]:
             del self.gradients[key]
             self.replies.pop(key, None)

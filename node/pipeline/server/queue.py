@@ -1,8 +1,9 @@
-"""What a stage server has to do, in which order: backward passes before forward ones, each kind first come first served.
+"""The order of a stage server's work: backward passes before forward ones, each kind in order of
+arrival.
 
-A backward pass frees memory all along the pipeline and shortens the round trip; a forward pass takes more in. Forward passes
-that wait are done several at once: their results are those of each alone. Sans I/O.
-"""
+A backward pass frees memory all along the pipeline and shortens the round trip; a forward pass
+takes more in. Waiting forward passes are computed several at once, each with the result it has
+alone. Sans I/O."""
 
 import collections
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ Job = TypeVar("Job")
 
 @dataclass(slots=True)
 class StageQueue(Generic[Job]):
-    """At most `room` jobs of each kind, so that neither keeps the other out; up to `together` forward ones at once."""
+    """At most `room` jobs of each kind, so that neither shuts the other out; forward jobs are taken
+    up to `together` at once."""
 
     room: int
     together: int = 1
@@ -21,16 +23,16 @@ class StageQueue(Generic[Job]):
     _backward: collections.deque[Job] = field(default_factory=collections.deque)
 
     def has_room(self, *, backward: bool) -> bool:
-        """Whether one more job of a kind may wait."""
+        """True if one more job of this kind may wait."""
         return len(self._backward if backward else self._forward) < self.room
 
     def put(self, job: Job, *, backward: bool) -> None:
-        """One more job."""
+        """Add a job."""
         assert self.has_room(backward=backward), "a job that was not to be admitted"
         (self._backward if backward else self._forward).append(job)
 
     def take(self) -> list[Job]:
-        """What to do next: one backward pass, or a few forward ones; nothing if nothing waits."""
+        """Take one backward job, else up to `together` forward jobs; empty if none waits."""
         if self._backward:
             return [self._backward.popleft()]
         count = min(self.together, len(self._forward))

@@ -1,14 +1,12 @@
-"""A stage server: it computes a stage's passes for trainers, keeps their gradients aside until they
-are confirmed, and gives what counts to the ordinary loop, which syncs the stage as it would a whole
-model.
+"""A stage server: it computes a stage's passes for trainers, holds their gradients until they are
+confirmed, and gives what counts to the ordinary loop, which syncs the stage like a whole model.
 
 Requests wait in a queue, backward passes first; a trainer that finds it full asks another server.
-One thing is computed at a time, so that no pass sees weights which a step is just changing.
+One piece of work runs at a time, so that no pass sees weights in the middle of a step.
 
-A request goes through the parts of a server in this order: it is refused or not
-(node/pipeline/server/passes.py), it waits (node/pipeline/server/queue.py), it is computed (node/pipeline/server/passes.py),
-its gradient waits for a confirmation (node/pipeline/server/pending.py), and then it counts
-(node/pipeline/server/accounts.py)."""
+In node/pipeline/server, a request is admitted or refused (passes.py), waits (queue.py) and is
+computed (passes.py); its gradient waits for a confirmation (pending.py), then counts
+(accounts.py)."""
 
 import asyncio
 import collections
@@ -49,14 +47,13 @@ from farflock.swarm.peer.call_server import CallReply
 from farflock.swarm.protocol.gradient_leases import GradientKey, GradientLeases
 
 Pass = Callable[[Callable[[], Any], float], Awaitable[Any]]
-BACKWARD_COST = 3.0  # forward passes: one that is done again, and twice as much for two gradients
+BACKWARD_COST = 3.0  # in forward passes: one is redone, and two gradients cost one each
 EXPIRE_EVERY_S = 1.0
 FIRST_RATE = 1.0
 
 
 class Computing(Protocol):
-    """Where a stage's tensors are touched. Law: one piece of work at a time, in the order in which
-    they came."""
+    """The place where a stage's tensors are touched. Law: one piece of work at a time, in order."""
 
     @property
     def compute(self) -> Callable[[Callable[[], Any]], Awaitable[Any]]:
@@ -65,14 +62,13 @@ class Computing(Protocol):
 
     @property
     def run_pass(self) -> Pass:
-        """Do a pass, which is as much work as so many forward passes: simulations charge time for
-        it."""
+        """Do a pass that costs this many forward passes, for which simulations charge time."""
         ...
 
 
 @dataclass(slots=True)
 class _Job:
-    """A pass that waits since `came_s`, and the reply that its caller waits for."""
+    """A pass that has waited since `came_s`, and the reply that its caller waits for."""
 
     asked: PassRequest
     reply: asyncio.Future[CallReply]
@@ -88,11 +84,9 @@ class _Job:
 
 
 class StageServer:
-    """One life of one server of stage `index`. `life` is its incarnation; `applied` says up to
-    which round its weights are.
-
-    Handlers of calls run on the event loop, and what touches tensors through `computing`. `ends`
-    read inputs and write outputs; `versions` say which weights a pass computes with."""
+    """One life of one server of stage `index`; `life` is its incarnation, `applied()` the last
+    round in its weights. Call handlers run on the event loop, and all tensor work through
+    `computing`. `ends` read inputs and write outputs; `versions` choose the weights of a pass."""
 
     def __init__(
         self,
@@ -120,7 +114,8 @@ class StageServer:
     # the handler of calls
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
-        """Refuse what makes no sense here, comes at the wrong time or finds no room."""
+        """Return a refusal of a request that makes no sense here, comes at the wrong time or finds
+        no room; else None."""
         try:
             asked = decode_request(request)
         except BadRequest as error:
@@ -138,7 +133,7 @@ class StageServer:
         return None if self._queue.has_room(backward=isinstance(asked, Backward)) else Busy()
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
-        """Do what was admitted."""
+        """Serve an admitted request."""
         asked = decode_request(request)
         key = (caller, asked.number)
         match asked:
@@ -154,15 +149,14 @@ class StageServer:
 
     async def _enqueue(self, job: _Job) -> CallReply:
         if not self._queue.has_room(backward=job.is_backward):
-            return CallReply(encode(Busy()))  # others were quicker while its payloads came
+            return CallReply(encode(Busy()))  # the queue filled up while its payloads came
         job.came_s = self._now()
         self._queue.put(job, backward=job.is_backward)
         self._waiting.set()
         return await job.reply
 
     async def _backward(self, key: GradientKey, attempt: int, job: _Job) -> CallReply:
-        """Compute it once, however often it is asked for: a repeated request gets the same reply,
-        under its own attempt."""
+        """Compute a pass once; a repeated request gets the same reply, under its own attempt."""
         match self.pending.begin(key, attempt, job.reply):
             case "busy":
                 return CallReply(encode(Busy()))
@@ -170,11 +164,12 @@ class StageServer:
                 return CallReply(encode(Refused("it counts already, or was given up")))
             case "run":
                 reply = await self._enqueue(job)
-                if not job.reply.done():  # no room after all
+                if not job.reply.done():  # the queue was full
                     self.pending.drop(key, attempt)
-                    job.resolve(Busy())  # to whoever has asked again meanwhile
+                    job.resolve(Busy())  # for a repeated request, which waits for the same reply
                 return reply
             case "again":
+                # A repeat that is cancelled must not cancel the first request's reply.
                 return _under(await asyncio.shield(self.pending.replies[key]), attempt)
 
     async def _confirm(self, key: GradientKey, attempt: int) -> StageAnswer:
@@ -184,9 +179,8 @@ class StageServer:
         return Merged() if found else Unknown()
 
     async def contribute(self, key: GradientKey, staged: MicrobatchGradient, loss: float | None, number: int) -> None:
-        """Merge the gradient of a microbatch that this node itself took through all stages, by the
-        weights of round `number`: nobody was asked for it, and nobody else has it. `loss` is for
-        the last stage, nats summed over tokens."""
+        """Merge the gradient of a microbatch that this node itself took through all stages, at the
+        weights of round `number`. `loss` is given at the last stage, in nats summed over tokens."""
         self.pending.staging.own(key)
         await self._merge(key, PendingGradient(staged, loss, number))
 
@@ -197,7 +191,7 @@ class StageServer:
     # computing
 
     async def run(self) -> None:
-        """Compute what waits, for ever."""
+        """Compute waiting passes forever."""
         while True:
             self.pending.expire(self._now())
             jobs = self._queue.take()
@@ -252,32 +246,31 @@ class StageServer:
         done = Done(self._life, attempt, took_s, found.loss_sum, started_s - job.came_s, version)
         job.resolve(done, found.payloads)
 
-    # what others see of it
+    # status
 
     @property
     def stage(self) -> Stage:
-        """The stage that it computes with."""
+        """The stage it computes with."""
         return self.passes.stage
 
     @property
     def applied(self) -> int:
-        """Up to which round its weights are."""
+        """The last round in its weights."""
         return self._applied()
 
     @property
     def waiting(self) -> int:
-        """Passes that wait."""
+        """The number of waiting passes."""
         return len(self._queue)
 
     @property
     def rate(self) -> float:
-        """Microbatches a second that this server does, there and back; 1 before the first."""
+        """Microbatches per second, forward and backward; 1 before the first."""
         return 1.0 / max(self._pass_s.seconds or 1.0 / FIRST_RATE, 1e-6)
 
     @property
     def served(self) -> collections.Counter[str]:
-        """How many passes of each kind it has done, and requests it has refused, by the name of the
-        answer; and how many microbatches it has merged, and left out as late."""
+        """Counts of passes by kind, of refusals by answer, and of merged and late microbatches."""
         return self._served + collections.Counter(merged=self.accounts.merges, late=self.accounts.left_out)
 
     def _now(self) -> float:
@@ -289,7 +282,7 @@ def _job(caller: PeerId, asked: Forward | Backward, payloads: tuple[bytes, ...])
 
 
 def _under(reply: CallReply, attempt: int) -> CallReply:
-    """The reply to an earlier request for the same pass, for this attempt."""
+    """Return the reply to an earlier request for the same pass, under this attempt."""
     answer = decode_answer(reply.body)
     if not isinstance(answer, Done):
         return reply

@@ -1,10 +1,9 @@
 """A stage as the ordinary loop trains it: a step ends when the stage's group has taken in a batch,
-however much came here.
+whatever this server's part in it.
 
-So all members of a stage step together although some are faster, and every method of the seam syncs
-a stage as it would a whole model. A method that exchanges gradients themselves gets the sum, to be
-weighed by the microbatches in it; one that steps in between gets the mean of what this server took
-in."""
+So all members of a stage step together although some are faster, and every method syncs a stage
+like a whole model. A method that exchanges gradients gets the sum, weighed by the number of
+microbatches in it; one with local steps gets the mean of what this server took in."""
 
 import asyncio
 import math
@@ -22,13 +21,12 @@ from farflock.optimizers.parts.schedule import Schedule
 from farflock.swarm.peer.rounds import Rounds
 from farflock.swarm.peer.tallies import Tallies
 
-LOOK_EVERY_S = 0.5  # for what has no event: another member's offer, a request to stop
+LOOK_EVERY_S = 0.5  # polls what has no event: another member's offer, a request to stop
 
 
 @dataclass(slots=True)
 class StageTask:
-    """Steps made of what a stage server has merged, by its `accounts`. `tokens` are those of a
-    microbatch."""
+    """Steps of what a stage server's `accounts` merged. `tokens` are those of a microbatch."""
 
     accounts: StageAccounts
     stage: Stage
@@ -37,15 +35,16 @@ class StageTask:
     tokens: int
     summing: bool
     joined_at: int = 0
-    rate_factor: Callable[[], float] = lambda: 1.0  # a stage that was made from its neighbours learns faster
+    # Above 1 for a stage that was made from its neighbours.
+    rate_factor: Callable[[], float] = lambda: 1.0
     scale: GradientScale = field(default_factory=GradientScale)
     tokens_per_step: int = 0  # of the last step
     weight: float = 1.0
     last_loss: float = math.nan
 
     def forward_backward(self, step: int, progress: Progress) -> float:
-        """Add what was merged to the stage's gradients; the loss in nats a token, as far as this
-        stage knows one."""
+        """Add what was merged to the stage's gradients. Return the last known loss in nats per
+        token, NaN if none is known."""
         self.replica.lr = self.rate_factor() * self.schedule.rate(progress.tokens, step - self.joined_at)
         taken = self.accounts.take()
         self.tokens_per_step = taken.staged.tokens - taken.discarded * self.tokens
@@ -63,14 +62,14 @@ class StageTask:
         return self.last_loss
 
     def set_rate(self, tokens: int) -> None:
-        """The schedule's rate at the run's `tokens`; everybody takes this step."""
+        """Set the rate at the run's `tokens`, without a joiner's warm-up: all take this step."""
         self.replica.lr = self.rate_factor() * replace(self.schedule, joiner_steps=0).rate(tokens, 0)
 
 
 @dataclass(slots=True)
 class BatchTrigger:
-    """When a step is due: the group has `tokens` more than at the step before, or others bring
-    theirs to the round already."""
+    """Decides when a step is due: the group has `tokens` more than at the step before, or other
+    members have begun the round."""
 
     accounts: StageAccounts
     rounds: Rounds
@@ -83,7 +82,7 @@ class BatchTrigger:
     _round: int = -1
 
     async def full(self) -> bool:
-        """Wait until a step is due; False if there is to be none any more."""
+        """Wait until a step is due. Return False once `stopping()` is true."""
         while not self.stopping():
             self.accounts.merged.clear()
             self.tallies.changed.clear()
@@ -95,16 +94,17 @@ class BatchTrigger:
         return False
 
     def is_full(self) -> bool:
-        """Whether the next step has all that it waits for. Asked by who would bring more, also
-        while a round is open, and tells the others what has come here since; a round that is just
-        over is for `full` to take in first."""
+        """True if the next step has its tokens; also announce what was merged here.
+
+        For a node that would add more, even while a round is open. A round that has just closed is
+        left to `full`."""
         if self.rounds.newest(self.stream) == self._round:
             self.tallies.say(self.stream, self.stage, max(self._round + 1, 0), self.accounts.tokens)
         return self._has_enough()
 
     def is_over(self) -> bool:
-        """Say that to this node the run is over; whether it is to all who serve the stage, and none
-        has brought to a round what this node has not."""
+        """Announce that this node is done. Return True once every server of the stage is and no
+        round waits for this node."""
         self.tallies.end(self.stream, self.stage)
         return self.tallies.is_over(self.stream) and not self.rounds.called(self.stream)
 
@@ -120,7 +120,7 @@ class BatchTrigger:
 
 
 async def _either(*events: asyncio.Event) -> None:
-    """Until one of them is set, or `LOOK_EVERY_S`."""
+    """Wait until one of the events is set, at most `LOOK_EVERY_S`."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ async def _either(*events: asyncio.Event) -> None:
 def gated(
     batch: BatchTrigger, train: Callable[[Callable[[], float]], Awaitable[float]]
 ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
-    """`train` for the loop: the step, once it is due; None if there is to be none any more."""
+    """Wrap `train` to wait until a step is due; return None if there will be none."""
 
     async def step(work: Callable[[], float]) -> float | None:
         return await train(work) if await batch.full() else None

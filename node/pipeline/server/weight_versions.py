@@ -1,11 +1,10 @@
-"""The seam between a stage server and the versions of its weights: which weights a pass uses, and
-how late a gradient is.
+"""The seam between a stage server and its weight versions: a pass's weights, a gradient's delay.
 
 A server that waits for its rounds has one version. In a pipeline that does not wait
-(docs/decisions/016) a forward pass says which version it used, and the backward pass names it, so
-that any server of the stage differentiates the same function; the delay of a gradient is the number
-of rounds that were applied between its weights and the round that it goes into. The assembly then
-hands in versions that are kept (node/pipeline/contrib/kept_versions.py)."""
+(docs/decisions/016) a forward pass states the version it used and the backward pass names it, so
+that any server of the stage differentiates the same function. A gradient's delay is the number of
+rounds applied between its weights and the round that it goes into. The assembly then passes in kept
+versions (node/pipeline/contrib/kept_versions.py)."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -17,11 +16,11 @@ from farflock.optimizers.parts.state import state_hash
 
 MissingReason = Literal["ahead", "gone", "late"]
 
-ORIGIN = "origin"  # a mark of a state (node/train/state_sync.py)
+ORIGIN = "origin"  # name of a state mark (node/train/state_sync.py)
 
 
 class MissingVersion(LookupError):
-    """The version that a request names is not here; `lack` says why."""
+    """The version that a request names is not here, for the reason in `lack`."""
 
     def __init__(self, lack: MissingReason) -> None:
         super().__init__(f"the version that is asked for is not here: {lack}")
@@ -29,53 +28,50 @@ class MissingVersion(LookupError):
 
 
 class WeightVersions:
-    """The versions of one stage's weights at one server, by the rounds in them. Here there is one, the
-    stage's own weights: passes name none, and no gradient is late. Six functions.
+    """The versions of one stage's weights at one server, by the rounds in them. This one has a
+    single version, the stage's own weights: passes name none, and no gradient is late. Six
+    functions.
 
     Law:
 
     1. Inside `using(version)` the stage computes, and is differentiated, with exactly the weights
        of that version; outside of it, with its own. Two servers of a stage that both have a version
        have the same weights for it, bit by bit.
-    2. `using` raises `MissingVersion` exactly where `lack` names a reason, unless the weights change
-       between the two.
+    2. `using` raises `MissingVersion` exactly where `lack` names a reason, unless the weights
+       change between the two.
     3. A round is `begin_round`, then the change of the weights, then `end_round`; a local step
-       begins with `begin_step`. These and `using` are called by the one thread that computes, never
-       inside a `using` block. `lack` and `delay` change nothing and may be called on the event
-       loop.
+       begins with `begin_step`. Only the compute thread calls these and `using`, never inside a
+       `using` block. `lack` and `delay` change nothing and may be called on the event loop.
     4. `delay` is 0 for gradients of the weights that the round changes. It does not fall as
-       `number` grows.
-    """
+       `number` grows."""
 
     @contextmanager
     def using(self, version: Version | None) -> Iterator[Version | None]:
-        """Compute with these weights inside the block (None: with the newest). Gives the version
-        for the reply, None where passes name none. `MissingVersion` if it is not here."""
+        """Compute with these weights inside the block (None: the newest); raise `MissingVersion` if
+        they are not here. Yield the version for the reply, None where passes name none."""
         yield None
 
     def lack(self, version: Version) -> MissingReason | None:
-        """Return why a version is not here: its round is yet to come, others may have it, or it may
-        be used no more."""
+        """Return why a version is not here (ahead, gone, or too late for any use), or None."""
         return None
 
     def delay(self, weights: int, number: int, stepped: int | None = None) -> int:
-        """Return by how many rounds a gradient of the weights of round `weights` is late for round
-        `number`. `stepped` is the last round that was in the weights when a step took the gradient,
-        None if none has."""
+        """Return how many rounds late a gradient of the weights of round `weights` is for round
+        `number`. `stepped` is the last round in the weights when a step took the gradient, None
+        before."""
         return 0
 
     def begin_step(self, ages: Collection[int]) -> None:
-        """A step is about to take in gradients whose weights are so many rounds old."""
+        """Note that a step is about to take in gradients of weights this many rounds old."""
 
     def begin_round(self, ages: Collection[int]) -> None:
-        """A round is about to change the weights, and takes in gradients that are so many rounds
-        late."""
+        """Note that a round with gradients this many rounds late is about to change the weights."""
 
     def end_round(self) -> None:
-        """The round has changed them."""
+        """Note that the round has changed the weights."""
 
 
 def origin_of(state: State) -> int:
-    """Names a state that a stage begins anew with: rounds of former weights have the same numbers
-    and are other versions."""
+    """Return a number for the state that a stage begins anew with: rounds of its former weights
+    have the same numbers but are other versions."""
     return int.from_bytes(state_hash(state)[:7], "little")

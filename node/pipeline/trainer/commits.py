@@ -1,5 +1,4 @@
-"""Which of a trainer's microbatches count, and where: those that the rounds of all stages have
-named (decision 014)."""
+"""A trainer's microbatches that count at each stage: those its rounds have named (decision 014)."""
 
 import collections
 from collections.abc import Iterable
@@ -10,20 +9,20 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.ledger import Ledger, Phase
 
-RECENT = 32  # microbatches whose mean loss is shown
-REMEMBERED = 4096  # numbers named, of each stage
+RECENT = 32  # microbatches in the mean loss
+REMEMBERED = 4096  # named numbers kept per stage
 
 
 class DuplicateDetector:
-    """Notices microbatches of trainer `me` that the rounds of a stage name twice."""
+    """Detects microbatches of trainer `me` that a stage's rounds name twice."""
 
     def __init__(self, me: PeerId, stages: int) -> None:
         self._me = me
         self._named: list[set[int]] = [set() for _ in range(stages)]
-        self.doubled = 0  # named twice at one stage, which must not be
+        self.doubled = 0  # named twice at one stage: a bug if not 0
 
     def of_round(self, stage: int, keys: Iterable[GradientKey]) -> list[int]:
-        """The numbers of its own that a round of this stage names."""
+        """Return this trainer's numbers among the keys that a round of the stage names."""
         mine = [number for trainer, number in keys if trainer == self._me]
         named = self._named[stage]
         self.doubled += len(named.intersection(mine))
@@ -34,8 +33,10 @@ class DuplicateDetector:
 
 
 class CommitTracker:
-    """What becomes of a trainer's microbatches: `ledger` says how far each is at each stage, and
-    rounds say what counts. In one of the `doubtful` phases a microbatch may be in a round already."""
+    """Tracks a trainer's microbatches until they count: `ledger` has the phase at each stage,
+    rounds say what counts.
+
+    A microbatch in one of the `doubtful` phases may already be in a round."""
 
     def __init__(
         self,
@@ -49,41 +50,40 @@ class CommitTracker:
         self._losses: collections.deque[float] = collections.deque(maxlen=RECENT)
         self.ledger = Ledger(stage_directory.stages)
         self._named = DuplicateDetector(me, stage_directory.stages)
-        # When those microbatches set out that do not count everywhere yet.
+        # Start times of the microbatches that do not count everywhere yet.
         self.begun_s: dict[int, float] = {}
-        self._dropped: set[int] = set()  # of these, those that will count at some stages alone
+        self._dropped: set[int] = set()  # those of them that will not count at every stage
         self.finished = 0  # microbatches that count at every stage
-        self.dropped = 0  # gradients that never counted: each of one microbatch at one stage
-        # Microbatches of which it is not known whether they count: the log of rounds has moved on.
+        self.dropped = 0  # gradients given up, each of one microbatch at one stage
+        # Microbatches that may count or not: the round log was truncated too early to tell.
         self.lost = 0
 
     def trained(self, number: int, loss: float) -> None:
-        """A microbatch has come back, with this loss in nats a token."""
+        """Note that a microbatch has come back, with its loss in nats per token."""
         self._losses.append(loss)
         self._report("loss", {"number": number, "loss": loss})
 
     @property
     def recent_loss(self) -> float | None:
-        """Mean of the last microbatches' losses, in nats a token."""
+        """The mean loss of the last `RECENT` microbatches in nats per token; None before any."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property
     def doubled(self) -> int:
-        """Microbatches named twice at one stage, which must not be."""
+        """Microbatches that one stage's rounds named twice; a bug if not 0."""
         return self._named.doubled
 
     def begin(self, number: int, order: Iterable[int], now_s: float) -> None:
-        """Follow a microbatch that goes through these stages."""
+        """Track a microbatch that visits the stages of `order`."""
         self.ledger.begin(number, order)
         self.begun_s[number] = now_s
 
     def hear(self, now_s: float) -> list[int]:
-        """Take in what rounds have named and which servers have left. Returns the microbatches that
-        are over, which it forgets."""
+        """Take in what rounds named and which servers left; forget and return what is finished."""
         for stage, keys in self._stage_directory.named():
             self.ledger.committed(stage, self._named.of_round(stage, keys))
         self._hear_of_late()
-        # Before servers that left: what may count already is not to be asked for again.
+        # Before servers that left: what may already count must not be asked for again.
         while (doubtful := self._stage_directory.skipped()) is not None:
             self._give_up(doubtful)
         for stage, server in self._stage_directory.left():
@@ -94,7 +94,7 @@ class CommitTracker:
         return over
 
     def drop(self, number: int, stage: int) -> None:
-        """A microbatch will not count at this stage."""
+        """Note that a microbatch will not count at this stage."""
         if number in self.begun_s:
             self._dropped.add(number)
         self.dropped += 1
@@ -109,15 +109,15 @@ class CommitTracker:
         self._report("microbatch", {"number": number, "took_s": took_s})
 
     def _hear_of_late(self) -> None:
-        """What rounds named and left out counts at other stages alone."""
+        """Drop what rounds named as left out: it counts at other stages alone."""
         for stage, (trainer, number) in self._stage_directory.left_out:
             if trainer == self._me and number in self.begun_s:
                 self.drop(number, stage)
         self._stage_directory.left_out.clear()
 
     def _give_up(self, stage: int) -> None:
-        """Rounds of a stage have left everybody's log before this peer heard of them: what waits
-        for them may count or not."""
+        """Write off this stage's doubtful microbatches: its rounds left every log before this peer
+        heard of them, so these may count or not."""
         phases = {number: self.ledger.phase((number, stage)) for number in self.begun_s}
         waiting = [number for number, phase in phases.items() if phase in self._doubtful]
         self.ledger.committed(stage, waiting)

@@ -1,11 +1,12 @@
-"""What payloads between stages are written in: a trainer's choice, by what the servers say that they read (spec 4.9).
+"""A trainer's choice of codecs between stages, by what the servers announced (spec 4.9).
 
-A run names one activation codec, or several in order of preference, and peers of different releases may know different ones, or
-different versions. Both ends of an edge must know what passes it, and whoever takes over from one of them too. So of the codecs
-that the trainer knows that one is taken which all servers of both stages read: work goes to all of them, in more bytes if need
-be. If there is none, one that some of both stages read, and the others are not asked. Where the sender's weights decide
-(compression/subspace.py), nothing is chosen, and who has not got the version of a payload is not asked for it.
-"""
+A run names one activation codec, or several in order of preference, and peers of different releases
+may know different ones or different versions. Both ends of an edge must know the codec of a
+payload, and so must a server that takes over from one of them. So the trainer picks, among the
+codecs that it knows, one that all servers of both stages read: all servers get work, in more bytes
+if need be. If there is none, it picks one that some servers of both stages read and does not ask
+the others. Where the sender's weights decide the codec (compression/subspace.py) nothing is chosen,
+and servers without a payload's version are not asked for it."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -23,15 +24,15 @@ log = logging.getLogger(__name__)
 
 
 class EdgeCodecs:
-    """As one trainer sees them. `told` is what a life of a server reads, None if it has not said."""
+    """One trainer's choices. `told` returns the codecs that a server reads, None if unknown."""
 
     def __init__(self, edges: Edges, told: Callable[[PeerId, int], ReadableCodecs | None]) -> None:
         self.edges, self._told = edges, told
-        self._reasons = set[str]()  # why choices were not what all read: each is said once
+        self._reasons = set[str]()  # why no codec suited all servers; each reason is logged once
 
     def choose(self, senders: Servers, receivers: Servers, came: CodecId | None) -> CodecId | None:
-        """What the output of a stage is to be written in that gets its input in `came` (None: tokens); None if that follows
-        from the weights."""
+        """Choose the codec of a stage's output whose input came in `came` (None: tokens). Return
+        None where the weights decide it."""
         if self.edges.follows_weights:
             return None
         mine = self.edges.reads
@@ -48,21 +49,22 @@ class EdgeCodecs:
         return next(shared, mine[0])
 
     def unfit(self, servers: Servers, needs: Collection[CodecId | None]) -> set[PeerId]:
-        """Who is known not to read these codecs, and so not asked for a pass whose payloads are in them. If that were all,
-        anybody is asked: its refusal says why."""
+        """Return the servers known not to read all of `needs`.
+
+        If that is every server, return none: a refusal then states the reason."""
         needed = {need for need in needs if need is not None}
         told = {server.peer: self._told(server.peer, server.sequence) for server in servers}
         unfit = {peer for peer, reads in told.items() if reads is not None and not needed.issubset(reads)}
         return unfit if unfit != told.keys() else set()
 
     def _heard(self, servers: Servers) -> list[ReadableCodecs]:
-        """What those read who have said it."""
+        """Return the codecs of each server that announced any."""
         heard = (self._told(server.peer, server.sequence) for server in servers)
         return [told for told in heard if told is not None]
 
 
 def read_by_all(mine: ReadableCodecs, told: Sequence[ReadableCodecs]) -> list[CodecId]:
-    """Those of mine that everybody reads."""
+    """Return the codecs of `mine` that every entry of `told` contains."""
     return [one for one in mine if all(one in each for each in told)]
 
 

@@ -1,13 +1,10 @@
-"""Microbatches in flight: how a trainer draws and numbers them, and what it keeps of each until it
-counts at every stage.
+"""Microbatches in flight: their numbers, and what is kept of them until they count everywhere.
 
-It keeps the input of each stage and the gradient of each stage's output, encoded as they came: so
-whatever dies, the pass can be asked of another server.
+It keeps each stage's input and the gradient of each stage's output, encoded as they came, so that
+any lost pass can be asked of another server. A codec that remembers samples keeps inputs
+differently (node/pipeline/contrib/sample_inputs.py).
 
-A codec that remembers samples keeps inputs in another way (`StageInputs`, node/pipeline/contrib/sample_inputs.py).
-
-Shapes: B sequences, L positions.
-"""
+Shapes: B sequences, L positions."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -24,19 +21,21 @@ from farflock.node.run.terms import WhenGone
 from farflock.swarm.messages import CodecId
 from farflock.swarm.paths.policy import Microbatch, PathPolicy
 
-NUMBERS, LIVES = 2**32, 2**29  # microbatches of one life, and lives whose numbers differ
+NUMBERS, LIVES = 2**32, 2**29  # microbatches per life; lives with distinct numbers
 
 
 class KeptInput(Protocol):
-    """The input of a stage, as a trainer keeps it until its microbatch counts."""
+    """A stage's input, as a trainer keeps it until its microbatch counts."""
 
     def payload(self, server: str) -> bytes:
-        """The payload for this life of a server, which may know a part of the input already."""
+        """Return the payload for this server life, which may already hold a part of the input."""
         ...
 
     def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
-        """Note that a server has read this payload, all but the rows that it lacked something for.
-        Return whether it was right to say so, and may be asked again at once."""
+        """Note that a server has read this payload, except the rows in `lacking`, whose references
+        it did not hold.
+
+        Return True if its claim is plausible, so that it may be asked again at once."""
         ...
 
 
@@ -45,99 +44,97 @@ class ExpectedOutput(Protocol):
 
     @property
     def visit(self) -> Visit | None:
-        """What the forward request says of the samples, None where the codec remembers none."""
+        """The samples named in the forward request; None where the codec remembers none."""
         ...
 
     def read(self, payload: bytes, request: Forward) -> KeptInput:
-        """Take in the answer, which is the next stage's input; `CorruptPayload` if it cannot be the
-        answer."""
+        """Read the output, the next stage's input; raise `CorruptPayload` if it cannot be one."""
         ...
 
 
 class StageInputs(Protocol):
-    """How a trainer takes in, keeps and hands out the inputs of stages, for all of its
-    microbatches."""
+    """Reads, keeps and hands out the inputs of stages, for all microbatches of a trainer."""
 
     def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
-        """Prepare for a forward pass through a stage, which is about to be asked for."""
+        """Prepare for a forward pass that is about to be asked for."""
         ...
 
     def backward_visit(self, flight: "InFlight") -> Visit | None:
-        """What the microbatch's backward requests say of its samples."""
+        """Return the samples named in the microbatch's backward requests."""
         ...
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Numbers for a status report, by name."""
+        """Counters for status reports, by name."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WholeInput:
-    """The payload as it came, which every server gets."""
+    """A payload as it came, handed to every server alike."""
 
     raw: bytes
 
     def payload(self, server: str) -> bytes:
-        """It refers to nothing that a server might not have."""
+        """Return the payload, which stands for itself."""
         return self.raw
 
     def taken(self, server: str, payload: bytes, lacking: Sequence[int] = ()) -> bool:
-        """There is nothing to note."""
+        """Return True: there is nothing to note."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class WholeInputs:
-    """Inputs of a codec that remembers nothing."""
+    """Inputs of a codec that remembers no samples."""
 
     visit: None = None
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def expect(self, flight: "InFlight", stage: int) -> ExpectedOutput:
-        """Every output is read alike."""
+        """Return itself: it reads every output alike."""
         return self
 
     def read(self, payload: bytes, request: Forward) -> KeptInput:
-        """It stays encoded: no stage's input is decoded by the trainer."""
+        """Keep the payload encoded: the trainer never decodes activations."""
         return WholeInput(payload)
 
     def backward_visit(self, flight: "InFlight") -> None:
-        """No samples are named."""
+        """Return None: no samples are named."""
 
 
 @dataclass(slots=True)
 class PassWeights:
-    """The versions of weights that one microbatch met on its way, by stage: its backward passes name
-    them, where servers keep versions (decision 016). `gone` says what becomes of it where no server
-    has one of them any more: it is dropped, or differentiated at the newest weights. None: servers
-    have one version, and none is named."""
+    """The weight versions that one microbatch met, by stage; its backward passes name them
+    (decision 016).
+
+    `gone` says what happens once no server has a named version: the microbatch is dropped, or
+    differentiated at the newest weights. None where servers have one version, and none is named."""
 
     gone: WhenGone | None = None
     _versions: dict[int, Version] = field(default_factory=dict)
 
     def used(self, stage: int, version: Version | None) -> None:
-        """Name the version that a server says that a pass used, if it is one."""
+        """Note the version that a server used, if it stated one."""
         if version is not None and self.gone is not None:
             self._versions[stage] = version
 
     def named(self, stage: int) -> Version | None:
-        """The version that a backward pass is to use, None for whatever the server has."""
+        """Return the version for the stage's backward pass, None for whatever the server has."""
         return self._versions.get(stage)
 
     def is_ahead(self, stage: int, round: int) -> bool:
-        """Whether a server that is at this round of the stage has yet to come to the named
-        version."""
+        """True if a server of this stage at this round has yet to reach the named version."""
         version = self._versions.get(stage)
         return version is not None and round < version.round
 
     def give_up(self, stage: int) -> bool:
-        """Give up the named version, which no server has any more. True if the backward pass is to
-        use the newest now; if not, what is left of the microbatch's way is dropped."""
+        """Give up the named version, which no server has. Return True if the newest weights may be
+        used instead, False if the rest of the walk is dropped."""
         return self.gone == "newest" and self._versions.pop(stage, None) is not None
 
     def forget(self) -> None:
-        """Forget all versions: the walk begins again, and its passes may use others."""
+        """Forget all versions: the walk begins again and may meet others."""
         self._versions.clear()
 
 
@@ -145,12 +142,11 @@ class PassWeights:
 class InFlight:
     """One microbatch that does not count everywhere yet, as its trainer keeps it.
 
-    By stage: the kept `inputs`; `gradients`, the payload of the gradient of its output, of the last
-    stage the targets; `codecs`, which its output and that gradient are encoded in; and `lacked`,
-    how many servers were asked in vain, for want of weights or of a codec. `asking` holds the
-    stages where a backward pass or a confirmation is being asked for. `trip_s` adds up the passes
-    that brought something, without the time that they waited at servers.
-    """
+    By stage: `inputs`, the kept inputs; `gradients`, the payload of the gradient of its output (at
+    the last stage the targets); `codecs`, those of its output and of that gradient; and `lacked`,
+    how many servers were missing the weights or a codec. `asking` holds the stages with a backward
+    pass or confirmation in progress. `trip_s` sums the successful calls, without the time that they
+    waited at servers."""
 
     microbatch: Microbatch
     order: tuple[int, ...]
@@ -167,22 +163,22 @@ class InFlight:
 
     @property
     def number(self) -> int:
-        """Names it, of all that its trainer ever draws."""
+        """The microbatch's number, unique among all that its trainer ever draws."""
         return self.microbatch.step
 
     def source(self, stage: int) -> int:
-        """The stage before, -1 before the first."""
+        """Return the stage before, -1 for the first."""
         at = self.order.index(stage)
         return self.order[at - 1] if at else -1
 
     def after(self, stage: int) -> int | None:
-        """The stage after, None after the last."""
+        """Return the stage after, None for the last."""
         at = self.order.index(stage)
         return self.order[at + 1] if at + 1 < len(self.order) else None
 
     def set_out_again(self, epoch: int) -> None:
-        """Forget what its walk brought so far: it begins again at the first stage, in this
-        round."""
+        """Forget the walk so far: it begins again at the first stage, in this round."""
+        # `gradients` stays: so far it holds the targets alone.
         self.epoch, self.trip_s = epoch, 0.0
         self.inputs.clear()
         self.codecs.clear()
@@ -190,16 +186,17 @@ class InFlight:
 
 
 def first_number(life: int) -> int:
-    """Where this life of a trainer begins to number its microbatches: not where a former one did,
-    for those may count already or be somewhere on their way. The rest after `NUMBERS` says which of
-    its stream's batches it is."""
+    """Return the first microbatch number of this life of a trainer.
+
+    Each life has `NUMBERS` numbers of its own, since those of a former life may already count or
+    still be in flight. The number modulo `NUMBERS` is the batch's index in the stream."""
     return life % LIVES * NUMBERS
 
 
 class MicrobatchSource:
-    """Draws and numbers the microbatches of one life of a trainer, from its first number on
-    (`first_number`). They go through the stages as `policy` has it for `lane`; `gone` is what becomes
-    of one whose weights are gone (`PassWeights`)."""
+    """Draws and numbers one trainer life's microbatches, from `first` on (`first_number`).
+
+    `policy` orders the stages that microbatches of `lane` visit; `gone` is as in `PassWeights`."""
 
     def __init__(
         self,
@@ -215,30 +212,29 @@ class MicrobatchSource:
         self._first = self._next = first
 
     def skip(self, tokens: int) -> None:
-        """Begin in the stream where a run is that has trained on so many tokens. Called before the
-        first draw."""
+        """Start where a run with so many trained tokens is. Call it before the first draw."""
         self._first = self._next = self._first + tokens // self.edges.tokens
 
     @property
     def begun(self) -> int:
-        """Microbatches so far."""
+        """Microbatches drawn so far."""
         return self._next - self._first
 
     def next(self) -> Microbatch:
-        """Number the next one."""
+        """Number the next microbatch."""
         self._next += 1
         return Microbatch(step=self._next - 1, index=0, lane=self.lane)
 
     def order(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """Return the stages that it visits."""
+        """Return the stages that a microbatch visits, in order."""
         return self._policy.stage_order(microbatch)
 
     def batch(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Draw its tokens and targets (B, L)."""
+        """Return a microbatch's tokens and targets (B, L)."""
         return self._batches.batch(microbatch.step % NUMBERS)
 
     def draw(self, epoch: int) -> InFlight:
-        """The next one, which sets out when `epoch` is the newest round that is over."""
+        """Draw the next microbatch, which sets out in round `epoch`, the newest that is over."""
         microbatch = self.next()
         tokens, targets = map(self.edges.pack, self.batch(microbatch))
         order = self.order(microbatch)

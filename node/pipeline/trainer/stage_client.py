@@ -1,4 +1,4 @@
-"""A trainer's client of stage servers: one call to one server, and what is learned of it."""
+"""A trainer's client of stage servers: single calls, whose outcome the path policy hears."""
 
 import asyncio
 import itertools
@@ -31,14 +31,15 @@ from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 from farflock.swarm.peer.calls import CallFailed
 from farflock.swarm.peer.peer import OpenWait, Peer
 
-PAUSE_S = 0.25  # before a stage that refused, or that nobody serves, is asked again
+PAUSE_S = 0.25  # before asking again after a refusal, or for a stage without servers
 CONFIRM_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What came of one call: None if it brought nothing that can be read; and how long that took,
-    without waiting at the server, if what was asked for is done."""
+    """The outcome of one call; `answer` is None if the call failed or its reply is unreadable.
+
+    `trip_s` is the time a finished pass took, without its wait at the server; else 0."""
 
     answer: StageAnswer | None = None
     payloads: tuple[bytes, ...] = ()
@@ -46,8 +47,7 @@ class Asked:
 
 
 class StageClient:
-    """Asks the servers of stages on behalf of one trainer. Which one is asked is the path policy's
-    choice, which hears how each call went."""
+    """Calls stage servers for one trainer. The path policy chooses them and hears the outcomes."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class StageClient:
         self._codecs, self._quarantine = codecs, quarantine
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
         self._numbers = itertools.count()
-        # Calls under way: for what, to which peer, until when on the local clock.
+        # Calls in progress: what for, to which peer, and the deadline on the local clock.
         self._asked: dict[int, tuple[Key, PeerId, float]] = {}
-        self._lacking: dict[int, float] = {}  # stages without a server to ask, and since when
+        self._lacking: dict[int, float] = {}  # stages without servers, and since when
 
     def waits(self) -> list[OpenWait]:
-        """What is asked of which peer now, and which stages have no server to ask."""
+        """Return the calls in progress, and the stages that have no server to ask."""
         now_s = _now()
         waits = [OpenWait(what, (peer,), ends_s - now_s) for what, peer, ends_s in self._asked.values()]
         for stage, since_s in self._lacking.items():
@@ -78,9 +78,9 @@ class StageClient:
     async def next_hop(
         self, flight: InFlight, stage: int, size: float, came: CodecId | None, sends: CodecId | None
     ) -> ServerLife:
-        """The server that the policy names among those that read these codecs, as soon as it names
-        one. A server that is in quarantine, or has refused what is to be handed in, is asked only
-        where the policy names no other."""
+        """Wait until the policy names a server of the stage that reads the codecs `came` and
+        `sends`. Servers in quarantine, and those that refused the stage's payloads before, are
+        asked only if the policy names no other."""
         while True:
             serving = self._stage_directory.serving()
             now_s, unfit = _now(), self._codecs.unfit(serving.stages[stage], (came, sends))
@@ -95,8 +95,7 @@ class StageClient:
             await asyncio.sleep(PAUSE_S)
 
     async def ask(self, server: ServerLife, request: StageRequest, payloads: Sequence[bytes] = ()) -> Asked:
-        """Make one call, and tell the policy what came of it. A pause follows a refusal, and a call
-        that failed."""
+        """Make one call and tell the policy its outcome. Pause after a refusal or a failed call."""
         started_s, timeout_s = _now(), self._timeout_s(request)
         number = next(self._numbers)
         what = Key(f"{type(request).__name__.lower()} at stage {request.stage}", request.number)
@@ -153,7 +152,7 @@ class StageClient:
         started_s: float,
         took_s: float | None = None,
     ) -> None:
-        """Tell the policy; confirmations say nothing of a server's speed."""
+        """Tell the policy how a pass went; confirmations say nothing about a server's speed."""
         if isinstance(request, Forward | Backward):
             size = 1.0 if isinstance(request, Forward) else BACKWARD_SIZE
             call = FinishedCall(server.peer, request.stage, size, started_s, took_s)

@@ -1,7 +1,6 @@
-"""What a trainer knows of the stages: who serves which, what their rounds have named, and who has left for good.
+"""A trainer's knowledge of the stages: servers, microbatches named by rounds, servers that left.
 
-All of it is read off the views and the logs of rounds, which are agreed upon; nobody is asked.
-"""
+All of it is read from views and round logs, which are agreed; no peer is asked."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from farflock.swarm.protocol.gradient_leases import GradientKey
 from farflock.swarm.protocol.views import Member, View
 from farflock.swarm.roles import EVERY
 
-HOPE_S = 20.0  # for the notes of a round all of whose servers are gone: who looks on may have them
+HOPE_S = 20.0  # wait for the notes of a round whose servers are all gone: an onlooker may have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +29,16 @@ class ServerLife:
 
     @property
     def name(self) -> str:
-        """Names the life."""
+        """The life's unique name."""
         return f"{self.peer}/{self.life}"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamName:
-    """The stream of a stage whose notes tell which microbatches count, its first round, the distance to the next, and the share
-    of all microbatches that visit the stage."""
+    """The stream of a stage whose notes name the microbatches that count.
+
+    `first` is its first round, `stride` the distance between its rounds, and `share` the share of
+    all microbatches that visit the stage."""
 
     name: str
     first: int
@@ -46,39 +47,40 @@ class StreamName:
 
 
 class StageDirectory:
-    """As one trainer sees them. `streams` are those of the stages, in order; `whole` says whether full replicas serve passes of
-    others."""
+    """The stages as one trainer sees them, with `streams` by stage. `whole`: full replicas serve
+    passes of other trainers."""
 
     def __init__(self, peer: Peer, streams: Mapping[int, StreamName], *, whole: bool = True) -> None:
         self._peer, self._streams, self._whole = peer, dict(streams), whole
-        self._heard = {stage: stream.first for stage, stream in streams.items()}  # the next round to hear of
-        self._view = -1  # the number of the last view that was looked at
-        self._leaving: list[tuple[int, ServerLife, int]] = []  # stage, who, the first round without it
+        # By stage, the next round to read.
+        self._heard = {stage: stream.first for stage, stream in streams.items()}
+        self._view = -1  # the number of the last view read
+        self._leaving: list[tuple[int, ServerLife, int]] = []  # stage, who, 1st round without it
         self._serving: tuple[tuple[object, ...], StageServers] | None = None
         self._skipped: list[int] = []
         self.left_out: list[
             tuple[int, GradientKey]
-        ] = []  # by stage, what rounds named as too late; who reads it clears it
-        self._silent_s: dict[int, tuple[int, float]] = {}  # by stage, a round that nobody may have, and since when
+        ] = []  # by stage, what rounds named as too late; the reader clears it
+        self._silent_s: dict[int, tuple[int, float]] = {}  # a round maybe lost; since when
 
     @property
     def stages(self) -> int:
-        """How many."""
+        """The number of stages."""
         return len(self._streams)
 
     @property
     def epoch(self) -> int:
-        """The last round that is known to be over at any stage: a microbatch that sets out now is as new as can be. A stage
-        that is behind takes it as well, for it gets on only with what passes it."""
+        """The newest round known to be over at any stage, which new microbatches carry.
+
+        A stage that is behind accepts it too, since only microbatches move it forward."""
         return max(-1, *(self._peer.rounds.newest(stream.name) for stream in self._streams.values()))
 
     def tokens(self) -> int:
-        """The run's, as the slowest stage has agreed upon them: of a stage that a share of the run visits, its own are that
-        share."""
+        """Return the run's tokens at the slowest stage: each one's agreed tokens over its share."""
         return min(int(self._peer.rounds.tokens(stream.name) / stream.share) for stream in self._streams.values())
 
     def serving(self) -> StageServers:
-        """Who serves which stage and is not known to be gone; the same object as long as nothing changes."""
+        """Return the servers not known to be gone; the same object while nothing changes."""
         view = self._peer.context.views.newest
         listed = [self._members(view, stage) for stage in range(self.stages)]
         alive = [[member for member in members if self._is_asked(view, member)] for members in listed]
@@ -93,18 +95,18 @@ class StageDirectory:
         return not self._peer.context.gone(view, member.peer) and (self._whole or member.stage != EVERY)
 
     def at(self, stage: int, peer: PeerId) -> ServerLife | None:
-        """The life of this peer that serves the stage now."""
+        """Return the life of this peer that serves the stage now, or None."""
         members = self._members(self._peer.context.views.newest, stage)
         return next((ServerLife(peer, member.incarnation) for member in members if member.peer == peer), None)
 
     def server(self, name: str) -> ServerLife | None:
-        """The server of this name, if it is still a member."""
+        """Return the server life of this name, None if it is no longer a member."""
         members = self._peer.context.views.newest.members
         servers = (ServerLife(member.peer, member.incarnation) for member in members)
         return next((server for server in servers if server.name == name), None)
 
     def named(self) -> Iterator[tuple[int, list[GradientKey]]]:
-        """By stage, the keys that the rounds name which were closed since the last call, in their order."""
+        """Yield, by stage and in order, the keys of each round that closed since the last call."""
         rounds = self._peer.rounds
         for stage, stream in self._streams.items():
             while True:
@@ -123,8 +125,9 @@ class StageDirectory:
                     yield stage, sorted(ages)
 
     def _is_past_hope(self, stage: int, name: str) -> bool:
-        """Whether the next round is over and all who brought anything to it are gone, so long that nobody seems to have its
-        notes: a stage that died out just then. Its weights are gone too, but others may have heard what I have not."""
+        """True if the next round is over and for `HOPE_S` all its members have been gone, so that
+        its notes seem lost. The stage died out just then. Its weights are lost too, but other peers
+        may still have heard of the round."""
         number, port = self._heard[stage], self._peer.context
         view, newest = port.views.at(number, stage), port.views.newest
         stay = view is not None and set(self._members(view, stage)).intersection(newest.members)
@@ -136,11 +139,11 @@ class StageDirectory:
         return port.now() - self._silent_s[stage][1] >= HOPE_S
 
     def skipped(self) -> int | None:
-        """A stage of whose rounds some were over, and nobody has them any more, before they were heard of."""
+        """Return a stage with rounds that were lost before this peer heard of them, else None."""
         return self._skipped.pop() if self._skipped else None
 
     def left(self) -> Iterator[tuple[int, str]]:
-        """By stage, the servers that are in no view any more, once all rounds are known that they could take part in."""
+        """Yield (stage, server) for servers that left the view, once their rounds are known."""
         views = [entry.view for entry in self._peer.context.views.views if entry.view.number >= self._view]
         for before, after in itertools.pairwise(views):
             for stage in range(self.stages):

@@ -1,10 +1,9 @@
-"""A pipeline's trainer: it draws microbatches, has each walk forward and back through the stages,
-and sees to it that each stage's gradient of each counts once (decision 014).
+"""A pipeline's trainer: it draws microbatches, walks each forward and back through the stages, and
+makes each stage count each gradient once (decision 014).
 
-It holds no weights. What it holds of a microbatch is described in node/pipeline/trainer/in_flight.py, the walk in
-node/pipeline/trainer/walker.py, the calls that a walk is made of in node/pipeline/trainer/stage_client.py, and what counts in
-node/pipeline/trainer/commits.py. Which server is asked is the path policy's choice (swarm/paths/policy.py).
-"""
+It holds no weights. In node/pipeline/trainer, in_flight.py is what it keeps of a microbatch,
+walker.py the walk, stage_client.py one call of a walk, and commits.py what counts. The path policy
+chooses the servers (swarm/paths/policy.py)."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -27,8 +26,8 @@ TICK_S = 0.1
 
 
 class Trainer:
-    """One life of one trainer, which begins in its stream of microbatches where the run is.
-    `inputs` says how it keeps what comes out of stages."""
+    """One life of one trainer; it starts in its stream of microbatches at the run's position.
+    `inputs` keeps the outputs of stages."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class Trainer:
         self.stopping = False
 
     async def run(self, enough: Callable[[], bool]) -> None:
-        """Train until `enough`, or until told to stop; what is in flight then is given up."""
+        """Train until `enough()` or `stopping` is true; then give up what is in flight."""
         self.source.skip(self._stage_directory.tokens())
         try:
             while not (self.stopping or enough()):
@@ -70,22 +69,21 @@ class Trainer:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # as others see it
+    # status
 
     @property
     def kept(self) -> int:
-        """Microbatches in flight: those on their way, and those that wait to be named."""
+        """Microbatches in flight: walking, or waiting to be named by a round."""
         return len(self._flights)
 
     def waits(self) -> list[OpenWait]:
-        """What is asked of which peer now, and which stages nobody can be asked for."""
+        """Return the calls in progress, and the stages that have no server to ask."""
         return self.client.waits()
 
-    # what a tick does
+    # one tick
 
     def _look_around(self) -> None:
-        """Forget what counts everywhere, ask again for what is lost, and repeat what was not
-        confirmed."""
+        """Forget finished microbatches, redo lost passes, repeat unanswered confirmations."""
         for number in self.commits.hear(_now()):
             del self._flights[number]
         ledger = self.commits.ledger
@@ -93,7 +91,7 @@ class Trainer:
             flight = self._flights[number]
             busy = number in self._walking or stage in flight.asking
             if not busy and stage in flight.gradients:
-                # Lost with its server. What the other stages have of it stays as it is.
+                # Its gradient was lost with a server. The other stages keep theirs.
                 self._spawn(self._walker.backward(flight, stage))
         for (number, stage), server, attempt in list(ledger.confirms()):
             flight = self._flights[number]
@@ -101,6 +99,7 @@ class Trainer:
                 self._spawn(self._walker.confirm(flight, stage, server, attempt))
 
     def _begin_more(self) -> None:
+        # Depth hides the links' latency; `kept` bounds what waits to be named.
         while len(self._walking) < self._depth.wanted and len(self._flights) < self._terms.kept:
             flight = self.source.draw(self._stage_directory.epoch)
             self._flights[flight.number] = flight

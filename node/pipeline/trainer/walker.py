@@ -1,9 +1,8 @@
 """The walk of one microbatch: forward through its stages and back, one server after the other.
 
-A walk that cannot go on begins again, as long as no stage counts the microbatch. Later, what cannot
-be had any more is dropped: the microbatch then counts only at the stages that it has passed on its
-way back.
-"""
+A walk that cannot go on begins again, as long as no stage counts the microbatch. After that, the
+gradients that can no longer be computed are dropped: the microbatch counts only at the stages that
+its way back has passed."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,14 +34,14 @@ from farflock.node.reporting import Report
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import BACKWARD_SIZE
 
-ATTEMPTS_PER_SERVER = 2  # in vain, until nobody seems to have some weights
+ATTEMPTS_PER_SERVER = 2  # failed ones, before weights or a codec are considered lost
 
 ForwardRefusal = Stale | Foreign | Refused  # after which a walk begins again
 
 
 class Walker:
     """Takes microbatches forward and back along their paths. `commits` knows which gradient counts
-    where, and `inputs` keeps what comes out of stages; `spawn` begins what nobody waits for."""
+    where, `inputs` keeps the outputs of stages, and `spawn` starts background tasks."""
 
     def __init__(
         self,
@@ -60,8 +59,8 @@ class Walker:
         self._report, self._spawn = report, spawn
 
     async def walk(self, flight: InFlight) -> None:
-        """Forward, then back. A walk that a stage finds too old, or whose payloads no server can
-        decode, begins again."""
+        """Take a microbatch forward and back, from the start again if a stage finds it too old or
+        no server can decode its payloads."""
         last = flight.order[-1]
         while not (await self._forward(flight) and await self.backward(flight, last, first=True)):
             flight.set_out_again(self._stage_directory.epoch)
@@ -69,9 +68,9 @@ class Walker:
             await self.backward(flight, stage)
 
     async def backward(self, flight: InFlight, stage: int, *, first: bool = False) -> bool:
-        """Ask until a server has answered under the attempt that counts; what it put aside is then
-        to be confirmed. False if the walk is to begin again, which only its `first` backward pass
-        may ask for: after that something of it counts."""
+        """Ask for a stage's backward pass until a server answers under the attempt that counts; a
+        confirmation follows. Return False if the walk has to begin again. Only the walk's `first`
+        backward pass returns that: later, some stage already counts the microbatch."""
         place = flight.number, stage
         flight.asking.add(stage)
         try:
@@ -94,9 +93,10 @@ class Walker:
     # forward
 
     async def _forward(self, flight: InFlight) -> bool:
-        """The inputs of all stages; False if some stage is too far from the round that the
-        microbatch set out in, or cannot read its input. The last stage's own pass is part of the
-        way back."""
+        """Get the inputs of all stages. The last stage's forward pass is part of its backward pass.
+
+        Return False if a stage is too many rounds away from the one that the microbatch set out in,
+        or cannot read its input."""
         for stage in flight.order[:-1]:
             while (answer := await self._forward_once(flight, stage)) is None:
                 pass
@@ -107,8 +107,10 @@ class Walker:
         return True
 
     async def _forward_once(self, flight: InFlight, stage: int) -> Done | ForwardRefusal | None:
-        """Ask one server. Its answer, with the next stage's input put down if it is done; None if
-        it brought nothing."""
+        """Ask one server for a forward pass.
+
+        Return `Done`, with the output kept as the next stage's input; a refusal after which the
+        walk begins again; or None if another server may be asked."""
         after = flight.after(stage)
         assert after is not None
         came, stages = flight.codecs.get(flight.source(stage)), self._stage_directory.serving().stages
@@ -125,7 +127,7 @@ class Walker:
         flight.codecs[stage] = self._codecs.edges.written_in(payload, sends)
         try:
             flight.inputs[after] = expected.read(payload, request)
-        except CorruptPayload:  # seen here, so one word is enough
+        except CorruptPayload:  # this trainer sees it itself, so no second witness is needed
             self._put_into_quarantine(flight, stage, server.peer)
             await asyncio.sleep(PAUSE_S)
             return None
@@ -138,7 +140,7 @@ class Walker:
         server: ServerLife,
         answer: StageAnswer | None,
     ) -> ForwardRefusal | None:
-        """What an answer without output means for the walk; None if another server may be asked."""
+        """Return the answer if the walk has to begin again; None if another server may be asked."""
         match answer:
             case Stale() | Foreign():
                 return answer
@@ -150,13 +152,14 @@ class Walker:
     # back
 
     async def _backward_once(self, flight: InFlight, stage: int) -> bytes | Refused | None:
-        """The gradient of the stage's input (b"" of the first), or None if this attempt brought
-        nothing; a refusal if what other stages made cannot be decoded."""
+        """Ask one server for a backward pass. Return the payload of the gradient of the stage's
+        input (b"" at the first stage), None if the attempt brought nothing, or a refusal if the
+        payloads of other stages cannot be decoded."""
         place, source, ledger = (flight.number, stage), flight.source(stage), self._commits.ledger
         came, sends = flight.codecs.get(source), flight.codecs.get(stage)
         server = await self._client.next_hop(flight, stage, BACKWARD_SIZE, came, sends)
         if ledger.phase(place) not in ("open", "sent"):
-            return None  # a round named it meanwhile, which only a faulty peer brings about
+            return None  # a round has named it meanwhile, which takes a faulty peer
         attempt = ledger.send(place, server.name)
         version, visit = flight.weights.named(stage), self._inputs.backward_visit(flight)
         where = flight.number, stage, source, flight.epoch
@@ -168,7 +171,8 @@ class Walker:
             ledger.silent(place, attempt)
             return self._without_gradient(flight, server, request, answer)
         if not ledger.replied(place, server.name, answer.attempt):
-            self._spawn(self._client.ask(server, Revoke(*place, answer.attempt)))  # it counts nowhere
+            # This reply counts nowhere: free the gradient before its lease ends.
+            self._spawn(self._client.ask(server, Revoke(*place, answer.attempt)))
             return None
         self._spawn(self.confirm(flight, stage, server.name, attempt))
         flight.weights.used(stage, answer.version)
@@ -184,8 +188,8 @@ class Walker:
         request: Backward,
         answer: StageAnswer | None,
     ) -> Refused | None:
-        """What an answer that brings no gradient means for the microbatch; None if the pass is to
-        be asked for again, unless the rest was dropped."""
+        """Act on an answer that brings no gradient. Return a refusal if other stages' payloads
+        cannot be decoded; None if the pass may be asked for again or was dropped."""
         match answer:
             case Foreign():
                 self._lacks(flight, request.stage, answer)
@@ -196,14 +200,15 @@ class Walker:
         return None
 
     async def confirm(self, flight: InFlight, stage: int, name: str, attempt: int) -> None:
-        """Ask a life of a server to merge what it computed under this attempt. It is asked once:
-        whoever looks through the ledger repeats this until the answer has come."""
+        """Ask the server life `name` once to merge the gradient computed under this attempt.
+
+        The trainer's tick repeats this until an answer has come."""
         place, ledger = (flight.number, stage), self._commits.ledger
         flight.asking.add(stage)
         try:
             server = self._stage_directory.server(name)
             if server is None:
-                return  # gone: its last rounds will tell
+                return  # it has left: its last rounds say what counts
             match (await self._client.ask(server, Confirm(*place, attempt))).answer:
                 case Merged():
                     ledger.merged(place, attempt)
@@ -213,9 +218,10 @@ class Walker:
             flight.asking.discard(stage)
 
     def _lacks(self, flight: InFlight, stage: int, answer: Gone | Foreign) -> None:
-        """A server has not got the weights of the forward pass, or what its payload is encoded in.
-        If no other has, the last stage counts this microbatch already, so that it cannot begin
-        again: the rest of it is dropped, or differentiated at other weights."""
+        """Note that a server is missing the weights of the forward pass, or the codec of a payload.
+
+        Once every server is, the rest is dropped or done at other weights: the walk cannot begin
+        again, for the last stage already counts the microbatch."""
         if not (isinstance(answer, Gone) and answer.late):
             yet_to_come = isinstance(answer, Gone) and flight.weights.is_ahead(stage, answer.round)
             flight.lacked[stage] += not yet_to_come
@@ -225,14 +231,14 @@ class Walker:
             self._drop_rest(flight, stage)
 
     def _drop_rest(self, flight: InFlight, stage: int) -> None:
-        """Give up the gradients of this stage and of those before it that nobody has either."""
+        """Give up this stage's gradient and earlier stages' whose output gradient is unknown."""
         earlier = flight.order[: flight.order.index(stage)]
         for each in (stage, *(known for known in earlier if known not in flight.gradients)):
             self._commits.ledger.committed(each, [flight.number])
             self._commits.drop(flight.number, each)
 
     def _servers(self, stage: int) -> int:
-        """How many servers the stage has."""
+        """Return the number of servers of a stage."""
         return len(self._stage_directory.serving().stages[stage])
 
     # one call
@@ -244,8 +250,9 @@ class Walker:
         flight: InFlight,
         rest: Sequence[bytes] = (),
     ) -> Asked:
-        """Hand in tokens, the stage's input unless that is tokens, and the rest. A server that
-        lacks what the input refers to is asked again, with more of it, by the caller."""
+        """Call a server with the tokens, the stage's input unless that is the tokens, and `rest`.
+
+        A server that answers `Lacks` gets more of the input when the caller asks it again."""
         kept = flight.inputs.get(request.stage)
         handed = [] if kept is None else [kept.payload(server.name)]
         asked = await self._client.ask(server, request, [flight.tokens, *handed, *rest])
@@ -255,11 +262,11 @@ class Walker:
                 case Done():
                     kept.taken(server.name, handed[0])
                 case Lacks(rows=rows) if not kept.taken(server.name, handed[0], rows):
-                    await asyncio.sleep(PAUSE_S)  # asked at once it would say the same
+                    await asyncio.sleep(PAUSE_S)  # asked at once, it would answer the same
         return asked
 
     def _mask(self, flight: InFlight, stage: int) -> list[bytes]:
-        """The activation that a gradient belongs to, where the codec needs it to read that."""
+        """Return the stage's output if the codec needs it to decode the gradient, else nothing."""
         after = flight.after(stage)
         if after is None or not self._codecs.edges.is_masked(flight.codecs.get(stage)):
             return []
@@ -275,8 +282,9 @@ class Walker:
         server: ServerLife,
         answer: Refused,
     ) -> bool:
-        """Whether a refusal says that a payload of another stage cannot be decoded, and as many
-        servers say so as it takes; if several do, its maker goes into quarantine."""
+        """Note a refusal. Return True if enough servers say that the payload cannot be decoded.
+
+        The maker is quarantined if several do."""
         if answer.unread is None:
             return False
         payload = stage, answer.unread
