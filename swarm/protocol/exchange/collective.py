@@ -91,7 +91,7 @@ class Collective:
         self._advance(now_s, everywhere=isinstance(message, Offer))
 
     def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
-        """Handle the end of a fetch: the chunk is `intact` here, `corrupt`, or not available now."""
+        """Handle the end of a fetch: the chunk is here (`intact`), `corrupt`, or unavailable."""
         self.content.fetched(digest, intact=intact, corrupt=corrupt)
         if intact and not corrupt:
             self._actions.send(self.closing.decision.resume())
