@@ -1,9 +1,8 @@
 """The one bulk primitive: chunks of bytes, named by their SHA-256, fetched from any holder.
 
-The receiver asks for ranges that it has room for (`Want`), so nobody can fill its memory; pieces
-that were not asked for are dropped and counted. A chunk is verified before anybody sees it. A
-holder that stays silent for `STALL_S` is given up for the next one, and only the missing pieces are
-asked for again.
+The receiver asks for ranges that it has room for (`Want`), so nobody can fill its memory;
+unrequested pieces are dropped and counted. A chunk is verified before anybody sees it. A holder
+silent for `STALL_S` is given up for the next, which is asked only for what is missing.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ MAX_ASKERS = 256
 
 
 class ChunkCarrier(Protocol):
-    """What the chunk protocol needs: a peer's links, as in `PeerContext`, and its task group."""
+    """The needs of the chunk protocol: a peer's links, as in `PeerContext`, and its task group."""
 
     def send(self, peer: PeerId, message: Message, /) -> bool:
         """Send a message, best effort; return False if it was refused."""
@@ -130,7 +129,7 @@ class _Fetching:
     digest: bytes
     data: bytearray
     missing: set[int]  # indices of missing pieces
-    # may several holders serve one copy? faster, but a false copy then convicts nobody
+    # whether several holders may serve one copy: faster, but then a false copy convicts nobody
     mixing: bool
     without: set[PeerId]  # peers that answered that they do not have the chunk
     asked: set[PeerId] = field(default_factory=set)  # pieces from any other peer are dropped
@@ -179,9 +178,8 @@ class Chunks:
     ) -> bool:
         """Fetch a chunk into the store and pin it; return False if nobody delivered it in time.
 
-        `holders` is called again whenever a holder is needed, so peers that get the chunk meanwhile
-        are used. If `final`, a peer that is gone or lacks the chunk will never have it: return
-        False as soon as nobody else is left."""
+        `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
+        peer that is gone or lacks the chunk never gets it: return False once nobody is left."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
@@ -319,8 +317,8 @@ class Chunks:
     async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: set[int]) -> None:
         """Wait for the requested pieces.
 
-        A holder that sends nothing is given up for another. If it began and then fell silent,
-        pieces were lost on the way, and it is asked again for what is missing."""
+        A holder that sends nothing is given up for another. If it fell silent after a start, pieces
+        were lost on the way, and it is asked again."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         while fetching.missing & asked and holder not in fetching.refused:

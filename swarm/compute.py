@@ -1,7 +1,5 @@
 """The seam between asyncio and computation: protocol code passes a function and awaits its result.
-
-A node computes in worker threads, a simulation inline.
-"""
+A process computes in worker threads, a simulation inline."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,10 +21,8 @@ async def inline(work: Callable[[], T]) -> T:
 
 
 class Worker:
-    """One thread for one kind of work.
-
-    Training steps and codec work have a thread each, so that an exchange can go on during a long
-    step: torch releases the interpreter lock in its kernels."""
+    """One thread for one kind of work. Training steps and codec work have a thread each, so that an
+    exchange can go on during a long step: torch releases the interpreter lock in its kernels."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

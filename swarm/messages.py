@@ -112,9 +112,8 @@ class Holds(_InView, frozen=True, tag="holds"):
 
 
 class Tally(_Message, frozen=True, tag="tally"):
-    """The tokens that the sender has taken in for the stream's next round, `key.round`.
-
-    `over`: the run is over for the sender, which begins no more rounds (swarm/peer/tallies.py)."""
+    """The sender's tokens for the stream's next round, which is `key.round`; `over` if the run is
+    over for it, so that it begins no more rounds (swarm/peer/tallies.py)."""
 
     key: Key
     tokens: Count
@@ -122,10 +121,8 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 
 class Load(_Message, frozen=True, tag="load"):
-    """The sender's load in period `number` (swarm/peer/load_reports.py).
-
-    `queue` microbatches wait, `rate` are done per second, a stage of up to `memory_bytes` would
-    fit, and the sender has served its own stage for `resident_s`."""
+    """The sender's load in period `number` (swarm/peer/load_reports.py): microbatches waiting and
+    done per second, memory for a stage, and the time that it has served its own."""
 
     number: Count
     queue: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -156,10 +153,8 @@ class Prepare(_Vote, frozen=True, tag="prepare"):
 
 
 class Promise(_Vote, frozen=True, tag="promise"):
-    """Phase 1b, with the value of the highest ballot accepted so far.
-
-    `floor` (views only): for each axis (swarm/protocol/axes.py), the lowest round at which the
-    sender would let a new view begin."""
+    """Phase 1b, with the value of the highest ballot accepted so far. `floor` (views only): the
+    lowest rounds, by axis (swarm/protocol/axes.py), at which a new view could begin here."""
 
     accepted: Ballot | None = None
     value: Value | None = None
@@ -233,9 +228,7 @@ class PairRefuse(_Message, frozen=True, tag="pair-"):
 
 
 class PairHave(_Message, frozen=True, tag="have"):
-    """The sender holds both payloads; `digest` is their common hash.
-
-    `ask`: a repetition that asks for the decision."""
+    """The sender holds both payloads, of this joint hash; `ask` repeats it to get the decision."""
 
     key: Key
     digest: Digest
@@ -286,10 +279,8 @@ class StateQuery(_Message, frozen=True, tag="state?"):
 
 
 class StateOffer(_Message, frozen=True, tag="state"):
-    """The sender's snapshot after `round` (-1: before the first).
-
-    `digest` names a chunk that lists the snapshot's chunks. `view` is the newest view that the
-    sender knows: a state belongs to one chain of views."""
+    """The sender's snapshot after `round` (-1: before the first), as a chunk that lists its chunks.
+    `view` is the newest that the sender knows: a state belongs to one chain of views."""
 
     stream: Name
     view: Digest
@@ -331,10 +322,9 @@ class Call(_Message, frozen=True, tag="call"):
 
 
 class Answer(_Message, frozen=True, tag="answer"):
-    """The answer to the call `id` that the receiver made in its life `incarnation`.
-
-    "ok" alone brings a result. "full": nothing was done, ask again. "failed": it cannot be done.
-    "late": the payloads did not arrive in time, or the answer is gone."""
+    """The answer to call `id` of the receiver's life `incarnation`; only "ok" brings a result.
+    "full": nothing was done, ask again. "failed": it cannot be done. "late": the payloads came too
+    late, or the answer is gone."""
 
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     id: Count
@@ -359,9 +349,7 @@ class BranchAsk(_Message, frozen=True, tag="branch?"):
 
 
 class BranchSign(_Message, frozen=True, tag="branch"):
-    """The sender's signature under the branch of this hash.
-
-    Empty if it cannot sign: the branch must begin at round `floor` or later."""
+    """The signature under this branch; empty if it must begin at round `floor` or later."""
 
     digest: Digest
     proof: Signature = b""
@@ -370,9 +358,8 @@ class BranchSign(_Message, frozen=True, tag="branch"):
 
 class Lineage(_Message, frozen=True, tag="lineage"):
     """The sender's chain of views up to view `number`, and its agreed tokens as far as it knows.
-
-    `trail` holds the first 8 bytes of each kept view's hash, oldest first. `views` are the
-    certified views that the receiver is missing, sent if it asked and has fewer tokens."""
+    `trail` holds 8 bytes of each kept view's hash, oldest first; `views` are those that the
+    receiver is missing, if it asked and has fewer tokens."""
 
     tokens: Count
     number: Count

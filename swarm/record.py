@@ -29,10 +29,10 @@ class BadRecord(ValueError):
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A peer's statement about itself.
 
-    `endpoints` are the multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty if it cannot
-    be dialled; `doors` those of its directory, ending in `/p2p/ID`, through which others can join;
-    `relays` the peers that forward for it. `incarnation` is drawn anew at every start: a restarted
-    peer has forgotten its promises and must not be taken for the old one."""
+    `endpoints` are its links' multiaddresses (`/ip4/192.0.2.7/tcp/4001`), empty if it cannot be
+    dialled; `doors` its directory's, ending in `/p2p/ID`, through which others can join; `relays`
+    peers that forward for it. `incarnation` is drawn anew at every start: a restarted peer has
+    forgotten its promises and must not be taken for the old one."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     peer: RecordText

@@ -1,7 +1,6 @@
 """The role of a member in a run with stages: it serves one stage, all (a full replica), or none.
 
-A stage's group is a function of the view, so the members agree on who serves what along with who is
-there.
+A stage's group is a function of the view: agreeing on the members is agreeing on who serves what.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Known peers, joining and leaving: requests to enter or leave a run, and what members note of
 them.
 
-Outsiders repeat `Join` to all members they know until they see themselves in a view; a leaving
-member says so once.
+Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once.
 """
 
 from farflock.swarm.links import PeerId

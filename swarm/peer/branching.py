@@ -115,16 +115,13 @@ class Branching:
     # starting a branch
 
     def _is_due(self) -> bool:
-        """True if the time without a quorum is up; never in a run of stages.
-
-        Half a pipeline is useless, and a stage's rounds could not be taken back."""
+        """True if the time without a quorum is up; never with stages, as half a pipeline is useless
+        and a stage's rounds could not be taken back."""
         return not self._rounds.staged and self._solitude.lasted_s >= self._after_s
 
     def _can_decide(self) -> bool:
-        """True if the newest view and the next round's view have quorums and no next view is
-        overdue.
-
-        A view accepted by some members but excluded by rounds that others began blocks both."""
+        """True if the newest view and the next round's have quorums and no next view is overdue:
+        one accepted by some members but excluded by rounds that others began blocks both."""
         chain = self._context.views
         if self._membership.next_view.is_overdue:
             return False
@@ -198,10 +195,8 @@ class Branching:
             self._context.drop("bad branch")
 
     def _take_branch(self, sender: PeerId, branch: Certified) -> None:
-        """Follow a branch off our newest view, or compare the chains first.
-
-        Compare if this peer holds rounds that the branch lacks, or is in that view and not long
-        enough without a quorum."""
+        """Follow a branch off our newest view; but compare the chains first if this peer has rounds
+        that it lacks, or is in that view and not long enough without a quorum."""
         views.require_branch(self._context.run, self._context.views.newest, branch)
         bound = self._context.my_index(self._context.views.newest) is not None and not self._is_due()
         if bound or self._rounds.floor() > branch.view.first_round:

@@ -1,8 +1,7 @@
 """Calls from other peers: judge each, fetch its payloads, run its handler once, keep the answer.
 
-Links lose answers and callers repeat calls, but a server must not do the work twice. So it
-remembers its calls in a table of bounded size; a caller that finds it full asks again later. After
-a restart it remembers nothing.
+Links lose answers and callers repeat calls, but no work is done twice. So a server keeps its calls
+in a bounded table; a caller that finds it full asks again later. A restart empties it.
 """
 
 import asyncio
@@ -46,9 +45,7 @@ class Handler(Protocol):
     """Serves calls; an exception is logged and fails only its call."""
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
-        """Return None to accept a call, or a refusal as the answer's body.
-
-        Called before any payload is fetched; `sizes` are the payloads' bytes."""
+        """Return None to fetch payloads of `sizes` bytes and serve, or a refusal as answer body."""
         ...
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:

@@ -32,9 +32,8 @@ KEEP_S = LEASE_S / 3  # calls are repeated while their answers' payloads are fet
 
 
 class CallFailed(Exception):
-    """A call without a result; `reason` is one of three.
-
-    "dial": the peer is gone. "rpc": it cannot or did not do it. "deadline": time ran out."""
+    """A call without a result; `reason` is "dial" (the peer is gone), "rpc" (it cannot or did not
+    do it) or "deadline"."""
 
     def __init__(self, reason: CallFailure, message: str) -> None:
         super().__init__(message)
@@ -81,12 +80,11 @@ class Calls:
         timeout_s: float,
         max_reply_bytes: int,
     ) -> CallReply:
-        """Have a peer's handler do some work, at most once per life of the peer, and return its
-        reply.
+        """Have a peer's handler do some work, at most once per life of the peer; return its reply.
 
-        A peer without room is asked again. Raise `CallFailed` if there is no result in time or its
-        payloads exceed `max_reply_bytes`, `ValueError` for more than a call can carry. On
-        cancellation the peer is told to drop the call."""
+        A full peer is asked again. Raise `CallFailed` if there is no result in time, or one of more
+        than `max_reply_bytes`; `ValueError` if the call is too large. If cancelled, tell the peer
+        to drop it."""
         require_sendable(request, payloads)
         size = sum(map(len, payloads))
         if size > self._room_bytes:

@@ -18,9 +18,8 @@ ReadableCodecs = tuple[CodecId, ...]
 
 
 class CodecOffers:
-    """One peer's announcements and those it received.
-
-    `reads` returns the codecs that this peer reads, preferred first; none if it serves nothing."""
+    """One peer's announcements and those it received; `reads` returns its codecs, preferred first,
+    or none if it serves nothing."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context

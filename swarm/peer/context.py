@@ -75,10 +75,8 @@ class PeerContext:
         return self.links.life(peer)
 
     def gone(self, view: View, peer: PeerId) -> bool:
-        """True if nothing is to be expected of a member of a view: it is suspect, dead, or
-        restarted.
-
-        In a new life it knows nothing of what it began in the old one."""
+        """True if a member of a view need not be waited for: it is suspect, dead, or in another
+        life, in which it knows nothing of what it began."""
         heard = self.lives.get(peer)
         return self.life(peer) in ("suspect", "dead") or (heard is not None and view.index(peer, heard) is None)
 
@@ -87,9 +85,7 @@ class PeerContext:
         return peer in self.leaving or peer not in self.views.newest.peers
 
     def my_index(self, view: View) -> int | None:
-        """Return this peer's member index in a view.
-
-        None if it is not in it in this life, or gave the view up and forgot its promises."""
+        """Our member index in a view; None if we are not in it in this life, or gave it up."""
         return None if view.hash in self.forsaken else view.index(self.me, self.incarnation)
 
     @property

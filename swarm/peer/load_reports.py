@@ -1,7 +1,7 @@
 """Periodic load reports by the servers of all stages, from which all compute the same move.
 
-Everybody must compute the same move (swarm/protocol/rebalance.py), so each server reports once per
-period, and a peer that is missing a report computes nothing in that period.
+All must compute it from the same numbers (swarm/protocol/rebalance.py): each server reports once
+per period, and a peer that is missing a report computes nothing in that period.
 """
 
 from farflock.swarm.links import PeerId

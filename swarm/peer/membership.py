@@ -107,6 +107,7 @@ class Membership:
                 self._context.send(sender, Pong(sent_s, self.clock.run_s(self._context.now())))
             case Pong(sent_s=sent_s, run_s=run_s):
                 if sender in self.book.others():
+                    # Only known peers count: strangers must not shift the run time.
                     self.clock.answered(sender, sent_s, self._context.now(), run_s)
             case _:
                 self.next_view.receive(sender, incarnation, message)

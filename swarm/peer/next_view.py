@@ -20,7 +20,7 @@ from farflock.swarm.protocol.views import Certified, Member, View
 
 RESEND_S = 0.5
 HELD_S = 3.0  # a member held back from stage rounds for this long pushes the decision itself
-# Whole-model rounds between the last one begun and the new view: then few must wait for it.
+# Whole-model rounds from the last one begun to the new view's first: then few must wait for it.
 ROUNDS_AHEAD = 2
 # The wait before each further proposal doubles up to so often: over slow links, one has to get
 # through.

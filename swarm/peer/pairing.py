@@ -212,9 +212,8 @@ class Pairing:
         )
 
     def _receive_elsewhere(self, sender: PeerId, incarnation: int, key: Key, message: Message) -> None:
-        """Handle a message that is not for the running pair.
-
-        Keep a proposal ahead of us, refuse one behind us, answer for an exchange that is over."""
+        """Handle a message not for the running pair: keep a proposal ahead of us, refuse one behind
+        us, answer for an exchange that is over."""
         over = self._done.get(key)
         if over is not None and over.partner == sender:
             over.receive(self._context.now(), message)

@@ -215,9 +215,9 @@ class Peer:
     ) -> RoundOutcome:
         """Bring encoded shards to a round of a stream and return its outcome.
 
-        A pair exchange ends by the stream's deadline; a collective one when its round is decided,
-        however long that takes: the caller trains on meanwhile. It is lost if this peer has given
-        up the chain of views that its state belongs to, until the stream is opened again."""
+        A pair's ends by the stream's deadline; a collective's when the round is decided, however
+        late: the caller trains on meanwhile. It is lost if this peer gave up the chain of views
+        that its state belongs to, until the stream is opened again."""
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
@@ -239,10 +239,8 @@ class Peer:
         return self.rounds.newest(name) if name in self.rounds.names else -1
 
     def reach(self, stage: int | None = None) -> int:
-        """Return the earliest round whose state the logs of a stage's collective streams can
-        update.
-
-        An adopted snapshot must not be older. `stage` None: the whole model; -1 without streams."""
+        """Return the earliest round from which the logs of a stage's collective streams lead on
+        (None: the whole model's); an adopted snapshot must not be older. -1 without streams."""
         return self.rounds.reach(stage)
 
     def waits(self) -> list[OpenWait]:

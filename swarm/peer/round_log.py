@@ -1,9 +1,9 @@
 """The log of a stream's last rounds: each decision, and whether its content is here.
 
 A member that was away learns from others' logs what it missed, in order; a round that has left
-everybody's log is lost to a peer that still waits for it. The last shards of a witnessed round stay
-in the annals when its other content goes: peers without its state, a pipeline's trainers, follow at
-their own pace and must miss none.
+everybody's log is lost to a peer that still waits for it. The last shards of a witnessed round are
+kept longer than its other content: peers without its state, a pipeline's trainers, follow at their
+own pace and must miss none.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class StreamState:
     opened_tokens: int = 0  # tokens before the first round that is kept
     seen: int = -1  # the highest round heard of; negative if none
     log: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
-    # rounds before the log
+    # old rounds, before the log
     annals: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
     annals_bytes: int = 0
     offers: dict[int, OpenOffer] = field(default_factory=dict)  # ours, by round, unresolved
@@ -74,7 +74,7 @@ class StreamState:
         return self.newest + self.stream.cadence.stride
 
     def entry(self, number: int) -> LoggedRound | None:
-        """Return a decided round from the log or the annals, or None."""
+        """Return a decided round from the log or the old rounds before it, or None."""
         return self.log.get(number) or self.annals.get(number)
 
     def resolve(self, number: int, outcome: RoundOutcome) -> None:
@@ -107,7 +107,7 @@ class RoundLog:
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
-        """Move a round from the log to the annals, or drop it unless its last shards are kept."""
+        """Move a round from the log to the old rounds, or drop it unless its last shards are kept."""
         entry = state.log[number]
         if not (state.stream.terms.witnessed and (entry.complete or state.stream.wants == "last")):
             self._shorten(state, 0)
@@ -125,7 +125,7 @@ class RoundLog:
         self._shorten(state, ANNALS_ROUNDS)
 
     def _shorten(self, state: StreamState, most: int) -> None:
-        """Drop the oldest annals until they are small enough; no round is missing in between."""
+        """Drop the oldest old rounds until few enough are left, without gaps."""
         while state.annals and (len(state.annals) > most or state.annals_bytes > ANNALS_BYTES):
             number, entry = state.annals.popitem(last=False)
             state.annals_bytes -= _size_bytes(state, entry)
@@ -176,7 +176,7 @@ class RoundLog:
 
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
-    """Return the approximate size of a round in the annals."""
+    """Return the approximate size of an old round."""
     return len(entry.decided.value) + sum(item.size for item in last_shards(entry.close, state.stream.terms.shards))
 
 

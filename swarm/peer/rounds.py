@@ -416,8 +416,7 @@ class OpenRounds:
         return here
 
     def _retire(self, machine: Collective, view: View) -> bool:
-        """Drop a machine begun under a view that did not come to hold for its round; True if
-        dropped.
+        """Drop a machine of a view that its round does not belong to; return True if dropped.
 
         Nothing that it did counts, and its group's indices now mean other members. This peer's
         offer goes into the round's true machine."""

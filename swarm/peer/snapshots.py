@@ -104,9 +104,8 @@ class Snapshots:
             self._context.spawn(self._offer(sender, message.stream))
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
-        """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view.
-
-        A state of an unknown view may belong to another chain than ours."""
+        """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view: its
+        state might belong to another chain than ours."""
         wanted, chain = self._downloads.get(offer.stream), self._context.chain
         if wanted is None or sender not in self._members(wanted.stage):
             return  # not asked for, or not by a possible holder

@@ -1,14 +1,13 @@
-"""The tokens taken in by a stage's members since its last round: its step is due when they fill a
-batch.
+"""The tokens taken in by a stage's members since its last round: a full batch makes its step due.
 
-Every member announces its own number and adds up what it hears, so that all notice at nearly the
-same time and nobody is asked. A wrong number makes that round's steps early or late, nothing worse:
-contributions carry their own weights.
+Each member announces its number and adds up all, so that all notice at nearly the same time and
+nobody is asked. A wrong number only makes that round's steps early or late: contributions carry
+their own weights.
 
-At the end of a run members announce that too, and leave when all have: one that left early could
-miss a round that the others began, and end with another state. Members of a run of whole models
-(stage None), which has no batches, also announce each stream's next round, so that all see whether
-they have the same rounds (node/train/end_barrier.py).
+At the end of a run members announce that too, and leave when all have: an early leaver could miss a
+round that others began, and end with another state. In a run of whole models (stage None), without
+batches, they also announce each stream's next round, so that all see whether they have the same
+rounds (node/train/end_barrier.py).
 """
 
 import asyncio

@@ -20,7 +20,7 @@ MAX_MISSING_BYTES = 192 * 1024  # of views in one message; fits in a frame
 
 @dataclass(slots=True)
 class Solitude:
-    """The time that a peer's view could decide nothing, as it sees it, uninterrupted and awake."""
+    """The uninterrupted waking time in which a peer's view, as it sees it, could decide nothing."""
 
     lasted_s: float = 0.0
     _looked_s: float | None = None
@@ -75,7 +75,7 @@ class Fork:
 
 
 def trail(chain: Chain) -> bytes:
-    """Return the hash prefixes of the kept views: enough to find a fork, and proof of nothing."""
+    """Return the hash prefixes of the kept views: enough to find a fork, proof of nothing."""
     return b"".join(entry.view.hash[:PREFIX_BYTES] for entry in chain.views)
 
 
@@ -105,10 +105,8 @@ def missing_views(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
 
 
 def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
-    """Return the other chain: our views up to the fork, then theirs; `BadView` if they do not
-    follow.
-
-    If the geneses differ, the same peer must have started the run, in another of its lives."""
+    """Return the other chain: ours up to the fork, then `encoded`; raise `BadView` if they do not
+    fit. If the geneses differ, the same peer must have started the run, in another of its lives."""
     views = [decode_certified(raw) for raw in encoded]
     other = Chain(chain.run, [entry for entry in chain.views if entry.view.number <= fork.number])
     if not other.views:
@@ -133,18 +131,14 @@ def _founding(chain: Chain, first: Certified | None) -> Certified:
 
 
 def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
-    """True if the other chain stays: more agreed tokens, or as many and the greater hash after the
-    fork.
-
-    Both sides compute the same from the same numbers, and tokens only rise, so two chains cannot
-    give up for each other on fresh numbers."""
+    """True if the other chain stays: more agreed tokens; of equals, the greater hash after the
+    fork. Both sides compute the same from the same numbers, and tokens only rise, so two chains
+    cannot give up for each other on fresh numbers."""
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
 
 def first_parting(other: Chain, fork: Fork) -> int | None:
-    """Return the least first round of a chain's branches after the fork, or None.
-
-    Rounds before it are common to both chains."""
+    """Return the least first round of a branch after the fork, or None; earlier rounds are common."""
     pairs = zip(other.views, other.views[1:], strict=False)
     parted = [entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark]
     return min((view.first_round for view in parted if view.number > fork.number), default=None)

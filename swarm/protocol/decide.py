@@ -73,10 +73,11 @@ def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
 
 
 class AcceptanceRules:
-    """The values that a member may ever accept, and its proof of acceptance: any, and none.
+    """A member's rules for values: which it may ever accept, and its proof of acceptance. This
+    default accepts all and proves nothing.
 
-    By default members trust each other: agreement among peers that may crash, not among liars. Law:
-    once `floor` has refused a value that is not the last one accepted here, it refuses that value
+    So members trust each other: agreement among peers that may crash, not among liars. Law: once
+    `floor` has refused a value that is not the last one accepted here, it refuses that value
     forever. Members whose floors are far apart are not `in_step` and must not skip phase 1: each
     reports its `least`, and a proposer's own value is `lifted` to the highest."""
 
@@ -200,6 +201,7 @@ class Decision:
         if untouched and self.rules.in_step and self.me == self.proposers[0]:
             proposer.begin("skipped", (0, self.me), value)
             return self._second_phase()
+        # above every ballot heard of: a lower one would only be rejected
         proposer.highest = max(proposer.highest, self.promised[0]) + 1
         ballot = (proposer.highest, self.me)
         proposer.begin("prepared", ballot, value)

@@ -1,12 +1,11 @@
 """The number of microbatches in flight in a pipeline over slow links, and the least time of a step.
 
-1F1B keeps as many in flight as there are stages, which is enough if hops cost nothing. Over a wide
-area a microbatch travels much longer than the slowest stage needs for it, and the depth has to
-cover that round trip.
+1F1B keeps one per stage in flight, enough if hops cost nothing. Over a wide area a microbatch
+travels much longer than the slowest stage needs for it, and the depth must cover that trip.
 
 Formulas of synchronous pipelines (GPipe, arXiv:1811.06965; PipeDream-Flush, arXiv:2006.09503) with
-a wire time and a latency for each hop. Links are full duplex; a wire is busy while it sends,
-latency only delays.
+a wire time and a latency per hop. Links are full duplex; a wire is busy while it sends, latency
+only delays.
 """
 
 import collections

@@ -50,10 +50,8 @@ class GradientLeases:
     )  # the last refused attempt
 
     def begin(self, key: GradientKey, attempt: int) -> Begin:
-        """Handle a request for a backward pass.
-
-        `run` it, answer `again` as before, or say `busy`. Do `nothing` while it is running, or for
-        a late request that already counts or was refused."""
+        """Handle a backward request: `run` it, answer `again` as before, or say `busy`. Do
+        `nothing` while it is running, or for a late request that already counts or was refused."""
         slot = self._slots.get(key)
         if attempt <= self._refused.get(key, -1):
             return "nothing"

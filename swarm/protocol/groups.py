@@ -1,8 +1,5 @@
-"""Groups, proposers and reducers: pure functions of (run seed, view, stream, round).
-
-All members compute the same without a message. SHA-256 gives the order: it is the same on every
-machine, unlike a library's shuffle.
-"""
+"""Groups, proposers and reducers: pure functions of (run seed, view, stream, round), without a
+message. SHA-256 gives the order: it is the same on every machine, unlike a library's shuffle."""
 
 import hashlib
 from collections.abc import Sequence
@@ -23,18 +20,14 @@ def order(members: Sequence[PeerId], seed: int, view: bytes, key: Key) -> tuple[
 
 
 def rotation(members: Sequence[PeerId], seed: int, stream: str) -> tuple[PeerId, ...]:
-    """Return the members in the order from which reducers are chosen, the same in all rounds.
-
-    When a member comes or goes the others keep their order, as a reducer may have to remember an
-    error-feedback residual."""
+    """Return the members in the order that assigns reducers, the same in all rounds. Joins and
+    deaths keep the others' order, as a reducer may have an error-feedback residual to remember."""
     return order(members, seed, b"", Key(stream, 0))
 
 
 def group_of(me: PeerId, members: Sequence[PeerId], size: int, seed: int, view: bytes, key: Key) -> tuple[PeerId, ...]:
-    """Return this round's random group that holds `me`, in seeded order.
-
-    Groups of `size` are disjoint and cover all members; the last may be smaller, so with pairs an
-    odd member stays alone."""
+    """Return this round's random group of `me`, in seeded order: disjoint groups of `size` cover
+    all members; the last may be smaller, so with pairs an odd member stays alone."""
     ordered = order(members, seed, view, key)
     start = ordered.index(me) // size * size
     return ordered[start : start + size]

@@ -106,10 +106,8 @@ class Ledger:
                 entry.phase = "committed"
 
     def lost(self, stage: int, peer: PeerId) -> None:
-        """Reopen all that was bound to a peer that left its stage's group; it counts nowhere.
-
-        Call it after `committed` for every round that the peer could take part in. Its answers
-        still on their way do not count."""
+        """Reopen all that was bound to a peer that left its stage's group, after `committed` was
+        called for all rounds it could take part in. Answers still on their way do not count."""
         gone = [
             entry
             for place, entry in self._entries.items()

@@ -1,8 +1,7 @@
 """Rounds that are gone: the members that reported it, and whether they are enough.
 
-One report means little: the member may lie, or have joined late and have a short log while others
-still have the round. So most of the living must report it: every decision is known to a quorum, and
-a member that is further than a round can answer for it.
+One report means little: its sender may lie, or have a short log because it joined late. So most of
+the living must report: decisions are known to a quorum, and members further on can answer.
 """
 
 import statistics
@@ -17,9 +16,7 @@ ANSWER_TIMEOUT_S = 3.0  # time for members that have a round to answer
 
 @dataclass(slots=True)
 class LogTruncation:
-    """Members' reports that the one round that a peer needs next is gone.
-
-    A report about another round replaces all."""
+    """Reports that the one round needed next is gone; a report about another round replaces all."""
 
     round: int = -1
     since_s: float = 0.0  # of the first report

@@ -1,9 +1,8 @@
 """The next move of a server to another stage: a pure function of one numbered snapshot.
 
 All servers compute the same move without a coordinator (SWARM, arXiv:2301.11913, section 3.2,
-"adaptive swarm rebalancing"). Joins and deaths leave some stages with too few servers, and a run is
-as fast as its slowest stage. Once a period, one server of the least loaded stage moves to the most
-loaded one.
+"adaptive swarm rebalancing"). Joins and deaths leave some stages short of servers, and the slowest
+stage slows the run. Once a period, one server of the least loaded stage moves to the most loaded.
 """
 
 import math
@@ -67,8 +66,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRule:
-    """The rule for moves; `load` is "wait", the seconds to work off a queue, or "queue", its raw
-    length as in the paper."""
+    """A rule: `load` is "wait", the seconds to work off a queue, or "queue", its length."""
 
     load: LoadMeasure = "wait"
     hysteresis: float = HYSTERESIS

@@ -47,10 +47,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`
-    on.
-
-    The axes are in swarm/protocol/axes.py. `previous` is the hash of the previous view; for a
-    branch, that view's `branch_mark`."""
+    (swarm/protocol/axes.py); `previous` is the last view's hash, or a branch's `branch_mark`."""
 
     number: Count
     previous: Digest
@@ -174,10 +171,8 @@ def branch_domain(run: str) -> bytes:
 
 
 def require_branch_shape(parent: View, view: View) -> None:
-    """Raise `BadView` unless some of the parent's members could start this branch.
-
-    They keep the parent's order and their lives. Each member decides whether to sign, and from
-    which round on: none is in it unasked."""
+    """Raise `BadView` unless some of the parent's members could start this branch, in the same
+    order and lives. Each of them decides whether to sign, and from which round on."""
     if view.number != parent.number + 1 or view.previous != parent.branch_mark:
         raise BadView(f"view {view.number} is no branch of view {parent.number}")
     if view.members != tuple(member for member in parent.members if member in view.members):
@@ -238,9 +233,7 @@ class Chain:
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
     def extend(self, certified: Certified) -> bool:
-        """Append the next view, or a branch; return False if it is known already.
-
-        Raise `BadView` if it does not follow."""
+        """Append the next view or a branch; False if known, `BadView` if it does not follow."""
         view, newest = certified.view, self.newest
         if view.number <= newest.number:
             return False
@@ -315,10 +308,8 @@ class Candidates:
 def next_members(
     view: View, lives: Mapping[PeerId, Liveness], joining: Mapping[PeerId, Member], leaving: Collection[PeerId]
 ) -> tuple[Member, ...] | None:
-    """Return the members of the next view, or None if nothing changes.
-
-    The dead and the leaving go, restarted ones are replaced by their new life at the end, joiners
-    follow in the order of their ids."""
+    """Return the next view's members, or None if nothing changes: the dead and the leaving go,
+    restarted ones move to the end in their new life, joiners follow in the order of their ids."""
     staying = tuple(
         member
         for member in view.members

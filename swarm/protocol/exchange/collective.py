@@ -74,6 +74,7 @@ class Collective:
         """Handle a member's message about this key.
 
         Raise `BadCloseList` if it carries a value that no correct member proposes."""
+        # checked first: no bad value may be accepted or learned
         if isinstance(message, Propose | Promise | Decided) and message.value is not None:
             self.closing.require_list(message.value)
         if self.closing.is_decided and not isinstance(message, Decided):
