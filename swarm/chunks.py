@@ -79,7 +79,7 @@ class Store:
         return self._chunks.get(digest)
 
     def put(self, data: bytes, pin: Hashable, verified: bytes | None = None) -> bytes:
-        """Keep a chunk at least until `pin` is released; return its digest."""
+        """Keep a chunk at least until `pin` is released; return its digest (or `verified`)."""
         digest = verified or digest_of(data)
         if digest not in self._chunks:
             self._chunks[digest] = data

@@ -34,7 +34,7 @@ def peer_id(public: bytes) -> PeerId:
 
 
 def public_key(peer: PeerId) -> bytes:
-    """Return the public key in a peer id; raise `BadIdentity` unless it is a canonical one."""
+    """Return the key in a peer id; raise `BadIdentity` unless it is a canonical Ed25519 id."""
     if len(peer) > 64:
         raise BadIdentity(f"a peer id has at most 64 characters, got {len(peer)}")
     try:

@@ -199,7 +199,7 @@ class CatchUp:
     def _may_forsake(self, state: StreamState) -> bool:
         """True if content that nobody has may be given up.
 
-        Only a stage's, which would stand still, and only among a quorum: others may be cut off."""
+        Only a stage's, which would stand still, and only among a quorum: others may have it."""
         view, context = self._context.views.newest, self._context
         members = enumerate(view.peers)
         there = [i for i, peer in members if peer == context.me or not context.gone(view, peer)]

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """Terms known to all peers of a run; `branch_after_s` without a quorum start a branch."""
+    """Terms known to all peers of a run; after `branch_after_s` without a quorum they branch."""
 
     run: str
     seed: int

@@ -107,7 +107,7 @@ class RoundLog:
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
-        """Move a round from the log to the old rounds, or drop it unless its last shards are kept."""
+        """Move a round from the log to the old ones; drop it unless its last shards are kept."""
         entry = state.log[number]
         if not (state.stream.terms.witnessed and (entry.complete or state.stream.wants == "last")):
             self._shorten(state, 0)

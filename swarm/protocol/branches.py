@@ -138,7 +138,7 @@ def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
 
 
 def first_parting(other: Chain, fork: Fork) -> int | None:
-    """Return the least first round of a branch after the fork, or None; earlier rounds are common."""
+    """Return a branch's least first round after the fork, or None; earlier rounds are shared."""
     pairs = zip(other.views, other.views[1:], strict=False)
     parted = [entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark]
     return min((view.first_round for view in parted if view.number > fork.number), default=None)

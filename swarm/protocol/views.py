@@ -47,7 +47,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`
-    (swarm/protocol/axes.py); `previous` is the last view's hash, or a branch's `branch_mark`."""
+    (swarm/protocol/axes.py). `previous` is the hash (in a branch: `branch_mark`) of the view
+    before."""
 
     number: Count
     previous: Digest
@@ -273,7 +274,8 @@ class Chain:
         newest = self.newest
         if view.number != newest.number + 1 or view.previous != newest.hash:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
-        if not reaches(view.begins, newest.begins):  # same rounds: the old one never held
+        # at the same round it replaces a view that never held
+        if not reaches(view.begins, newest.begins):
             raise BadView(f"view {view.number} begins at rounds {view.begins}, before {newest.begins}")
 
 
