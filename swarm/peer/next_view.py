@@ -82,7 +82,7 @@ class NextView:
 
     @property
     def _hurries(self) -> bool:
-        """True if the next view cannot be decided once this peer has left."""
+        """True if this peer is leaving, and the next view could not be decided without it."""
         leaves = self._admission.leaves
         return leaves and self._admission.is_needed_in(self._context.views.newest)
 

@@ -239,8 +239,8 @@ class Peer:
         return self.rounds.newest(name) if name in self.rounds.names else -1
 
     def reach(self, stage: int | None = None) -> int:
-        """Return the earliest round from which the logs of a stage's collective streams lead on
-        (None: the whole model's); an adopted snapshot must not be older. -1 without streams."""
+        """Return the earliest round from which the logs of a stage's collective streams (None: the
+        whole model's) lead on; an adopted snapshot must not be older. -1 without streams."""
         return self.rounds.reach(stage)
 
     def waits(self) -> list[OpenWait]:

@@ -66,7 +66,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRule:
-    """A rule: `load` is "wait", the seconds to work off a queue, or "queue", its length."""
+    """A rule for moves. `load` is "wait", the seconds in which a stage works off its queue, or
+    "queue", its raw length as in the paper."""
 
     load: LoadMeasure = "wait"
     hysteresis: float = HYSTERESIS
