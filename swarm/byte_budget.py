@@ -1,6 +1,6 @@
-"""A budget of bytes that many tasks share: who finds it used up waits its turn, in order.
+"""A budget of bytes shared by many tasks, which wait their turn in order when it is used up.
 
-Semaphores count ones; a window counts bytes, hands out as much of what was asked for as is free, and starves nobody.
+A semaphore counts ones; this counts bytes, grants what is free of a request, and starves nobody.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import collections
 
 
 class ByteBudget:
-    """`size_bytes` in all; what is taken must be given back."""
+    """A budget of `size_bytes`; everything taken must be given back."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = self.free_bytes = size_bytes
@@ -16,13 +16,13 @@ class ByteBudget:
 
     @property
     def idle(self) -> bool:
-        """True if nobody has or wants any of it."""
+        """True if no task holds or awaits any of the budget."""
         return self.free_bytes == self.size_bytes and not self._waiting
 
     async def take(self, least_bytes: int, most_bytes: int, *, ahead: bool = False) -> int:
-        """Wait for at least `least_bytes` (at most the whole window) and take up to `most_bytes`; returns how many.
+        """Wait for at least `least_bytes`, take up to `most_bytes`, and return the number taken.
 
-        `ahead` of all who wait goes who has had a part already: what was begun ends before something new begins."""
+        With `ahead` the task goes first: work in progress ends before new work begins."""
         assert least_bytes <= min(most_bytes, self.size_bytes), f"{least_bytes} bytes of {self.size_bytes}"
         if (ahead or not self._waiting) and least_bytes <= self.free_bytes:
             return self._grant(most_bytes)
@@ -36,11 +36,11 @@ class ByteBudget:
                 self.give(turn.result())
             else:
                 self._waiting = collections.deque(entry for entry in self._waiting if entry[2] is not turn)
-                self.give(0)  # who stood behind may fit
+                self.give(0)  # a smaller request further back may fit now
             raise
 
     def give(self, taken_bytes: int) -> None:
-        """Give back; the next in line go on as far as it reaches."""
+        """Return `taken_bytes` to the budget and wake the waiting tasks that now fit."""
         self.free_bytes += taken_bytes
         while self._waiting and (self._waiting[0][0] <= self.free_bytes or self._waiting[0][2].cancelled()):
             _, most_bytes, turn = self._waiting.popleft()

@@ -1,8 +1,8 @@
-"""The one bulk primitive: chunks of bytes, named by their SHA-256, fetched from whoever holds them.
+"""The one bulk primitive: chunks of bytes, named by their SHA-256, fetched from any holder.
 
-The receiver asks for ranges that it has room for (`Want`), so nobody can fill its memory; pieces that were not asked
-for are dropped and counted. A chunk is verified before anybody sees it. A holder that stays silent for `STALL_S` is
-left for the next one, and only what is missing is asked for again.
+The receiver asks for ranges that it has room for (`Want`), so nobody can fill its memory;
+unrequested pieces are dropped and counted. A chunk is verified before anybody sees it. A holder
+silent for `STALL_S` is given up for the next, which is asked only for what is missing.
 """
 
 import asyncio
@@ -20,65 +20,66 @@ from farflock.swarm.links import Liveness, PeerId
 from farflock.swarm.messages import MAX_CHUNK_BYTES, Message, Miss, Piece, Want
 
 PIECE_BYTES = 64 * 1024
-WINDOW_BYTES = 2 * 1024 * 1024  # asked for and not yet here, per holder
-ASK_BYTES = 20 * PIECE_BYTES  # asked for at once unless less is missing: a whole shard, so that chunks come one by one
+WINDOW_BYTES = 2 * 1024 * 1024  # requested and not yet received, per holder
+# least request, if so much is missing: a whole shard, so that chunks arrive one by one
+ASK_BYTES = 20 * PIECE_BYTES
 INBOUND_BYTES = 64 * 1024 * 1024  # buffers of unfinished fetches, in total
 STALL_S = 1.0
-GAP_S = 0.3  # between pieces of one request, which come one after the other
+GAP_S = 0.3  # maximum gap between consecutive pieces of one request
 SERVE_TIMEOUT_S = 5.0
-MAX_WANTS = 64  # waiting to be served, per asker
+MAX_WANTS = 64  # requests waiting to be served, per asker
 MAX_ASKERS = 256
 
 
 class ChunkCarrier(Protocol):
-    """The carrier of the chunk protocol: a peer's links, as `PeerContext` offers them, and its task group."""
+    """The needs of the chunk protocol: a peer's links, as in `PeerContext`, and its task group."""
 
     def send(self, peer: PeerId, message: Message, /) -> bool:
-        """Best effort; False if the message was refused."""
+        """Send a message, best effort; return False if it was refused."""
         ...
 
     async def send_piece(self, peer: PeerId, piece: Piece, body: memoryview, timeout_s: float, /) -> bool:
-        """Send a piece with its bytes; False if there was no room for it in time."""
+        """Send a piece with its bytes; return False if no room became free in time."""
         ...
 
     def life(self, peer: PeerId, /) -> Liveness:
-        """The peer's liveness, as it seems."""
+        """Return the peer's apparent liveness."""
         ...
 
     def spawn(self, work: Coroutine[None, None, None], /) -> object:
-        """Start a task that the peer owns."""
+        """Start a task owned by the peer."""
         ...
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """The name of a chunk."""
+    """Return the name of a chunk: the SHA-256 of its bytes."""
     return hashlib.sha256(data).digest()
 
 
 def is_intact(data: bytes | bytearray, digest: bytes) -> bool:
-    """True if these are the bytes that the name stands for."""
+    """True if `data` is the chunk named `digest`."""
     return digest_of(data) == digest
 
 
 class Store:
-    """Chunks in memory: kept while pinned by somebody, and after that while the budget lasts, oldest out first."""
+    """Chunks in memory: kept while pinned, then as long as the budget allows (oldest go first)."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._chunks: collections.OrderedDict[bytes, bytes] = collections.OrderedDict()
         self._pins: dict[bytes, set[Hashable]] = {}
-        self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in their order: it decides which goes out first
+        self._pinned_by: dict[Hashable, dict[bytes, None]] = {}  # in order of pinning
         self.size_bytes = 0
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._chunks
 
     def get(self, digest: bytes) -> bytes | None:
-        """The chunk, or None."""
+        """Return the chunk, or None."""
         return self._chunks.get(digest)
 
     def put(self, data: bytes, pin: Hashable, verified: bytes | None = None) -> bytes:
-        """Keep a chunk at least until `pin` is released; returns its digest, or takes it from who has `verified` it."""
+        """Keep a chunk at least until `pin` is released; return its digest (or `verified`)."""
         digest = verified or digest_of(data)
         if digest not in self._chunks:
             self._chunks[digest] = data
@@ -88,16 +89,16 @@ class Store:
         return digest
 
     def pin(self, digest: bytes, pin: Hashable) -> None:
-        """Keep a chunk that is here for one more user."""
+        """Keep a chunk for one more user."""
         self._pins.setdefault(digest, set()).add(pin)
         self._pinned_by.setdefault(pin, {})[digest] = None
 
     def release(self, pin: Hashable) -> None:
-        """This user needs its chunks no longer; they stay while there is room."""
+        """Drop all pins of this user; its chunks stay while there is room."""
         self.keep_only((), pin)
 
     def keep_only(self, digests: Collection[bytes], pin: Hashable) -> None:
-        """This user needs no more than these of its chunks; the others stay while there is room."""
+        """Drop this user's pins on all other chunks; those stay while there is room."""
         pinned, wanted = self._pinned_by.pop(pin, {}), set(digests)
         if kept := {digest: None for digest in pinned if digest in wanted}:
             self._pinned_by[pin] = kept
@@ -123,28 +124,29 @@ class Store:
 
 @dataclass(slots=True)
 class _Fetching:
-    """One chunk on its way in."""
+    """A chunk being fetched."""
 
     digest: bytes
     data: bytearray
-    missing: set[int]  # indices of pieces
-    mixing: bool  # whether several holders may serve one copy: faster, but a false copy then convicts nobody
-    without: set[PeerId]  # who said that it has no such chunk
-    asked: set[PeerId] = field(default_factory=set)  # nobody else's pieces are taken
-    refused: set[PeerId] = field(default_factory=set)  # silent or without it: asked again when nobody else is left
+    missing: set[int]  # indices of missing pieces
+    # whether several holders may serve one copy: faster, but then a false copy convicts nobody
+    mixing: bool
+    without: set[PeerId]  # peers that answered that they do not have the chunk
+    asked: set[PeerId] = field(default_factory=set)  # pieces from any other peer are dropped
+    refused: set[PeerId] = field(default_factory=set)  # not asked again while others are left
     served: set[PeerId] = field(default_factory=set)
-    holder: PeerId | None = None  # who is asked now
-    window: ByteBudget | None = None  # its window, of which
-    room_bytes: int = 0  # are taken for what it has not sent yet
+    holder: PeerId | None = None  # the holder being asked now
+    window: ByteBudget | None = None  # the holder's window
+    room_bytes: int = 0  # part of the window reserved for bytes it has not sent yet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin_again(self) -> None:
-        """Forget what has come so far."""
+        """Discard all pieces received so far."""
         self.missing = set(range(_pieces(len(self.data))))
         self.served.clear()
 
     def give(self, size: int) -> None:
-        """Some of what was asked for is here: others may ask the same holder for as much."""
+        """Return `size` received bytes to the holder's window, for other fetches to use."""
         given = min(size, self.room_bytes)
         self.room_bytes -= given
         if self.window is not None:
@@ -152,7 +154,7 @@ class _Fetching:
 
 
 class Chunks:
-    """Fetches and serves chunks over links; one per peer, driven by its owner's receive loop and task group."""
+    """Fetches and serves chunks over links; one per peer, driven by its receive loop and tasks."""
 
     def __init__(self, store: Store, carrier: ChunkCarrier) -> None:
         self.store = store
@@ -160,7 +162,7 @@ class Chunks:
         self._incoming: dict[bytes, _Fetching] = {}
         self._wants: dict[PeerId, collections.deque[Want]] = {}
         self._inbound = ByteBudget(INBOUND_BYTES)
-        self._windows: dict[PeerId, ByteBudget] = {}  # of the holders that are asked now
+        self._windows: dict[PeerId, ByteBudget] = {}  # of holders being asked now
         self._heard_s: dict[PeerId, float] = {}
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -174,15 +176,17 @@ class Chunks:
         *,
         final: bool = False,
     ) -> bool:
-        """Get a chunk into the store, pinned; False if nobody delivered it in time. `holders` is asked anew whenever
-        one is needed, so that peers which come to hold it meanwhile are used. If `final`, who is gone or says that it has
-        no such chunk will never have it: False as soon as nobody else is left."""
+        """Fetch a chunk into the store and pin it; return False if nobody delivered it in time.
+
+        `holders` is called again whenever a holder is needed, so new ones are used. If `final`, a
+        peer that is gone or lacks the chunk never gets it: return False once nobody is left."""
         if digest in self.store:
             self.store.pin(digest, pin)
             return True
         if size > MAX_CHUNK_BYTES:
             return False
-        if size == 0:  # one chunk has no bytes, and needs nobody to send it; for any other no piece would ever come
+        # the empty chunk needs no sender; no piece would ever come for another digest
+        if size == 0:
             return digest == self.store.put(b"", pin)
         try:
             async with asyncio.timeout(timeout_s):
@@ -195,7 +199,7 @@ class Chunks:
         return True
 
     def receive(self, sender: PeerId, message: Want | Piece | Miss, body: memoryview | bytes) -> None:
-        """Take in a message of the chunk protocol."""
+        """Handle a message of the chunk protocol."""
         match message:
             case Want():
                 self._enqueue(sender, message)
@@ -211,8 +215,8 @@ class Chunks:
     async def _fetch_whole(
         self, digest: bytes, size: int, holders: Callable[[], Sequence[PeerId]], final: bool
     ) -> bytes | None:
-        liars: set[PeerId] = set()  # who alone served a chunk that was not what its name says
-        without: set[PeerId] = set()  # who said that it has none
+        liars: set[PeerId] = set()  # sole servers of a copy that did not match its digest
+        without: set[PeerId] = set()  # peers that do not have it
 
         def asked() -> Sequence[PeerId]:
             honest = _honest(holders, liars)
@@ -221,13 +225,13 @@ class Chunks:
         mixing = True
         while True:
             already = self._incoming.get(digest)
-            if already is not None:  # another task fetches the same chunk: wait for it, then look again
+            if already is not None:  # another task fetches this chunk: wait, then look again
                 await already.changed.wait()
                 await asyncio.sleep(STALL_S / 20)
             elif not self._living(asked()):
                 if final:
                     return None
-                await asyncio.sleep(STALL_S / 2)  # without any of the budget, which others can use meanwhile
+                await asyncio.sleep(STALL_S / 2)  # holds none of the budget meanwhile
             else:
                 fetching = await self._fetch_once(digest, size, mixing, asked, without)
                 if not fetching.missing:
@@ -248,8 +252,9 @@ class Chunks:
         holders: Callable[[], Sequence[PeerId]],
         without: set[PeerId],
     ) -> _Fetching:
-        """One copy, unverified; pieces are missing if no holder is alive any more. Who has no such chunk comes into
-        `without`."""
+        """Fetch one copy, unverified; pieces are missing if no holder is left alive.
+
+        Peers that do not have the chunk are added to `without`."""
         fetching = self._incoming[digest] = _Fetching(digest, bytearray(), set(), mixing, without)
         taken = 0
         try:
@@ -265,8 +270,9 @@ class Chunks:
         return fetching
 
     async def _ask_somebody(self, fetching: _Fetching, holders: Sequence[PeerId]) -> bool:
-        """Ask one holder for what is missing, within its window, and wait until it delivers, refuses or stalls; False
-        if none is alive."""
+        """Ask one holder for the missing pieces and wait until it delivers, refuses or stalls.
+
+        The request fits the holder's window. Return False if no holder is alive."""
         living = self._living(holders)
         holder = max((peer for peer in living if peer not in fetching.refused), key=self._room, default=None)
         if holder is None:
@@ -277,7 +283,7 @@ class Chunks:
         fetching.room_bytes = await window.take(*self._wanted(fetching), ahead=bool(fetching.served))
         fetching.holder, fetching.window = holder, window
         try:
-            if self._carrier.life(holder) not in ("suspect", "dead"):  # the turn may have been long in coming
+            if self._carrier.life(holder) not in ("suspect", "dead"):  # it may have died meanwhile
                 await self._ask(fetching, holder, fetching.room_bytes)
         finally:
             fetching.give(fetching.room_bytes)
@@ -287,20 +293,20 @@ class Chunks:
         return True
 
     def _wanted(self, fetching: _Fetching) -> tuple[int, int]:
-        """The bytes to ask a holder for next: at least `ASK_BYTES` if so much is missing, at most all."""
+        """Return the (least, most) bytes to request next: `ASK_BYTES` at least, if missing."""
         first = min(fetching.missing) * PIECE_BYTES
         least = max(min(ASK_BYTES, len(fetching.data) - first), WINDOW_BYTES // MAX_WANTS)
         return least, max(least, min(WINDOW_BYTES, len(fetching.data) - first))
 
     async def _ask(self, fetching: _Fetching, holder: PeerId, room_bytes: int) -> None:
-        """Ask for the first stretch of missing pieces that fits."""
+        """Request the first run of missing pieces that fits."""
         if not fetching.mixing and fetching.served - {holder}:
             fetching.begin_again()
         first = stop = min(fetching.missing, default=0)
         while stop in fetching.missing and (stop == first or (stop + 1 - first) * PIECE_BYTES <= room_bytes):
             stop += 1
         if stop == first:
-            return  # all has come while this request waited its turn
+            return  # everything arrived while this request waited for the window
         fetching.asked.add(holder)
         end = min(stop * PIECE_BYTES, len(fetching.data))
         if self._carrier.send(holder, Want(fetching.digest, first * PIECE_BYTES, end)):
@@ -309,8 +315,10 @@ class Chunks:
             fetching.refused.add(holder)
 
     async def _until_delivered(self, fetching: _Fetching, holder: PeerId, asked: set[int]) -> None:
-        """Wait for the pieces asked for. A holder that sends nothing is left for another one; one that has begun and
-        falls silent has lost some on the way, and is asked again for what is missing."""
+        """Wait for the requested pieces.
+
+        A holder that sends nothing is given up for another. If it fell silent after a start, pieces
+        were lost on the way, and it is asked again."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         while fetching.missing & asked and holder not in fetching.refused:
@@ -321,7 +329,7 @@ class Chunks:
             gone = self._carrier.life(holder) in ("suspect", "dead")
             if left_s <= 0 or gone:
                 if gone or not began:
-                    fetching.refused.add(holder)  # until everybody has been asked
+                    fetching.refused.add(holder)  # skipped until everybody has been asked
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, STALL_S / 4)):
@@ -369,15 +377,16 @@ class Chunks:
             queue = self._wants[sender] = collections.deque()
             self._carrier.spawn(self._serve(sender, queue))
         if any(_covers(queued, want) for queued in queue):
-            return  # an impatient asker: it is on its way
+            return  # a repeated request: the bytes are on their way
         if len(queue) < MAX_WANTS:
             queue.append(want)
         else:
             self.dropped["too many wants"] += 1
 
     async def _serve(self, asker: PeerId, queue: collections.deque[Want]) -> None:
-        """Send what one asker wants, in order, as fast as its link takes it; ends when there is nothing left. The first
-        in the queue is the one being served, as far as it has not been sent yet."""
+        """Send what one peer asked for, in order, as fast as its link takes it.
+
+        The head of the queue is the request being served, shortened as pieces are sent."""
         try:
             while queue:
                 want = queue[0]
@@ -406,5 +415,5 @@ def _pieces(size: int) -> int:
 
 
 def _honest(holders: Callable[[], Sequence[PeerId]], liars: set[PeerId]) -> Sequence[PeerId]:
-    """The holders that have not lied yet; all of them again when nobody else is left."""
+    """Return the holders that have not lied; all of them if nobody else is left."""
     return [peer for peer in holders() if peer not in liars] or holders()

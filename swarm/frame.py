@@ -1,8 +1,8 @@
-"""One frame on the wire: a fixed head, one typed message, and raw bytes for the messages that carry a piece of a chunk.
+"""One frame on the wire: a fixed head, one typed message, and the bytes of a chunk piece, if any.
 
-Head, little endian, 24 bytes: magic `FF`, version, flags (0), sender's incarnation (8), message length (4), body
-length (4), CRC-32 of all the rest (4). The links authenticate the sender; the checksum only catches faults, and content
-is verified by its digest.
+Head, little endian, 24 bytes: magic `FF`, version, flags (0), sender's incarnation (8), message
+length (4), body length (4), CRC-32 of all the rest (4). The links authenticate the sender; the
+checksum only catches faults, and content is verified by its digest.
 """
 
 import math
@@ -31,7 +31,7 @@ class ProtocolViolation(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The content of a frame: the sender's incarnation, the message, and the body (empty unless it is a `Piece`)."""
+    """A frame's content; `incarnation` is the sender's, and only a `Piece` has a `body`."""
 
     incarnation: int
     message: Message
@@ -39,7 +39,7 @@ class Frame:
 
 
 def pack(frame: Frame) -> bytes:
-    """Encode a frame; asserts that it keeps our own limits."""
+    """Encode a frame; assert that it is within our own limits."""
     message = _encoder.encode(frame.message)
     head = _HEAD.pack(_MAGIC, VERSION, 0, frame.incarnation, len(message), len(frame.body))
     checksum = zlib.crc32(frame.body, zlib.crc32(message, zlib.crc32(head)))
@@ -49,7 +49,7 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(packed: bytes) -> Frame:
-    """Decode any bytes at all: a `Frame`, or `ProtocolViolation` with the reason. Takes no more memory than it got."""
+    """Decode arbitrary bytes, or raise `ProtocolViolation`; allocates no more than it was given."""
     if not _FIXED_BYTES <= len(packed) <= MAX_FRAME_BYTES:
         raise ProtocolViolation(f"a frame has {_FIXED_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(packed)}")
     magic, version, flags, incarnation, message_bytes, body_bytes = _HEAD.unpack_from(packed)
@@ -75,17 +75,16 @@ def unpack(packed: bytes) -> Frame:
 
 
 def message_kind(packed: bytes) -> bytes:
-    """The tag of the message in a frame that `pack` made; the rest is neither decoded nor verified.
+    """Return the tag of the message in a frame made by `pack`, decoding and verifying nothing.
 
-    A message is an array of less than 16 fields that begins with a tag of less than 32 characters, so
-    that one byte says how many fields there are, and one how long the tag is.
-    """
+    A message is an array of fewer than 16 fields that begins with a tag of fewer than 32
+    characters, so one byte holds the number of fields and one the length of the tag."""
     begins = _FIXED_BYTES + 2
     return packed[begins : begins + (packed[begins - 1] & 0x1F)]
 
 
 def _require_sane(message: Message) -> None:
-    """Check what msgspec's limits cannot say: finite floats, matching lists."""
+    """Check what msgspec's limits cannot express: finite floats, lists of equal length."""
     match message:
         case Offer():
             _require_sane_offer(message)

@@ -1,7 +1,7 @@
-"""One Ed25519 key is a peer: its libp2p id, the signer of its records, and the root of its session keys.
+"""An Ed25519 key pair is a peer: its libp2p id, its records' signer, the root of its session keys.
 
-The file has libp2p's own form, so that the DHT daemon and we use the same key:
-`08 01 12 40` + seed (32) + public key (32), mode 0600. The peer id is base58(`00 24 08 01 12 20` + public key).
+The file has libp2p's own format, so that the DHT daemon can use the same key: `08 01 12 40` + seed
+(32) + public key (32), mode 0600. The peer id is base58(`00 24 08 01 12 20` + public key).
 """
 
 import hashlib
@@ -17,24 +17,24 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from farflock.swarm.links import PeerId
 
 _FILE_HEAD = bytes.fromhex("08011240")  # protobuf PrivateKey{type: Ed25519, data: 64 bytes}
-_ID_HEAD = bytes.fromhex("002408011220")  # identity multihash of protobuf PublicKey{type: Ed25519, data: 32 bytes}
+_ID_HEAD = bytes.fromhex("002408011220")  # multihash of protobuf PublicKey{Ed25519, 32 bytes}
 _FILE_BYTES = 68
 SIGNATURE_BYTES = 64
 
 
 class BadIdentity(ValueError):
-    """A key file or peer id of another form; the message names the remedy."""
+    """A key file or peer id of another format; the message names the remedy."""
 
 
 def peer_id(public: bytes) -> PeerId:
-    """The libp2p id of a 32-byte Ed25519 public key."""
+    """Return the libp2p id of a 32-byte Ed25519 public key."""
     if len(public) != 32:
         raise BadIdentity(f"an Ed25519 public key has 32 bytes, got {len(public)}")
     return str(base58.b58encode(_ID_HEAD + public), "ascii")
 
 
 def public_key(peer: PeerId) -> bytes:
-    """The public key inside a peer id; any other form of id (RSA, wrong length) is refused."""
+    """Return the key in a peer id; raise `BadIdentity` unless it is a canonical Ed25519 id."""
     if len(peer) > 64:
         raise BadIdentity(f"a peer id has at most 64 characters, got {len(peer)}")
     try:
@@ -43,7 +43,7 @@ def public_key(peer: PeerId) -> bytes:
         raise BadIdentity(f"{peer[:64]!r} is not a peer id: {error}") from None
     if len(raw) != 38 or raw[:6] != _ID_HEAD:
         raise BadIdentity(f"{peer[:64]!r} is not the id of an Ed25519 key (those begin with 12D3Koo)")
-    if peer_id(raw[6:]) != peer:  # base58 decoders ignore white space: one key would have many names
+    if peer_id(raw[6:]) != peer:  # decoders ignore white space: one key, many names
         raise BadIdentity(f"{peer[:64]!r} is not in canonical form; it has no white space around it")
     return raw[6:]
 
@@ -59,29 +59,29 @@ def verify(peer: PeerId, domain: bytes, message: bytes, signature: bytes) -> boo
 
 
 def _framed(domain: bytes, message: bytes) -> bytes:
-    """Signatures of one kind can never be read as another: every signed text begins with its domain."""
+    """Prefix a text with its domain, so no signature can be mistaken for one of another kind."""
     return b"farflock-v1\x00" + len(domain).to_bytes(1, "big") + domain + message
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A private key and what follows from it."""
+    """A private key and everything derived from it."""
 
     _key: Ed25519PrivateKey
 
     @classmethod
     def from_seed(cls, seed: bytes) -> "Identity":
-        """A key from 32 bytes: simulations and tests name their peers this way."""
+        """Make a key from 32 bytes, as simulations and tests name their peers."""
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
     def generate(cls) -> "Identity":
-        """A fresh key that no file holds."""
+        """Make a fresh key that is stored nowhere."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
-        """Read a key file; raise `BadIdentity` if it is of another form, `OSError` if it cannot be read."""
+        """Read a key file; raise `BadIdentity` if it is malformed, `OSError` if unreadable."""
         raw = path.read_bytes()
         if len(raw) != _FILE_BYTES or raw[:4] != _FILE_HEAD:
             raise BadIdentity(
@@ -93,14 +93,14 @@ class Identity:
         return identity
 
     def save(self, path: Path) -> None:
-        """Write a new key file readable by its owner alone; an existing file is never overwritten."""
+        """Write a new key file readable only by its owner; never overwrite an existing file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(_FILE_HEAD + self._key.private_bytes_raw() + self.public)
         except OSError:
-            path.unlink()  # half a key would keep the next start from making a whole one
+            path.unlink()  # half a key would keep the next start from writing a whole one
             raise
 
     @property
@@ -114,11 +114,12 @@ class Identity:
         return peer_id(self.public)
 
     def sign(self, domain: bytes, message: bytes) -> bytes:
-        """64 bytes that only this key can make, good for this domain only."""
+        """Return a 64-byte signature of `message`, valid for this domain only."""
         return self._key.sign(_framed(domain, message))
 
     def session_key(self) -> X25519PrivateKey:
-        """The X25519 key for CURVE links: derived from the identity, not equal to it; its public half travels in
-        the signed record."""
+        """Return the X25519 key for CURVE links, derived from the identity and different from it.
+
+        Its public half travels in the signed record."""
         secret = hashlib.blake2b(self._key.private_bytes_raw(), digest_size=32, person=b"farflock-curve").digest()
         return X25519PrivateKey.from_private_bytes(secret)

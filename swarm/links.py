@@ -1,7 +1,7 @@
-"""The seam between peers: frames addressed by peer id, and what is known of each peer's life.
+"""The seam between peers: frames addressed by peer id, and the liveness of each peer.
 
-Implementations: `SimLinks` in swarm/sim (virtual time), `ZmqLinks` in swarm/zmq (CURVE over TCP, and forwarded by others).
-Above this line nobody knows which road a frame took.
+Implementations: `SimLinks` in swarm/sim (virtual time), `ZmqLinks` in swarm/zmq (CURVE over TCP,
+also forwarded by other peers). Above this seam nobody knows which road a frame took.
 """
 
 from typing import Literal, Protocol
@@ -11,32 +11,33 @@ PeerId = str  # base58 libp2p id of an Ed25519 key, `12D3Koo…`
 Liveness = Literal["alive", "suspect", "dead", "unknown"]
 Transport = Literal["direct", "forwarded", "libp2p", "none"]
 
-MAX_FRAME_BYTES = 256 * 1024 + 4096  # one chunk piece and its header: nothing larger is ever sent or accepted
+# one chunk piece and its header: nothing larger is ever sent or accepted
+MAX_FRAME_BYTES = 256 * 1024 + 4096
 
 
 class Links(Protocol):
     """Best-effort frames between authenticated peers.
 
-    Law (tests/swarm/test_links_law.py): a frame arrives whole and unaltered or not at all, and its sender is who it
-    says; it may be lost, late, doubled or out of order. `send` never blocks. Queues are bounded in bytes per peer and
-    in total; a frame above `MAX_FRAME_BYTES` is `ValueError`, and nobody reaches itself. A cancelled `receive` loses
-    nothing. `life` turns `suspect` within a second and `dead` about five seconds after a peer's end, and back to
-    `alive` when it is heard again.
-    """
+    Law (tests/swarm/test_links_law.py): a frame arrives whole and unaltered or not at all, and its
+    sender is authentic; it may be lost, late, duplicated or out of order. `send` never blocks.
+    Queues are bounded in bytes per peer and in total; a frame above `MAX_FRAME_BYTES` raises
+    `ValueError`, and no peer reaches itself. A cancelled `receive` loses nothing. `life` turns
+    `suspect` within a second and `dead` about five seconds after a peer's end, and back to `alive`
+    when it is heard again."""
 
     @property
     def me(self) -> PeerId: ...
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
-        """Queue a control frame; False if it was refused (no road, or the queue is full)."""
+        """Queue a control frame; return False if it was refused (no road, or the queue is full)."""
         ...
 
     async def send_bulk(self, peer: PeerId, frame: bytes, timeout_s: float) -> bool:
-        """Queue a bulk frame, waiting for room in the peer's queue; False if the peer is gone or time ran out."""
+        """Queue a bulk frame when there is room; False if the peer is gone or time is up."""
         ...
 
     async def receive(self) -> tuple[PeerId, bytes]:
-        """The next frame of anybody, with its authenticated sender."""
+        """Return the next frame from any peer, with its authenticated sender."""
         ...
 
     def life(self, peer: PeerId) -> Liveness: ...
@@ -44,11 +45,11 @@ class Links(Protocol):
     def road(self, peer: PeerId) -> Transport: ...
 
     def rtt_s(self, peer: PeerId) -> float | None:
-        """Measured round trip, None before the first measurement."""
+        """Return the measured round trip in seconds; None before the first measurement."""
         ...
 
     def learn(self, record: bytes) -> bool:
-        """Take in a peer's signed record (swarm/record.py); False if it was refused or is not newer."""
+        """Take in a peer's signed record (swarm/record.py); False if it is bad or not newer."""
         ...
 
     async def close(self) -> None: ...

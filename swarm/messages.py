@@ -1,7 +1,7 @@
-"""Every message that peers exchange, with its limits; decoding is typed, so a wrong type or size is refused unread.
+"""Every message between peers, with its limits; decoding refuses wrong types and sizes.
 
-Digests are SHA-256. Members are named by their index in the view that the message names: a message of another view
-cannot be misread, it is answered with the views that the sender lacks.
+Digests are SHA-256. A member is named by its index in the view that the message names: a message of
+another view cannot be misread; it is answered with the views that its sender is missing.
 """
 
 from typing import Annotated, Literal
@@ -10,13 +10,13 @@ import msgspec
 
 MAX_SHARDS = 4096
 MAX_MEMBERS = 64
-MAX_TRAIL = 512  # views that a peer keeps and speaks of
-MAX_VALUE_BYTES = 240 * 1024  # holds a close list of MAX_SHARDS items; a frame holds it
+MAX_TRAIL = 512  # views that a peer keeps and may send
+MAX_VALUE_BYTES = 240 * 1024  # fits a close list of MAX_SHARDS items; fits in a frame
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
-MAX_BODY_BYTES = 8 * 1024  # what a call or its answer says without a payload
-MAX_PAYLOADS = 4  # of a call, or of its answer
+MAX_BODY_BYTES = 8 * 1024  # body of a call or its answer, without payloads
+MAX_PAYLOADS = 4  # per call, and per answer
 MAX_PAYLOAD_CHUNKS = 16
-MAX_CODECS = 16  # that one peer reads
+MAX_CODECS = 16  # readable by one peer
 MAX_RECORD_BYTES = 4096
 MAX_STAGES = 1024
 
@@ -34,7 +34,7 @@ RoundsByAxis = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 + MAX_STAG
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One exchange, or one decision: used once in the life of a run."""
+    """The name of one exchange or decision; used once in the life of a run."""
 
     stream: Name
     round: Count
@@ -46,23 +46,23 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _InView(_Message, frozen=True):
-    """About one exchange or decision, in which members are named by their index in this view."""
+    """A message on one exchange or decision; members are named by their index in this view."""
 
     key: Key
     view: Digest
 
 
 class _Vote(_InView, frozen=True):
-    """About one ballot of a decision."""
+    """A message on one ballot of a decision."""
 
     ballot: Ballot
 
 
-# Chunks: the receiver asks for what it has room for, so nothing unasked-for takes memory.
+# Chunks: the receiver asks for what it has room for, so nothing unrequested takes up memory.
 
 
 class Want(_Message, frozen=True, tag="want"):
-    """Send me bytes [start, stop) of this chunk."""
+    """A request for bytes [start, stop) of a chunk."""
 
     digest: Digest
     start: Size
@@ -70,7 +70,7 @@ class Want(_Message, frozen=True, tag="want"):
 
 
 class Piece(_Message, frozen=True, tag="piece"):
-    """The frame's body is bytes [start, start + len(body)) of this chunk of `size` bytes."""
+    """Bytes [start, start + len(body)) of a chunk of `size` bytes, in the frame's body."""
 
     digest: Digest
     start: Size
@@ -78,16 +78,16 @@ class Piece(_Message, frozen=True, tag="piece"):
 
 
 class Miss(_Message, frozen=True, tag="miss"):
-    """I do not hold this chunk."""
+    """The answer of a peer that does not hold the chunk."""
 
     digest: Digest
 
 
-# What a member brings to an exchange.
+# A member's contribution to an exchange.
 
 
 class Offer(_InView, frozen=True, tag="offer"):
-    """My encoded shards can be fetched under these digests; `state` is the hash of my state before the round."""
+    """Digests of the sender's encoded shards; `state` is the hash of its state before the round."""
 
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_SHARDS)]
     sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_SHARDS)]
@@ -97,7 +97,7 @@ class Offer(_InView, frozen=True, tag="offer"):
 
 
 class Reduced(_InView, frozen=True, tag="reduced"):
-    """I have reduced this shard of the members in `mask` to the chunk `digest`."""
+    """The sender reduced this shard of the members in `mask` to the chunk `digest`."""
 
     shard: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)]
     digest: Digest
@@ -106,14 +106,14 @@ class Reduced(_InView, frozen=True, tag="reduced"):
 
 
 class Holds(_InView, frozen=True, tag="holds"):
-    """My holdings, as the first 8 bytes of each item's digest (zeros: nothing)."""
+    """The sender's holdings: the first 8 bytes of each item's digest (zeros: nothing)."""
 
     prefixes: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_SHARDS)]
 
 
 class Tally(_Message, frozen=True, tag="tally"):
-    """For this round, which is the stream's next one here, I have taken in so many tokens; and whether the run is over to me,
-    so that I begin no more rounds (swarm/peer/tallies.py)."""
+    """The sender's tokens for the stream's next round, which is `key.round`; `over` if the run is
+    over for it, so that it begins no more rounds (swarm/peer/tallies.py)."""
 
     key: Key
     tokens: Count
@@ -121,8 +121,8 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 
 class Load(_Message, frozen=True, tag="load"):
-    """In this period I have so many microbatches waiting, do so many a second, have memory for a stage of so many bytes, and
-    have served mine for so long (swarm/peer/load_reports.py)."""
+    """The sender's load in period `number` (swarm/peer/load_reports.py): microbatches waiting and
+    done per second, memory for a stage, and the time that it has served its own."""
 
     number: Count
     queue: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -132,8 +132,7 @@ class Load(_Message, frozen=True, tag="load"):
 
 
 class CodecId(msgspec.Struct, frozen=True, array_like=True):
-    """Names what a payload is written in: an activation codec and its version; where both ends share parameters, the first
-    bytes of their digest."""
+    """An activation codec, its version, and a digest prefix of parameters that both ends share."""
 
     name: Name
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -141,7 +140,7 @@ class CodecId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reads(_Message, frozen=True, tag="reads"):
-    """I read, and write, payloads of passes in these codecs (swarm/peer/codec_offers.py)."""
+    """The codecs in which the sender reads and writes passes (swarm/peer/codec_offers.py)."""
 
     codecs: Annotated[tuple[CodecId, ...], msgspec.Meta(max_length=MAX_CODECS)]
 
@@ -154,8 +153,8 @@ class Prepare(_Vote, frozen=True, tag="prepare"):
 
 
 class Promise(_Vote, frozen=True, tag="promise"):
-    """Phase 1b, with the value of the highest ballot accepted so far; `floor` are the least rounds, by axis
-    (swarm/protocol/axes.py), that a new one could begin at here (views only)."""
+    """Phase 1b, with the value of the highest ballot accepted so far. `floor` (views only): the
+    lowest rounds, by axis (swarm/protocol/axes.py), at which a new view could begin here."""
 
     accepted: Ballot | None = None
     value: Value | None = None
@@ -169,20 +168,20 @@ class Propose(_Vote, frozen=True, tag="propose"):
 
 
 class Accepted(_Vote, frozen=True, tag="accepted"):
-    """Phase 2b; `proof` is the member's signature where the decision must convince outsiders (views)."""
+    """Phase 2b; `proof` is a signature where outsiders must be convinced (views)."""
 
     proof: Signature = b""
 
 
 class Rejected(_Vote, frozen=True, tag="rejected"):
-    """A higher ballot was promised, or the value cannot be accepted here; `floor` are the least rounds that could."""
+    """A higher ballot was promised, or the value needs first rounds of at least `floor`."""
 
     promised: Ballot
     floor: RoundsByAxis = ()
 
 
 class Decided(_InView, frozen=True, tag="decided"):
-    """The value is chosen; `ballot` and `proofs` certify it where members sign."""
+    """The chosen value; `ballot` and `proofs` certify it where members sign."""
 
     value: Value
     ballot: Ballot = (0, 0)
@@ -190,15 +189,16 @@ class Decided(_InView, frozen=True, tag="decided"):
 
 
 class LogQuery(_Message, frozen=True, tag="log?"):
-    """Tell me the close list that was decided for this key. `notes` alone, what the round was about, can be had long
-    after the round's content is gone."""
+    """A request for the close list that was decided for this key.
+
+    `notes` asks only for the last shards, which outlive the rest of the round's content."""
 
     key: Key
     notes: bool = False
 
 
 class Forgotten(_Message, frozen=True, tag="forgotten"):
-    """That round has left my log; the oldest and the newest that I hold."""
+    """The round has left the sender's log, which now holds `oldest` to `newest`."""
 
     key: Key
     oldest: Count
@@ -209,26 +209,26 @@ class Forgotten(_Message, frozen=True, tag="forgotten"):
 
 
 class PairPropose(_Message, frozen=True, tag="pair"):
-    """Let us two exchange; here is my offer."""
+    """An offer to exchange as a pair."""
 
     offer: Offer
 
 
 class PairAccept(_Message, frozen=True, tag="pair+"):
-    """Yes; here is mine."""
+    """The acceptance of a pair exchange, with the sender's own offer."""
 
     offer: Offer
 
 
 class PairRefuse(_Message, frozen=True, tag="pair-"):
-    """No: I am at `round`, or taken."""
+    """A refusal: the sender is at `round`, or already taken."""
 
     key: Key
     round: Count
 
 
 class PairHave(_Message, frozen=True, tag="have"):
-    """I hold both payloads; this is their common hash. `ask` repeats it and wants the decision."""
+    """The sender holds both payloads, of this joint hash; `ask` repeats it to get the decision."""
 
     key: Key
     digest: Digest
@@ -236,13 +236,13 @@ class PairHave(_Message, frozen=True, tag="have"):
 
 
 class PairCommit(_Message, frozen=True, tag="commit"):
-    """I have applied; apply."""
+    """The sender has applied the exchange, and so must the receiver."""
 
     key: Key
 
 
 class PairAbort(_Message, frozen=True, tag="abort"):
-    """This exchange did not happen on my side and never will."""
+    """The exchange did not happen on the sender's side and never will."""
 
     key: Key
 
@@ -251,7 +251,7 @@ class PairAbort(_Message, frozen=True, tag="abort"):
 
 
 class ViewQuery(_Message, frozen=True, tag="views?"):
-    """Send me the views from this number on."""
+    """A request for the views from this number on."""
 
     number: Count
 
@@ -263,24 +263,24 @@ class Views(_Message, frozen=True, tag="views"):
 
 
 class Join(_Message, frozen=True, tag="join"):
-    """Admit me to the next view."""
+    """A request to be admitted to the next view."""
 
     record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
 
 
 class Leave(_Message, frozen=True, tag="leave"):
-    """I am going; drop me from the next view."""
+    """A goodbye: the next view must not contain the sender."""
 
 
 class StateQuery(_Message, frozen=True, tag="state?"):
-    """Tell me which snapshot you can serve."""
+    """A request for the snapshot that the receiver can serve."""
 
     stream: Name
 
 
 class StateOffer(_Message, frozen=True, tag="state"):
-    """My snapshot after `round` (-1: before the first): `digest` names a chunk that lists the snapshot's chunks, `view` the
-    newest view that I know: a state belongs to one chain of views."""
+    """The sender's snapshot after `round` (-1: before the first), as a chunk that lists its chunks.
+    `view` is the newest that the sender knows: a state belongs to one chain of views."""
 
     stream: Name
     view: Digest
@@ -292,19 +292,19 @@ class StateOffer(_Message, frozen=True, tag="state"):
 
 
 class Ping(_Message, frozen=True, tag="ping"):
-    """A time question; `sent_s` comes back unchanged."""
+    """A question for the run time; `sent_s` comes back unchanged."""
 
     sent_s: float
 
 
 class Pong(_Message, frozen=True, tag="pong"):
-    """The answer: my run time when I saw the question."""
+    """The answer to a `Ping`: the sender's run time on its arrival."""
 
     sent_s: float
     run_s: float
 
 
-# Calls (swarm/peer/calls.py). A payload is a run of chunks; an empty one has none.
+# Calls (swarm/peer/calls.py). A payload is a sequence of chunks, none if it is empty.
 
 Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
 PayloadChunk = tuple[Digest, Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]]
@@ -314,7 +314,7 @@ CallVerdict = Literal["ok", "full", "failed", "late"]
 
 
 class Call(_Message, frozen=True, tag="call"):
-    """Do this once; the payloads can be fetched from me. Ids are those of one life of the sender."""
+    """A request, done once; the sender serves its payloads. Ids are unique in a sender's life."""
 
     id: Count
     request: Body
@@ -322,8 +322,9 @@ class Call(_Message, frozen=True, tag="call"):
 
 
 class Answer(_Message, frozen=True, tag="answer"):
-    """To the call `id` that you made in life `incarnation`. Only "ok" brings something; "full": nothing was done, ask again;
-    "failed": it cannot be done; "late": your payloads did not come in time, or what I answered is gone."""
+    """The answer to call `id` of the receiver's life `incarnation`; only "ok" brings a result.
+    "full": nothing was done, ask again. "failed": it cannot be done. "late": the payloads came too
+    late, or the answer is gone."""
 
     incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     id: Count
@@ -333,7 +334,7 @@ class Answer(_Message, frozen=True, tag="answer"):
 
 
 class Heard(_Message, frozen=True, tag="heard"):
-    """I have, or no longer want, the answer to my call `id`."""
+    """The sender has, or no longer wants, the answer to its call `id`."""
 
     id: Count
 
@@ -342,13 +343,13 @@ class Heard(_Message, frozen=True, tag="heard"):
 
 
 class BranchAsk(_Message, frozen=True, tag="branch?"):
-    """No quorum of our view has been there for long: sign this branch of it, which lists you."""
+    """A request to sign this branch of a view that long had no quorum; it lists the receiver."""
 
     view: Value
 
 
 class BranchSign(_Message, frozen=True, tag="branch"):
-    """My signature under the branch of this hash; empty if I cannot: it has to begin at round `floor` or later."""
+    """The signature under this branch; empty if it must begin at round `floor` or later."""
 
     digest: Digest
     proof: Signature = b""
@@ -356,8 +357,9 @@ class BranchSign(_Message, frozen=True, tag="branch"):
 
 
 class Lineage(_Message, frozen=True, tag="lineage"):
-    """The chain of views that I am on, up to view `number`: the first 8 bytes of each kept view's hash, oldest first.
-    Its agreed tokens as far as I know; and to who asked and has fewer, the certified views that it lacks."""
+    """The sender's chain of views up to view `number`, and its agreed tokens as far as it knows.
+    `trail` holds 8 bytes of each kept view's hash, oldest first; `views` are those that the
+    receiver is missing, if it asked and has fewer tokens."""
 
     tokens: Count
     number: Count

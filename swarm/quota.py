@@ -1,6 +1,7 @@
-"""A token bucket for each remote peer: how much of this machine's time and memory one stranger may use.
+"""A token bucket per remote peer: how much of this machine's time and memory a stranger may use.
 
-Identities are free, so a quota only slows a flood down; what a flood may occupy is bounded by `swarm/dht/item_store.py`.
+Identities are free, so a quota only slows a flood down; `swarm/dht/item_store.py` bounds the memory
+that a flood can occupy.
 """
 
 from dataclasses import dataclass, field
@@ -12,22 +13,22 @@ MAX_TRACKED_PEERS = 4096
 
 
 def units(calls: int, size_bytes: int) -> float:
-    """The cost of a request: one unit for each item it names and one for each 4 kB it moves."""
+    """Return the cost of a request: one unit per item it names and one per 4 kB it moves."""
     return calls + size_bytes / BYTES_PER_UNIT
 
 
 @dataclass(slots=True)
 class Quota:
-    """Buckets that fill at `units_per_s` up to `burst_units`; the peer that was heard least recently is forgotten
-    first when there are more than `max_peers` (it then has a full bucket, as a stranger has)."""
+    """Token buckets that fill at `units_per_s` up to `burst_units`; beyond `max_peers` the peer
+    heard from least recently is forgotten, and starts anew with a full bucket."""
 
     units_per_s: float = UNITS_PER_S
     burst_units: float = BURST_UNITS
     max_peers: int = MAX_TRACKED_PEERS
-    _buckets: dict[bytes, tuple[float, float]] = field(default_factory=dict)  # peer: units left, at which time
+    _buckets: dict[bytes, tuple[float, float]] = field(default_factory=dict)  # (units, time)
 
     def take(self, peer: bytes, cost_units: float, now_s: float) -> bool:
-        """Pay `cost_units` out of the peer's bucket; False, and nothing is paid, if there is too little in it."""
+        """Pay `cost_units` from the peer's bucket, or return False if it has too little."""
         left, then_s = self._buckets.pop(peer, (self.burst_units, now_s))
         left = min(self.burst_units, left + max(0.0, now_s - then_s) * self.units_per_s)
         paid = cost_units <= left

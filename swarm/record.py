@@ -1,8 +1,9 @@
 """A peer's signed record: who it is, where it can be reached, and which key its links use.
 
-Wire: signature (64 bytes) + msgpack of `Record`, at most 4 kB. The peer id inside is the signer. Sequence numbers
-rise, so an old record cannot replace a newer one; `lifetime_s` counts from when a reader first sees the record, on the
-reader's own clock, because wall clocks are never compared between peers.
+Wire: signature (64 bytes) + msgpack of `Record`, at most 4 kB. The signer is the peer id inside.
+Sequence numbers increase, so an old record cannot replace a newer one. `lifetime_s` counts from the
+moment a reader first sees the record, on the reader's own clock: wall clocks are never compared
+between peers.
 """
 
 from typing import Annotated
@@ -22,14 +23,16 @@ RecordText = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class BadRecord(ValueError):
-    """A record that its claimed owner did not make, or that breaks a limit."""
+    """A record that its claimed owner did not make, or that exceeds a limit."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A peer's statement about itself. `endpoints` are multiaddresses of its links (`/ip4/192.0.2.7/tcp/4001`), empty for a
-    peer that cannot be dialled; `doors` those of its directory, ending in `/p2p/ID`, through which others can come in;
-    `relays` are the peers that forward for it. `incarnation` is drawn anew at every
-    start: a restarted peer has forgotten its promises and must not be taken for the old one."""
+    """A peer's statement about itself.
+
+    `endpoints` are its links' multiaddresses (`/ip4/192.0.2.7/tcp/4001`), empty if it cannot be
+    dialled; `doors` its directory's, ending in `/p2p/ID`, through which others can join; `relays`
+    peers that forward for it. `incarnation` is drawn anew at every start: a restarted peer has
+    forgotten its promises and must not be taken for the old one."""
 
     run: Annotated[str, msgspec.Meta(max_length=64)]
     peer: RecordText
@@ -40,7 +43,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relays: Annotated[tuple[RecordText, ...], msgspec.Meta(max_length=4)] = ()
     doors: Annotated[tuple[RecordText, ...], msgspec.Meta(max_length=MAX_DOORS)] = ()
     role: RecordText = "replica"
-    speed: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0  # tokens per second, as measured by itself
+    speed: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0  # tokens per second, self-measured
     lifetime_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_RECORD_AGE_S)] = 60.0
 
 
@@ -49,7 +52,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def seal(identity: Identity, record: Record) -> bytes:
-    """Sign a record of one's own; raise `BadRecord` if it would be refused by others."""
+    """Sign this peer's record; raise `BadRecord` if others would refuse it."""
     if record.peer != identity.peer:
         raise BadRecord(f"{identity.peer} cannot sign a record of {record.peer}")
     body = _encoder.encode(record)
@@ -59,7 +62,7 @@ def seal(identity: Identity, record: Record) -> bytes:
 
 
 def unseal(blob: bytes, run: str) -> Record:
-    """Verify and decode a record of this run; raise `BadRecord` with the reason otherwise."""
+    """Verify and decode a record of this run; raise `BadRecord` with the reason if it is bad."""
     if not SIGNATURE_BYTES < len(blob) <= MAX_RECORD_BYTES:
         raise BadRecord(f"a record has {SIGNATURE_BYTES + 1} to {MAX_RECORD_BYTES} bytes, got {len(blob)}")
     signature, body = blob[:SIGNATURE_BYTES], blob[SIGNATURE_BYTES:]
@@ -80,5 +83,5 @@ def newer(record: Record, known: Record | None) -> bool:
 
 
 def owner(blob: bytes, run: str) -> PeerId:
-    """The verified owner of a record."""
+    """Return the verified owner of a record; raise `BadRecord` if it is bad."""
     return unseal(blob, run).peer

@@ -1,7 +1,7 @@
-"""Known peers, joining and leaving: what a peer says to be let in or to go, and what members note of it.
+"""Known peers, joining and leaving: requests to enter or leave a run, and what members note of
+them.
 
-Outsiders repeat `Join` to all members they know until they see themselves in a view; a member that
-leaves says so once.
+Outsiders repeat `Join` to all known members until they are in a view; `Leave` is sent once.
 """
 
 from farflock.swarm.links import PeerId
@@ -18,15 +18,15 @@ MAX_KNOWN = 1024
 
 
 class RecordBook:
-    """The newest record of each known peer; what is learnt goes to the links too."""
+    """The newest record of each known peer; new records are passed on to the links."""
 
     def __init__(self, context: PeerContext) -> None:
-        self.records: dict[PeerId, Record] = {}  # of others
-        self.mine = b""  # my own, sealed: what `Join` carries
+        self.records: dict[PeerId, Record] = {}  # of other peers
+        self.mine = b""  # this peer's own, sealed, as carried by `Join`
         self._context = context
 
     def learn(self, blob: bytes) -> None:
-        """Take in a signed record, whatever its source, if it is good and new."""
+        """Take in a signed record from any source, if it is valid and new."""
         try:
             record = unseal(blob, self._context.run)
         except BadRecord:
@@ -34,31 +34,31 @@ class RecordBook:
             return
         known = self.records.get(record.peer)
         has_room = known is not None or len(self.records) < MAX_KNOWN
-        # The directory may still have one of mine that I have replaced.
+        # The directory may still have an old record of this peer.
         if record.peer != self._context.me and newer(record, known) and has_room:
             self.records[record.peer] = record
             self._context.links.learn(blob)
 
     def others(self) -> list[PeerId]:
-        """The other members of the newest view, or before I know a view, peers that I know."""
+        """Return the other members of the newest view, or known peers if no view is known yet."""
         chain = self._context.chain
         peers = chain.newest.peers if chain else tuple(self.records)[:MAX_MEMBERS]
         return [peer for peer in peers if peer != self._context.me]
 
 
 class Admission:
-    """The peers that want in and those that go, this one included."""
+    """The peers that want to join or leave, this one included."""
 
     def __init__(self, context: PeerContext, book: RecordBook) -> None:
         self.candidates = Candidates()
         self.wants_in = False
-        self.watching = False  # wants to know the views, and to be let in only later
-        self.leaves = False  # I have said goodbye
+        self.watching = False  # wants the views now, and admission only later
+        self.leaves = False  # this peer has said goodbye
         self._context, self._book = context, book
         self._joined_s = -1e9
 
     def to_ask(self, now_s: float) -> list[PeerId]:
-        """The peers to ask now to be let in, or for the views; none if I am a member or it is not time to."""
+        """Return the peers to ask now for admission or views; none if a member or not due."""
         self._context.leaving = self.candidates.leaving
         due = now_s - self._joined_s >= JOIN_EVERY_S
         if not (self.wants_in or self.watching) or self._context.is_member or not due:
@@ -67,15 +67,15 @@ class Admission:
         return sorted({*self._book.others(), *list(self._book.records)[:16]} - {self._context.me})
 
     def ask(self, peer: PeerId) -> None:
-        """Ask a peer to be let in, if I want that."""
+        """Ask a peer for admission, if this peer wants in."""
         chain, me = self._context.chain, self._context.me
-        # A view that I gave up once may still list me: I have to leave it before I can join.
+        # A view given up may still list this peer, which must then leave before it can join.
         listed = chain is not None and chain.newest.index(me, self._context.incarnation) is not None
         if self.wants_in:
             self._context.send(peer, Leave() if listed else Join(self._book.mine))
 
     def receive_join(self, sender: PeerId, blob: bytes) -> None:
-        """Note that a peer wants in, if it asks with a record of its own."""
+        """Note that a peer wants to join, if it sent its own record."""
         try:
             record = unseal(blob, self._context.run)
         except BadRecord:
@@ -92,7 +92,7 @@ class Admission:
             self.candidates.join(member, self._context.now() + JOIN_LASTS_S)
 
     def receive_leave(self, sender: PeerId, incarnation: int) -> None:
-        """Note that a member goes."""
+        """Note that a member leaves."""
         chain = self._context.chain
         index = chain.newest.index(sender, incarnation) if chain is not None else None
         if chain is not None and index is not None:
@@ -107,16 +107,16 @@ class Admission:
         self.say_goodbye()
 
     def say_goodbye(self) -> None:
-        """Tell the members of the newest view that I go."""
+        """Tell the members of the newest view that this peer leaves."""
         for peer in self._book.others():
             self._context.send(peer, Leave())
 
     def start_over(self) -> None:
-        """I am on another chain of views: nobody there has asked me anything, and I only watch."""
+        """Forget all requests after a change of chain, and only watch."""
         self.candidates, self.watching, self.wants_in = Candidates(), True, False
 
     def settle(self, newest: View) -> list[PeerId]:
-        """A view was decided: forget the wishes that it fulfils, return the peers that it let in."""
+        """Forget the requests that a new view fulfils; return the peers that it admitted."""
         joining = self.candidates.joining
         listed = [peer for peer in newest.peers if peer in joining]
         admitted = [peer for peer in listed if newest.index(peer, joining[peer][0].incarnation) is not None]
@@ -126,10 +126,9 @@ class Admission:
         return admitted
 
     def present(self, view: View) -> set[int]:
-        """Members of a view, by index, that can take part in it.
+        """Return the indices of a view's members that can take part in it.
 
-        They are still members, alive in the same life, and have not said goodbye.
-        """
+        They are still members, alive in the same life, and have not said goodbye."""
         newest = self._context.views.newest
         return {
             index
@@ -141,7 +140,7 @@ class Admission:
         }
 
     def is_needed_in(self, view: View) -> bool:
-        """True if the members of a view that stay could decide nothing in it without me."""
+        """True if the members of a view that stay cannot decide in it without this peer."""
         if (me := self._context.my_index(view)) is None:
             return False
         stay = self.present(view) - {me}

@@ -1,6 +1,7 @@
-"""Fetching one chunk before being anybody: what a newcomer needs to read the run's manifest.
+"""Fetching one chunk before joining: a newcomer needs it to read the run's manifest.
 
-It knows the run's id, a chunk's digest, and a few members' records; it has no view, no stream, no peer yet.
+It knows the run's id, the chunk's digest and a few members' records, but has no view, stream or
+peer yet.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from farflock.swarm.peer.context import PeerContext
 async def fetch_chunk(
     links: Links, run: str, digest: bytes, size: int, holders: Sequence[PeerId], timeout_s: float
 ) -> bytes | None:
-    """The chunk of this digest, verified, from any of these holders; None if nobody delivered it in time."""
+    """Return the verified chunk of this digest from any holder; None if none delivers in time."""
     tasks: dict[asyncio.Task[None], None] = {}
 
     def spawn(work: Coroutine[Any, Any, None]) -> None:

@@ -1,8 +1,9 @@
-"""The glue of branches: members without a majority found one, and peers of two chains of views find back to one.
+"""The glue of branches: members without a majority start one, and two chains of views become one.
 
-Every peer judges by itself: it asks whoever may be on another chain, verifies the other chain's views, and gives its own up
-if the other one has stayed the stronger for a while. What it holds of its own chain is forgotten then, as in a restart: its
-open exchanges are lost, it adopts the other chain's state and asks to be let in.
+Every peer judges by itself: it asks peers that may be on another chain, verifies that chain's
+views, and gives up its own if the other has stayed stronger for a while. It then forgets what it
+holds of its own chain, as in a restart: its open exchanges are lost, it adopts the other chain's
+state and asks for admission.
 """
 
 import random
@@ -22,20 +23,22 @@ from farflock.swarm.protocol.quorum import is_quorum
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 1.0
-SIGNATURE_TIMEOUT_S = 10.0  # a member that has not signed by then is left out, and may join the branch later
-STEP_IN_S = 20.0  # the next senior one asks for signatures if the one before it founds nothing
+# a member that has not signed by then is left out; it may join the branch later
+SIGNATURE_TIMEOUT_S = 10.0
+STEP_IN_S = 20.0  # the next in seniority takes over if the one before it starts no branch
 PROBE_EVERY_S = 5.0
 PROBED = 16  # peers asked at once
-LINEAGE_EVERY_S = 1.0  # least time between two answers, or two questions, to one peer
+LINEAGE_EVERY_S = 1.0  # minimum between two answers, or two questions, to one peer
 CANDIDATE_EVERY_S = 2.0
-SETTLE_S = 5.0  # the other chain must have been the stronger for so long: rounds in flight count on both sides by then
+# the other chain must stay stronger for this long: rounds in flight then count on both sides
+SETTLE_S = 5.0
 ANSWER_S = 10.0
 MAX_SENT = 1024
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """A stronger chain that I may change to: through whom, its first view after the fork, and since when."""
+    """A stronger chain to consider: the peer that told of it, and its first view after the fork."""
 
     peer: PeerId
     theirs: bytes
@@ -45,7 +48,7 @@ class _Candidate:
 
 
 class Branching:
-    """One peer's part in founding a branch and in ending one."""
+    """One peer's part in starting and ending branches."""
 
     def __init__(
         self,
@@ -61,22 +64,21 @@ class Branching:
         self._membership, self._rounds, self._pairing, self._snapshots = membership, rounds, pairing, snapshots
         self._solitude = Solitude()
         self._petition: Petition | None = None
-        self._silent: set[int] = set()  # members who did not sign in time, by index
-        self._refused = 0  # the least round that somebody could sign
-        self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # the last branch that I signed, for whom, when
+        self._silent: set[int] = set()  # indices of members that did not sign in time
+        self._refused = 0  # the least first round that every refusing member could sign
+        self._signed: tuple[bytes, PeerId, float] = (b"", "", -1e9)  # (hash, for whom, when)
         self._candidate: _Candidate | None = None
-        self._sent: dict[tuple[PeerId, bool], float] = {}  # when I last (asked, answered) whom
+        self._sent: dict[tuple[PeerId, bool], float] = {}  # by (peer, has views)
         self._probed_s = -1e9
         self._random = random.Random(f"{context.seed}/{context.me}/probe")
-        self._believed_tokens = 0  # of a chain whose state I have not adopted yet
-        self._returns = False  # asks to be let in once it has a state
-        self.adrift: frozenset[str] = (
-            frozenset()
-        )  # streams to be opened again with a state of the chain that I changed to
+        self._believed_tokens = 0  # of a chain whose state is not adopted yet
+        self._returns = False  # asks for admission once it has a state
+        # Streams to be reopened with a state of the new chain.
+        self.adrift: frozenset[str] = frozenset()
         membership.sync.on_branch, membership.sync.on_other_chain = self._take_branch, self._ask
 
     def opened(self, name: str) -> None:
-        """A stream was opened: its state is that of the chain that I am on."""
+        """Note that a stream was opened with a state of the current chain."""
         was_adrift, self.adrift = bool(self.adrift), self.adrift - {name}
         if not self.adrift:
             self._believed_tokens = 0
@@ -84,7 +86,7 @@ class Branching:
                 self._membership.admission.wants_in = True
 
     def tick(self) -> None:
-        """Count the time without a quorum; found a branch if it is due; look for other chains where I am on a branch."""
+        """Track time without a quorum, start a branch when due, and look for other chains."""
         now_s = self._context.now()
         view, me = self._context.views.newest, self._context.my_index(self._context.views.newest)
         self._solitude.look(now_s, me is None or self._can_decide())
@@ -96,7 +98,7 @@ class Branching:
         self._ask_candidate(now_s)
 
     def receive(self, sender: PeerId, incarnation: int, message: BranchMessage) -> None:
-        """Take in a message about branches."""
+        """Handle a message about branches."""
         if self._context.chain is None:
             return
         try:
@@ -110,15 +112,16 @@ class Branching:
         except BadView:
             self._context.drop("bad branch")
 
-    # founding
+    # starting a branch
 
     def _is_due(self) -> bool:
-        """Never of a run of stages: half of a pipeline is none, and a stage's rounds could not be taken back."""
+        """True if the time without a quorum is up; never with stages, as half a pipeline is useless
+        and a stage's rounds could not be taken back."""
         return not self._rounds.staged and self._solitude.lasted_s >= self._after_s
 
     def _can_decide(self) -> bool:
-        """True if quorums are there of the newest view, and of the one that the next round belongs to, and no next view is
-        long due: one that was accepted by some, and then excluded by rounds that others took part in, blocks both."""
+        """True if the newest view and the next round's have quorums and no next view is overdue:
+        one accepted by some members but excluded by rounds that others began blocks both."""
         chain = self._context.views
         if self._membership.next_view.is_overdue:
             return False
@@ -127,11 +130,11 @@ class Branching:
         return all(is_quorum(self._membership.admission.present(view), len(view.members)) for view in needed)
 
     def _floor(self) -> int:
-        """The first round that a branch could begin with, as far as I know."""
+        """Return the first round with which a branch could begin, as far as this peer knows."""
         return self._rounds.floor() if self._rounds.names else axes.at(self._context.floor, None)
 
     def _found(self, now_s: float, me: int, present: set[int]) -> None:
-        """Collect the signatures of all who are there; the senior ones first have the time to."""
+        """Collect the signatures of all present members; more senior members get to do so first."""
         before_me = sum(index < me for index in present - self._silent)
         if self._solitude.lasted_s < self._after_s + STEP_IN_S * before_me:
             return
@@ -162,7 +165,7 @@ class Branching:
         return self._identity.sign(views.branch_domain(self._context.run), raw)
 
     def _take_ask(self, sender: PeerId, incarnation: int, raw: bytes) -> None:
-        """Sign a branch that lists me, if I too have been without a quorum for long, and one at a time."""
+        """Sign a branch that lists this peer if its own quorum is long gone; one at a time."""
         parent, view = self._context.views.newest, views.decode_view(raw)
         views.require_branch_shape(parent, view)
         me, they = self._context.my_index(view), view.index(sender, incarnation)
@@ -192,8 +195,8 @@ class Branching:
             self._context.drop("bad branch")
 
     def _take_branch(self, sender: PeerId, branch: Certified) -> None:
-        """Somebody has branched off my newest view. Who has no part in that view, or has waited as long, follows; who holds
-        rounds that the branch does not, or has seen a quorum since, compares the two chains first."""
+        """Follow a branch off our newest view; but compare the chains first if this peer has rounds
+        that it lacks, or is in that view and not long enough without a quorum."""
         views.require_branch(self._context.run, self._context.views.newest, branch)
         bound = self._context.my_index(self._context.views.newest) is not None and not self._is_due()
         if bound or self._rounds.floor() > branch.view.first_round:
@@ -202,7 +205,7 @@ class Branching:
             self._follow(branch)
 
     def _follow(self, branch: Certified) -> None:
-        """Go on as this branch with all that I hold: its log begins where mine is whole."""
+        """Continue on this branch with everything held: it begins where our log is whole."""
         if self._context.views.extend(branch):
             self._rounds.rewind(branch.view.first_round)
             self._membership.view_changed()
@@ -210,15 +213,16 @@ class Branching:
     # two chains meet
 
     def _tokens(self) -> int:
-        """The agreed tokens of my chain."""
+        """Return the agreed tokens of this peer's chain."""
         if self.adrift:
             return self._believed_tokens
         agreed = [self._rounds.tokens(name) for name in self._rounds.names]
         return max(self._believed_tokens, max(agreed) if agreed else self._context.progress_tokens())
 
     def _look_out(self, now_s: float) -> None:
-        """Ask peers that are not with me where they are, some at a time: if I am on a branch, or have founded the run in
-        this life (perhaps again, finding nobody)."""
+        """Ask some peers that are not with us for their chain, every `PROBE_EVERY_S`.
+
+        Only on a branch, or if this life started the run (perhaps again, finding nobody)."""
         chain = self._context.views
         aside = chain.branch is not None or self._context.my_index(chain.views[0].view) is not None
         if now_s - self._probed_s < PROBE_EVERY_S or not aside:
@@ -238,7 +242,7 @@ class Branching:
             self._ask(candidate.peer)
 
     def _ask(self, peer: PeerId) -> None:
-        """Say which chain I am on; who is on a stronger one answers with its views."""
+        """Tell a peer our chain; a peer on a stronger one answers with its views."""
         self._send_lineage(peer, ())
 
     def _send_lineage(self, peer: PeerId, missing: tuple[bytes, ...]) -> None:
@@ -251,7 +255,7 @@ class Branching:
         self._context.send(peer, Lineage(self._tokens(), chain.newest.number, branches.trail(chain), missing))
 
     def _take_lineage(self, sender: PeerId, incarnation: int, message: Lineage) -> None:
-        """Compare chains: tell who is on the weaker one what it lacks, and consider to leave mine if that is the weaker."""
+        """Compare chains: send a weaker side the views it is missing, or consider leaving ours."""
         chain = self._context.views
         fork = branches.fork_of(chain, message.number, message.trail)
         if fork is None:
@@ -286,8 +290,9 @@ class Branching:
             self._change(other, fork, message.tokens)
 
     def _change(self, other: Chain, fork: Fork, tokens: int) -> None:
-        """Leave my chain for a stronger one; if that is a branch of mine and its log begins where mine is whole, with all
-        that I hold."""
+        """Leave our chain for a stronger one.
+
+        Keep everything held if that is a branch of ours that begins where our log is whole."""
         self._candidate = None
         parting = branches.first_parting(other, fork)
         if not fork.mine and (parting is None or parting >= self._rounds.floor()):

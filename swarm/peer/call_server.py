@@ -1,7 +1,7 @@
-"""Calls from other peers: each call is judged, its payloads fetched, its handler run once, its answer kept until heard.
+"""Calls from other peers: judge each, fetch its payloads, run its handler once, keep the answer.
 
-A server owes a caller an answer, not the work twice: links lose answers, and callers repeat themselves. So it remembers what
-it was asked, in a table of bounded size; who finds it full asks again later. What its former life was asked it does not know.
+Links lose answers and callers repeat calls, but no work is done twice. So a server keeps its calls
+in a bounded table; a caller that finds it full asks again later. A restart empties it.
 """
 
 import asyncio
@@ -16,60 +16,60 @@ from farflock.swarm.messages import Answer, Call, CallVerdict, Heard
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 
-LEASE_S = 30.0  # an answer is kept so long after it was sent last
-FETCH_S = 60.0  # for the payloads of a call to come
+LEASE_S = 30.0  # an answer is kept this long after it was last sent
+FETCH_S = 60.0  # for fetching a call's payloads
 SERVE_S = 300.0  # for the handler
-FORGET_S = 600.0  # a caller that was silent for so long has no late copy of a call on the way
-MAX_CALLS = 256  # being served, or answered and not heard
-MAX_CALLS_EACH = 64  # the same of one caller
-MAX_CALLERS = 256  # lives of callers that are remembered
-MAX_LIVES = 4  # of them, of one peer
-MAX_OVER = 512  # ids of one life that are remembered one by one
-ROOM_BYTES = 128 * 1024 * 1024  # payloads of calls under way: of those that I ask, and as much of those that I am asked
+FORGET_S = 600.0  # after so long a silence no late copy of a call is on the way
+MAX_CALLS = 256  # being served, or answered but not heard
+MAX_CALLS_EACH = 64  # the same, per caller
+MAX_CALLERS = 256  # remembered lives of callers
+MAX_LIVES = 4  # the same, per peer
+MAX_OVER = 512  # remembered call ids of one life
+ROOM_BYTES = 128 * 1024 * 1024  # payloads of open calls, outgoing and again incoming
 
 log = logging.getLogger(__name__)
 
-_Caller = tuple[PeerId, int]  # in which life
-_Key = tuple[PeerId, int, int]  # and which of its calls
+_Caller = tuple[PeerId, int]  # (caller, incarnation)
+_Key = tuple[PeerId, int, int]  # (caller, incarnation, call id)
 
 
 @dataclass(frozen=True, slots=True)
 class CallReply:
-    """The reply to a call: a body of at most 8 KiB, and at most 4 payloads of at most 64 MiB each."""
+    """The reply to a call: a body of up to 8 KiB, and up to 4 payloads of up to 64 MiB each."""
 
     body: bytes = b""
     payloads: tuple[bytes, ...] = ()
 
 
 class Handler(Protocol):
-    """Serves calls. An exception of it is logged and fails the one call."""
+    """Serves calls; an exception is logged and fails only its call."""
 
     def admit(self, caller: PeerId, request: bytes, sizes: tuple[int, ...]) -> bytes | None:
-        """Before any payload (of `sizes` bytes each) is fetched: None to go on, else the answer's body, a refusal."""
+        """Return None to fetch payloads of `sizes` bytes and serve, or a refusal as answer body."""
         ...
 
     async def serve(self, caller: PeerId, request: bytes, payloads: tuple[bytes, ...]) -> CallReply:
-        """Do it, once for each call. It may go on for `SERVE_S` even if its caller is gone; then nobody gets the reply."""
+        """Do the work, once per call, in `SERVE_S`; the reply is dropped if the caller is gone."""
         ...
 
 
 @dataclass(slots=True)
 class _Served:
-    """One call, until its caller has heard my answer or cannot want it any more."""
+    """One call, until its caller has heard the answer or can no longer want it."""
 
     held_bytes: int
     answer: Answer | None = None
     until_s: float = math.inf
-    fetching: asyncio.Task[Any] | None = None  # what to cancel if nobody wants it any more
+    fetching: asyncio.Task[Any] | None = None  # cancelled when unwanted
     unwanted: bool = False
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The calls of one life of a caller that are over, so that a late copy of one is not served again."""
+    """The finished calls of one life of a caller, so that a late copy is not served again."""
 
     heard_s: float = 0.0
-    floor: int = 0  # all below are over, or come too late
+    floor: int = 0  # all ids below are over, or too late
     over: dict[int, None] = field(default_factory=dict)  # oldest first
 
     def end(self, number: int) -> None:
@@ -86,7 +86,7 @@ class _Seen:
 
 
 class CallServer:
-    """The calls that others make to this peer, and its own to itself."""
+    """Incoming calls, and this peer's calls to itself."""
 
     def __init__(self, context: PeerContext, room_bytes: int) -> None:
         self.handler: Handler | None = None
@@ -96,7 +96,7 @@ class CallServer:
         self._held_bytes = 0
 
     def take_call(self, sender: PeerId, incarnation: int, call: Call) -> None:
-        """Begin with a new call; repeat my answer to a known one."""
+        """Start a new call; repeat the answer to a known one."""
         key, seen = (sender, incarnation, call.id), self._remember((sender, incarnation))
         served, size = self._served.get(key), sum(sizes_of(call.payloads))
         if served is not None:
@@ -113,7 +113,7 @@ class CallServer:
             self._context.spawn(self._serve(key, call))
 
     def take_heard(self, sender: PeerId, incarnation: int, heard: Heard) -> None:
-        """The caller needs no answer, or no longer; its call may still be on the way."""
+        """Drop an answer that the caller no longer needs; its call may still be on the way."""
         key, seen = (sender, incarnation, heard.id), self._remember((sender, incarnation))
         if key in self._served:
             self._end(key)
@@ -121,7 +121,7 @@ class CallServer:
             seen.end(heard.id)
 
     def tick(self) -> None:
-        """Give up callers that are gone, and answers that nobody has heard for too long."""
+        """Give up callers that are gone, and answers that went unheard for too long."""
         now_s = self._context.now()
         for key, served in list(self._served.items()):
             if served.until_s <= now_s or self._context.life(key[0]) == "dead":
@@ -136,7 +136,7 @@ class CallServer:
         sizes: tuple[int, ...],
         payloads: Callable[[], Awaitable[tuple[bytes, ...] | None]],
     ) -> tuple[CallVerdict, CallReply]:
-        """Have the handler do it; `payloads` gets them, or None. Whatever the handler raises fails this one call."""
+        """Run the handler on what `payloads` fetches (or None). Exceptions fail only this call."""
         handler = self.handler
         if handler is None:
             return "failed", CallReply()
@@ -161,7 +161,7 @@ class CallServer:
         return "ok", reply
 
     async def _serve(self, key: _Key, call: Call) -> None:
-        """One call, to its answer or, if nobody wants it any more, to its end."""
+        """Serve one call until it is answered, or ended because nobody wants it any more."""
         served = self._served[key]
         try:
             if served.unwanted:
@@ -199,7 +199,7 @@ class CallServer:
         self._context.send(key[0], Answer(key[1], key[2], verdict))
 
     def _end(self, key: _Key) -> None:
-        """Nobody wants the answer any more. A handler at work is left alone: it may hold more than this call."""
+        """Drop an unwanted call, but not a running handler: it may hold more than this call."""
         served = self._served[key]
         if served.answer is not None:
             self._drop(key)
@@ -215,8 +215,9 @@ class CallServer:
             seen.end(key[2])
 
     def _remember(self, caller: _Caller) -> _Seen | None:
-        """One life of a caller; None if there are too many. Lives have no order: a late message of one that has ended must not
-        end the calls of the next."""
+        """Return the record of one life of a caller; None if there are too many.
+
+        Lives have no order: a late message from an old life must not end calls of the next."""
         if caller not in self._seen:
             lives = [other for other in self._seen if other[0] == caller[0]]
             if len(lives) >= MAX_LIVES:
@@ -228,8 +229,9 @@ class CallServer:
         return self._seen[caller]
 
     def _is_full(self, sender: PeerId, size: int) -> bool:
-        """Answers take of the room too. They are never refused, for the work is done, but while they take all of it nothing new
-        begins."""
+        """True if there is no room for a new call.
+
+        Answers take up room too: they are never refused, as the work is done; new calls are."""
         of_sender = sum(key[0] == sender for key in self._served)
         many = len(self._served) >= MAX_CALLS or of_sender >= MAX_CALLS_EACH
         return many or self._held_bytes + size > self._room_bytes

@@ -1,7 +1,8 @@
-"""Calls: one peer asks another for a piece of work, with payloads both ways; a pass through a model's stage is such a call.
+"""Calls: one peer asks another for work, with payloads both ways, such as a pass through a stage.
 
-A request is repeated until its answer comes, so that links may lose anything. Payloads are chunks, fetched by who needs them
-when it has room: a refusal costs none, and nobody's memory is filled by others.
+A request is repeated until its answer arrives, so links may lose anything. Payloads are chunks,
+fetched by the receiver when it has room: a refusal costs none, and nobody can fill another's
+memory.
 
     caller                              server (call_server.py)
     Call, repeated ------------------>  admit: a refusal is an answer
@@ -9,7 +10,8 @@ when it has room: a refusal costs none, and nobody's memory is filled by others.
     fetch its payloads  <-------------  Answer, repeated for each repeated Call
     Heard --------------------------->  forget the answer
 
-Ids are those of one life of the caller. A server that restarts knows nothing of what it was asked: it is asked anew.
+Ids are unique in one life of the caller. A restarted server knows none of its calls and is asked
+anew.
 """
 
 import asyncio
@@ -26,11 +28,12 @@ from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.payloads import fetch, put, require_sendable, sizes_of
 
 RESEND_S = 0.5
-KEEP_S = LEASE_S / 3  # while an answer's payloads are fetched, its call is repeated to keep them there
+KEEP_S = LEASE_S / 3  # calls are repeated while their answers' payloads are fetched, to keep those
 
 
 class CallFailed(Exception):
-    """A call brought nothing. `reason`: "dial", the peer is gone; "rpc", it cannot or did not do it; "deadline"."""
+    """A call without a result; `reason` is "dial" (the peer is gone), "rpc" (it cannot or did not
+    do it) or "deadline"."""
 
     def __init__(self, reason: CallFailure, message: str) -> None:
         super().__init__(message)
@@ -39,7 +42,7 @@ class CallFailed(Exception):
 
 @dataclass(slots=True)
 class _Asked:
-    """A call of mine on its way. Its answer is None if the peer is gone."""
+    """An outgoing call; its answer is None if the peer is gone."""
 
     peer: PeerId
     call: Call
@@ -48,8 +51,9 @@ class _Asked:
 
 
 class Calls:
-    """All calls of one peer, both ways. `room_bytes` bounds the payloads under way that it asks with, and as much again those
-    that it is asked with and answers with."""
+    """All calls of one peer, both ways.
+
+    `room_bytes` bounds the payloads of outgoing calls, and again those of incoming ones."""
 
     def __init__(self, context: PeerContext, *, room_bytes: int = ROOM_BYTES) -> None:
         self._context, self._room_bytes = context, room_bytes
@@ -60,7 +64,7 @@ class Calls:
 
     @property
     def handler(self) -> Handler | None:
-        """Serves the calls of others, and my own to myself; while there is none, they fail."""
+        """The handler of incoming calls and of calls to oneself; without one, they fail."""
         return self._serving.handler
 
     @handler.setter
@@ -76,9 +80,11 @@ class Calls:
         timeout_s: float,
         max_reply_bytes: int,
     ) -> CallReply:
-        """Have a peer's handler do something, at most once in each of the peer's lives. A peer without room is asked again
-        until it has some. `CallFailed` if this brings nothing in time, or more than `max_reply_bytes` of payloads;
-        `ValueError` for more than a call can carry. If it is cancelled, the peer is told to drop what it has."""
+        """Have a peer's handler do some work, at most once per life of the peer; return its reply.
+
+        A full peer is asked again. Raise `CallFailed` if there is no result in time, or one of more
+        than `max_reply_bytes`; `ValueError` if the call is too large. If cancelled, tell the peer
+        to drop it."""
         require_sendable(request, payloads)
         size = sum(map(len, payloads))
         if size > self._room_bytes:
@@ -96,7 +102,7 @@ class Calls:
             raise CallFailed("deadline", f"{peer} did not answer, or not deliver, within {timeout_s:.1f} s") from None
 
     def receive(self, sender: PeerId, incarnation: int, message: Call | Answer | Heard) -> None:
-        """Take in a message of a call."""
+        """Handle a message of a call."""
         match message:
             case Call():
                 self._serving.take_call(sender, incarnation, message)
@@ -106,7 +112,7 @@ class Calls:
                 self._take_answer(sender, message)
 
     def tick(self) -> None:
-        """Repeat my calls, give up those to peers that are gone; the same for what I am asked."""
+        """Repeat open calls, give up those to dead peers, and tick the server side."""
         self._serving.tick()
         now_s = self._context.now()
         for asked in self._asked.values():
@@ -142,7 +148,7 @@ class Calls:
             self._context.send(peer, Heard(number))
 
     async def _ask_myself(self, request: bytes, payloads: tuple[bytes, ...], max_reply_bytes: int) -> CallReply:
-        """In a task of its own: a caller that is cancelled leaves the handler alone, as with everybody else."""
+        """Serve it in its own task: a cancelled caller leaves the handler alone, as elsewhere."""
         done: asyncio.Future[tuple[CallVerdict, CallReply]] = asyncio.get_running_loop().create_future()
 
         async def here() -> tuple[bytes, ...]:
@@ -167,13 +173,13 @@ class Calls:
         if asked is None or asked.peer != sender or answer.incarnation != self._context.incarnation:
             self._context.drop("answer to no call")
         elif answer.verdict == "full":
-            self._context.counters["calls to a full peer"] += 1  # nothing was done: it is asked again
+            self._context.counters["calls to a full peer"] += 1  # `tick` asks again
         elif not asked.answer.done():
             asked.answer.set_result(answer)
 
 
 def _require_good(peer: PeerId, verdict: CallVerdict, size: int, max_reply_bytes: int) -> None:
-    """Raise `CallFailed` unless an answer is good and its payloads may be fetched."""
+    """Raise `CallFailed` unless the answer is good and its payloads may be fetched."""
     if verdict == "late":
         raise CallFailed("deadline", f"{peer} did not get the payloads in time, or has given this call up")
     if verdict != "ok":

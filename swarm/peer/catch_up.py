@@ -1,10 +1,9 @@
-"""Catching up with rounds that were decided without this peer: it asks others for them, in order.
+"""Catching up with rounds decided without this peer: it asks others for them, in order.
 
-A member whose state depends on a round that has left everybody's log must adopt a snapshot; one
-that only looks on goes on with the oldest round that there is. The content of the rounds is fetched
-from whoever has it, until it is here or given up: where a stage's last round died with the only
-peer that had its content, the members that had no part in it go on without. To the stage, that
-round has failed.
+A member whose state depends on a round that has left everybody's log must adopt a snapshot; an
+observer goes on with the oldest round that exists. Content is fetched from any holder until it is
+here or given up: if a stage's last round died with its only holder, the members with no part in it
+go on, and to the stage that round has failed.
 """
 
 import asyncio
@@ -27,14 +26,15 @@ from farflock.swarm.quota import Quota, units
 FOLLOW_S = 0.5
 FETCH_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-HOPELESS_S = 20.0  # nobody has had a content for so long: whoever had it is out of the view by now
-# Decisions in one answer: rounds may be over faster than they can be asked for one by one.
+# a content missing for this long is given up: its holders have left the view by now
+HOPELESS_S = 20.0
+# Decisions per answer: rounds may end faster than they can be asked for one by one.
 DECISIONS_PER_ANSWER = 4
-ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # for each asker, and less of long ones: see `units`
+ANSWERS_PER_S, ANSWERS_BURST = 256.0, 1024.0  # per asker, fewer if they are long: see `units`
 
 
 class CatchUp:
-    """One peer's part in keeping up with what is decided without it, and in helping others to."""
+    """One peer's part in keeping up with decisions made without it, and in helping others to."""
 
     def __init__(self, context: PeerContext, log: RoundLog) -> None:
         self._context, self._log = context, log
@@ -48,8 +48,8 @@ class CatchUp:
             return
         others = self._others()
         said = {peer: word for peer in others if (word := state.forgotten.by(number, peer))}
-        # A member that lives and says nothing for so long never will; and nobody says anything
-        # of a round that is not decided.
+        # A live member silent for so long has nothing to say; and of an undecided round nobody
+        # says anything.
         hopeless = now_s - state.forgotten.since_s >= HOPELESS_S and bool(self.lost(state))
         if said and state.stream.wants != "all" and (hopeless or len(said) == len(others)):
             self._skip_to(state, min(word.oldest for word in said.values()))
@@ -59,19 +59,18 @@ class CatchUp:
             self._context.send(self._random.choice(askable), query)
 
     def _others(self) -> list[PeerId]:
-        """The living members, as far as one knows, but me."""
+        """Return the other members of the newest view that are not known to be dead."""
         peers = self._context.views.newest.peers
         return [peer for peer in peers if peer != self._context.me and self._context.life(peer) != "dead"]
 
     def lost(self, state: StreamState) -> list[Forgotten]:
-        """The words of others on the next round if it has left the logs of most; else nothing."""
+        """Return others' reports if the next round has left most logs; else an empty list."""
         return state.forgotten.agreed(state.next, self._others())
 
     def answer_query(self, state: StreamState, sender: PeerId, query: LogQuery) -> View | None:
         """Send the decision of a round and of some after it, or say that they have left the log.
 
-        Return the view of a round that nobody began, because its members are gone: it is to be begun
-        here.
+        Return the view of a round to be begun here, because its members left without beginning it.
         """
         numbers = itertools.islice(itertools.count(query.key.round, state.stream.cadence.stride), DECISIONS_PER_ANSWER)
         entries = (state.entry(number) if query.notes else state.log.get(number) for number in numbers)
@@ -86,7 +85,7 @@ class CatchUp:
             return None
         if query.key.round <= state.newest:
             first = iter(state.annals) if query.notes and state.annals else iter(state.log)
-            # I can tell nothing of rounds before I came in, nor of the last one then.
+            # Rounds from before this peer joined are unknown here, even the last.
             oldest = next(first, state.next)
             self._context.send(sender, Forgotten(query.key, oldest, state.newest))
             return None
@@ -94,11 +93,10 @@ class CatchUp:
         return view if view is not None and self._is_forsaken(state, view) else None
 
     def _is_forsaken(self, state: StreamState, view: View) -> bool:
-        """True if a stage's rounds in this view have nobody left to bring anything to them.
+        """True if nobody is left to contribute to a stage's rounds in this view.
 
-        Another view has followed it then, and the others close the rounds, empty, for the peers that
-        serve the stage now.
-        """
+        Then a later view exists, and the other members close these rounds, empty, for the peers
+        that serve the stage now."""
         peers = (view.peers[index] for index in view.serving(state.stream.stage))
         newest = self._context.views.newest
         if view is newest:
@@ -107,7 +105,7 @@ class CatchUp:
         return all(peer not in stay or self._context.gone(view, peer) for peer in peers)
 
     def take_forgotten(self, state: StreamState, sender: PeerId, incarnation: int, message: Forgotten) -> None:
-        """A member says that a round has left its log: ask the others for it at once."""
+        """Note that a round has left a member's log, and ask the others for it at once."""
         view = self._context.views.newest
         if view.index(sender, incarnation) is None:
             self._context.drop("not from a member")
@@ -121,13 +119,11 @@ class CatchUp:
                 self._context.counters["lost rounds"] += 1
 
     def heed(self, state: StreamState, *, is_open: bool) -> None:
-        """Take the others' word that the next round is gone.
+        """Accept the others' word that the next round is gone.
 
-        `is_open` says that some member speaks of the round as held now. A peer that needs the round's
-        content must adopt a snapshot. One that only looks on and has seen no round yet goes on with the
-        newest. Beside it there may be many that know no more than it does and say nothing, so it
-        believes a few, unless the round is open.
-        """
+        `is_open`: some member still treats it as open. A peer that needs the content must adopt a
+        snapshot. An observer that has seen no round yet skips to the newest. Unless the round is
+        open it believes a few reports: others may know no more and be silent."""
         if state.forgotten.round != state.next:
             return
         if state.stream.wants == "all":
@@ -144,7 +140,7 @@ class CatchUp:
         state.skipped = True
 
     def take_decided(self, state: StreamState, view: View, sender: PeerId, incarnation: int, decided: Decided) -> None:
-        """Log a decision that I had no part in if it is the next one, and get its content."""
+        """Log a decision made without this peer if it is the next one, and fetch its content."""
         if self._context.views.newest.index(sender, incarnation) is None:
             self._context.drop("not from a member")
             return
@@ -159,11 +155,11 @@ class CatchUp:
             return
         nothing = (False,) * state.stream.terms.shards
         self._log.enter(state, decided.key.round, LoggedRound(close, view.peers, len(serving), decided, nothing))
-        state.asked_s = 0.0  # the next one at once, if there is one
+        state.asked_s = 0.0  # ask for the next one at once
         self.fill(state, decided.key)
 
     def fill(self, state: StreamState, key: Key) -> None:
-        """Get what this peer wants of a logged round."""
+        """Fetch what this peer wants of a logged round."""
         if state.stream.wanted(state.log[key.round].close):
             self._context.spawn(self._fill(state, key))
         else:
@@ -178,13 +174,13 @@ class CatchUp:
         await asyncio.gather(*(self._fetch(state, key, entry, item) for item in wanted))
         if state.entry(key.round) is entry:
             self._log.completed(state, key.round)
-        else:  # it has left the log meanwhile: nobody else would release what has come since
+        else:  # it left the log meanwhile: nobody else would release these
             self._context.store.release(key)
 
     async def _fetch(self, state: StreamState, key: Key, entry: LoggedRound, item: RoundItem) -> None:
-        """Ask for one item until it is here, or the round has left the log or been given up."""
+        """Ask for one item until it is here, or its round left the log or was given up."""
         fetch = self._context.chunks.fetch
-        hopeless_s: float | None = None  # since when nobody had it
+        hopeless_s: float | None = None  # since when no holder is known
         while state.entry(key.round) is entry and entry.close.items:
             asked_s = self._context.now()
             if await fetch(item.digest, item.size, self._holders, key, FETCH_TIMEOUT_S, final=True):
@@ -201,11 +197,9 @@ class CatchUp:
         return [peer for peer in self._context.views.newest.peers if peer != self._context.me]
 
     def _may_forsake(self, state: StreamState) -> bool:
-        """True if a content that nobody has may be done without.
+        """True if content that nobody has may be given up.
 
-        Only a stage's, which would stand still, and only among a quorum: others may have it on the
-        other side of a cut.
-        """
+        Only a stage's, which would stand still, and only among a quorum: others may have it."""
         view, context = self._context.views.newest, self._context
         members = enumerate(view.peers)
         there = [i for i, peer in members if peer == context.me or not context.gone(view, peer)]
@@ -213,11 +207,10 @@ class CatchUp:
         return whole and is_quorum(there, len(view.peers))
 
     def _forsake(self, state: StreamState, number: int) -> None:
-        """Give a round's content up: for a peer that brought nothing to the round, it has failed.
+        """Give up a round's content: for a peer that did not contribute, the round has failed.
 
-        A contributor must not bring the same again, for it counts: that peer is behind for good,
-        and its state with it.
-        """
+        A contributor must not bring the same again, as it already counts: it has lost the round,
+        and its state is behind for good."""
         self._context.counters["forsaken rounds"] += 1
         entry = state.log[number]
         if any(entry.taken):

@@ -1,8 +1,9 @@
-"""The codecs that each stage server reads, as it tells all members: a payload that it could not read goes to another server.
+"""The codecs that each stage server reads, announced to all members so that no payload is
+unreadable.
 
-What a server reads changes during a run, where versions of what both ends share come and go. So it is told to the members
-directly, not in records of the directory, which last a minute; and again and again, for it may be lost, and newcomers have
-heard nothing.
+They change during a run, as versions of shared parameters come and go, so they are sent to the
+members directly: directory records last a minute. They are repeated, since messages get lost and
+newcomers have heard nothing.
 """
 
 from collections.abc import Callable
@@ -17,17 +18,18 @@ ReadableCodecs = tuple[CodecId, ...]
 
 
 class CodecOffers:
-    """One peer's part. `reads` says what it reads now, the preferred codec first; who serves nothing leaves it as it is."""
+    """One peer's announcements and those it received; `reads` returns its codecs, preferred first,
+    or none if it serves nothing."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self.reads: Callable[[], ReadableCodecs] = tuple
-        self._announced: dict[PeerId, tuple[int, ReadableCodecs]] = {}  # with the life that announced it
-        self._said: tuple[bytes, ReadableCodecs] = b"", ()  # the view that it was said to
+        self._announced: dict[PeerId, tuple[int, ReadableCodecs]] = {}  # (incarnation, codecs)
+        self._said: tuple[bytes, ReadableCodecs] = b"", ()  # (hash of the view told, codecs)
         self._said_s = 0.0
 
     def receive(self, sender: PeerId, incarnation: int, message: Reads) -> None:
-        """A member's."""
+        """Handle a member's announcement."""
         view = self._context.views.newest
         if view.index(sender, incarnation) is None:
             self._context.drop("codecs of a stranger")
@@ -36,7 +38,7 @@ class CodecOffers:
             self._announced[sender] = incarnation, message.codecs
 
     def tick(self) -> None:
-        """Say what changed, to newcomers all, and all of it again after a while."""
+        """Announce changes, to newcomers everything, and everything again every `REPEAT_S`."""
         view, mine = self._context.views.newest, self.reads()
         is_old = self._context.now() - self._said_s >= REPEAT_S
         if mine and (self._said != (view.hash, mine) or is_old):
@@ -46,7 +48,7 @@ class CodecOffers:
                     self._context.send(peer, Reads(mine))
 
     def of(self, peer: PeerId, incarnation: int) -> ReadableCodecs | None:
-        """The codecs that this life of a peer reads; None if it has not said."""
+        """Return the codecs that this life of a peer reads; None if it has not announced any."""
         if peer == self._context.me:
             return self.reads() or None
         life, codecs = self._announced.get(peer, (incarnation, None))

@@ -1,7 +1,8 @@
-"""Reports of their work by the servers of all stages, period by period: all see the same, and one of them moves.
+"""Periodic load reports by the servers of all stages, from which all compute the same move.
 
-A move must be the same whoever computes it (swarm/protocol/rebalance.py). So everybody says its numbers once in a
-period, and a snapshot is complete or is none: who lacks somebody's numbers computes nothing in that period."""
+All must compute it from the same numbers (swarm/protocol/rebalance.py): each server reports once
+per period, and a peer that is missing a report computes nothing in that period.
+"""
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Load
@@ -13,7 +14,7 @@ REPEAT_S = 1.0
 
 
 class LoadReports:
-    """One peer's part."""
+    """One peer's report and those it received."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
@@ -22,13 +23,13 @@ class LoadReports:
         self._sent_s = 0.0
 
     def say(self, load: Load) -> None:
-        """My numbers of a period."""
+        """Announce this peer's load for a period."""
         if self._mine is None or self._mine.number != load.number:
             self._mine = load
             self._send()
 
     def receive(self, sender: PeerId, incarnation: int, message: Load) -> None:
-        """A member's."""
+        """Handle a member's report."""
         view = self._context.views.newest
         if view.index(sender, incarnation) is None:
             self._context.drop("load of a stranger")
@@ -37,12 +38,12 @@ class LoadReports:
             self._announced[sender] = message
 
     def tick(self) -> None:
-        """Say it again: it may have been lost."""
+        """Repeat the report, which may have been lost."""
         if self._mine is not None and self._context.now() - self._sent_s >= REPEAT_S:
             self._send()
 
     def snapshot(self, number: int, needs_bytes: tuple[int, ...]) -> LoadSnapshot | None:
-        """The servers of each stage in this period, if all that are there have told their numbers; else None."""
+        """Return the loads of each stage's live servers in this period; None if one is missing."""
         view, loads = self._context.views.newest, dict(self._announced)
         if self._mine is not None:
             loads[self._context.me] = self._mine
@@ -52,7 +53,8 @@ class LoadReports:
             gone = member.peer != self._context.me and self._context.gone(view, member.peer)
             replicas += not gone and member.stage == EVERY
             if gone or not 0 <= member.stage < len(stages):
-                continue  # replicas and trainers do not move, and nobody holds others up by naming a stage that there is not
+                # replicas and trainers do not move, and an unknown stage must not hold others up
+                continue
             load = loads.get(member.peer)
             if load is None or load.number != number:
                 return None

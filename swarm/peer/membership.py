@@ -1,8 +1,8 @@
 """Membership of the run: joins and deaths become views by agreement of the newest view's members.
 
-A peer's part in that has three parts of its own: who is known, wants in or goes (`admission`),
-deciding the next view (`next_view`), and sending views to peers that lack them (`view_sync`). Here
-their messages are told apart, and a new view is made known to all of them.
+It has three parts: known, joining and leaving peers (`admission`), deciding the next view
+(`next_view`), and sending views to peers that are missing them (`view_sync`). This module routes
+their messages and tells all of them about a new view.
 """
 
 from farflock.swarm.identity import Identity
@@ -23,41 +23,41 @@ PING_EVERY_S = 5.0
 
 
 class Membership:
-    """One peer's part in the agreement on who is in the run, and on the run's time."""
+    """One peer's part in the agreement on the run's members and on the run time."""
 
     def __init__(self, context: PeerContext, identity: Identity, view_s: float) -> None:
         self._context = context
         self.clock = RunClock()
         self.book = RecordBook(context)
-        self.records = self.book.records  # the newest of each other peer that I know of
+        self.records = self.book.records  # the newest of each other known peer
         self.sync = ViewSync(context, self.view_changed)
-        self.known = self.sync.known  # set once the views are
+        self.known = self.sync.known  # set once the views are known
         self.admission = Admission(context, self.book)
         self.next_view = NextView(context, identity, view_s, self.admission, self.sync, self.view_changed)
         self._pinged_s = -1e9
 
     @property
     def is_member(self) -> bool:
-        """True if I am in the newest view that I know, in this life."""
+        """True if this peer is in the newest view that it knows, in this life."""
         return self._context.is_member
 
     @property
     def branch(self) -> tuple[str, int] | None:
-        """The name and first round of the branch that I am on; None on the run's main chain."""
+        """The (name, first round) of this peer's branch; None on the run's main chain."""
         view = self._context.chain.branch if self._context.chain else None
         return None if view is None else (view.hash.hex()[:8], view.first_round)
 
     def found(self) -> None:
-        """Begin the run: view 0 is me alone."""
+        """Start the run: view 0 has this peer as its only member."""
         stage = stage_of(unseal(self.book.mine, self._context.run).role) if self.book.mine else EVERY
         member = Member(self._context.me, self._context.incarnation, stage)
         genesis = Certified(views.genesis(self._context.run, member))
         self.sync.begin(Chain(self._context.run, [genesis]))
         self.clock.is_origin = True
-        self.admission.wants_in = True  # back, if the others ever go on without me
+        self.admission.wants_in = True  # rejoins if the others ever go on without this peer
 
     def change_chain(self, chain: Chain) -> None:
-        """Give up my chain of views for another one, whose views I know and am not in: I watch."""
+        """Give up this peer's chain of views for a known one that it is not in, and only watch."""
         self.admission.say_goodbye()
         self._context.forsake()
         self._context.floor = NO_FLOOR
@@ -66,17 +66,17 @@ class Membership:
         self.view_changed()
 
     def view_changed(self) -> None:
-        """The newest view is another one: begin anew with what depends on it."""
+        """Restart everything that depends on the newest view, which has changed."""
         newest = self._context.views.newest
         heard = self._context.lives.items()
-        # A member that is in the view with another life than was heard has begun that one since.
+        # A member listed with another life than was last heard has restarted since.
         self._context.lives = {peer: life for peer, life in heard if newest.index(peer, life) is not None}
         self.next_view.begin_anew()
         for peer in self.admission.settle(newest):
             self.sync.send_views(peer, newest.number - 1)
 
     def tick(self) -> None:
-        """Ask to be let in; put the next view forward if it is due and my turn; keep time."""
+        """Ask for admission; put the next view forward if due and our turn; ping."""
         now_s = self._context.now()
         if asked := self.admission.to_ask(now_s):
             self.sync.expect(asked)
@@ -91,7 +91,7 @@ class Membership:
                 self._context.send(peer, Ping(now_s))
 
     def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage | ViewMessage | TimeMessage) -> None:
-        """Take in a message about membership or time."""
+        """Handle a message about membership or time."""
         if self._context.chain is not None and sender in self._context.chain.newest.peers:
             self._context.lives[sender] = incarnation
         match message:
@@ -107,6 +107,7 @@ class Membership:
                 self._context.send(sender, Pong(sent_s, self.clock.run_s(self._context.now())))
             case Pong(sent_s=sent_s, run_s=run_s):
                 if sender in self.book.others():
+                    # Only known peers count: strangers must not shift the run time.
                     self.clock.answered(sender, sent_s, self._context.now(), run_s)
             case _:
                 self.next_view.receive(sender, incarnation, message)

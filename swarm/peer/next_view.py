@@ -1,7 +1,7 @@
-"""Deciding the view after the newest one, by agreement of the newest one's members.
+"""Deciding the view after the newest one, by agreement of the newest view's members.
 
-A view changes at most every `view_s`. The first live member of the seeded order puts the next one
-forward; the others step in one after the other if it is silent.
+A view changes at most every `view_s`. The first live member in the seeded order proposes the next
+one; the others step in one after the other if it is silent.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
 
 RESEND_S = 0.5
-HELD_S = 3.0  # a member held back from rounds of stages for so long has the next view decided itself
-# A view begins so many rounds of whole models after the last one begun: few have to wait for it then.
+HELD_S = 3.0  # a member held back from stage rounds for this long pushes the decision itself
+# Whole-model rounds from the last one begun to the new view's first: then few must wait for it.
 ROUNDS_AHEAD = 2
-# A member that puts a view forward again waits twice as long each time, up to so many times: over
-# slow links one of them has to get through.
+# The wait before each further proposal doubles up to so often: over slow links, one has to get
+# through.
 MAX_BACKOFF_DOUBLINGS = 3
 
 
 class NextView:
-    """One member's part in the decision; calls `changed` after appending a view to my chain."""
+    """One member's part in the decision; calls `changed` after appending a view to the chain."""
 
     def __init__(
         self,
@@ -43,28 +43,25 @@ class NextView:
         self._admission, self._sync, self._changed = admission, sync, changed
         self._decision: Decision | None = None
         self._changed_s = context.now()
-        self._wanted_s: float | None = None  # since when a change is due
+        self._wanted_s: float | None = None  # when a change became due
         self._proposed_s = self._sent_s = self._held_s = -1e9
-        self._proposals = 0  # of mine for this view
+        self._proposals = 0  # by this peer, for this view
 
     def begin_anew(self) -> None:
-        """The newest view is another one: what was wanted or said of its number is over."""
+        """Forget all requests and votes on the next view: the newest view has changed."""
         self._decision, self._wanted_s = None, None
         self._changed_s, self._proposals = self._context.now(), 0
 
     @property
     def is_overdue(self) -> bool:
-        """True if the next view is due, or I have accepted it, and it has not been decided yet.
-
-        Deciding it takes some round trips.
-        """
+        """True if the next view is due, or accepted here, and not decided yet."""
         if self._context.views.barrier is not None:
             return True
         due_s = self._changed_s + self._view_s
         return self._wanted_s is not None and self._context.now() >= max(self._wanted_s, due_s)
 
     def tick(self, now_s: float) -> None:
-        """Put the next view forward if it is due and my turn; only for members."""
+        """Propose the next view if it is due and our turn; only for members."""
         members = self._next_members(now_s)
         if members is None and not self._must_decide(now_s):
             self._wanted_s = None
@@ -85,12 +82,12 @@ class NextView:
 
     @property
     def _hurries(self) -> bool:
-        """True if the next view must be decided before I am gone: afterwards it could not be."""
+        """True if this peer is leaving, and the next view could not be decided without it."""
         leaves = self._admission.leaves
         return leaves and self._admission.is_needed_in(self._context.views.newest)
 
     def _must_decide(self, now_s: float) -> bool:
-        """True if I have accepted a view, or am held back for one, that nobody has decided in time."""
+        """True if a view that this peer accepted, or is held back for, was not decided in time."""
         chain = self._context.views
         held = chain.held is not None and now_s - self._held_s >= HELD_S
         return (chain.barrier is not None or held) and now_s - self._proposed_s >= TAKEOVER_S
@@ -100,14 +97,13 @@ class NextView:
         lives = {peer: self._context.life(peer) for peer in newest.peers if peer != self._context.me}
         joining, leaving = candidates.live(now_s), candidates.leaving
         if not joining and not leaving and "dead" not in lives.values():
-            return None  # what nearly every tick finds
+            return None  # the common case
         return views.next_members(newest, lives, joining, leaving)
 
     def _rank(self) -> int:
-        """The number of live members before me in this decision's order.
+        """Return the number of live members before this peer in this decision's order.
 
-        If I am in a hurry, only members that leave are counted: only they may be in one too.
-        """
+        In a hurry, only leaving members count: only they may be in a hurry too."""
         before = self._ordered()
         before = before[: before.index(self._context.me)]
         if self._hurries:
@@ -116,7 +112,7 @@ class NextView:
         return sum(self._context.life(peer) not in ("suspect", "dead") for peer in before)
 
     def _ordered(self) -> tuple[PeerId, ...]:
-        """The members in the order in which they may put the next view forward."""
+        """Return the members in the order in which they may propose the next view."""
         newest = self._context.views.newest
         key = views.view_key(newest.number + 1)
         return order(newest.peers, self._context.seed, newest.hash, key)
@@ -145,7 +141,7 @@ class NextView:
         return self._decision
 
     def receive(self, sender: PeerId, incarnation: int, message: PaxosMessage) -> None:
-        """Take in a message of the decision."""
+        """Handle a message of the decision."""
         if self._context.chain is None:
             return
         newest = self._context.chain.newest
@@ -162,7 +158,7 @@ class NextView:
             self._sync.receive_decided(sender, message)
 
     def _take_stock(self) -> None:
-        """Hold back from rounds of a view that I accepted; move on when one is decided."""
+        """Hold back from rounds of an accepted view; move on when a view is decided."""
         decision, chain = self._decision, self._context.views
         if decision is None:
             return
@@ -183,21 +179,19 @@ class NextView:
 
 
 def ahead(floor: Floor) -> Floor:
-    """The rounds at which a view begins that may begin at `floor`.
+    """Return the rounds at which a view begins that may begin at `floor`.
 
-    A stage's rounds begin at once: waiting would only hold them up, for members that are gone.
-    """
+    A stage's rounds begin at once: waiting would only delay them, for members that are gone."""
     return (floor[0] + ROUNDS_AHEAD - 1, *floor[1:]) if floor else floor
 
 
 class ViewRules(AcceptanceRules):
-    """A view must begin after every round that this member took part in under the view before it.
+    """A view must begin after every round that this member took part in under the previous view.
 
-    `begins` says where a view that may begin at a floor should begin. Members sign the next view, to
-    convince outsiders.
-    """
+    `begins` maps a floor to the rounds at which the view should begin. Members sign the next view,
+    to convince outsiders."""
 
-    # Members are at different rounds: each tells its floor before a view is put forward.
+    # Members are at different rounds: each reports its floor before a proposal.
     in_step = False
 
     def __init__(self, context: PeerContext, identity: Identity, view: View, begins: Callable[[Floor], Floor]) -> None:
@@ -205,21 +199,21 @@ class ViewRules(AcceptanceRules):
         self._checker = views.checker(context.run, view)
 
     def floor(self, value: bytes) -> Floor:
-        """Nothing if the view can be accepted here, else the least rounds that could be."""
+        """Return an empty floor if the view is acceptable here, else the least rounds that are."""
         return self._context.views.floor(value, self._context.floor)
 
     def least(self) -> Floor:
-        """The first rounds that I have no part in."""
+        """Return the first rounds that this peer has no part in."""
         return self._context.floor
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """The view, begun late enough for all that have answered."""
+        """Return the view, beginning late enough for all members that answered."""
         return views.lifted(value, self._begins(floor))
 
     def sign(self, text: bytes) -> bytes:
-        """My signature."""
+        """Return this peer's signature."""
         return self._identity.sign(views.signature_domain(self._context.run), text)
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """True if the member of the view, by index, has signed this."""
+        """True if the member of this index in the view signed the text."""
         return self._checker(member, text, proof)

@@ -1,7 +1,8 @@
-"""The asyncio glue of pair exchanges: finds this round's partner, runs the pair's state machine, fetches its payload.
+"""The asyncio glue of pair exchanges: find the partner, run the pair's machine, fetch its payload.
 
-Peers of such a stream may drift apart in their rounds. Who is proposed a round that it has left says where it is, and
-who was proposed a round ahead of its own skips to it: so partners meet again without anybody keeping time.
+Peers of such a stream may drift apart in their rounds. A peer proposed a round that it has left
+answers with its own round; a peer proposed a later round skips to it. So partners meet again
+without keeping time.
 """
 
 import asyncio
@@ -32,18 +33,18 @@ MAX_JUMP = 1000  # rounds that one message may move this peer ahead
 
 
 class Pairing:
-    """All pair exchanges of one peer, one at a time for each stream."""
+    """All pair exchanges of one peer, one at a time per stream."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self._streams: dict[str, Stream] = {}
         self._current: dict[str, Pair] = {}
         self._changed: dict[str, asyncio.Event] = {}
-        self._rounds: dict[str, int] = {}  # the next round of mine, by stream
+        self._rounds: dict[str, int] = {}  # this peer's next round, by stream
         self._seen: dict[str, int] = {}
         self._early: dict[tuple[str, PeerId], PairPropose] = {}
         self._done: collections.OrderedDict[Key, Pair] = collections.OrderedDict()
-        self.unsure_rounds = 0  # ended as a follower that never heard the decision: perhaps applied on one side only
+        self.unsure_rounds = 0  # no decision heard: perhaps applied on one side only
 
     def open(self, stream: Stream, after_round: int = -1) -> None:
         """Begin a stream of pairs; its first round is the one after `after_round`."""
@@ -52,8 +53,7 @@ class Pairing:
         self._seen[stream.name] = after_round
 
     def abandon(self) -> tuple[str, ...]:
-        """Another chain of views takes the place of mine: what is running ends, and the streams wait to be opened again.
-        Returns their names."""
+        """End all exchanges after a change of chain; return the names of the streams to reopen."""
         for name, pair in self._current.items():
             pair.lost(self._context.now())
             self._changed[name].set()
@@ -61,7 +61,7 @@ class Pairing:
         return tuple(self._streams)
 
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
-        """Swap shards, which are in the store, with this round's partner; ends by the stream's deadline."""
+        """Swap shards, already in the store, with this round's partner by the stream's deadline."""
         stream, key = self._streams[name], offer.key
         self._rounds[name] = key.round
         for place in [place for place, early in self._early.items() if place[0] == name and early.offer.key < key]:
@@ -78,7 +78,7 @@ class Pairing:
         try:
             await self._run(view, stream, pair)
         finally:
-            if pair.stage != "done":  # this peer is ending: its partner need not wait for the deadline
+            if pair.stage != "done":  # this peer is ending: its partner need not wait
                 pair.lost(self._context.now())
                 self._flush(pair)
                 self._context.store.release(work_pin(key))
@@ -108,11 +108,11 @@ class Pairing:
         self._changed[key.stream].set()
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
-        """The open waits: (exchange, from whom, until when on the local clock)."""
+        """Return the open waits: (exchange, from whom, until when on the local clock)."""
         return [(pair.key, (pair.partner,), pair.ends_s) for pair in self._current.values() if pair.stage != "done"]
 
     def _partner(self, view: View, stream: Stream, key: Key) -> tuple[PeerId | None, bool]:
-        """This round's partner and whether I lead; None if I am the odd one, no member, or the partner is gone."""
+        """Return (this round's partner, True if we lead); None if there is none or it is gone."""
         if self._context.my_index(view) is None:
             return None, False
         group = group_of(self._context.me, view.peers, 2, self._context.seed, view.hash, key)
@@ -121,7 +121,7 @@ class Pairing:
             return None, False
         early = self._early.get((key.stream, partner))
         if early is not None and early.offer.key.round > key.round:
-            return None, False  # it has gone on to a later round and will not come back to this one
+            return None, False  # it has gone on to a later round and will not come back
         return partner, group[0] == self._context.me
 
     async def _run(self, view: View, stream: Stream, pair: Pair) -> None:
@@ -151,7 +151,7 @@ class Pairing:
         changed.clear()
 
     async def _fetch(self, stream: Stream, pair: Pair) -> None:
-        """Get and check every shard of the partner's; a corrupt one ends the exchange."""
+        """Fetch and check every shard of the partner; a corrupt one ends the exchange."""
         assert pair.theirs is not None
         offer = pair.theirs
         fits = len(offer.digests) == stream.terms.shards and all(size <= stream.max_shard_bytes for size in offer.sizes)
@@ -172,7 +172,7 @@ class Pairing:
             digest, size, lambda: [pair.partner], work_pin(pair.key), left_s
         ):
             return False
-        if pair.stage == "done":  # over meanwhile: nobody will release what has come too late
+        if pair.stage == "done":  # over meanwhile: nobody else would release it
             self._context.store.release(work_pin(pair.key))
             return False
         data = self._context.store.get(digest) or b""
@@ -186,7 +186,7 @@ class Pairing:
             self._context.send(pair.partner, message)
 
     def _outcome(self, stream: Stream, offer: Offer, pair: Pair | None) -> RoundOutcome:
-        """The outcome for the node: both payloads if applied, mine alone, or nothing. The chunks may go after this."""
+        """Return the outcome, with both payloads, ours or none, and release the chunks."""
         next_round = max(offer.key.round + 1, self._seen[stream.name])
         self._rounds[stream.name] = next_round
         verdict = "alone" if pair is None else pair.verdict
@@ -206,13 +206,14 @@ class Pairing:
         taken = (True,) * stream.terms.shards
         tokens = max(
             entry.tokens for entry in offers.values()
-        )  # each side's estimate of the run's: the larger knows more
+        )  # of two estimates of the run's tokens, the larger knows more
         return RoundOutcome(
             offer.key, status, next_round, tuple(contents), weights, gathered=contents, taken=taken, tokens=tokens
         )
 
     def _receive_elsewhere(self, sender: PeerId, incarnation: int, key: Key, message: Message) -> None:
-        """Not the running pair's: a proposal ahead of me is kept, one behind me refused, one that is over answered."""
+        """Handle a message not for the running pair: keep a proposal ahead of us, refuse one behind
+        us, answer for an exchange that is over."""
         over = self._done.get(key)
         if over is not None and over.partner == sender:
             over.receive(self._context.now(), message)

@@ -1,6 +1,6 @@
-"""The payloads of calls: cut into chunks by who has them, fetched whole by who needs them.
+"""The payloads of calls: cut into chunks by the sender, fetched whole by the receiver.
 
-They may be larger than a chunk, and come from one peer only: who is merely suspect is waited for, nobody else has them.
+A payload may be larger than a chunk, and only one peer has it: a suspect peer is waited for.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ from farflock.swarm.messages import MAX_BODY_BYTES, MAX_CHUNK_BYTES, MAX_PAYLOAD
 from farflock.swarm.peer.context import PeerContext
 
 MAX_PAYLOAD_BYTES = MAX_PAYLOAD_CHUNKS * MAX_CHUNK_BYTES
-LOOK_S = 0.1  # between looks at a holder that is suspect
+LOOK_S = 0.1  # between checks on a suspect holder
 
 
 def require_sendable(body: bytes, payloads: Sequence[bytes] = ()) -> None:
-    """`ValueError` for what is more than a call, or an answer, can carry."""
+    """Raise `ValueError` for a body or payloads too large for a call or an answer."""
     largest = max(map(len, payloads), default=0)
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"a call's body has at most {MAX_BODY_BYTES} bytes, got {len(body)}; send more as a payload")
@@ -27,20 +27,21 @@ def require_sendable(body: bytes, payloads: Sequence[bytes] = ()) -> None:
 
 
 def sizes_of(payloads: Sequence[Payload]) -> tuple[int, ...]:
-    """The bytes of each payload, as its holder says."""
+    """Return the announced size of each payload in bytes."""
     return tuple(sum(size for _, size in payload) for payload in payloads)
 
 
 def put(context: PeerContext, payloads: Sequence[bytes], pin: Hashable) -> tuple[Payload, ...]:
-    """Cut payloads into chunks and keep these until `pin` is released."""
+    """Cut payloads into chunks and keep those until `pin` is released."""
     return tuple(tuple((context.store.put(part, pin), len(part)) for part in _cut(payload)) for payload in payloads)
 
 
 async def fetch(
     context: PeerContext, holder: PeerId, payloads: Sequence[Payload], pin: Hashable, timeout_s: float
 ) -> tuple[bytes, ...] | None:
-    """Get payloads whole; None if time ran out, the holder is dead or has them no longer, or they are not of the sizes named.
-    Chunks that are here are pinned, whatever comes of it: release `pin` afterwards."""
+    """Fetch whole payloads; None on timeout, a wrong size, or a holder that is dead or lacks them.
+
+    Chunks that arrived are pinned in any case: release `pin` afterwards."""
     chunks = {digest: size for payload in payloads for digest, size in payload}
     if not all(await asyncio.gather(*(_fetch(context, holder, *chunk, pin, timeout_s) for chunk in chunks.items()))):
         return None

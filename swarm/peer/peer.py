@@ -1,7 +1,7 @@
-"""One peer of a run: the loops that receive and tick, and the few calls that a node makes.
+"""One peer of a run: its receive and tick loops, and the few calls that a node makes.
 
-Everything that decides is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue beside it only
-carry messages to it and time. It runs unchanged on real links and on the simulator's.
+Every decision is sans I/O (`collective`, `pair`, `decide`, `views`); this file and the glue beside
+it only feed it messages and time. It runs unchanged on real links and on the simulator's.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from farflock.swarm.protocol.exchange.streams import RoundOutcome, Stream
 from farflock.swarm.protocol.views import VIEW_STREAM
 
 TICK_S = 0.1
-LOOK_EVERY = 5  # ticks, for branches: what they wait for is counted in minutes, and a look at all members costs
+LOOK_EVERY = 5  # ticks between looks at branches: those wait for minutes, and a look is costly
 ANNOUNCE_EVERY_S = 15.0
-PART_S = 5.0  # who leaves stays so long at most for those who could decide nothing without it
-HAND_OVER_S = 1.0  # until they have what was decided last, for nobody else could tell them
-GOODBYE_S = 0.2  # until it has gone out, and the others' are here who leave together with me
+PART_S = 5.0  # the longest that a leaving peer stays for members that lack a quorum without it
+HAND_OVER_S = 1.0  # time to hand over the last decision, which nobody else could tell them
+GOODBYE_S = 0.2  # time to send goodbyes, and to receive those of peers leaving along with us
 STORE_BYTES = 256 * 1024 * 1024
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """The terms that all peers of a run know. Members that have seen no quorum for `branch_after_s` go on without it."""
+    """Terms known to all peers of a run; after `branch_after_s` without a quorum they branch."""
 
     run: str
     seed: int
@@ -58,7 +58,7 @@ class RunTerms:
 
 @dataclass(frozen=True, slots=True)
 class OpenWait:
-    """Something this peer waits for: what, for whom, and for how long still."""
+    """An exchange that this peer waits for, from whom, and the seconds left."""
 
     what: Key
     whom: tuple[PeerId, ...]
@@ -66,7 +66,7 @@ class OpenWait:
 
 
 class Peer:
-    """A member (or one that wants to be) of one run. Use as `async with peer.running():`."""
+    """A member of one run, or a candidate. Use as `async with peer.running():`."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class Peer:
         )
         self.router = self._make_router()
         self._pair_streams: set[str] = set()
-        self.failure: BaseException | None = None  # a bug in one of our tasks: raised by `running`
+        self.failure: BaseException | None = None  # a bug in one of our tasks, raised by `running`
 
     def _make_router(self) -> "Router":
-        """Return a router that knows which part takes which messages."""
+        """Return a router that knows which part handles which messages."""
         router, snapshots = Router(self.context, self.membership, self.rounds), self.snapshots
         router.add(self.branching.receive, *get_args(messages.BranchMessage))
         router.add(self.calls.receive, *get_args(messages.CallMessage))
@@ -115,19 +115,20 @@ class Peer:
 
     @property
     def me(self) -> PeerId:
-        """My peer id."""
+        """The id of this peer."""
         return self._links.me
 
     # the run
 
     def found(self) -> None:
-        """Found the run: view 0 is me."""
+        """Start the run: view 0 has this peer as its only member."""
         self.membership.book.mine = self._record()
         self.membership.found()
 
     async def meet(self, records: Sequence[bytes], timeout_s: float) -> None:
-        """Get to know the run from these members' records; returns once the views are known. `TimeoutError` if no member
-        answers. A newcomer downloads the state before it asks to be let in: a view of members without it could lose it."""
+        """Learn the run's views from these members; raise `TimeoutError` if none answers in time.
+
+        A newcomer downloads the state first: a view of members without it could lose it."""
         self.membership.book.mine = self._record()
         for blob in records:
             self.membership.book.learn(blob)
@@ -136,26 +137,26 @@ class Peer:
             await self.membership.known.wait()
 
     def ask_in(self) -> None:
-        """Ask the members to admit me, until they have."""
+        """Ask the members for admission until they admit this peer."""
         self.membership.admission.wants_in = True
 
     async def join(self, records: Sequence[bytes], timeout_s: float) -> None:
-        """Meet the run and ask to be let in at once: for peers that need no state."""
+        """Meet the run and ask for admission at once: for peers that need no state."""
         await self.meet(records, timeout_s)
         self.ask_in()
 
     @property
     def alone(self) -> bool:
-        """True if nobody else of the newest view is known to be alive: nobody is there to stay for."""
+        """True if no other member of the newest view is known to be alive."""
         others = (peer for peer in self.context.views.newest.peers if peer != self.me)
         return all(self.context.life(peer) in ("suspect", "dead", "unknown") for peer in others)
 
     def leave(self) -> None:
-        """Say goodbye; the next view is made without me."""
+        """Say goodbye; the next view will not contain this peer."""
         self.membership.admission.leave()
 
     async def part(self) -> None:
-        """Say goodbye, and stay until the others can decide without me, for `PART_S` at most."""
+        """Say goodbye and stay, `PART_S` at most, until the others can decide without this peer."""
         alone, now = self.context.chain is None or self.alone, self.context.now
         self.leave()
         until_s, goes_s = now() + PART_S, now() + GOODBYE_S
@@ -164,7 +165,7 @@ class Peer:
             await asyncio.sleep(TICK_S)
 
     def _is_needed(self) -> bool:
-        """True if the others lack a quorum without me, of the newest view or of one that an open round belongs to."""
+        """True if the newest view, or one of an open round, has no quorum without this peer."""
         return any(
             self.membership.admission.is_needed_in(view)
             for view in (self.context.views.newest, *self.rounds.next_views())
@@ -172,7 +173,7 @@ class Peer:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Peer"]:
-        """Receive, tick and announce for as long as the block runs; ends every task of this peer with it."""
+        """Receive, tick and announce while the block runs; end every task of this peer with it."""
         owner = asyncio.current_task()
         assert owner is not None
         self._owner = owner
@@ -212,9 +213,11 @@ class Peer:
         tokens: int = 0,
         state: bytes = b"",
     ) -> RoundOutcome:
-        """Bring encoded shards to a round of a stream. A pair's ends by the stream's deadline; a collective's when the
-        round is decided, however long that takes: the caller trains on meanwhile. It is lost if this peer has given up the
-        chain of views that its state belongs to, until the stream is opened again."""
+        """Bring encoded shards to a round of a stream and return its outcome.
+
+        A pair's ends by the stream's deadline; a collective's when the round is decided, however
+        late: the caller trains on meanwhile. It is lost if this peer gave up the chain of views
+        that its state belongs to, until the stream is opened again."""
         key = Key(name, number)
         if name in self.branching.adrift:
             return RoundOutcome(key, "lost", number + 1)
@@ -226,28 +229,28 @@ class Peer:
         return await self.rounds.exchange(name, offer)
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
-        """A collective round from the log, decided without me or before I asked; None if there is no such."""
+        """Return a decided collective round from the log; None if there is none."""
         known = name not in self._pair_streams and name not in self.branching.adrift
         return self.rounds.decided(name, number) if known else None
 
     def newest(self, name: str) -> int:
-        """The last round of a collective stream that is known to be decided; -1 for pairs, whose rounds
-        are their own."""
+        """Return the last round of a collective stream known to be decided; -1 for pairs, whose
+        rounds are their own."""
         return self.rounds.newest(name) if name in self.rounds.names else -1
 
     def reach(self, stage: int | None = None) -> int:
-        """The earliest round of the collective streams of a stage (None: of the whole model) whose state the logs can bring up
-        to date: who adopts needs one of it or of a later one. -1 where nothing is open."""
+        """Return the earliest round from which the logs of a stage's collective streams (None: the
+        whole model's) lead on; an adopted snapshot must not be older. -1 without streams."""
         return self.rounds.reach(stage)
 
     def waits(self) -> list[OpenWait]:
-        """The open waits: for what, for whom and how long still; `status` prints them."""
+        """Return the exchanges that this peer waits for, as `status` prints them."""
         now_s = self.context.now()
         entries = self.rounds.waits() + self.pairing.waits()
         return [OpenWait(key, whom, ends_s - now_s) for key, whom, ends_s in entries]
 
     def run_s(self) -> float:
-        """The run's time."""
+        """Return the run time in seconds."""
         return self.membership.clock.run_s(self.context.now())
 
     # loops
@@ -277,7 +280,7 @@ class Peer:
             await asyncio.sleep(TICK_S)
 
     async def _announce_loop(self) -> None:
-        """Keep my record in the directory, and learn those of others from it."""
+        """Keep this peer's record in the directory, and learn those of others from it."""
         while self._directory is not None:
             await self._directory.announce(self.terms.run, self._record())
             for blob in await self._directory.peers(self.terms.run):
@@ -285,7 +288,7 @@ class Peer:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
 
     def _askable(self, stage: int | None) -> list[PeerId]:
-        """The peers that may have the state of a stage (None: of the whole model)."""
+        """Return up to 8 peers that may have the state of a stage (None: of the whole model)."""
         chain = self.context.chain
         members = list(self.membership.records)
         if chain is not None:
@@ -298,7 +301,7 @@ class Peer:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A task of ours that fails is a bug: the whole peer ends with it, loudly."""
+        """End the whole peer, loudly, if one of its tasks failed: that is a bug."""
         del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
             log.error("a task of peer %s failed", self.me, exc_info=error)
@@ -306,16 +309,16 @@ class Peer:
             self._owner.cancel()
 
 
-# A sender, its incarnation, and a message of one of the types that the receiver was added for.
+# (sender, its incarnation, a message of one of the types that the receiver was added for)
 Receive = Callable[[PeerId, int, Any], None]
 
 
 class Router:
-    """Hands each message to the part of a peer that takes its type."""
+    """Hands each message to the part of a peer that handles its type."""
 
     def __init__(self, context: PeerContext, membership: Membership, rounds: Rounds) -> None:
         self._context, self._membership, self._rounds = context, membership, rounds
-        # Read-only between additions: the peer is watched for tables that grow as messages come in.
+        # Read-only between additions: the peer is watched for tables that grow as messages arrive.
         self._receivers: Mapping[type[Message], Receive] = MappingProxyType({})
         self.add(membership.receive, *get_args(messages.ViewMessage | messages.TimeMessage))
         self.add(self._receive_vote, *get_args(messages.PaxosMessage))
@@ -323,21 +326,21 @@ class Router:
 
     @property
     def kinds(self) -> frozenset[type[Message]]:
-        """The message types that some part takes in."""
+        """The message types that have a receiver."""
         return frozenset({*self._receivers, *get_args(messages.ChunkMessage)})
 
     def add(self, receive: Receive, *kinds: type[Message]) -> None:
-        """From now on messages of these types go to `receive`."""
+        """Send messages of these types to `receive` from now on."""
         for kind in kinds:
             assert kind not in self._receivers, f"{kind.__name__} has a receiver already"
         self._receivers = MappingProxyType({**self._receivers, **dict.fromkeys(kinds, receive)})
 
     def add_exchange(self, receive: Receive, *kinds: type[Message]) -> None:
-        """Add a receiver of messages about exchanges and states, which need a view to mean anything."""
+        """Add a receiver for messages about exchanges and states, which need a view."""
         self.add(lambda *received: self._receive_in_view(receive, *received), *kinds)
 
     def deliver(self, sender: PeerId, frame: Frame) -> None:
-        """Hand on the message of a frame."""
+        """Pass a frame's message to its receiver."""
         message = frame.message
         if isinstance(message, messages.ChunkMessage):
             self._context.chunks.receive(sender, message, frame.body)
@@ -345,14 +348,14 @@ class Router:
             self._receivers[type(message)](sender, frame.incarnation, message)
 
     def _receive_vote(self, sender: PeerId, incarnation: int, vote: messages.PaxosMessage) -> None:
-        """Take a vote on the next view, or on the close list of a round."""
+        """Handle a vote on the next view or on a round's close list."""
         if vote.key.stream == VIEW_STREAM:
             self._membership.receive(sender, incarnation, vote)
         else:
             self._receive_in_view(self._rounds.receive, sender, incarnation, vote)
 
     def _receive_in_view(self, receive: Receive, sender: PeerId, incarnation: int, message: Message) -> None:
-        """Hand on a message; if its view is not current here, find out which side is out of date."""
+        """Pass on a message; if its view is not current here, find out which side lags."""
         if self._context.chain is None:
             return
         stale = self._context.counters["stale view"]
@@ -363,7 +366,7 @@ class Router:
 
 
 def view_hash_of(message: Message) -> bytes | None:
-    """The hash of the view that a message names; None if it names none."""
+    """Return the hash of the view that a message names; None if it names none."""
     if isinstance(message, messages.PairPropose | messages.PairAccept):
         return message.offer.view
     return (

@@ -1,9 +1,9 @@
-"""The log of a stream's last rounds: what was decided, and whether its content is here.
+"""The log of a stream's last rounds: each decision, and whether its content is here.
 
-A member that was away learns from the logs of others what it missed, in order; a round that has
-left everybody's log is lost to who still waits for it. What a witnessed round was about stays in
-the annals when its content goes: those who have no part in its state, a pipeline's trainers, follow
-at their own pace, and must miss none.
+A member that was away learns from others' logs what it missed, in order; a round that has left
+everybody's log is lost to a peer that still waits for it. The last shards of a witnessed round are
+kept longer than its other content: peers without its state, a pipeline's trainers, follow at their
+own pace and must miss none.
 """
 
 import asyncio
@@ -22,16 +22,15 @@ from farflock.swarm.protocol.log_truncation import LogTruncation
 
 LOG_ROUNDS = 8
 ANNALS_ROUNDS = 256
-ANNALS_BYTES = 16 * 1024 * 1024  # of one stream's
+ANNALS_BYTES = 16 * 1024 * 1024  # per stream
 
 
 @dataclass(slots=True)
 class LoggedRound:
-    """One decided round, as the log has it.
+    """A decided round in the log.
 
     Indices in the list are places in `group`, of which `contributors` members contribute. It is
-    `complete` once what this peer wants of its content is here.
-    """
+    `complete` once all the content that this peer wants is here."""
 
     close: CloseList
     group: tuple[PeerId, ...]
@@ -43,7 +42,7 @@ class LoggedRound:
 
 @dataclass(frozen=True, slots=True)
 class OpenOffer:
-    """My offer to a round; until `ends_s`, on the local clock, the node waits for the outcome."""
+    """This peer's offer to a round; the node waits for the outcome until `ends_s` (local clock)."""
 
     offer: Offer
     ends_s: float
@@ -55,19 +54,19 @@ class StreamState:
     """One stream at this peer."""
 
     stream: Stream
-    newest: int = -1  # the last round that I know to be decided
+    newest: int = -1  # the last round known to be decided
     tokens: int = 0
-    opened_tokens: int = 0  # those before the first round that is kept
-    seen: int = -1  # the highest round that I heard of (-1 and the like: none)
+    opened_tokens: int = 0  # tokens before the first round that is kept
+    seen: int = -1  # the highest round heard of; negative if none
     log: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
-    # rounds before the log
+    # old rounds, before the log
     annals: collections.OrderedDict[int, LoggedRound] = field(default_factory=collections.OrderedDict)
     annals_bytes: int = 0
-    offers: dict[int, OpenOffer] = field(default_factory=dict)  # mine, by round, not yet resolved
+    offers: dict[int, OpenOffer] = field(default_factory=dict)  # ours, by round, unresolved
     asked_s: float = 0.0
-    # Which members have said that the next round left their log.
+    # Members that announced that the next round left their log.
     forgotten: LogTruncation = field(default_factory=LogTruncation)
-    skipped: bool = False  # the tokens are not known before the next decision
+    skipped: bool = False  # tokens are unknown until the next decision
 
     @property
     def next(self) -> int:
@@ -75,11 +74,11 @@ class StreamState:
         return self.newest + self.stream.cadence.stride
 
     def entry(self, number: int) -> LoggedRound | None:
-        """A decided round, from the log or the annals."""
+        """Return a decided round from the log or the old rounds before it, or None."""
         return self.log.get(number) or self.annals.get(number)
 
     def resolve(self, number: int, outcome: RoundOutcome) -> None:
-        """Give the outcome of a round to whoever waits for it."""
+        """Pass the outcome of a round to its waiting exchange, if any."""
         placed = self.offers.get(number)
         if placed is not None and not placed.outcome.done():
             placed.outcome.set_result(outcome)
@@ -93,13 +92,13 @@ class StreamState:
 
 
 class RoundLog:
-    """Keeps the logs of one peer's streams; the machine of a round that leaves its log is dropped."""
+    """The logs of one peer's streams; the machine of a round that leaves its log is dropped."""
 
     def __init__(self, context: PeerContext, machines: dict[Key, Any]) -> None:
         self._context, self._machines = context, machines
 
     def enter(self, state: StreamState, number: int, entry: LoggedRound) -> None:
-        """A round is decided: it is the stream's newest, and the oldest one leaves the log."""
+        """Log a decided round as the stream's newest, and drop the oldest from a full log."""
         state.newest = number
         state.seen = max(state.seen, number)
         state.tokens, state.skipped = entry.close.tokens, False
@@ -108,7 +107,7 @@ class RoundLog:
             self._retire(state, next(iter(state.log)))
 
     def _retire(self, state: StreamState, number: int) -> None:
-        """Move a round from the log to the annals, if what it was about is noted and known here."""
+        """Move a round from the log to the old ones; drop it unless its last shards are kept."""
         entry = state.log[number]
         if not (state.stream.terms.witnessed and (entry.complete or state.stream.wants == "last")):
             self._shorten(state, 0)
@@ -126,7 +125,7 @@ class RoundLog:
         self._shorten(state, ANNALS_ROUNDS)
 
     def _shorten(self, state: StreamState, most: int) -> None:
-        """Drop the oldest annals until they are small enough; no round is missing between them."""
+        """Drop the oldest old rounds until few enough are left, without gaps."""
         while state.annals and (len(state.annals) > most or state.annals_bytes > ANNALS_BYTES):
             number, entry = state.annals.popitem(last=False)
             state.annals_bytes -= _size_bytes(state, entry)
@@ -134,7 +133,7 @@ class RoundLog:
             self._context.store.release(Key(state.stream.name, number))
 
     def rewind(self, state: StreamState, first_round: int) -> None:
-        """Forget the rounds from this one on."""
+        """Forget the rounds from `first_round` on."""
         for number in [number for number in state.annals if number >= first_round]:
             state.annals_bytes -= _size_bytes(state, state.annals.pop(number))
             self._context.store.release(Key(state.stream.name, number))
@@ -143,13 +142,13 @@ class RoundLog:
             self._context.store.release(Key(state.stream.name, number))
 
     def clear(self, state: StreamState) -> None:
-        """Forget all rounds, and what waits for their content."""
+        """Forget all rounds, and give up waiting for their content."""
         for number in list(state.log):
             self.evict(state, number)
         self._shorten(state, 0)
 
     def evict(self, state: StreamState, number: int) -> None:
-        """Take a round from the log, and whatever still waits for its content."""
+        """Remove a round from the log; an exchange still waiting for its content is lost."""
         key = Key(state.stream.name, number)
         del state.log[number]
         self._machines.pop(key, None)
@@ -158,36 +157,36 @@ class RoundLog:
         state.resolve(number, RoundOutcome(key, "lost", state.next))
 
     def completed(self, state: StreamState, number: int) -> None:
-        """Note that what this peer wants of a round is here: whoever waits for it has its outcome."""
+        """Note that all wanted content of a round is here, and resolve its waiting exchange."""
         entry = state.entry(number)
         if entry is None:
             return
         key = Key(state.stream.name, number)
         for item in entry.close.items:
-            # As far as it is here: a peer that only votes may have none of it.
+            # Only what is here: a voter may have none of it.
             self._context.store.pin(item.digest, key)
         self._context.store.release(work_pin(key))
         entry.complete = True
         state.resolve(number, outcome(state.stream, number, entry, self._context.store))
 
     def give_up(self, state: StreamState, next_round: int) -> None:
-        """Nobody can say any more what came of the exchanges that wait: they are lost."""
+        """Resolve waiting exchanges as lost: nobody can tell their outcome any more."""
         for number in state.offers:
             state.resolve(number, RoundOutcome(Key(state.stream.name, number), "lost", next_round))
 
 
 def _size_bytes(state: StreamState, entry: LoggedRound) -> int:
-    """The bytes that a round in the annals takes, roughly."""
+    """Return the approximate size of an old round."""
     return len(entry.decided.value) + sum(item.size for item in last_shards(entry.close, state.stream.terms.shards))
 
 
 def work_pin(key: Key) -> tuple[str, Key]:
-    """The pin of what an exchange needs until it is complete; its result has the key itself."""
+    """Return the pin for an exchange in progress; its result is pinned by the key itself."""
     return ("work", key)
 
 
 def outcome(stream: Stream, number: int, logged: LoggedRound, store: Store) -> RoundOutcome:
-    """The outcome for this peer of a decided round whose content is in the store."""
+    """Return the outcome for this peer of a decided round whose content is in the store."""
     close, group = logged.close, logged.group
     bare = RoundOutcome(
         Key(stream.name, number),

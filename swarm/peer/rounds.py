@@ -1,12 +1,12 @@
-"""All collective exchanges of one peer: its streams, their logs, and what the node asks of them.
+"""All collective exchanges of one peer: its streams, their logs, and the node's calls on them.
 
 A stream's rounds form one log: round r+1 begins only where round r is decided, so a member that was
 away learns what it missed in order (`catch_up`), and no contribution can count twice. An exchange
-has no time-out of its own: it resolves when its round is decided and its content is here, or when
+has no timeout of its own: it resolves when its round is decided and its content is here, or when
 the round has left everybody's log (`lost`).
 
-Read `Rounds.exchange` first, then `OpenRounds`: it routes messages to the machines of the open rounds
-and carries out what these ask for.
+Read `Rounds.exchange` first, then `OpenRounds`, which routes messages to the machines of the open
+rounds and carries out their actions.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from farflock.swarm.protocol.groups import order, rotation
 from farflock.swarm.protocol.log_truncation import LogTruncation, oldest_of
 from farflock.swarm.protocol.views import View
 
-# A peer that only looks on has no offer by which it would notice that it missed a decision.
+# An observer has no offer by which it would notice that it missed a decision.
 ASK_ANYWAY_S = 2.0
 
 
@@ -61,10 +61,9 @@ class Rounds:
     # what the node calls
 
     def open(self, stream: Stream, after_round: int = -1, tokens: int = 0) -> None:
-        """Begin a stream whose rounds up to `after_round` are in my state.
+        """Begin a stream whose rounds up to `after_round` are in this peer's state.
 
-        Called again after adopting a snapshot, it begins anew there.
-        """
+        Called again after adopting a snapshot, it begins anew there."""
         state, after = self._streams.get(stream.name), stream.cadence.upto(after_round)
         if state is None or after > state.newest:
             self._forget(state)
@@ -72,7 +71,7 @@ class Rounds:
             self._context.staged |= stream.stage is not None
 
     async def exchange(self, name: str, offer: Offer) -> RoundOutcome:
-        """Bring an offer, whose shards are in the store, to its round; wait for the outcome."""
+        """Bring an offer, whose shards are in the store, to its round and wait for the outcome."""
         state, number = self._streams[name], offer.key.round
         try:
             if (known := self.decided(name, number)) is not None:
@@ -86,20 +85,19 @@ class Rounds:
             return await placed.outcome
         finally:
             state.offers.pop(number, None)
-            if offer.key not in self.machines:  # else it releases them when it is complete
+            if offer.key not in self.machines:  # a live machine releases them when it completes
                 self._context.store.release(work_pin(offer.key))
 
     def decided(self, name: str, number: int) -> RoundOutcome | None:
-        """The outcome of a round from the log, if it is decided and its content is here."""
+        """Return a round's outcome from the log; None unless it is decided and complete."""
         state = self._streams[name]
         entry = state.log.get(number)
         return outcome(state.stream, number, entry, self._context.store) if entry and entry.complete else None
 
     def last_shards(self, name: str, number: int) -> tuple[bytes, ...] | None:
-        """The last shards of a decided round, or what they were reduced to; empty if it failed.
+        """Return the last shards of a decided round, or their reduction; empty if the round failed.
 
-        None if they are not here yet.
-        """
+        None if they are not here yet."""
         state = self._streams[name]
         entry = state.entry(number)
         if entry is None or not entry.complete:
@@ -109,28 +107,27 @@ class Rounds:
         )
 
     def oldest(self, name: str) -> int:
-        """The first round that the log still has, or the next one."""
+        """Return the first round still in the log, or the next round."""
         state = self._streams[name]
         return next(iter(state.log), state.next)
 
     def oldest_kept(self, name: str) -> int:
-        """The first round whose last shards may still be kept, or the next one."""
+        """Return the first round whose last shards may still be kept, or the next round."""
         return next(iter(self._streams[name].annals), self.oldest(name))
 
     def newest(self, name: str) -> int:
-        """The last round of a stream that is known here to be decided."""
+        """Return the last round of a stream known here to be decided."""
         return self._streams[name].newest
 
     def heard_of(self, name: str, number: int) -> None:
-        """Somebody is at this round of a stream: who lacks one before it asks for that."""
+        """Note that somebody is at this round, so that this peer asks for earlier decisions."""
         state = self._streams[name]
         state.seen = max(state.seen, number)
 
     def called(self, name: str) -> bool:
-        """True if others have brought theirs to the stream's next round, and I have not.
+        """True if others contributed to the stream's next round and this peer has not.
 
-        Also if the round has left the logs of most: a peer that brings something to it is told so.
-        """
+        Also true if the round has left most logs: a contribution to it is then reported as lost."""
         state = self._streams[name]
         if self._catch_up.lost(state):
             return True
@@ -138,11 +135,11 @@ class Rounds:
         return machine is not None and bool(machine.content.offers) and state.next not in state.offers
 
     def close(self, name: str) -> None:
-        """End a stream at this peer; to have another part in it, it is opened again."""
+        """End a stream at this peer, so that it can be opened again with another part in it."""
         self._forget(self._streams.pop(name, None))
 
     def tokens(self, name: str) -> int:
-        """The run's agreed tokens as of that round."""
+        """Return the run's agreed tokens after the newest decided round."""
         return self._streams[name].tokens
 
     @property
@@ -156,21 +153,20 @@ class Rounds:
         return tuple(self._streams)
 
     def next_views(self) -> list[View]:
-        """The views that decide what comes next: those of each stream's next round."""
+        """Return the views to which the streams' next rounds belong."""
         nexts = (self._context.views.at(state.next, state.stream.stage) for state in self._streams.values())
         return [view for view in nexts if view is not None]
 
     def floor(self) -> int:
-        """The first round that is not wholly here: a branch may begin with it, or later."""
+        """Return the first round that is not wholly here: a branch may begin with it, or later."""
         return max((state.whole + 1 for state in self._streams.values()), default=0)
 
     def reach(self, stage: int | None = None) -> int:
-        """The earliest round from which logs can bring a state up to date.
+        """Return the earliest round from which logs can bring a state of `stage` up to date.
 
-        `stage` is the state's, None for the whole model. The round is mine; or, where others have
-        forgotten what comes next in a stream, theirs: otherwise another peer that lags behind would
-        give me the state that I have.
-        """
+        `stage` None is the whole model. It is the start of this peer's own log; or, where others
+        have forgotten a stream's next round, of theirs: otherwise another lagging peer could serve
+        us the state we already have."""
         known = self._streams.values()
         streams = [state for state in known if state.stream.wants == "all" and state.stream.stage == stage]
         lost = [(state, said) for state in streams if (said := self._catch_up.lost(state))]
@@ -182,10 +178,9 @@ class Rounds:
         )
 
     def rewind(self, first_round: int) -> None:
-        """Begin a branch with this round: what others decided of it without me is not its past.
+        """Begin a branch with this round, forgetting what others decided without us from it on.
 
-        My open offers go into the branch's rounds.
-        """
+        Open offers of this peer go into the branch's rounds."""
         self._open_rounds.rewind(first_round)
         for state in self._streams.values():
             assert state.whole < first_round, f"round {state.whole} is in my state; a branch must begin after it"
@@ -197,7 +192,7 @@ class Rounds:
                 state.tokens = last.close.tokens if last is not None else state.opened_tokens
 
     def _forget(self, state: StreamState | None) -> None:
-        """Drop what a stream held: a snapshot has taken its place."""
+        """Drop everything a stream held: a snapshot has replaced it."""
         if state is None:
             return
         self._log.clear(state)
@@ -205,17 +200,16 @@ class Rounds:
         self._log.give_up(state, state.next)
 
     def abandon(self) -> tuple[str, ...]:
-        """Give up my chain of views: open exchanges are lost, and the logs are empty.
+        """Give up this peer's chain of views: open exchanges are lost, and the logs are emptied.
 
-        The streams wait to be opened again. Returns their names.
-        """
+        The streams wait to be opened again. Return their names."""
         for name, state in list(self._streams.items()):
             self._forget(state)
             self._streams[name] = StreamState(state.stream, state.stream.cadence.upto(-1))
         return self.names
 
     def waits(self) -> list[tuple[Key, tuple[PeerId, ...], float]]:
-        """The open waits: (exchange, from whom, until when on the local clock)."""
+        """Return the open waits: (exchange, from whom, until when on the local clock)."""
         waits = [
             (machine.key, machine.awaited(), machine.ends_s)
             for machine in self.machines.values()
@@ -230,14 +224,14 @@ class Rounds:
         return waits
 
     def _living(self, number: int, stage: int | None) -> tuple[PeerId, ...]:
-        """The peers that can decide a round that I have no part in, or still have what it decided."""
+        """Return the live peers that can decide a round without us, or still have the decision."""
         view = self._context.views.at(number, stage) or self._context.views.newest
         return tuple(peer for peer in view.peers if peer != self._context.me and not self._context.gone(view, peer))
 
     # what the peer's loops call
 
     def receive(self, sender: PeerId, incarnation: int, message: ShardMessage | PaxosMessage | LogMessage) -> None:
-        """Route a member's message to the machine of its round, or to what keeps up with others."""
+        """Route a member's message to the machine of its round, or to `catch_up`."""
         state = self._streams.get(message.key.stream)
         if state is None:
             self._context.drop("unknown stream")
@@ -255,7 +249,7 @@ class Rounds:
             self._open_rounds.receive(state, sender, incarnation, message)
 
     def tick(self) -> None:
-        """Let time pass: place offers that had to wait, and ask for what was missed."""
+        """Let time pass: place offers that had to wait, and ask for missed decisions."""
         self._open_rounds.tick()
         for state in self._streams.values():
             self._open_rounds.place_offers(state)
@@ -265,7 +259,7 @@ class Rounds:
                 self._catch_up.ask(state)
 
     def _lags(self, state: StreamState) -> bool:
-        """True if the next round may be decided without my hearing of it."""
+        """True if the next round may be decided without this peer hearing of it."""
         number, newest, now_s = state.next, self._context.views.newest, self._context.now()
         if self._context.my_index(self._context.views.at(number, state.stream.stage) or newest) is None:
             return True
@@ -276,12 +270,11 @@ class Rounds:
 
 
 class OpenRounds:
-    """Drives the `machines` of one peer's open rounds. `streams` are the open streams, by name.
+    """Drives the `machines` of one peer's open rounds; `streams` are the open streams, by name.
 
-    A machine is made for a stream's next round alone, under the view that the round belongs to, by
-    the first offer or message that concerns it. It ends when its round is complete, when the round
-    leaves the log, or when another view comes to hold for the round.
-    """
+    A machine is made only for a stream's next round, under the view that the round belongs to, by
+    the first offer or message for it. It ends when its round is complete, when the round leaves the
+    log, or when another view takes over the round."""
 
     def __init__(
         self,
@@ -295,7 +288,7 @@ class OpenRounds:
         self._log, self._catch_up = log, catch_up
 
     def close(self, name: str) -> None:
-        """Forget the machines of a stream, and what they held."""
+        """Forget the machines of a stream, and release what they held."""
         for key in [key for key in self._machines if key.stream == name]:
             del self._machines[key]
             self._context.store.release(work_pin(key))
@@ -305,15 +298,12 @@ class OpenRounds:
         for key in [key for key in self._machines if key.round >= first_round]:
             del self._machines[key]
 
-    # what happens to them
+    # events
 
     def receive(
         self, state: StreamState, sender: PeerId, incarnation: int, message: ShardMessage | PaxosMessage
     ) -> None:
-        """Hand a member's message to the machine of its round.
-
-        Of a round that is decided, the decision is the answer.
-        """
+        """Pass a member's message to its round's machine, or answer with the round's decision."""
         view = self.view_of(state, message)
         if view is None:
             return
@@ -337,7 +327,7 @@ class OpenRounds:
         self._carry_out(machine)
 
     def place_offers(self, state: StreamState) -> None:
-        """Put my offer into its round once that is the stream's next one and I am a member."""
+        """Put our offer into its round once that is the stream's next and this peer is a member."""
         placed = state.offers.get(state.next)
         if placed is None:
             return
@@ -351,7 +341,7 @@ class OpenRounds:
             self._carry_out(machine)
 
     def tick(self) -> None:
-        """Time passes for every machine."""
+        """Let time pass for every machine."""
         now_s = self._context.now()
         for machine in list(self._machines.values()):
             stage = self._streams[machine.key.stream].stream.stage
@@ -366,7 +356,7 @@ class OpenRounds:
             self._hand_over(machine)
 
     def view_of(self, state: StreamState, message: ShardMessage | PaxosMessage) -> View | None:
-        """The view that a message names, if it is the one that its round belongs to."""
+        """Return the view that a message names, or None unless its round belongs to that view."""
         views = self._context.views
         view = views.by_hash(message.view)
         if view is None or view is not views.at(message.key.round, state.stream.stage):
@@ -375,11 +365,12 @@ class OpenRounds:
             return None
         return view
 
-    # making and ending them
+    # making and ending machines
 
     def begin(self, state: StreamState, key: Key, view: View) -> Collective | None:
-        """The machine of a key; made if this is the stream's next round, I am a member, and no view
-        change is due."""
+        """Return the machine of a key, made if need be; None if this peer cannot begin it.
+
+        It can if this is the stream's next round, it is a member, and no view change is due."""
         machine = self._machines.get(key)
         if machine is not None and not self._retire(machine, view):
             return machine
@@ -388,7 +379,7 @@ class OpenRounds:
             return None
         if self._context.views.blocked(key.round, stage):
             return None
-        # A stage's round is touched by voting: until then a next view may take it over.
+        # A stage's round is touched only by a vote: until then a next view may take it over.
         if stage is None:
             self._context.touch(None, key.round)
         machine = self._make(key, view, me, state)
@@ -399,7 +390,7 @@ class OpenRounds:
         seed, peers, stage = self._context.seed, view.peers, state.stream.stage
         first = order([peers[index] for index in view.serving(stage)], seed, view.hash, key)
         others = order([peer for peer in peers if peer not in first], seed, view.hash, key)
-        # Voters come last as proposers: they have nothing to put forward.
+        # Voters propose last: they have nothing to propose.
         ordered = tuple(peers.index(peer) for peer in (*first, *others))
         rotated = tuple(peers.index(peer) for peer in rotation(first, seed, key.stream))
 
@@ -418,25 +409,24 @@ class OpenRounds:
         )
 
     def _holds(self, key: Key, digest: bytes) -> bool:
-        """Return True if a chunk is here; it is kept then until the exchange is over."""
+        """True if a chunk is here; it is then kept until the exchange is over."""
         here = digest in self._context.store
         if here:
             self._context.store.pin(digest, work_pin(key))
         return here
 
     def _retire(self, machine: Collective, view: View) -> bool:
-        """Drop a machine that was begun under a view which did not come to hold for its round.
+        """Drop a machine of a view that its round does not belong to; return True if dropped.
 
-        Whatever it did there counts nowhere, and its group's indices mean others now. My offer goes
-        into the round's true machine.
-        """
+        Nothing that it did counts, and its group's indices now mean other members. This peer's
+        offer goes into the round's true machine."""
         if machine.view == view.hash:
             return False
         del self._machines[machine.key]
         return True
 
     def _hand_over(self, machine: Collective) -> None:
-        """Seek a stage's content that is long overdue like that of rounds without me."""
+        """Leave a stage's long overdue content to `catch_up`, as in rounds without this peer."""
         state = self._streams[machine.key.stream]
         is_decided = machine.close is not None and state.stream.stage is not None
         overdue = self._context.now() > machine.ends_s + HOPELESS_S
@@ -447,10 +437,10 @@ class OpenRounds:
     def _is_live(self, machine: Collective) -> bool:
         return self._machines.get(machine.key) is machine
 
-    # what they want
+    # actions
 
     def _carry_out(self, machine: Collective) -> None:
-        """Do what a machine wants; log its decision, and end it once it is complete."""
+        """Carry out a machine's actions, log its decision, and end it once it is complete."""
         if not self._is_live(machine):
             return
         key, state = machine.key, self._streams[machine.key.stream]
@@ -471,7 +461,7 @@ class OpenRounds:
                 self._catch_up.fill(state, key)
 
     def _act(self, machine: Collective, action: Action) -> None:
-        # The stream may be closed while this work goes on.
+        # The stream may be closed meanwhile.
         stream = self._streams[machine.key.stream].stream
         match action:
             case Fetch():
@@ -520,12 +510,11 @@ class OpenRounds:
         self._carry_out(machine)
 
     def _is_too_late(self, machine: Collective) -> bool:
-        """True if a machine was over before its work was done.
+        """True if a machine ended before its work was done.
 
-        What the work brought is released then, unless the round's next machine needs it.
-        """
+        The work's result is released then, unless the round's next machine needs it."""
         state = self._streams.get(machine.key.stream)
-        # My offer waits for the round's next machine, which needs the same chunks.
+        # An offer waiting for the round's next machine needs the same chunks.
         offered = state is not None and machine.key.round in state.offers
         if machine.key not in self._machines and not offered:
             self._context.store.release(work_pin(machine.key))

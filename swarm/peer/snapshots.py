@@ -1,7 +1,8 @@
-"""State downloads: a member offers its snapshot as a list of chunks, a joiner takes them from all who hold them.
+"""State downloads: a member offers its snapshot as a list of chunks, fetched from all who hold
+them.
 
-For an exact stream the joiner takes the state that most of those who answered announce for one round; for a per-peer
-stream any one member's. The chunks are verified by their digests, the whole by the state's hash (in node/).
+For an exact stream, take the state that most answers announce for one round; for a per-peer stream,
+any one member's. Chunks are verified by their digests, the whole by the state's hash (in node/).
 """
 
 import asyncio
@@ -18,13 +19,14 @@ from farflock.swarm.messages import MAX_CHUNK_BYTES, Digest, Size, StateOffer, S
 from farflock.swarm.peer.context import PeerContext
 
 ASK_EVERY_S = 1.0
-SETTLE_S = 0.5  # after the first offer, how long to wait for others to compare it with
+SETTLE_S = 0.5  # wait after the first offer, for others to compare it with
 MAX_SNAPSHOT_CHUNKS = 65536
 PARALLEL = 16
 MAX_ASKERS = 64
 MAX_DISTRUSTED = 64
-KEEP_ROUNDS = 4  # begun since a snapshot was made: so long it is offered on, and the logs still lead on from it
-KEEP_S = 30.0  # the same where there are no rounds
+# rounds begun since a snapshot was made while it is offered and logs lead on from it
+KEEP_ROUNDS = 4
+KEEP_S = 30.0  # the same without rounds
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +37,7 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stream's state after a round: opaque chunks, the state's hash, and the run's agreed tokens at that point."""
+    """A stream's state after `round`: opaque chunks, its hash, and the run's agreed tokens then."""
 
     round: int
     state: bytes
@@ -44,53 +46,54 @@ class Snapshot:
 
 
 Provide = Callable[[], Awaitable[Snapshot]]
-DownloadProgress = Callable[[int, int], None]  # chunks here, chunks in all
+DownloadProgress = Callable[[int, int], None]  # (chunks here, chunks in all)
 
 
 class SnapshotUnavailable(Exception):
-    """No member delivered a snapshot in time; the message says how far it came."""
+    """No member delivered a snapshot in time; the message says how far the download got."""
 
 
 @dataclass(slots=True)
 class _Download:
-    """A download that runs: whose state it is, what of it is of use, and who offers it."""
+    """A running download: whose state, which limits, and the offers by peer."""
 
     stage: int | None
-    least: int  # the first round of use
+    least: int  # the first useful round
     most_bytes: int | None
     offers: dict[PeerId, StateOffer] = field(default_factory=dict)
 
 
 class Snapshots:
-    """Serves this peer's snapshots and downloads those of others."""
+    """Serves this peer's snapshots and downloads others'."""
 
     def __init__(self, context: PeerContext, asked: Callable[[int | None], list[PeerId]]) -> None:
         self._context, self._members = context, asked
         self._providers: dict[str, Provide] = {}
         self._served: dict[str, StateOffer] = {}
-        self._versions: dict[str, Callable[[], int]] = {}  # of those that are made anew whenever it changes
-        self._made: dict[str, tuple[int, float, int]] = {}  # the last round begun then, the time, and the version
-        self._askers: dict[str, set[PeerId]] = {}  # who waits for a snapshot that is being built
+        self._versions: dict[str, Callable[[], int]] = {}  # those remade on every change
+        self._made: dict[str, tuple[int, float, int]] = {}  # (round, time, version)
+        self._askers: dict[str, set[PeerId]] = {}  # peers waiting for a snapshot in the making
         self._downloads: dict[str, _Download] = {}
-        self._taken: dict[str, tuple[bytes, bytes]] = {}  # the state's hash and the listing of the last download
+        self._taken: dict[str, tuple[bytes, bytes]] = {}  # (state's hash, listing)
         self._distrusted: collections.deque[tuple[bytes, bytes]] = collections.deque(maxlen=MAX_DISTRUSTED)
 
     def serve(self, name: str, provide: Provide, version: Callable[[], int] | None = None) -> None:
-        """From now on, answer questions for this stream's snapshot. One that was made is offered on for a while; where a
-        `version` is given, for as long as that stays."""
+        """Answer queries for this stream's snapshot from now on.
+
+        A snapshot is offered until its `version` changes, or without a `version` for a while."""
         self._providers[name] = provide
         self._made.pop(name, None)
         if version is not None:
             self._versions[name] = version
 
     def withdraw(self) -> None:
-        """Serve nothing any more: my state is none of the run's."""
+        """Stop serving: this peer's state is not the run's."""
         self._providers.clear()
         self._versions.clear()
         self._made.clear()
 
     def receive(self, sender: PeerId, message: StateQuery | StateOffer) -> None:
-        """Answer a question, or note an answer to mine."""
+        """Answer a query, or note an offer."""
         if isinstance(message, StateOffer):
             self._take_offer(sender, message)
         elif message.stream in self._askers:
@@ -101,10 +104,11 @@ class Snapshots:
             self._context.spawn(self._offer(sender, message.stream))
 
     def _take_offer(self, sender: PeerId, offer: StateOffer) -> None:
-        """Not if it is of a view that I lack: its state may belong to another chain than the one that I would bring it to."""
+        """Note an offer, unless it is unsolicited, distrusted, stale, or of an unknown view: its
+        state might belong to another chain than ours."""
         wanted, chain = self._downloads.get(offer.stream), self._context.chain
         if wanted is None or sender not in self._members(wanted.stage):
-            return  # not asked for, or of nobody who could tell
+            return  # not asked for, or not by a possible holder
         if (offer.state, offer.digest) in self._distrusted:
             self._context.drop("distrusted snapshot")
         elif chain is None or chain.by_hash(offer.view) is None:
@@ -116,7 +120,7 @@ class Snapshots:
             wanted.offers[sender] = offer
 
     def distrust(self, name: str) -> None:
-        """The last download was not what its offer said (only the caller can tell): never take it again."""
+        """Never accept the last download again: the caller found it unlike its offer."""
         self._distrusted.append(self._taken.pop(name))
 
     async def fetch(
@@ -128,9 +132,10 @@ class Snapshots:
         stage: int | None = None,
         most_bytes: int | None = None,
     ) -> Snapshot:
-        """Download the state that most members (of a stage) announce of those after round `least` or later: no log leads on
-        from an earlier one, however many lag behind with it. One of more than `most_bytes` is not begun.
-        `SnapshotUnavailable` if that fails in time."""
+        """Download the state after round `least` or later that most members (of a stage) announce.
+
+        No log leads on from an earlier state, however many peers lag behind with it. A snapshot of
+        more than `most_bytes` is not begun. Raise `SnapshotUnavailable` on timeout."""
         download = self._downloads[name] = _Download(stage, least, most_bytes)
         try:
             async with asyncio.timeout(timeout_s):
@@ -154,7 +159,7 @@ class Snapshots:
                 chunks = await self._get(offer, holders, download, pin, timeout_s, progress)
             finally:
                 self._context.store.release(pin)
-            # If the chain has changed, its members are on one that I left meanwhile.
+            # After a change of chain, this state belongs to the old one.
             if chunks is not None and self._context.chain is chain:
                 self._taken[name] = (offer.state, offer.digest)
                 return Snapshot(offer.round, offer.state, offer.tokens, chunks)
@@ -201,8 +206,9 @@ class Snapshots:
         return tuple(self._context.store.get(digest) or b"" for digest, _ in listing.chunks)
 
     async def _offer(self, asker: PeerId, name: str) -> None:
-        """Build a snapshot, or take the last one while it is new enough: there may be room for one only, and who is still
-        downloading it would lose it. Tell the asker where it is, and all who have asked meanwhile."""
+        """Offer a new snapshot, or the last one if recent, to all peers that asked meanwhile.
+
+        There may be room for only one, and replacing it would break downloads in progress."""
         askers = self._askers.setdefault(name, set())
         askers.add(asker)
         try:
@@ -241,7 +247,7 @@ class Snapshots:
 
 
 def _choose(offers: dict[PeerId, StateOffer]) -> tuple[StateOffer, list[PeerId]]:
-    """The state that most announce (ties: the newest round), and who can serve exactly its chunks."""
+    """Return the state announced most often (ties: the newest round) and its holders."""
     votes = collections.Counter((offer.round, offer.state, offer.digest) for offer in offers.values())
     best = max(votes, key=lambda entry: (votes[entry], entry[0], entry[1]))
     holders = sorted(peer for peer, offer in offers.items() if (offer.round, offer.state, offer.digest) == best)

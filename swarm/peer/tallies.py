@@ -1,11 +1,13 @@
-"""The tokens that the members of a stage have taken in since its last round: when the sum is a batch, the stage's step is due.
+"""The tokens taken in by a stage's members since its last round: a full batch makes its step due.
 
-Everybody tells its own number and adds up what it hears, so that all notice at nearly the same time and nobody is asked. A
-wrong number makes the steps of its round early or late, and no more than that: what a contribution weighs goes with it.
+Each member announces its number and adds up all, so that all notice at nearly the same time and
+nobody is asked. A wrong number only makes that round's steps early or late: contributions carry
+their own weights.
 
-At the end of a run they tell each other that too, and go when all have: who went before might miss a round that the others
-began, and leave with another state than theirs. So do members of a run of whole models, of which there are no batches (None
-for the stage): with each stream's next round, so that all see whether they have the same ones (node/train/end_barrier.py).
+At the end of a run members announce that too, and leave when all have: an early leaver could miss a
+round that others began, and end with another state. In a run of whole models (stage None), without
+batches, they also announce each stream's next round, so that all see whether they have the same
+rounds (node/train/end_barrier.py).
 """
 
 import asyncio
@@ -17,15 +19,14 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.messages import Key, Tally
 from farflock.swarm.peer.context import PeerContext
 
-REPEAT_S = 1.0  # what may have been lost is told again
+REPEAT_S = 1.0  # announcements are repeated, as they may be lost
 
-MemberLife = tuple[
-    PeerId, int
-]  # a peer in one of its lives: the next one begins with nothing, whatever this one has said
+# A peer in one of its lives: what one life announced does not count for the next.
+MemberLife = tuple[PeerId, int]
 
 
 class TallyReport(NamedTuple):
-    """The word of a member; the greater of two is the later."""
+    """A member's report; the greater of two is the later one."""
 
     over: bool = False
     round: int = -1
@@ -34,7 +35,7 @@ class TallyReport(NamedTuple):
 
 @dataclass(slots=True)
 class _Book:
-    """One stream: its stage, its next round, and who has how much for it."""
+    """One stream: its stage, its next round, and each member's report for it."""
 
     stage: int | None  # None: the whole model
     round: int
@@ -49,10 +50,10 @@ class Tallies:
         self._context = context
         self._me: MemberLife = (context.me, context.incarnation)
         self._books: dict[str, _Book] = {}
-        self.changed = asyncio.Event()  # set whenever a number did; who waits clears it
+        self.changed = asyncio.Event()  # set on every change; the waiter clears it
 
     def say(self, stream: str, stage: int, number: int, tokens: int) -> None:
-        """I have so many tokens for this round of the stream, which is its next one."""
+        """Announce this peer's tokens for this round of the stream, its next one."""
         book = self._books.setdefault(stream, _Book(stage, number))
         known = book.reports.get(self._me)
         mine = TallyReport(known is not None and known.over, number, tokens)
@@ -61,8 +62,9 @@ class Tallies:
             self._report(stream, book, mine)
 
     def end(self, stream: str, stage: int | None, number: int = 0) -> None:
-        """To me the run is over: I begin no more rounds of the stream, and take part in those that others do begin. This round
-        would be the next one."""
+        """Announce that the run is over for this peer; round `number` would be the stream's next.
+
+        It begins no more rounds of the stream, but takes part in those that others begin."""
         book = self._books.setdefault(stream, _Book(stage, number))
         known = book.reports.get(self._me, TallyReport(round=book.round))
         mine = known._replace(over=True, round=max(number, known.round))
@@ -70,16 +72,16 @@ class Tallies:
             self._report(stream, book, mine)
 
     def is_over(self, stream: str) -> bool:
-        """True if the run is over to all living members of the stage."""
+        """True if the run is over for all living members of the stage."""
         return all(report.over for report in self.reports(stream).values())
 
     def reports(self, stream: str) -> dict[PeerId, TallyReport]:
-        """The last reports of the stage's living members, mine too."""
+        """Return the last reports of the stage's living members, this peer included."""
         book = self._books[stream]
         return {peer: book.reports.get((peer, life), TallyReport()) for peer, life in self._living(book)}
 
     def total(self, stream: str) -> int:
-        """The tokens of the stage's living members for its next round, together."""
+        """Return the sum of the living members' tokens for the stage's next round."""
         book = self._books.get(stream)
         if book is None:
             return 0
@@ -95,7 +97,7 @@ class Tallies:
                 yield member.peer, member.incarnation
 
     def receive(self, sender: PeerId, incarnation: int, message: Tally) -> None:
-        """A member's number."""
+        """Handle a member's report."""
         book, view = self._books.get(message.key.stream), self._context.views.newest
         index = view.index(sender, incarnation)
         if book is None or index is None or index not in view.serving(book.stage):
@@ -104,19 +106,19 @@ class Tallies:
         report, who = TallyReport(message.over, message.key.round, message.tokens), (sender, incarnation)
         if report > book.reports.get(who, TallyReport()):
             members = {(member.peer, member.incarnation) for member in view.members}
-            members.add(self._me)  # also once I am none
+            members.add(self._me)  # even after it left the view
             book.reports = {each: numbers for each, numbers in book.reports.items() if each in members}
             book.reports[who] = report
             self.changed.set()
 
     def tick(self) -> None:
-        """Tell again."""
+        """Repeat the reports."""
         for stream, book in self._books.items():
             if self._context.now() - book.sent_s >= REPEAT_S:
                 self._send(stream, book)
 
     def _report(self, stream: str, book: _Book, mine: TallyReport) -> None:
-        """Tell the others my new numbers."""
+        """Send this peer's new report to the others."""
         book.reports[self._me] = mine
         self._send(stream, book)
         self.changed.set()

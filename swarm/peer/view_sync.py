@@ -1,4 +1,4 @@
-"""Synchronisation of views: each peer is sent those that it lacks, with their signatures."""
+"""Synchronisation of views: each peer is sent the certified views that it is missing."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -10,48 +10,46 @@ from farflock.swarm.protocol import views
 from farflock.swarm.protocol.views import BadView, Certified, Chain
 
 RESEND_S = 0.5
-MAX_SENT = 1024  # peers that are remembered for what they were sent
+MAX_SENT = 1024  # peers whose last views sent are remembered
 
 
 class ViewSync:
-    """Sends views to peers that lack them, and appends those that others send to my chain.
+    """Sends views to peers that are missing them, and appends received ones to the chain.
 
-    `changed` is called after each view that was appended.
-    """
+    `changed` is called after each appended view."""
 
     def __init__(self, context: PeerContext, changed: Callable[[], None]) -> None:
         self.known = asyncio.Event()  # set once the views are known
-        # A peer sent a branch of my newest view; a peer names views that do not follow mine.
+        # Called with a branch of the newest view, and with a peer whose views do not follow ours.
         self.on_branch: Callable[[PeerId, Certified], None] = lambda sender, branch: None
         self.on_other_chain: Callable[[PeerId], None] = lambda peer: None
         self._context, self._changed = context, changed
-        self._asked: Collection[PeerId] = ()  # the only peers whose word is taken for the first views
-        self._sent: dict[PeerId, tuple[int, int, float]] = {}  # newest view sent, after which, when
+        self._asked: Collection[PeerId] = ()  # trusted for the first views
+        self._sent: dict[PeerId, tuple[int, int, float]] = {}  # (newest sent, after which, when)
 
     def begin(self, chain: Chain) -> None:
-        """These are the first views that I know."""
+        """Start with these first views."""
         self._context.chain = chain
         self.known.set()
 
     def change_chain(self, chain: Chain) -> None:
-        """Another chain of views takes the place of mine: what I sent of mine says nothing of it."""
+        """Replace the chain, and forget what was sent of the old one."""
         self._context.chain = chain
         self._sent.clear()
 
     def expect(self, peers: Collection[PeerId]) -> None:
-        """From now on these peers, and no others, may tell me the first views."""
+        """Accept the first views from these peers only."""
         self._asked = peers
 
     def ask(self, peer: PeerId) -> None:
-        """Ask a peer for the views after my newest one."""
+        """Ask a peer for the views after our newest one."""
         chain = self._context.chain
         self._context.send(peer, ViewQuery(chain.newest.number + 1 if chain else 0))
 
     def send_views(self, peer: PeerId, after_number: int) -> None:
-        """Send a peer the views that it lacks.
+        """Send a peer the views that it is missing after `after_number`.
 
-        The same ones are not sent again at once, however many messages show the lack.
-        """
+        The same views are not resent at once, however many messages show that they are missing."""
         chain, now_s = self._context.chain, self._context.now()
         if chain is None or after_number >= chain.newest.number:
             return
@@ -66,7 +64,7 @@ class ViewSync:
             self._context.send(peer, Views(known))
 
     def reconcile(self, peer: PeerId, digest: bytes) -> None:
-        """A message named a view that is not current here: find out which of us two lacks views."""
+        """Find out which side lags: a message named a view that is not current here."""
         chain = self._context.chain
         if chain is None:
             return
@@ -90,7 +88,7 @@ class ViewSync:
             self.on_other_chain(sender)
 
     def receive_decided(self, sender: PeerId, decided: Decided) -> None:
-        """Take in a view that was decided without me."""
+        """Take in a view that was decided without this peer."""
         try:
             view = views.decode_view(decided.value)
             self._take(sender, Certified(view, decided.ballot, decided.proofs))

@@ -1,10 +1,10 @@
-"""Branches: how members go on whose majority is gone for good, and which of two chains of views stays when they meet.
+"""Branches: how members go on without a lost majority, and which of two meeting chains stays.
 
-Nobody can tell a majority that is dead from one behind a broken cable, so a branch may be one of two chains that both
-train. Each chain has a log of its own in which nothing counts twice, and when they meet, one of them is given up whole:
-no log is ever made of two (docs/decisions/007-branches.md).
+Nobody can tell a dead majority from one behind a broken cable, so a branch may be one of two chains
+that both train. Each chain has its own log, in which nothing counts twice, and when they meet, one
+is given up whole: two logs are never merged (docs/decisions/007-branches.md).
 
-Sans I/O, pure. What a branch is, and who must sign it, is in swarm/protocol/views.py beside the rule for ordinary views.
+Sans I/O, pure. swarm/protocol/views.py defines what a branch is and who must sign it.
 """
 
 from collections.abc import Collection
@@ -13,34 +13,34 @@ from dataclasses import dataclass, field
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.views import BadView, Certified, Chain, View, decode_certified, encode, genesis
 
-AWAKE_S = 1.0  # a longer stretch between two looks counts as this: the peer itself slept, and saw nobody go
-PREFIX_BYTES = 8  # of a view's hash, in a trail
-MAX_MISSING_BYTES = 192 * 1024  # of views in one message; a frame holds it
+AWAKE_S = 1.0  # longer gaps between two looks count as this: the peer slept, and saw nobody leave
+PREFIX_BYTES = 8  # of each view's hash in a trail
+MAX_MISSING_BYTES = 192 * 1024  # of views in one message; fits in a frame
 
 
 @dataclass(slots=True)
 class Solitude:
-    """For how long a peer's view could decide nothing, as far as it sees, without a break and awake."""
+    """The uninterrupted waking time in which a peer's view, as it sees it, could decide nothing."""
 
     lasted_s: float = 0.0
     _looked_s: float | None = None
 
     def look(self, now_s: float, can_decide: bool) -> None:
-        """Note at a local time how it is; called every tick."""
+        """Note whether the view can decide at a local time; called regularly."""
         since_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, AWAKE_S)
         self._looked_s = now_s
         self.lasted_s = 0.0 if can_decide else self.lasted_s + since_s
 
 
 def branch_of(parent: View, founders: Collection[int], first_round: int) -> View:
-    """The branch of a view that these of its members would found."""
+    """Return the branch of a view that these of its members would start."""
     members = tuple(parent.members[index] for index in sorted(founders))
     return View(parent.number + 1, parent.branch_mark, first_round, members)
 
 
 @dataclass(slots=True)
 class Petition:
-    """A branch on its way to being signed by everybody whom it lists; `proofs` by index in the parent."""
+    """A branch waiting for the signatures of all its members; `proofs` by index in the parent."""
 
     parent: View
     view: View
@@ -50,12 +50,12 @@ class Petition:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Whose signatures have not come, by index in the parent."""
+        """Indices in the parent of members that have not signed."""
         listed = (self.parent.members.index(member) for member in self.view.members)
         return tuple(index for index in listed if index not in self.proofs)
 
     def certified(self) -> Certified:
-        """The branch with all its signatures."""
+        """Return the branch with all its signatures."""
         assert not self.missing, f"the branch lacks signatures of {self.missing}"
         return Certified(self.view, proofs=tuple(sorted(self.proofs.items())))
 
@@ -65,8 +65,9 @@ class Petition:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Where two chains part: `number` is that of the last view that both have, -1 if even the foundings differ. `mine` and
-    `theirs` are the trails' prefixes of the view after it, empty for a chain that ends there."""
+    """The last view `number` that two chains share; -1 if even their geneses differ.
+
+    `mine` and `theirs` are hash prefixes of the next view, empty for a chain that ends there."""
 
     number: int
     mine: bytes
@@ -74,12 +75,12 @@ class Fork:
 
 
 def trail(chain: Chain) -> bytes:
-    """The kept views, named by a prefix of their hashes: enough to find the fork, and proof of nothing."""
+    """Return the hash prefixes of the kept views: enough to find a fork, proof of nothing."""
     return b"".join(entry.view.hash[:PREFIX_BYTES] for entry in chain.views)
 
 
 def fork_of(chain: Chain, number: int, their_trail: bytes) -> Fork | None:
-    """Compare my chain with one that ends with view `number`; None if the two have nothing in common that I kept."""
+    """Compare our chain with one that ends with view `number`; None if they share no kept view."""
     mine = {entry.view.number: entry.view.hash[:PREFIX_BYTES] for entry in chain.views}
     prefixes = [their_trail[at : at + PREFIX_BYTES] for at in range(0, len(their_trail), PREFIX_BYTES)]
     theirs = dict(enumerate(prefixes, start=number - len(prefixes) + 1))
@@ -91,7 +92,7 @@ def fork_of(chain: Chain, number: int, their_trail: bytes) -> Fork | None:
 
 
 def missing_views(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
-    """My certified views after the fork, oldest first, as many as a message holds."""
+    """Return our certified views after the fork, oldest first, as many as a message holds."""
     views: list[bytes] = []
     room = MAX_MISSING_BYTES
     for entry in _after(chain, fork):
@@ -104,9 +105,8 @@ def missing_views(chain: Chain, fork: Fork) -> tuple[bytes, ...]:
 
 
 def other_chain(chain: Chain, fork: Fork, encoded: tuple[bytes, ...]) -> Chain:
-    """The other chain: my views up to the fork, then theirs, each verified; `BadView` if they do not follow.
-
-    If the foundings differ, the run must have been founded by the same peer, in another of its lives."""
+    """Return the other chain: ours up to the fork, then `encoded`; raise `BadView` if they do not
+    fit. If the geneses differ, the same peer must have started the run, in another of its lives."""
     views = [decode_certified(raw) for raw in encoded]
     other = Chain(chain.run, [entry for entry in chain.views if entry.view.number <= fork.number])
     if not other.views:
@@ -131,13 +131,14 @@ def _founding(chain: Chain, first: Certified | None) -> Certified:
 
 
 def is_stronger(their_tokens: int, my_tokens: int, fork: Fork) -> bool:
-    """True if the other chain stays: more agreed tokens; of equals, the greater hash after the fork. Both sides compute the
-    same from the same numbers, and tokens only rise, so two chains cannot give up for each other on fresh numbers."""
+    """True if the other chain stays: more agreed tokens; of equals, the greater hash after the
+    fork. Both sides compute the same from the same numbers, and tokens only rise, so two chains
+    cannot give up for each other on fresh numbers."""
     return (their_tokens, fork.theirs) > (my_tokens, fork.mine)
 
 
 def first_parting(other: Chain, fork: Fork) -> int | None:
-    """The least round at which a chain left its parent after the fork: rounds before it are those of both chains."""
+    """Return a branch's least first round after the fork, or None; earlier rounds are shared."""
     pairs = zip(other.views, other.views[1:], strict=False)
     parted = [entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark]
     return min((view.first_round for view in parted if view.number > fork.number), default=None)
@@ -148,7 +149,7 @@ def _after(chain: Chain, fork: Fork) -> list[Certified]:
 
 
 def elsewhere(chain: Chain, known: Collection[PeerId], me: PeerId, member: bool) -> tuple[PeerId, ...]:
-    """The peers that may be on another chain: all that were ever in a view that I kept, or are known, and are not with me."""
+    """Return the peers, known or in any kept view, that may be on another chain."""
     with_me = {me, *(chain.newest.peers if member else ())}
     ever = {peer for entry in chain.views for peer in entry.view.peers}
     return tuple(sorted((ever | set(known)) - with_me))

@@ -1,28 +1,27 @@
 """Single-decree Paxos among the members of a view: one value for one key, whatever is lost.
 
-Sans I/O: messages and `retry` come in, messages go out. The first proposer of the seeded order owns
-ballot 0 and skips the first phase, so that an undisturbed decision takes one round trip and a
-broadcast. A quorum is more than half of the members; of exactly half, the half with the view's most
-senior member (index 0), so that two peers go on when the newer one dies. Any two quorums share a
-member, which is what agreement rests on (Lamport, "Paxos Made Simple", 2001).
+Sans I/O: messages and `retry` come in, messages go out. The first proposer in the seeded order owns
+ballot 0 and skips phase 1, so an undisturbed decision takes one round trip and a broadcast. A
+quorum is more than half of the members; of exactly half, the half with the view's most senior
+member (index 0), so that two peers go on when the newer one dies. Any two quorums share a member,
+which is what agreement rests on (Lamport, "Paxos Made Simple", 2001).
 
-Members that restart lose their promises: they come back under a new incarnation and are not members
+Restarted members lose their promises: they come back under a new incarnation and are not members
 until the next view, so no acceptor ever forgets.
 
-One step beyond the paper: an acceptor may refuse a value for good (`AcceptanceRules`). A value that so many
-refused that no quorum is left for it was never chosen and never will be, so a proposer that finds
-it accepted by the others is bound to nothing: whatever an earlier ballot could have chosen, that
-value's proposer had to repeat.
+One step beyond the paper: an acceptor may refuse a value for good (`AcceptanceRules`). If so many
+refused a value that no quorum is left for it, it was never chosen and never will be, so a proposer
+that finds it accepted by the others is bound to nothing: whatever an earlier ballot could have
+chosen, that value's proposer had to repeat.
 
-Each member is an acceptor, a proposer and a learner. An acceptor has numbers and no states: it
-compares ballots. A proposer has the states of the table:
+Each member is an acceptor, a proposer and a learner. An acceptor has no states: it compares
+ballots. A proposer has the states of the table:
 
-- *idle*: it has put nothing forward.
-- *preparing*: phase 1 of a ballot of its own; it collects promises.
-- *proposing*: phase 2; it collects acceptances. It comes here from *idle* at once where it may skip
+- *idle*: it has proposed nothing.
+- *preparing*: phase 1 of its own ballot; it collects promises.
+- *proposing*: phase 2; it collects acceptances. It comes here directly from *idle* if it may skip
   phase 1, and goes back to *preparing* with each new ballot.
-- *decided*: a quorum has accepted its value ("accepted"), or somebody has told it of a decision
-  ("learned").
+- *decided*: a quorum has accepted its value ("accepted"), or it was told of a decision ("learned").
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +47,7 @@ from farflock.swarm.protocol.transitions import after
 
 Sends = list[tuple[int, Message]]  # (member index, message)
 
-TAKEOVER_S = 1.0  # each later member waits this much longer before it steps in for a silent one
+TAKEOVER_S = 1.0  # each later member waits this much longer before it replaces a silent one
 
 _NEVER: Ballot = (0, 0)
 
@@ -69,78 +68,78 @@ PROPOSER_TABLE: dict[tuple[ProposerState, ProposerEvent], ProposerState] = {
 
 
 def signed_text(key: Key, ballot: Ballot, value: bytes) -> bytes:
-    """The text that an accepting member signs where the decision must convince outsiders."""
+    """Return the text that an accepting member signs if the decision must convince outsiders."""
     return msgspec.msgpack.encode((key, ballot)) + value
 
 
 class AcceptanceRules:
-    """The values that a member may ever accept, and its proof that it has: any, and none.
+    """A member's rules for values: which it may ever accept, and its proof of acceptance. This
+    default accepts all and proves nothing.
 
-    So members believe each other: agreement among peers that may crash, not among liars. Law: once
-    `floor` has refused a value that is not the last one accepted here, it refuses that value for
-    ever. Members whose floors are far apart are not `in_step` and must not skip the first phase:
-    there each tells its `least`, and a proposer's own value is `lifted` to the highest.
-    """
+    So members trust each other: agreement among peers that may crash, not among liars. Law: once
+    `floor` has refused a value that is not the last one accepted here, it refuses that value
+    forever. Members whose floors are far apart are not `in_step` and must not skip phase 1: each
+    reports its `least`, and a proposer's own value is `lifted` to the highest."""
 
     in_step = True
 
     def floor(self, value: bytes) -> Floor:
-        """Nothing if the value can be accepted here, else the least rounds that could be."""
+        """Return an empty floor if the value is acceptable here, else the least rounds that are."""
         return NO_FLOOR
 
     def least(self) -> Floor:
-        """The least rounds that a value accepted here could begin with."""
+        """Return the least rounds at which a value accepted here could begin."""
         return NO_FLOOR
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
-        """The value, made to begin at `floor` or later."""
+        """Return the value, changed to begin at `floor` or later."""
         return value
 
     def sign(self, text: bytes) -> bytes:
-        """My signature under this text, where a decision must convince outsiders."""
+        """Return this member's signature, if a decision must convince outsiders."""
         return b""
 
     def checks(self, member: int, text: bytes, proof: bytes) -> bool:
-        """True if this is a member's signature under this text."""
+        """True if this is the member's signature under this text."""
         return True
 
 
 @dataclass(slots=True)
 class Proposer:
-    """One member's attempts to have a value decided, one ballot after the other."""
+    """One member's attempts to have a value decided, ballot after ballot."""
 
     state: ProposerState = "idle"
     ballot: Ballot | None = None
     value: bytes = b""
-    # By member, what it had accepted before.
+    # By member, the (ballot, value) that it had accepted before.
     promises: dict[int, tuple[Ballot, bytes] | None] = field(default_factory=dict)
-    accepts: dict[int, bytes] = field(default_factory=dict)  # with their proofs
-    highest: int = 0  # number of any ballot that I heard of
-    # By value that I put forward, the members that can never accept it.
+    accepts: dict[int, bytes] = field(default_factory=dict)  # proofs by member
+    highest: int = 0  # the highest ballot number heard of
+    # By proposed value, the members that can never accept it.
     refusers: dict[bytes, set[int]] = field(default_factory=dict)
 
     def begin(self, event: Literal["prepared", "skipped"], ballot: Ballot, value: bytes) -> None:
-        """Begin a ballot with phase 1, or with phase 2 where that can be skipped."""
+        """Begin a ballot with phase 1, or with phase 2 if phase 1 can be skipped."""
         self._move(event)
         self.ballot, self.value, self.promises, self.accepts = ballot, value, {}, {}
 
     def put(self, value: bytes) -> None:
-        """Go on to phase 2, with my value or with one that may have been chosen."""
+        """Go on to phase 2 with our value, or one that may have been chosen."""
         self._move("promised")
         self.value = value
 
     def end(self, event: Literal["accepted", "learned"]) -> None:
-        """A value is decided."""
+        """Note that a value is decided."""
         self._move(event)
 
     def refused(self, sender: int, rejected: Rejected) -> None:
-        """A member takes no part in a ballot; perhaps because it can never accept the value."""
+        """Note that a member rejected a ballot, perhaps because it can never accept the value."""
         self.highest = max(self.highest, rejected.promised[0])
         if rejected.floor and rejected.ballot == self.ballot and self.state == "proposing":
             self.refusers.setdefault(self.value, set()).add(sender)
 
     def bound_to(self, size: int) -> bytes | None:
-        """The value that an earlier ballot may have chosen, as far as is promised; or None."""
+        """Return the value that an earlier ballot may have chosen, as far as promised, or None."""
         known = [entry for entry in self.promises.values() if entry is not None]
         if not known or self.is_impossible(max(known)[1], size):
             return None
@@ -158,10 +157,9 @@ class Proposer:
 class Decision:
     """One agreement as one member sees it: acceptor, proposer and learner at once.
 
-    `proposers` are all members' indices in the seeded order. While `holds_back` is true, this
-    member accepts nothing and puts nothing forward. `ready` says whether it may accept a value now;
-    if not, `resume` has to be called once it may.
-    """
+    `proposers` are all members' indices in the seeded order. While `holds_back` returns True, this
+    member accepts and proposes nothing. `ready` tells whether it may accept a value now; if not,
+    call `resume` once it may."""
 
     def __init__(
         self,
@@ -182,9 +180,9 @@ class Decision:
         self.accepted: tuple[Ballot, bytes] | None = None
         self.decided: bytes | None = None
         self.certificate: tuple[Ballot, tuple[tuple[int, bytes], ...]] = (_NEVER, ())
-        # The highest floor that anybody answered with: a value below it would be refused there.
+        # The highest floor in any answer: a value below it would be refused there.
         self.known_floor: Floor = NO_FLOOR
-        # The last proposal that I was not ready for: (sender, ballot, value).
+        # The last proposal that was not `ready`: (sender, ballot, value).
         self._withheld: tuple[int, Ballot, bytes] | None = None
 
     @property
@@ -193,10 +191,9 @@ class Decision:
         return len(self.proposers)
 
     def propose(self, value: bytes) -> Sends:
-        """Try to have a value decided; call again to begin a new ballot.
+        """Try to have a value decided; a value that may already be chosen wins over it.
 
-        A value that may have been chosen before wins over it.
-        """
+        Call again to begin a new ballot."""
         if self.decided is not None or self._holds_back():
             return []
         proposer = self.proposer
@@ -204,13 +201,14 @@ class Decision:
         if untouched and self.rules.in_step and self.me == self.proposers[0]:
             proposer.begin("skipped", (0, self.me), value)
             return self._second_phase()
+        # above every ballot heard of: a lower one would only be rejected
         proposer.highest = max(proposer.highest, self.promised[0]) + 1
         ballot = (proposer.highest, self.me)
         proposer.begin("prepared", ballot, value)
         return self._broadcast(Prepare(self.key, self.view, ballot))
 
     def receive(self, sender: int, message: Message) -> Sends:
-        """Take a member's message in; returns what to send."""
+        """Handle a member's message; return the messages to send."""
         if self.decided is not None:
             return self._answer_decided(sender, message)
         mine, state = self.proposer.ballot, self.proposer.state
@@ -231,7 +229,7 @@ class Decision:
         return []
 
     def retry(self) -> Sends:
-        """Repeat what has not been answered yet: messages may be lost, and may come twice."""
+        """Repeat unanswered messages: they may have been lost, and may arrive twice."""
         proposer = self.proposer
         if self.decided is not None or proposer.ballot is None:
             return []
@@ -241,14 +239,14 @@ class Decision:
         return self._to_others(Prepare(self.key, self.view, proposer.ballot), except_for=proposer.promises)
 
     def resume(self) -> Sends:
-        """I may have become ready for what I could not accept."""
+        """Retry to accept the last proposal that was not `ready`."""
         if self.decided is not None or self._withheld is None:
             return []
         withheld, self._withheld = self._withheld, None
         return self._accept(*withheld)
 
     def announcement(self) -> Decided:
-        """The decision as others may learn it; only after it was made."""
+        """Return the decision for others to learn; only after it was made."""
         assert self.decided is not None, f"{self.key} is not decided"
         ballot, proofs = self.certificate
         return Decided(self.key, self.view, self.decided, ballot, proofs)
@@ -335,9 +333,8 @@ class Decision:
 def is_certified(decided: Decided, size: int, checks: Callable[[int, bytes, bytes], bool]) -> bool:
     """True if a quorum of distinct members stands behind a decision.
 
-    Where members do not sign, every claim of a member passes: agreement then holds among honest
-    members that crash, not among liars (docs/threat-model.md).
-    """
+    Without signatures every claim of a member passes: agreement then holds among honest members
+    that crash, not among liars (docs/threat-model.md)."""
     signers = {member for member, _ in decided.proofs if member < size}
     if not is_quorum(signers, size):
         return False

@@ -1,25 +1,27 @@
 """The number of microbatches in flight in a pipeline over slow links, and the least time of a step.
 
-1F1B keeps as many in flight as there are stages, which is enough where hops cost nothing. Over a wide area a microbatch is
-on the way for much longer than the slowest stage needs for it, and the depth has to cover that round trip.
+1F1B keeps one per stage in flight, enough if hops cost nothing. Over a wide area a microbatch
+travels much longer than the slowest stage needs for it, and the depth must cover that trip.
 
-Formulas of synchronous pipelines (GPipe, arXiv:1811.06965; PipeDream-Flush, arXiv:2006.09503) with a wire time and a
-latency for each hop. Links are full duplex; a wire is busy while it sends, latency only delays.
+Formulas of synchronous pipelines (GPipe, arXiv:1811.06965; PipeDream-Flush, arXiv:2006.09503) with
+a wire time and a latency per hop. Links are full duplex; a wire is busy while it sends, latency
+only delays.
 """
 
 import collections
 import math
 from dataclasses import dataclass, field
 
-_ROUNDING = 1e-9  # a ratio this near to an integer is one
-SLACK = 3.0  # who is asked is chosen without a look at queues: two thirds of what is in flight may wait, so that none is idle
-ALPHA = 0.1  # of a measured round trip in their mean
-LEAST_ENDS = 8  # microbatches that a rate is taken of
+_ROUNDING = 1e-9  # a ratio this near to an integer counts as one
+# servers are chosen regardless of queues: with two thirds of what is in flight queued, none is idle
+SLACK = 3.0
+ALPHA = 0.1  # weight of a new round trip in their moving average
+LEAST_ENDS = 8  # microbatches needed to measure a rate
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Seconds that a stage computes on one microbatch: forward, gradient of its input, gradient of its weights."""
+    """Seconds per microbatch of forward pass, input gradient and weight gradient."""
 
     forward_s: float
     backward_s: float
@@ -35,7 +37,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class HopTime:
-    """Seconds that one microbatch keeps the wire between two stages busy, and then is on its way, in one direction."""
+    """Seconds that a microbatch keeps a wire busy, then is in transit, in one direction."""
 
     wire_s: float
     latency_s: float = 0.0
@@ -56,7 +58,7 @@ class PipelineTimes:
             raise ValueError(f"a pipeline has one hop fewer than stages, got {len(self.stages)} and {len(self.hops)}")
 
     def round_trip_s(self, stage: int = 0) -> float:
-        """R_s: from the start of a microbatch's forward at a stage to the end of its backward there."""
+        """R_s: the time from a microbatch's start at a stage to the end of its backward there."""
         there_and_back_s = 2 * math.fsum(hop.wire_s + hop.latency_s for hop in self.hops[stage:])
         return there_and_back_s + math.fsum(times.total_s for times in self.stages[stage:])
 
@@ -66,23 +68,23 @@ class PipelineTimes:
         return max(*(times.total_s for times in self.stages), *(hop.wire_s for hop in self.hops), 0.0)
 
     def wanted_depth(self, stage: int = 0) -> int:
-        """K*: microbatches in flight from this stage on with which it never waits for the first to come back."""
+        """K*: the fewest microbatches in flight from this stage on that keep it from waiting."""
         if not self.bottleneck_s:
             raise ValueError("no stage and no wire takes any time, so no number of microbatches keeps one busy")
         return max(1, math.ceil(self.round_trip_s(stage) / self.bottleneck_s - _ROUNDING))
 
     def depth(self, stage: int, memory: int) -> int:
-        """K_s: as many as wanted, up to the `memory` microbatches whose activations a server of the stage can keep."""
+        """K_s: `wanted_depth`, capped by the `memory` microbatches that a server can keep."""
         if memory < 1:
             raise ValueError(f"a server of stage {stage} must have room for a microbatch, got {memory}")
         return min(memory, self.wanted_depth(stage))
 
     def step_bound_s(self, microbatches: int, in_flight: int) -> float:
-        """The least time of a step of so many microbatches, with at most `in_flight` of them out at stage 0.
+        """Return the least time of a step, with at most `in_flight` microbatches out at stage 0.
 
-        Each place in flight is used for one round trip after the other; a wire sends all of them one way, on a round trip
-        that it is part of; a stage computes on all of them, between the first way to it and the last way back from it.
-        """
+        Each place in flight is used for one round trip after the other; a wire sends all
+        microbatches one way, on a round trip that it is part of; a stage computes on all of them,
+        between the first way to it and the last way back from it."""
         if microbatches < 1 or in_flight < 1:
             raise ValueError(f"a step has microbatches, some of them in flight, got {microbatches} and {in_flight}")
         trip_s = self.round_trip_s()
@@ -96,13 +98,13 @@ class PipelineTimes:
 
 @dataclass(slots=True)
 class Depth:
-    """K* as one trainer finds it while it trains, from `least` to `most` microbatches in flight.
+    """K* as measured by one trainer during training, from `least` to `most` microbatches in flight.
 
-    The bottleneck is the time between two of its microbatches, as they come back; the round trip is what one spends in passes
-    and on the way, without what it waits in queues, for that is of our own making. What comes back grows with what is in
-    flight until the slowest stage is busy, and so does what is wanted here: twice as much each round trip, and then no more.
-    `SLACK` times K* is our own; without it one in flight would stay one.
-    """
+    The bottleneck is the time between two of its microbatches coming back; the round trip is the
+    time of one in passes and in transit, without queues, as those are of our own making. The rate
+    grows with what is in flight until the slowest stage is busy, and so does the wanted depth:
+    twice as much each round trip, then no more. `SLACK` is our own; without it one in flight would
+    stay one."""
 
     least: int
     most: int
@@ -116,7 +118,7 @@ class Depth:
         self.wanted = self.least
 
     def came_back(self, now_s: float, trip_s: float) -> None:
-        """One more microbatch, whose round trip took so long without waiting."""
+        """Note a microbatch that came back at `now_s` after `trip_s` without queueing."""
         self._trip_s = trip_s if self._trip_s is None else self._trip_s + ALPHA * (trip_s - self._trip_s)
         self._ends_s.append(now_s)
         while len(self._ends_s) > max(LEAST_ENDS, self.wanted) + 1:
@@ -128,8 +130,9 @@ class Depth:
 
 
 def gpipe_s(stages: int, microbatches: int, hop: HopTime, times: StageTime) -> float:
-    """A step of GPipe with equal stages and hops: all forwards, then all backwards. At zero compute this is
-    2 [(p - 1) (x + l) + (M - 1) x]."""
+    """Return the time of a GPipe step with equal stages and hops: all forwards, then all backwards.
+
+    At zero compute this is 2 [(p - 1) (x + l) + (M - 1) x]."""
     if stages < 1 or microbatches < 1:
         raise ValueError(f"a step has stages and microbatches, got {stages} and {microbatches}")
     wire_s = hop.wire_s if stages > 1 else 0.0

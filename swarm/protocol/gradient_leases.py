@@ -1,14 +1,15 @@
-"""Gradients that a stage server has put aside for trainers: they are computed and do not count until confirmed.
+"""Gradients that a stage server holds for trainers: computed, but not counted until confirmed.
 
     running -> staged -> merged -> offered(round) -> committed
-                  |         ^----------'  the round closed without my contribution
+                  |         ^----------'  the round closed without this server's contribution
                   '-> dropped: revoked, or its lease ran out
 
-A key is (trainer, microbatch). What is staged takes memory of a stage's size, so there are few places and each has a lease;
-what is merged is in the stage's sum and costs nothing more. Only a confirmation of the attempt that was staged merges it: an
-older one may have been given up by the trainer, who then asked somebody else. And an attempt whose confirmation was refused is
-never merged, although its request may come once more, late: its trainer may ask somebody else from the refusal on. The other
-side is swarm/protocol/ledger.py. Sans I/O: no tensor is here; who owns them does what the answers say.
+A key is (trainer, microbatch). A staged gradient takes memory of a stage's size, so there are few
+places and each has a lease; a merged one is in the stage's sum and costs nothing more. Only a
+confirmation of the staged attempt merges it: the trainer may have given up an older attempt and
+asked another server. An attempt whose confirmation was refused is never merged, even if its request
+comes once more, late: after the refusal its trainer may ask another server. The other side is
+swarm/protocol/ledger.py. Sans I/O, without tensors: their owner acts on the answers.
 """
 
 import collections
@@ -18,9 +19,9 @@ from typing import Literal
 
 from farflock.swarm.links import PeerId
 
-GradientKey = tuple[PeerId, int]  # trainer, microbatch
-MAX_KEYS = 16_384  # microbatches that one contribution to a stage's round names
-REMEMBERED = 4096  # committed keys, and refused ones, for who asks again
+GradientKey = tuple[PeerId, int]  # (trainer, microbatch)
+MAX_KEYS = 16_384  # microbatches named by one contribution to a stage's round
+REMEMBERED = 4096  # committed keys, and again refused ones, kept for late requests
 
 Begin = Literal["run", "again", "busy", "nothing"]
 Confirmed = Literal["merge", "merged", "unknown"]
@@ -30,14 +31,15 @@ Confirmed = Literal["merge", "merged", "unknown"]
 class _Slot:
     attempt: int
     phase: Literal["running", "staged", "merged", "offered"] = "running"
-    until_s: float = 0.0  # the lease of what is staged
+    until_s: float = 0.0  # end of a staged gradient's lease
     round: int = -1
 
 
 @dataclass(slots=True)
 class GradientLeases:
-    """The gradients of one stage at one server. `places` bounds those that are running or staged, `lease_s` how long one waits
-    for its confirmation."""
+    """The gradients of one stage at one server.
+
+    `places` bounds those running or staged; `lease_s` is the time to confirm a staged one."""
 
     places: int
     lease_s: float
@@ -45,11 +47,11 @@ class GradientLeases:
     _committed: collections.OrderedDict[GradientKey, None] = field(default_factory=collections.OrderedDict)
     _refused: collections.OrderedDict[GradientKey, int] = field(
         default_factory=collections.OrderedDict
-    )  # the last attempt
+    )  # the last refused attempt
 
     def begin(self, key: GradientKey, attempt: int) -> Begin:
-        """A backward pass is asked for: `run` it, answer `again` what was answered, or say `busy`; `nothing` is to be done
-        while it is running, and for a late request that counts already or was refused."""
+        """Handle a backward request: `run` it, answer `again` as before, or say `busy`. Do
+        `nothing` while it is running, or for a late request that already counts or was refused."""
         slot = self._slots.get(key)
         if attempt <= self._refused.get(key, -1):
             return "nothing"
@@ -64,7 +66,7 @@ class GradientLeases:
         return "again" if slot.phase == "staged" else "nothing"
 
     def staged(self, key: GradientKey, now_s: float) -> int | None:
-        """It is computed: the attempt to answer. None if nobody wants it any more, and it is to be dropped."""
+        """Stage a computed gradient and return the attempt to answer; None if it is unwanted."""
         slot = self._slots.get(key)
         if slot is None or slot.phase != "running":
             return None
@@ -72,7 +74,7 @@ class GradientLeases:
         return slot.attempt
 
     def confirm(self, key: GradientKey, attempt: int) -> Confirmed:
-        """Its trainer has the answer and wants it to count: `merge` it into the sum now; it is `merged`; or it is `unknown`."""
+        """Answer a trainer's confirmation: `merge` it now, it is `merged`, or it is `unknown`."""
         slot = self._slots.get(key)
         if key in self._committed or (slot is not None and slot.phase in ("merged", "offered")):
             return "merged"
@@ -83,23 +85,23 @@ class GradientLeases:
         return "unknown"
 
     def own(self, key: GradientKey) -> None:
-        """A microbatch of this peer's own, which it has in its sum without being asked: it takes no place."""
+        """Add a microbatch of this peer's own, already in its sum; it takes no place."""
         assert key not in self._slots, f"{key} is here already"
         self._slots[key] = _Slot(0, "merged")
 
     def revoke(self, key: GradientKey, attempt: int) -> None:
-        """Its trainer has gone on with another server's: nobody wants what was asked for up to this attempt."""
+        """Drop an unmerged gradient up to this attempt: its trainer uses another server's."""
         slot = self._slots.get(key)
         if slot is not None and slot.phase in ("running", "staged") and slot.attempt <= attempt:
             del self._slots[key]
 
     def expire(self, now_s: float) -> None:
-        """Drop what was not confirmed in time: nobody wants it any more."""
+        """Drop gradients that were not confirmed in time."""
         for key in [key for key, slot in self._slots.items() if slot.phase == "staged" and slot.until_s <= now_s]:
             del self._slots[key]
 
     def offer(self, number: int, made_of: Collection[GradientKey] | None = None) -> list[GradientKey]:
-        """A contribution goes into this round, made of these keys (None: of all that are merged); returns them in order."""
+        """Offer a round the merged gradients of `made_of` (None: all); return their keys."""
         merged = {key for key, slot in self._slots.items() if slot.phase == "merged"}
         keys = sorted(merged if made_of is None else merged.intersection(made_of))
         for key in keys:
@@ -108,8 +110,9 @@ class GradientLeases:
         return keys
 
     def close(self, number: int, committed: Collection[GradientKey]) -> list[GradientKey]:
-        """A round is over, and its close list names these keys. Returns what I had offered and it does not name: that waits
-        for the next round again, and so must its gradient."""
+        """Commit the keys in a round's close list; return those offered to it but not named.
+
+        They wait for the next round again, and so must their gradients."""
         offered = [key for key, slot in self._slots.items() if slot.phase == "offered" and slot.round == number]
         for key in committed:
             if self._slots.pop(key, None) is not None:
@@ -120,26 +123,26 @@ class GradientLeases:
         return back
 
     def reset(self) -> None:
-        """This server left its group or adopted another state: nothing that it has put aside will ever count."""
+        """Drop everything: after leaving the group or adopting a state, nothing will count."""
         self._slots.clear()
 
     def is_offered(self, key: GradientKey) -> bool:
-        """True if a contribution with it is on its way into a round."""
+        """True if a contribution with this key is on its way into a round."""
         slot = self._slots.get(key)
         return slot is not None and slot.phase == "offered"
 
     @property
     def kept(self) -> set[GradientKey]:
-        """Whose gradients are put aside: all others may be dropped."""
+        """Keys of the staged gradients; all others may be dropped."""
         return {key for key, slot in self._slots.items() if slot.phase == "staged"}
 
     @property
     def taken(self) -> int:
-        """Places that are taken."""
+        """The number of places taken."""
         return sum(slot.phase in ("running", "staged") for slot in self._slots.values())
 
     def _refuse(self, key: GradientKey, attempt: int) -> None:
-        """Never merge anything that was asked for up to this attempt."""
+        """Never merge anything requested up to this attempt."""
         self.revoke(key, attempt)
         self._refused[key] = max(attempt, self._refused.pop(key, -1))
         if len(self._refused) > REMEMBERED:

@@ -1,5 +1,5 @@
-"""Groups, proposers and reducers: pure functions of (run seed, view, stream, round), so that all members compute the
-same without a word. SHA-256 gives the order: it is the same on every machine, unlike a library's shuffle."""
+"""Groups, proposers and reducers: pure functions of (run seed, view, stream, round), without a
+message. SHA-256 gives the order: it is the same on every machine, unlike a library's shuffle."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def order(members: Sequence[PeerId], seed: int, view: bytes, key: Key) -> tuple[PeerId, ...]:
-    """The members in the seeded order of this exchange: proposers and groups are read off it."""
+    """Return the members in this exchange's seeded order, which gives proposers and groups."""
     salt = b"\x00".join(
         (str(seed).encode(), view, key.stream.encode(), str(key.round).encode(), str(key.attempt).encode())
     )
@@ -20,21 +20,20 @@ def order(members: Sequence[PeerId], seed: int, view: bytes, key: Key) -> tuple[
 
 
 def rotation(members: Sequence[PeerId], seed: int, stream: str) -> tuple[PeerId, ...]:
-    """The members in the order from which reducers are read off: the same in all rounds, and where a member comes or goes the
-    others keep theirs, for a reducer may have to remember what it left out."""
+    """Return the members in the order that assigns reducers, the same in all rounds. Joins and
+    deaths keep the others' order, as a reducer may have an error-feedback residual to remember."""
     return order(members, seed, b"", Key(stream, 0))
 
 
 def group_of(me: PeerId, members: Sequence[PeerId], size: int, seed: int, view: bytes, key: Key) -> tuple[PeerId, ...]:
-    """The random group of this round that holds `me`, in seeded order: disjoint groups of `size` that cover all
-    members; the last one may be smaller, and with pairs an odd member stays alone."""
+    """Return this round's random group of `me`, in seeded order: disjoint groups of `size` cover
+    all members; the last may be smaller, so with pairs an odd member stays alone."""
     ordered = order(members, seed, view, key)
     start = ordered.index(me) // size * size
     return ordered[start : start + size]
 
 
 def reducers(rotation: Sequence[T], shard: int) -> tuple[T, ...]:
-    """The reducers of this shard, in the order in which they take over: a rotation, so that load is even; the next
-    member takes over what a dead one leaves."""
+    """Return a shard's reducers in takeover order: a rotation, so that load is even."""
     shift = shard % len(rotation)
     return tuple(rotation[shift:]) + tuple(rotation[:shift])

@@ -1,18 +1,19 @@
-"""A trainer's account of its microbatches' gradients, so that each counts once: never twice, and exactly once as long as the
-trainer and a quorum of the run's members live (decision 014).
+"""A trainer's account of its microbatches' gradients, so that none counts twice.
 
-A backward pass may be asked of several servers of a stage, one after the other, because one was silent or died. Each
-keeps what it computed aside (swarm/protocol/gradient_leases.py) until this trainer confirms it, and the trainer confirms one
-alone. A confirmed gradient counts once the close list of a round of the stage names its key; until then it is bound to
-its server, and asked again of another one only when the group has closed every round in which that server could take
-part.
+Each counts exactly once as long as the trainer and a quorum of the run's members live (decision
+014). A backward pass may be requested from several servers of a stage in turn, if one is silent or
+dies. Each holds its result (swarm/protocol/gradient_leases.py) until this trainer confirms it, and
+the trainer confirms only one. A confirmed gradient counts once the close list of one of the stage's
+rounds names its key; until then it is bound to its server, and requested from another only when the
+group has closed every round in which that server could take part.
 
-    open -> sent(peer) -> bound(peer) -> merged(peer) -> committed          silence while sent: open again, another peer
-              lost(peer), which is said after the last round that had this peer:  bound, merged -> open
+    open -> sent(peer) -> bound(peer) -> merged(peer) -> committed
+    silence: sent -> open, for another peer       lost(peer): all but committed -> open
 
-Every request has an attempt; what is answered to an older one counts for nothing (an answer may come late, and twice). This is
-our own; SWARM (Ryabinin et al., arXiv:2301.11913) asks again after a timeout without a key and may count a gradient twice.
-Sans I/O: who owns the links asks what to send and tells what came.
+Every request has an attempt number; answers to older attempts do not count (an answer may come
+late, and twice). This is our own; SWARM (Ryabinin et al., arXiv:2301.11913) asks again after a
+timeout without a key and may count a gradient twice. Sans I/O: the owner of the links asks what to
+send and reports what arrived.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,53 +23,55 @@ from typing import Literal
 from farflock.swarm.links import PeerId
 
 Phase = Literal["open", "sent", "bound", "merged", "committed"]
-StageVisit = tuple[int, int]  # microbatch, stage
+StageVisit = tuple[int, int]  # (microbatch, stage)
 
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """One microbatch at one stage: how far it is, who has it, and how often it was asked for."""
+    """One microbatch at one stage: its phase, the server that has it, and the last attempt."""
 
     phase: Phase = "open"
     peer: PeerId | None = None
     attempt: int = 0
 
     def reopen(self) -> None:
-        """Nobody has it, and no answer that is still on its way counts."""
+        """Open it again; answers still on their way do not count."""
         self.phase, self.peer, self.attempt = "open", None, self.attempt + 1
 
 
 @dataclass(slots=True)
 class Ledger:
-    """All microbatches of one trainer that are not committed at every one of their stages, which are all `stages` where `begin`
-    names none."""
+    """The microbatches of one trainer that are not yet committed at all their stages.
+
+    Those are all `stages` unless `begin` names others."""
 
     stages: int
     _entries: dict[StageVisit, LedgerEntry] = field(default_factory=dict)
 
     def begin(self, microbatch: int, order: Iterable[int] | None = None) -> None:
-        """A new microbatch: nothing of it counts yet."""
+        """Add a new microbatch, which visits the stages in `order` (None: all)."""
         stages = range(self.stages) if order is None else order
         entries = {(microbatch, stage): LedgerEntry() for stage in stages}
         assert not entries.keys() & self._entries.keys(), f"microbatch {microbatch} is under way"
         self._entries |= entries
 
     def send(self, place: StageVisit, peer: PeerId) -> int:
-        """The backward pass is asked of this peer; returns the attempt that the request carries."""
+        """Note a backward request to this peer; return the attempt that the request carries."""
         entry = self._entries[place]
         assert entry.phase in ("open", "sent"), f"{place} is {entry.phase} at {entry.peer}, and is asked for again"
         entry.phase, entry.peer, entry.attempt = "sent", peer, entry.attempt + 1
         return entry.attempt
 
     def silent(self, place: StageVisit, attempt: int) -> None:
-        """No answer to a request in time, or a refusal: somebody else may be asked."""
+        """Reopen a request without an answer in time, or refused: another peer may be asked."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "sent":
             entry.phase = "open"
 
     def replied(self, place: StageVisit, peer: PeerId, attempt: int) -> bool:
-        """The input's gradient has come. If this is True it is the one to go on with, and what the peer has put aside is to be
-        confirmed; if not, the peer may drop it."""
+        """Note the answer with the input's gradient; True if it is the one to use.
+
+        Then the peer's staged gradient is to be confirmed; otherwise the peer may drop it."""
         entry = self._current(place, attempt)
         if entry is None or entry.peer != peer:
             return False
@@ -77,34 +80,34 @@ class Ledger:
         return True
 
     def confirms(self) -> Iterator[tuple[StageVisit, PeerId, int]]:
-        """The gradients to be confirmed, again and again until the peer says that it has merged it."""
+        """Yield (place, peer, attempt) to confirm, repeatedly until the peer has merged it."""
         for place, entry in self._entries.items():
             if entry.phase == "bound":
                 assert entry.peer is not None
                 yield place, entry.peer, entry.attempt
 
     def merged(self, place: StageVisit, attempt: int) -> None:
-        """The peer has added it to what it brings into its stage's next round."""
+        """Note that the peer added it to its contribution to the stage's next round."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "bound":
             entry.phase = "merged"
 
     def refused(self, place: StageVisit, attempt: int) -> None:
-        """The peer no longer has what I confirm, and will never merge it under this attempt."""
+        """Note that the peer no longer has it, and will never merge it under this attempt."""
         entry = self._current(place, attempt)
         if entry is not None and entry.phase == "bound":
             entry.reopen()
 
     def committed(self, stage: int, microbatches: Iterable[int]) -> None:
-        """The close list of a round of this stage names these."""
+        """Note that the close list of one of the stage's rounds names these microbatches."""
         for microbatch in microbatches:
             entry = self._entries.get((microbatch, stage))
             if entry is not None:
                 entry.phase = "committed"
 
     def lost(self, stage: int, peer: PeerId) -> None:
-        """This peer has left its stage's group, and `committed` was called for every round that it could take part in. What
-        was bound to it counts nowhere and is open again, and an answer of it that is still on its way counts for nothing."""
+        """Reopen all that was bound to a peer that left its stage's group, after `committed` was
+        called for all rounds it could take part in. Answers still on their way do not count."""
         gone = [
             entry
             for place, entry in self._entries.items()
@@ -114,26 +117,26 @@ class Ledger:
             entry.reopen()
 
     def phase(self, place: StageVisit) -> Phase:
-        """Its progress; `committed` for what was forgotten."""
+        """Return a visit's phase; `committed` if it was forgotten."""
         entry = self._entries.get(place)
         return "committed" if entry is None else entry.phase
 
     def open(self) -> list[StageVisit]:
-        """The visits that nobody has been asked for, or whose result nobody has any more."""
+        """Return the visits that no peer has been asked for, or whose result was lost."""
         return [place for place, entry in self._entries.items() if entry.phase == "open"]
 
     def finish(self) -> list[int]:
-        """Microbatches that are committed at every stage; they are forgotten, and so may their tensors be."""
+        """Forget and return microbatches committed at every stage; their tensors may go too."""
         rest = {microbatch for (microbatch, _), entry in self._entries.items() if entry.phase != "committed"}
         done = sorted({microbatch for microbatch, _ in self._entries} - rest)
         self._entries = {place: entry for place, entry in self._entries.items() if place[0] in rest}
         return done
 
     def __len__(self) -> int:
-        """Places that it keeps, of microbatches that are not committed everywhere."""
+        """Return the number of visits of unfinished microbatches."""
         return len(self._entries)
 
     def _current(self, place: StageVisit, attempt: int) -> LedgerEntry | None:
-        """The entry, if this attempt is its last one."""
+        """Return the entry if this attempt is its last one, else None."""
         entry = self._entries.get(place)
         return entry if entry is not None and entry.attempt == attempt else None

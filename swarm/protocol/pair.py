@@ -1,14 +1,14 @@
 """Two peers swap payloads: the leader decides, the follower applies only on its word.
 
 Sans I/O. A pair has no majority, so a lost last message can leave the leader applied and the
-follower not ("unsure"); methods that cannot live with that use a collective. The leader (named
-first by the seeded order) proposes, the follower leases itself for the round and accepts, both
-fetch, the follower says what it holds, the leader decides and writes it down before it says so.
+follower not ("unsure"); methods that cannot tolerate that use a collective. The leader (first in
+the seeded order) proposes, the follower reserves itself for the round and accepts, both fetch, the
+follower reports what it holds, the leader decides and records it before it says so.
 
 The table has the states by role. Every state ends at the deadline at the latest, as "aborted".
 
-- *open*: my partner's offer is not known.
-- *matched*: both offers are known to me ("offered"); I fetch its payload.
+- *open*: the partner's offer is not known.
+- *matched*: both offers are known ("offered"); the partner's payload is being fetched.
 - *held*: its payload is here, whole ("fetched").
 - *done*: applied on both sides' word ("committed"), or ended without that: by the partner's
   refusal, or because one side has left the other ("aborted").
@@ -33,7 +33,7 @@ from farflock.swarm.messages import (
 from farflock.swarm.protocol.transitions import after
 
 RESEND_S = 0.4
-# Of the whole time: this long before the end the leader decides nothing any more.
+# Fraction of the whole time before the end in which the leader no longer decides.
 COMMIT_MARGIN = 0.1
 
 PairVerdict = Literal["applied", "alone", "failed"]
@@ -52,7 +52,7 @@ _LEADER: dict[tuple[PairPhase, PairEvent], PairPhase] = {
 }
 PAIR_TABLES: dict[PairRole, dict[tuple[PairPhase, PairEvent], PairPhase]] = {
     "leader": _LEADER,
-    # It is not refused: it has proposed nothing.
+    # A follower is not refused: it proposes nothing.
     "follower": {entry: following for entry, following in _LEADER.items() if entry[1] != "refused"},
 }
 
@@ -71,7 +71,7 @@ class Pair:
 
     stage: PairPhase = "open"
     verdict: PairVerdict | None = None
-    unsure: bool = False  # the follower had said what it holds, and never heard the decision
+    unsure: bool = False  # the follower reported what it holds, and never heard the decision
     theirs: Offer | None = None
     outbox: list[Message] = field(default_factory=list)
     _heard_have: bytes | None = None
@@ -79,16 +79,16 @@ class Pair:
 
     @property
     def ends_s(self) -> float:
-        """The end of this exchange, whatever happened."""
+        """The time at which this exchange ends at the latest."""
         return self.started_s + self.deadline_s
 
     def start(self, now_s: float) -> None:
-        """Begin; the follower waits to be asked."""
+        """Begin; the leader proposes, the follower waits for the proposal."""
         if self.leader:
             self._send(now_s, PairPropose(self.offer))
 
     def receive(self, now_s: float, message: Message) -> None:
-        """Take in a message of the partner about this key."""
+        """Handle a message of the partner about this key."""
         if self.stage == "done":
             self._answer_done(message)
             return
@@ -109,7 +109,7 @@ class Pair:
                 self._end("aborted")
 
     def complete(self, now_s: float) -> None:
-        """The partner's payload is here, whole and verified."""
+        """Note that the partner's payload is here, whole and verified."""
         if self.stage != "matched":
             return
         self._move("fetched")
@@ -119,7 +119,7 @@ class Pair:
             self._send(now_s, PairHave(self.key, self.joint_digest))
 
     def lost(self, now_s: float) -> None:
-        """The partner is suspect, or its payload is corrupt: leave it, at once."""
+        """Leave the partner at once: it is suspect, or its payload is corrupt."""
         if self.stage == "done":
             return
         self.unsure = self.stage == "held" and not self.leader
@@ -127,7 +127,7 @@ class Pair:
         self._end("aborted")
 
     def tick(self, now_s: float) -> None:
-        """Repeat what may have been lost; end what has lasted too long."""
+        """Repeat messages that may have been lost; end the exchange at its deadline."""
         if self.stage == "done":
             return
         if now_s >= self.ends_s:
@@ -149,7 +149,7 @@ class Pair:
             self.theirs, self._sent_s = offer, now_s
 
     def _decide(self, now_s: float) -> None:
-        """Decide, as the leader, once both hold the same and the follower can still hear of it."""
+        """Commit, as the leader, once both hold the same and the follower can still hear of it."""
         in_time = now_s < self.ends_s - COMMIT_MARGIN * self.deadline_s
         if self.stage == "held" and self._confirmed() and in_time:
             self._end("committed")
@@ -173,7 +173,7 @@ class Pair:
             self.outbox.append(PairAbort(self.key))
 
     def _end(self, event: Literal["refused", "committed", "aborted"]) -> None:
-        """Come to a verdict: sides that never met are alone, sides that had met have failed."""
+        """Set the verdict: "applied" if committed, "failed" if the sides met, else "alone"."""
         met = self.stage != "open"
         self._move(event)
         self.verdict = "applied" if event == "committed" else "failed" if met else "alone"

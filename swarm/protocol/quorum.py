@@ -4,5 +4,5 @@ from collections.abc import Collection
 
 
 def is_quorum(members: Collection[int], size: int) -> bool:
-    """True if these distinct member indices may decide for a view of `size` members."""
+    """True if these distinct members decide for `size`: more than half, or half with index 0."""
     return 2 * len(members) > size or (2 * len(members) == size and 0 in members)

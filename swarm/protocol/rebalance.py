@@ -1,8 +1,8 @@
-"""The next move of a server to another stage: a pure function of one numbered snapshot, so that all servers compute the same
-move without a coordinator (SWARM, arXiv:2301.11913, section 3.2, "adaptive swarm rebalancing").
+"""The next move of a server to another stage: a pure function of one numbered snapshot.
 
-Joins and deaths leave some stages with too few servers, and the run is as fast as its slowest stage. Once a period, one
-server of the least loaded stage goes to the most loaded one.
+All servers compute the same move without a coordinator (SWARM, arXiv:2301.11913, section 3.2,
+"adaptive swarm rebalancing"). Joins and deaths leave some stages short of servers, and the slowest
+stage slows the run. Once a period, one server of the least loaded stage moves to the most loaded.
 """
 
 import math
@@ -14,15 +14,15 @@ from farflock.swarm.links import PeerId
 
 PERIOD_S = 300.0
 HYSTERESIS = 0.25
-MIN_RESIDENCE_S = 300.0  # at least what the download of a stage's state takes
+MIN_RESIDENCE_S = 300.0  # at least the time to download a stage's state
 
 LoadMeasure = Literal["wait", "queue"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """A server's report of itself: `queue` microbatches waiting (a mean may be broken), `rate` microbatches per second,
-    memory for a stage in bytes, and for how long it has served this stage."""
+    """A server's report: `queue` microbatches waiting (a mean may be fractional), `rate`
+    microbatches per second, `memory_bytes` for a stage, `resident_s` in its stage so far."""
 
     peer: PeerId
     queue: float
@@ -37,8 +37,9 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """The servers of each stage in period `number`, in any order, the bytes that each stage needs, and how many full replicas
-    there are, which hold all stages and never move."""
+    """The servers of each stage in period `number`, in any order, and the bytes each stage needs.
+
+    `replicas` counts the full replicas, which hold all stages and never move."""
 
     number: int
     stages: tuple[tuple[ServerLoad, ...], ...]
@@ -65,7 +66,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRule:
-    """`load`: "wait", the seconds in which a stage works off its queue, or "queue", the raw length as in the paper."""
+    """A rule for moves. `load` is "wait", the seconds in which a stage works off its queue, or
+    "queue", its raw length as in the paper."""
 
     load: LoadMeasure = "wait"
     hysteresis: float = HYSTERESIS
@@ -77,24 +79,24 @@ class RebalanceRule:
 
 
 def snapshot_number(now_s: float, period_s: float = PERIOD_S) -> int:
-    """The period that a moment of the run's clock lies in: all who read the same number read the same snapshot."""
+    """Return the period of a moment of run time: peers in the same period use the same snapshot."""
     if not 0 < period_s < math.inf:
         raise ValueError(f"a period lasts a positive, finite time, got {period_s} s")
     return math.floor(now_s / period_s)
 
 
 def next_move(snapshot: LoadSnapshot, rule: RebalanceRule | None = None) -> Move | None:
-    """The one move of this period, or None.
+    """Return the one move of this period, or None.
 
-    To the stage with the greatest load goes, from the stage with the least, the server with the least to do; ties by
-    summed rate, then stage number, and by peer id. Never the last server of a stage, nor one that has not served for
-    `min_residence_s`, nor one that the new stage does not fit.
+    The server with the least to do moves from the stage with the least load to the one with the
+    greatest; ties by summed rate, then stage number, and by peer id. Never the last server of a
+    stage, one that has not served for `min_residence_s`, or one that the new stage does not fit.
 
-    Deviations from the paper: the load is a time, a stage must be `hysteresis` more loaded than the other, and the source
-    must keep more speed than the target had. The last makes every move raise the lesser of the two speeds: whatever the
-    queues are, moves alone can never go round in a circle. If the least loaded stage can spare nobody, the next one is
-    asked. A stage without servers is the most loaded, and nobody has to have resided before coming to its help.
-    """
+    Deviations from the paper: the load is a time, a stage must be `hysteresis` more loaded than the
+    other, and the source must keep more speed than the target had. The last makes every move raise
+    the lesser of the two speeds: whatever the queues are, moves alone can never go in a circle. If
+    the least loaded stage can spare no server, the next one is considered. A stage without servers
+    is the most loaded, and no residence is required to come to its help."""
     rule = rule or RebalanceRule()
     if not snapshot.stages:
         return None
@@ -115,13 +117,13 @@ def next_move(snapshot: LoadSnapshot, rule: RebalanceRule | None = None) -> Move
 def _movers(
     snapshot: LoadSnapshot, rule: RebalanceRule, source: int, target: int, rates: Sequence[float]
 ) -> Iterator[ServerLoad]:
-    """The servers that may go from `source` to `target`."""
+    """Yield the servers that may move from `source` to `target`."""
     servers = snapshot.stages[source]
     is_emergency = not snapshot.stages[target]
     for server in servers:
         stays = [other for other in servers if other is not server]
         if (
-            _rate(stays) > rates[target]  # nobody's is 0, so the last one of a stage stays
+            _rate(stays) > rates[target]  # no rate is 0, so a stage's last server stays
             and server.memory_bytes >= snapshot.needs_bytes[target]
             and (is_emergency or server.resident_s >= rule.min_residence_s)
         ):
@@ -129,7 +131,7 @@ def _movers(
 
 
 def _load(servers: Sequence[ServerLoad], load: LoadMeasure) -> float:
-    """Infinite for a stage that nobody serves. `fsum` is exact, so no order of the input can change a bit."""
+    """Return a stage's load, infinite without servers; `fsum` is exact in any input order."""
     if not servers:
         return math.inf
     queue = math.fsum(server.queue for server in servers)

@@ -1,12 +1,13 @@
-"""Views: the agreed, numbered member list, and from which round on it holds.
+"""Views: the agreed, numbered member list, and the rounds from which it holds.
 
-A view is decided by the previous view's members (swarm/protocol/decide.py) and says itself at which round it begins, so that
-every round belongs to exactly one view and no round can be decided by two of them: a member that has accepted a view
-beginning at round R takes no part in rounds from R on under the old one, and refuses a view that begins at a round it
-has already touched. Rounds of all streams of a run count on one axis, those of a stage on its own.
+A view is decided by the previous view's members (swarm/protocol/decide.py) and names the round at
+which it begins, so every round belongs to exactly one view and no round can be decided by two: a
+member that has accepted a view beginning at round R takes no part in rounds from R on under the old
+one, and refuses a view that begins at a round it has already touched. Rounds of all streams of a
+run count on one axis, those of a stage on its own.
 
-A view may also have a *branch* (swarm/protocol/branches.py): some of its members go on as a run of their own once
-nothing can be decided any more. Who signs a branch is exactly who is in it.
+A view may also have a *branch* (swarm/protocol/branches.py): some of its members go on as a run of
+their own once nothing can be decided any more. A branch is signed by exactly its members.
 
 Sans I/O, pure. Members are ordered by seniority: index 0 breaks ties of even views.
 """
@@ -29,22 +30,25 @@ from farflock.swarm.protocol.decide import is_certified
 from farflock.swarm.roles import EVERY, NOTHING
 
 VIEW_STREAM = "#views"
-KEPT_VIEWS = MAX_TRAIL  # who is away for more of them cannot verify the newest any more and has to join anew
+# a peer that misses more of them cannot verify the newest, and has to join anew
+KEPT_VIEWS = MAX_TRAIL
 _DOMAIN, _BRANCH_DOMAIN = b"view", b"branch"
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A peer in one of its lives: after a restart it has forgotten its promises, so it counts as another. Who serves another
-    stage (swarm/roles.py) has begun another life too."""
+    """A peer in one of its lives: after a restart it counts as another, as it forgot its promises.
+
+    A server that changes its stage (swarm/roles.py) begins another life too."""
 
     peer: Annotated[str, msgspec.Meta(max_length=64)]
-    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # whatever a record may say
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # same bounds as in a record
     stage: Annotated[int, msgspec.Meta(ge=NOTHING, lt=MAX_STAGES)] = EVERY
 
 
 class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """A numbered member list that holds from `first_round` on, and for the streams of stage s from `stage_rounds[s]` on
-    (swarm/protocol/axes.py); `previous` is the hash of the view before, of a branch that view's `branch_mark`."""
+    """A numbered member list that holds from `first_round` on, for stage s from `stage_rounds[s]`
+    (swarm/protocol/axes.py). `previous` is the hash (in a branch: `branch_mark`) of the view
+    before."""
 
     number: Count
     previous: Digest
@@ -54,17 +58,17 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def begins(self) -> Floor:
-        """The rounds that it holds from, by axis."""
+        """The rounds from which it holds, by axis."""
         return (self.first_round, *self.stage_rounds)
 
     @functools.cached_property
     def hash(self) -> bytes:
-        """SHA-256 of the encoding; it names the view in every message, so it is computed once."""
+        """SHA-256 of the encoding; every message names its view by it, so it is computed once."""
         return hashlib.sha256(encode(self)).digest()
 
     @functools.cached_property
     def branch_mark(self) -> bytes:
-        """The hash that a branch of this view has for `previous`: no ordinary successor can be taken for one."""
+        """The `previous` of a branch, so that no ordinary successor can be taken for one."""
         return hashlib.sha256(b"farflock-branch\x00" + self.hash).digest()
 
     @functools.cached_property
@@ -78,12 +82,12 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return any(member.stage != EVERY for member in self.members)
 
     def index(self, peer: PeerId, incarnation: int) -> int | None:
-        """The member index of a peer in this life, None if it is no member."""
+        """Return the member index of a peer in this life; None if it is not a member."""
         index, life = self._places.get(peer, (None, None))
         return index if life == incarnation else None
 
     def serving(self, stage: int | None) -> tuple[int, ...]:
-        """The members, by index, who have a part in this stage; None is the whole model: everybody."""
+        """Return the indices of the members that serve a stage (None: the whole model, all)."""
         wanted = {stage, EVERY}
         return tuple(index for index, member in enumerate(self.members) if stage is None or member.stage in wanted)
 
@@ -93,8 +97,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 class Certified(msgspec.Struct, frozen=True, array_like=True):
-    """A view with the signatures of a quorum of the previous view's members; a branch has those of all its own, genesis
-    none."""
+    """A view signed by a quorum of the previous view; a branch by all its own, genesis by none."""
 
     view: View
     ballot: tuple[Count, Count] = (0, 0)
@@ -111,12 +114,12 @@ _certified_decoder = msgspec.msgpack.Decoder(Certified)
 
 
 def encode(value: View | Certified) -> bytes:
-    """The canonical bytes: what is decided, signed and hashed."""
+    """Return the canonical bytes, which are decided, signed and hashed."""
     return _encoder.encode(value)
 
 
 def decode_view(raw: bytes) -> View:
-    """Decode a proposed view; `BadView` for anything else."""
+    """Decode a proposed view; raise `BadView` for anything else."""
     try:
         view = _view_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -127,14 +130,14 @@ def decode_view(raw: bytes) -> View:
 
 
 def lifted(raw: bytes, floor: Floor) -> bytes:
-    """The same proposal, beginning at these rounds at the earliest."""
+    """Return the proposal, changed to begin at these rounds at the earliest."""
     view = decode_view(raw)
     first_round, *stage_rounds = highest(view.begins, floor)
     return encode(msgspec.structs.replace(view, first_round=first_round, stage_rounds=tuple(stage_rounds)))
 
 
 def decode_certified(raw: bytes) -> Certified:
-    """Decode a certified view; `BadView` for anything else."""
+    """Decode a certified view; raise `BadView` for anything else."""
     if len(raw) > MAX_VALUE_BYTES:
         raise BadView(f"a view of {len(raw)} bytes is over the limit of {MAX_VALUE_BYTES}")
     try:
@@ -144,33 +147,33 @@ def decode_certified(raw: bytes) -> Certified:
 
 
 def genesis(run: str, founder: Member) -> View:
-    """View 0: the founder alone, from round 0 on."""
+    """Return view 0: the founder alone, from round 0 on."""
     return View(0, hashlib.sha256(b"farflock-genesis\x00" + run.encode()).digest(), 0, (founder,))
 
 
 def view_key(number: int) -> Key:
-    """Under which key view `number` is decided."""
+    """Return the key under which view `number` is decided."""
     return Key(VIEW_STREAM, number)
 
 
 def signature_domain(run: str) -> bytes:
-    """Signatures on views of one run are worthless in another."""
+    """Return the domain of signatures on views, which is different for each run."""
     return _DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
 
 
 def checker(run: str, view: View) -> Callable[[int, bytes, bytes], bool]:
-    """Verifies the signature of a member of `view` on the view after it."""
+    """Return a function that verifies signatures of `view`'s members on the next view."""
     return lambda member, text, proof: verify(view.members[member].peer, signature_domain(run), text, proof)
 
 
 def branch_domain(run: str) -> bytes:
-    """Signatures on branches are no signatures on views."""
+    """Return the domain of signatures on branches, which do not count for views."""
     return _BRANCH_DOMAIN + hashlib.sha256(run.encode()).digest()[:16]
 
 
 def require_branch_shape(parent: View, view: View) -> None:
-    """`BadView` unless `view` is a branch that some of the parent's members could found, in the parent's order and in the
-    same lives. Whether it must be, and from which round on, is for each of them to say: none is in it unasked."""
+    """Raise `BadView` unless some of the parent's members could start this branch, in the same
+    order and lives. Each of them decides whether to sign, and from which round on."""
     if view.number != parent.number + 1 or view.previous != parent.branch_mark:
         raise BadView(f"view {view.number} is no branch of view {parent.number}")
     if view.members != tuple(member for member in parent.members if member in view.members):
@@ -178,7 +181,7 @@ def require_branch_shape(parent: View, view: View) -> None:
 
 
 def require_branch(run: str, parent: View, certified: Certified) -> None:
-    """`BadView` unless every member of a branch, and nobody else, has signed it."""
+    """Raise `BadView` unless exactly the members of a branch have signed it."""
     view = certified.view
     require_branch_shape(parent, view)
     signers = tuple(parent.members.index(member) for member in view.members)
@@ -195,39 +198,43 @@ class Chain:
 
     run: str
     views: list[Certified]
-    barrier: View | None = None  # a next view that I accepted: no part in rounds from its on before it is decided
-    held: Floor | None = None  # told to who wants a next view: till it is decided no vote in stages' rounds from there
+    barrier: View | None = None  # accepted next view: no part in its rounds until it is decided
+    # floor promised to a next view's proposer: no vote in stage rounds from there until it is
+    # decided
+    held: Floor | None = None
 
     @property
     def newest(self) -> View:
-        """The last view that I know to be decided."""
+        """The last view known here to be decided."""
         return self.views[-1].view
 
     def at(self, round_number: int, stage: int | None = None) -> View | None:
-        """The view that a round belongs to; None for rounds before the oldest view that I kept."""
+        """Return the view that a round belongs to; None for rounds before the oldest kept view."""
         for certified in reversed(self.views):
             if axes.at(certified.view.begins, stage) <= round_number:
                 return certified.view
         return None
 
     def by_hash(self, digest: bytes) -> View | None:
-        """The known view of this hash."""
+        """Return the known view of this hash, or None."""
         return next((entry.view for entry in reversed(self.views) if entry.view.hash == digest), None)
 
     @property
     def branch(self) -> View | None:
-        """The last branch among the views that I kept: whoever knows it is on it."""
+        """The last branch among the kept views, which this peer is on; None on the main chain."""
         pairs = zip(reversed(self.views[:-1]), reversed(self.views[1:]), strict=True)
         return next((entry.view for before, entry in pairs if entry.view.previous == before.view.branch_mark), None)
 
     def blocked(self, round_number: int, stage: int | None = None) -> bool:
         """True if taking part in this round must wait for the next view's decision."""
         if stage is not None and self.held is not None and round_number >= axes.at(self.held, stage):
-            return True  # a view that others accept would be one that I refuse, and neither it nor the round could be decided
+            # else we would refuse a view that others accept, and neither it nor the round could be
+            # decided
+            return True
         return self.barrier is not None and round_number >= axes.at(self.barrier.begins, stage)
 
     def extend(self, certified: Certified) -> bool:
-        """Append the next view, or a branch; False if it is known already, `BadView` if it does not follow from mine."""
+        """Append the next view or a branch; False if known, `BadView` if it does not follow."""
         view, newest = certified.view, self.newest
         if view.number <= newest.number:
             return False
@@ -241,14 +248,14 @@ class Chain:
         return True
 
     def since(self, number: int, limit: int = 16) -> tuple[bytes, ...]:
-        """Encoded views after `number`, oldest first, for a peer that lacks them; empty if mine do not reach back."""
+        """Return encoded views after `number`, oldest first; empty if ours do not reach back."""
         if self.views[0].view.number > number + 1:
             return ()
         missing = (entry for entry in self.views if entry.view.number > number)
         return tuple(encode(entry) for entry in itertools.islice(missing, limit))
 
     def floor(self, raw: bytes, least: Floor) -> Floor:
-        """Nothing if I may accept this proposal for the next view, else the least rounds that it could begin at."""
+        """Return an empty floor if this next view is acceptable, else the least rounds that are."""
         try:
             view = decode_view(raw)
             self._require_successor(view)
@@ -267,33 +274,35 @@ class Chain:
         newest = self.newest
         if view.number != newest.number + 1 or view.previous != newest.hash:
             raise BadView(f"view {view.number} does not follow view {newest.number}")
-        if not reaches(view.begins, newest.begins):  # at the same round it takes the place of a view that never held
+        # at the same round it replaces a view that never held
+        if not reaches(view.begins, newest.begins):
             raise BadView(f"view {view.number} begins at rounds {view.begins}, before {newest.begins}")
 
 
 @dataclass(slots=True)
 class Candidates:
-    """The wishes that a member has heard of, to come in or to go; wishes to join expire, so they are repeated. Only members
-    leave, so `leaving` is as bounded as the view."""
+    """Requests to join or leave known to a member; requests to join expire, so they are repeated.
 
-    joining: dict[PeerId, tuple[Member, float]] = field(default_factory=dict)  # member, expiry on the local clock
+    Only members leave, so `leaving` is as bounded as the view."""
+
+    joining: dict[PeerId, tuple[Member, float]] = field(default_factory=dict)  # (member, expiry)
     leaving: set[PeerId] = field(default_factory=set)
 
     def join(self, member: Member, expires_s: float) -> None:
-        """Note a peer that asked to be admitted; the table is bounded."""
+        """Note a peer that asked for admission; the table is bounded."""
         if member.peer in self.joining or len(self.joining) < 2 * MAX_MEMBERS:
             self.joining[member.peer] = (member, expires_s)
             self.leaving.discard(member.peer)
 
     def leave(self, member: Member) -> None:
-        """Note a member that said goodbye; not if it has begun another life meanwhile."""
+        """Note a member that said goodbye, unless it has begun another life meanwhile."""
         known, _ = self.joining.get(member.peer, (member, 0.0))
         if known == member:
             self.joining.pop(member.peer, None)
             self.leaving.add(member.peer)
 
     def live(self, now_s: float) -> dict[PeerId, Member]:
-        """The peers that still want in."""
+        """Return the peers that still want to join."""
         self.joining = {peer: entry for peer, entry in self.joining.items() if entry[1] > now_s}
         return {peer: member for peer, (member, _) in self.joining.items()}
 
@@ -301,8 +310,8 @@ class Candidates:
 def next_members(
     view: View, lives: Mapping[PeerId, Liveness], joining: Mapping[PeerId, Member], leaving: Collection[PeerId]
 ) -> tuple[Member, ...] | None:
-    """The members of the next view, or None if nothing changes: the dead and the leaving go, restarted ones are
-    replaced by their new life at the end of the line, joiners follow in the order of their ids."""
+    """Return the next view's members, or None if nothing changes: the dead and the leaving go,
+    restarted ones move to the end in their new life, joiners follow in the order of their ids."""
     staying = tuple(
         member
         for member in view.members

@@ -8,10 +8,9 @@ from farflock.swarm.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get this chunk, a payload of `shard`, from any of these members, best first.
+    """Fetch this chunk, a payload of `shard`, from any of these members, best first.
 
-    `holders` is asked again while the fetch lasts, for more come to hold the chunk.
-    """
+    `holders` is called again during the fetch, since more members may get the chunk."""
 
     shard: int
     digest: bytes
@@ -27,18 +26,18 @@ class Reduce:
     inputs: tuple[tuple[int, float, bytes], ...]
 
 
-Action = tuple[int, Message] | Fetch | Reduce  # a pair is a message and the member to send it to
+Action = tuple[int, Message] | Fetch | Reduce  # the tuple is (receiver's index, message)
 
 
 class Actions:
-    """The actions of one machine in the order in which its parts asked for them."""
+    """The actions of one machine, in the order in which its parts asked for them."""
 
     def __init__(self, others: Sequence[int]) -> None:
-        self._others = others  # the other members that contribute
+        self._others = others  # the other contributors
         self._actions: list[Action] = []
 
     def add(self, action: Action) -> None:
-        """Ask for one thing more."""
+        """Ask for one more action."""
         self._actions.append(action)
 
     def send(self, sends: Iterable[tuple[int, Message]]) -> None:
@@ -46,10 +45,10 @@ class Actions:
         self._actions += sends
 
     def to_others(self, message: Message) -> None:
-        """Send a message to all other members that contribute."""
+        """Send a message to all other contributors."""
         self.send((member, message) for member in self._others)
 
     def take(self) -> list[Action]:
-        """The actions since the last call."""
+        """Return the actions since the last call."""
         actions, self._actions = self._actions, []
         return actions

@@ -1,7 +1,7 @@
-"""The items of one exchange as one member sees them: which are here, and who holds which.
+"""The items of one exchange as one member sees them: those that are here, and the holders of each.
 
-Kept up to date by small steps: an exchange has thousands of items and as many events, so that
-looking through all of them at each event would cost the square.
+Updated in small steps: an exchange has thousands of items and as many events, so a full scan per
+event would be quadratic.
 """
 
 import collections
@@ -27,46 +27,45 @@ class RoundItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 def contributions(item: RoundItem) -> int:
-    """The number of members whose contributions are in an item."""
+    """Return the number of members whose contributions are in an item."""
     return int.from_bytes(item.mask, "little").bit_count()
 
 
 def mask_of(members: Iterable[int]) -> bytes:
-    """The mask of an item with these members' contributions."""
+    """Return the mask of an item with these members' contributions."""
     return sum(1 << member for member in members).to_bytes(8, "little")
 
 
 def has(item: RoundItem, member: int) -> bool:
-    """True if a member's contribution is in an item."""
+    """True if the member's contribution is in the item."""
     return bool(int.from_bytes(item.mask, "little") >> member & 1)
 
 
 class Availability:
-    """The items that are here, of places 0 to `places` - 1, as member `me` of `members` sees it.
+    """The items of places 0 to `places` - 1, as member `me` of `members` sees them.
 
-    Rival items may be announced for one place. The rival with the smallest digest is preferred; if
-    `fewest`, one with as few contributions as possible.
-    """
+    Rival items may be announced for one place. The one with the smallest digest is preferred; if
+    `fewest`, one with the fewest contributions first."""
 
     def __init__(self, places: int, members: int, me: int, *, fewest: bool = False) -> None:
         self._members, self._me, self._fewest = members, me, fewest
-        # The members whose majority counts, where it is not that of all.
+        # Members whose majority counts; None: all.
         self._electorate: frozenset[int] | None = None
         self.rivals: list[dict[bytes, RoundItem]] = [{} for _ in range(places)]
-        # Digests that are here, of items and of whatever else the exchange needs.
+        # Digests that are here, of items and of all else the exchange needs.
         self.held: set[bytes] = set()
-        self.corrupt: set[bytes] = set()  # what no correct encoder wrote
-        self.agreed: dict[int, RoundItem] = {}  # by place: what is here, and a quorum says to hold
+        self.corrupt: set[bytes] = set()  # content that no correct encoder wrote
+        self.agreed: dict[int, RoundItem] = {}  # by place: items here, held by a quorum
         self.version = 0  # changes with `agreed`
-        # By announced digest, the places that it is announced for.
+        # By announced digest, the places it is announced for.
         self._places: dict[bytes, list[int]] = collections.defaultdict(list)
-        self._prefixes = bytearray(PREFIX_BYTES * places)  # what I report
+        self._prefixes = bytearray(PREFIX_BYTES * places)  # our own holdings
         self._said: dict[int, bytes] = {}
         self._missing: set[int] = set()
         self._filled: set[int] = set()
 
     def add(self, item: RoundItem) -> bool:
-        """Note an announced item; False if it is known already, or one rival too many."""
+        """Note an announced item; return False if it is known or one rival too many."""
         rivals = self.rivals[item.index]
         if item.digest in rivals or len(rivals) >= self._members:
             return False
@@ -76,17 +75,17 @@ class Availability:
         return True
 
     def hold(self, *digests: bytes) -> None:
-        """This content is here from now on."""
+        """Note that this content is here."""
         self.held.update(digests)
         self._update_all(digests)
 
     def spoil(self, *digests: bytes) -> None:
-        """This content is corrupt, whoever has it."""
+        """Note that this content is corrupt, whoever has it."""
         self.corrupt.update(digests)
         self._update_all(digests)
 
     def hear(self, member: int, prefixes: bytes) -> None:
-        """Note what another member says to hold."""
+        """Note the holdings that another member announced."""
         before = self._said.get(member, b"")
         self._said[member] = prefixes
         for index in range(len(self.rivals)):
@@ -95,35 +94,35 @@ class Availability:
                 self._agree(index)
 
     def rely_on(self, electorate: frozenset[int]) -> None:
-        """From now on what more than half of these hold is agreed, whatever the others do."""
+        """Agree from now on with what more than half of `electorate` holds, whatever others do."""
         if electorate != self._electorate:
             self._electorate = electorate
             for index in range(len(self.rivals)):
                 self._agree(index)
 
     def said(self, item: RoundItem) -> list[int]:
-        """The other members who say to hold this item."""
+        """Return the other members that announced this item."""
         place = slice(PREFIX_BYTES * item.index, PREFIX_BYTES * (item.index + 1))
         prefix = item.digest[:PREFIX_BYTES]
         return [member for member, prefixes in self._said.items() if prefixes[place] == prefix]
 
     @property
     def report(self) -> bytes:
-        """My holdings, as others hear of them: of each place the first bytes of one digest, or zeros."""
+        """Our holdings as announced: for each place the first bytes of one digest, or zeros."""
         return bytes(self._prefixes)
 
     @property
     def filled(self) -> bool:
-        """True if something is here for every place."""
+        """True if every place has an item here."""
         return len(self._filled) == len(self.rivals)
 
     @property
     def whole(self) -> bool:
-        """True if everything that was announced so far is here, or cannot be used."""
+        """True if everything announced so far is here or unusable."""
         return not self._missing
 
     def wanted(self) -> list[RoundItem]:
-        """The announced items that are neither here nor corrupt."""
+        """Return the announced items that are neither here nor corrupt."""
         return [
             item
             for index in sorted(self._missing)
@@ -132,7 +131,7 @@ class Availability:
         ]
 
     def _ranked(self, index: int) -> list[tuple[bytes, RoundItem]]:
-        """A place's rivals, the preferred one first."""
+        """Return a place's rivals, the preferred one first."""
         rivals = self.rivals[index]
         if len(rivals) < 2:
             return list(rivals.items())

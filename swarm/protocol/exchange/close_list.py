@@ -1,4 +1,4 @@
-"""The terms of a group's exchanges, and the list by which it says what came of one."""
+"""The terms of a group's exchanges, and the list that states the outcome of one."""
 
 import functools
 import operator
@@ -13,11 +13,10 @@ from farflock.swarm.protocol.exchange.availability import RoundItem
 
 
 class CloseList(msgspec.Struct, frozen=True, array_like=True):
-    """The decision of a group about an exchange; no items: it failed, for everybody.
+    """The decision of a group about an exchange; without items, it failed for everybody.
 
     `members` are the included ones with their weights, `tokens` the run's agreed tokens after this
-    round, `state` the hash of the state before it that most members announced.
-    """
+    round, `state` the hash of the state before it that most members announced."""
 
     items: Annotated[tuple[RoundItem, ...], msgspec.Meta(max_length=MAX_SHARDS)]
     members: Annotated[tuple[tuple[Index, Weight], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
@@ -27,13 +26,12 @@ class CloseList(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class RoundTerms:
-    """The terms of a stream's exchanges, which all members know beforehand.
+    """The terms of a stream's exchanges, known to all members in advance.
 
-    `group` 0 is everybody in the view; 2 are pairs. A gather with `enough` above 0 closes as soon
-    as so many contributions are whole; 0 waits for everybody's. In a `uniform` mean each
-    contribution is in all shards or in none. In a `witnessed` exchange a member that only votes
-    holds the last shard of a list before it accepts the list.
-    """
+    `group` 0 is everybody in the view, 2 is pairs. A gather with `enough` above 0 closes once so
+    many contributions are whole; with 0 it waits for all. In a `uniform` mean each contribution is
+    in all shards or in none. In a `witnessed` exchange a voter must hold the last shards of a list
+    before it accepts the list."""
 
     kind: Literal["mean", "gather"]
     shards: int
@@ -53,10 +51,9 @@ _decoder = msgspec.msgpack.Decoder(CloseList)
 
 
 def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[int]) -> CloseList:
-    """Decode a value put forward to a group in which these members contribute.
+    """Decode a value proposed to a group with these contributors.
 
-    `BadCloseList` for anything that could not be applied.
-    """
+    Raise `BadCloseList` for anything that could not be applied."""
     try:
         close = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -74,7 +71,7 @@ def decode_close_list(raw: bytes, terms: RoundTerms, contributors: Collection[in
 
 
 def _require_places(close: CloseList, terms: RoundTerms, members: list[int], masks: list[int]) -> None:
-    """Refuse a list whose items are not those that its members' shards have, in order."""
+    """Raise `BadCloseList` unless the items are its members' shards, in order."""
     owners = members if terms.kind == "gather" else [0] if close.items else []
     places = [owner * terms.shards + shard for owner in owners for shard in range(terms.shards)]
     if [item.index for item in close.items] != places:
@@ -85,5 +82,5 @@ def _require_places(close: CloseList, terms: RoundTerms, members: list[int], mas
 
 
 def last_shards(close: CloseList, shards: int) -> list[RoundItem]:
-    """The last shards of a list's contributions, or what they were reduced to."""
+    """Return the last shards of a list's contributions, or their reduction."""
     return [item for item in close.items if item.index % shards == shards - 1]

@@ -1,23 +1,22 @@
 """The end of an exchange: one list is decided, its content is fetched, and it can be applied.
 
-A member puts forward only what a quorum says to hold, so that what is decided can be had from
-somebody even if its proposer dies. Which list that is depends on the kind of exchange
-(`Content.closable`); that there is one list and no other is Paxos's work (`swarm/protocol/decide.py`).
-Proposers take turns: a member puts a list forward once all living ones before it have had time to,
-and leaves each ballot more time than the last, because over long lines one of them has to get
-through. At the deadline a member puts forward the empty list: the exchange has failed, and
-everybody agrees that it has. No member is ever left to guess.
+A member proposes only what a quorum announced to hold, so that the decided content is available
+even if its proposer dies. The kind of exchange determines the list (`Content.closable`); Paxos
+ensures that only one is decided (`swarm/protocol/decide.py`). Proposers take turns: a member
+proposes once all live ones before it have had time to, and gives each ballot more time than the
+last, because over slow links one has to get through. At the deadline members propose the empty
+list: the exchange has failed, and everybody agrees that it has. No member is ever left to guess.
 
-The table has one member's states, by its part in the exchange. A contributor must hold what was
-decided before it is complete ("held"); a voter has no use for the content and is complete at once.
+The table has one member's states, by its part in the exchange. A contributor must hold the decided
+content before it is complete ("held"); a voter has no use for it and is complete at once.
 
-- *open*: contributions, and reductions of them, are coming in.
-- *ready*: there is a list that I could put forward ("closable"); I wait for my turn.
-- *proposing*: I have put one forward, and do so again if nothing comes of it.
-- *fetching*: a list is decided, mine or another's, and some of its content is not here.
-- *complete*: it can be applied.
+- *open*: contributions, and reductions of them, are arriving.
+- *ready*: there is a list to propose ("closable"); the member waits for its turn.
+- *proposing*: it has proposed one, and proposes again if nothing comes of it.
+- *fetching*: a list is decided, and some of its content is not here.
+- *complete*: the list can be applied.
 
-There is no way back, and no time-out: a decision may come as late as it likes.
+There is no way back and no timeout: a decision may come as late as it likes.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +31,7 @@ from farflock.swarm.protocol.exchange.close_list import CloseList, decode_close_
 from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.transitions import after
 
-# Of the time that a proposer leaves to one of its ballots before it begins another.
+# Limit on doublings of the time between a proposer's ballots.
 MAX_DOUBLINGS = 6
 
 ClosingRole = Literal["contributor", "voter"]
@@ -63,10 +62,9 @@ CLOSING_TABLES: dict[ClosingRole, dict[tuple[ClosingState, ClosingEvent], Closin
 class Closing:
     """One member's part in how an exchange ends.
 
-    `prior_tokens` are the run's agreed tokens before the exchange. Where they are not known (None),
-    a member that only votes puts nothing forward. While `holds_back` is true, a next view may take
-    the round over, and this member accepts nothing.
-    """
+    `prior_tokens` are the run's agreed tokens before the exchange; a voter that does not know them
+    (None) proposes nothing. While `holds_back` returns True, a next view may take the round over,
+    and this member accepts nothing."""
 
     def __init__(
         self, context: ExchangeContext, content: Content, prior_tokens: int | None, holds_back: Callable[[], bool]
@@ -89,15 +87,15 @@ class Closing:
 
     @property
     def is_decided(self) -> bool:
-        """True if one list is decided, as far as is known here."""
+        """True if one list is known here to be decided."""
         return self.decision.decided is not None
 
     def require_list(self, value: bytes) -> CloseList:
-        """Decode a value that is put forward; `BadCloseList` if no correct proposer does so."""
+        """Decode a proposed value; raise `BadCloseList` if no correct member proposes it."""
         return decode_close_list(value, self._context.terms, self._roster.contributors)
 
     def put_forward(self, now_s: float) -> Sends:
-        """Put a close list forward if there is one and it is my turn."""
+        """Propose a close list if there is one and it is our turn."""
         places = self._places(now_s)
         if places is None:
             return []
@@ -111,7 +109,7 @@ class Closing:
         return self.decision.propose(value)
 
     def settle(self) -> None:
-        """Once a list is decided: fetch what I lack of it, until it can be applied."""
+        """Fetch what is missing of the decided list, until it can be applied."""
         if self.close is None:
             assert self.decision.decided is not None
             self.close = self.require_list(self.decision.decided)
@@ -120,12 +118,12 @@ class Closing:
             held = self._content.availability.held
             missing = [item for item in self.close.items if item.digest not in held]
             self._content.collect(missing)
-            # What was in the chunk store already is here now.
+            # `collect` marks as held what the chunk store already has.
             if all(item.digest in held for item in missing):
                 self._move("held")
 
     def remind(self, sender: int, message: Message) -> Sends:
-        """Answer a member that still works on what is decided."""
+        """Answer a member that still works on a decided exchange."""
         answer = self.decision.receive(sender, message)
         if not answer and isinstance(message, Offer | Holds | Reduced):
             return [(sender, self.decision.announcement())]
@@ -135,10 +133,9 @@ class Closing:
         self.state = after(self._table, self.state, event)
 
     def _places(self, now_s: float) -> Iterable[int] | None:
-        """The places of what could be decided now; none of them after the deadline.
+        """Return the places that could be decided now; None to wait on.
 
-        Nor once no contributor is left alive. None means to wait on.
-        """
+        Empty (failed) after the deadline, or once no contributor is alive."""
         if self.prior_tokens is None and not self._roster.contributes:
             return None
         places = self._content.closable(now_s)
@@ -146,7 +143,7 @@ class Closing:
         return () if places is None and is_over else places
 
     def _turn_s(self) -> float:
-        """The time of my turn to put a list forward, or to do so again."""
+        """Return the time of our turn to propose, or to propose again."""
         turn_s = self._ready_s + TAKEOVER_S * self._roster.live_before_me
         if self.state == "ready":
             return turn_s
@@ -155,12 +152,12 @@ class Closing:
         return max(turn_s, again_s)
 
     def _proposal(self, places: Iterable[int], now_s: float) -> bytes | None:
-        """The close list of the agreed items at these places, or None to wait on."""
+        """Return the close list of the agreed items at these places, or None to wait on."""
         offers, agreed = self._content.offers, self._content.availability.agreed
         items = tuple(agreed[place] for place in places)
         if not offers.includes(self._included(items)):
             if now_s < self._context.ends_s:
-                # A reducer heard of a member whose offer I lack: a member that knows it proposes.
+                # A reducer knew an offer that is missing here: a member that has it proposes.
                 return None
             items = ()
         included = self._included(items)

@@ -3,18 +3,18 @@
 Sans I/O: events come in (`offer`, `receive`, `fetched`, `reduced`, `unreduced`, `tick`), actions go
 out (`take`). The parts, each readable alone:
 
-    roster.py     who contributes, who only votes, who is suspect
-    offers.py     what members offered        availability.py   which items are here, and who holds what
-    actions.py    what is to be done          content.py        the content, and what of it is on its way
-    mean.py, gather.py, voter.py              what a member makes of the content, by kind and part
-    closing.py    when a list is put forward, which one is decided, when it can be applied
+    roster.py     contributors, voters, suspects
+    offers.py     members' offers             availability.py   items here, and the holders of each
+    actions.py    what is to be done          content.py        the content, and fetches in progress
+    mean.py, gather.py, voter.py              the use of the content, by kind and part
+    closing.py    when a list is proposed, which one is decided, when it can be applied
 
-Members fetch items and say what they hold; what a quorum holds can be put forward; what is decided
-is applied by every member that holds its content, and fetched by every other. The same code runs
-for a member that is still computing: it has no offer yet, but reduces, holds and votes.
+Members fetch items and announce their holdings; items that a quorum holds can be proposed; a
+decided list is applied by every member that holds its content, and fetched by every other. The same
+code runs for a member that is still computing: without an offer yet, it reduces, holds and votes.
 
-Where a stage's members alone contribute, content is put forward as soon as most of the living ones
-hold it: of a stage that has one living member left nobody else could.
+If only a stage's members contribute, content is proposed once most of the live ones hold it: in a
+stage with one live member nobody else could.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,7 @@ RESEND_S = 0.5
 class Collective:
     """One exchange as one member of its group sees it.
 
-    `holding` says whether the chunk store has a digest; `prior_tokens` and `holds_back` are
-    `Closing`'s.
-    """
+    `holding` returns whether the chunk store has a digest; see `Closing` for the others."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class Collective:
         self.key, self.view, self.roster = key, view, roster
         self._actions = Actions(roster.others)
         context = ExchangeContext(key, view, roster, terms, started_s, self._actions, holding)
-        self.ends_s = context.ends_s  # the deadline: from then on an empty list is put forward
+        self.ends_s = context.ends_s  # the deadline, after which an empty list is proposed
         kind = Voter if not roster.contributes else Gather if terms.kind == "gather" else Mean
         self._terms, self.content = terms, kind(context)
         self.closing = Closing(context, self.content, prior_tokens, holds_back)
@@ -66,17 +64,17 @@ class Collective:
     # events
 
     def offer(self, now_s: float, offer: Offer) -> None:
-        """Bring my own contribution; only the first one counts, for a key is used once."""
+        """Bring this member's contribution; only the first one counts, as a key is used once."""
         if self.roster.me not in self.content.offers:
             self.content.take(self.roster.me, offer)
             self._actions.to_others(offer)
         self._advance(now_s, everywhere=True)
 
     def receive(self, now_s: float, sender: int, message: ShardMessage | PaxosMessage) -> None:
-        """Take in a member's message about this key.
+        """Handle a member's message about this key.
 
-        `BadCloseList` if it carries a value that no correct member puts forward.
-        """
+        Raise `BadCloseList` if it carries a value that no correct member proposes."""
+        # checked first: no bad value may be accepted or learned
         if isinstance(message, Propose | Promise | Decided) and message.value is not None:
             self.closing.require_list(message.value)
         if self.closing.is_decided and not isinstance(message, Decided):
@@ -94,26 +92,26 @@ class Collective:
         self._advance(now_s, everywhere=isinstance(message, Offer))
 
     def fetched(self, now_s: float, digest: bytes, *, intact: bool, corrupt: bool = False) -> None:
-        """A fetch is over: the chunk is here (`intact`), is `corrupt`, or could not be had now."""
+        """Handle the end of a fetch: the chunk is here (`intact`), `corrupt`, or unavailable."""
         self.content.fetched(digest, intact=intact, corrupt=corrupt)
         if intact and not corrupt:
             self._actions.send(self.closing.decision.resume())
         self._advance(now_s)
 
     def reduced(self, now_s: float, shard: int, digest: bytes, size: int, rejected: tuple[int, ...]) -> None:
-        """My reduction of a shard is in the chunk store, without what `rejected` members sent."""
+        """Note that the reduction of a shard, without `rejected` members, is in the chunk store."""
         assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
         self.content.reduced(shard, digest, size, rejected)
         self._advance(now_s)
 
     def unreduced(self, now_s: float, shard: int) -> None:
-        """No payload of a reduction was usable; try again with whatever else comes."""
+        """Note that no payload of a reduction was usable; other payloads may still come."""
         assert isinstance(self.content, Mean), f"{self.key}: nothing is reduced here"
         self.content.unreduced(shard)
         self._advance(now_s)
 
     def tick(self, now_s: float, suspects: frozenset[int]) -> None:
-        """Time passes: who is suspect, what to repeat, what to take over."""
+        """Let time pass: update suspects, repeat messages, take over for others."""
         self.roster.suspect(suspects)
         if self.complete:
             return
@@ -125,35 +123,35 @@ class Collective:
         self._advance(now_s, everywhere=True)
 
     def take(self) -> list[Action]:
-        """The actions since the last call, in order."""
+        """Return the actions since the last call, in order."""
         return self._actions.take()
 
     # what is known
 
     @property
     def close(self) -> CloseList | None:
-        """The decided list; None before that is known here."""
+        """The decided list; None until it is known here."""
         return self.closing.close
 
     @property
     def complete(self) -> bool:
-        """True if it is decided, and all its content is here."""
+        """True if a list is decided and all its content is here."""
         return self.closing.state == "complete"
 
     def awaited(self) -> tuple[PeerId, ...]:
-        """The peers that this exchange waits for now: live contributors whose offer is missing."""
+        """Return the live contributors whose offers are missing."""
         roster, offers = self.roster, self.content.offers
         living = sorted(roster.living - {roster.me})
         return tuple(roster.peers[member] for member in living if member not in offers)
 
     def taken(self) -> tuple[bool, ...]:
-        """By shard: is my contribution in the result?"""
+        """Return for each shard whether our contribution is in the result."""
         assert self.close is not None, f"{self.key} is not decided"
         me, shards = self.roster.me, self._terms.shards
         mine = {item.index % shards for item in self.close.items if has(item, me)}
         return tuple(shard in mine and me in self.content.offers for shard in range(shards))
 
-    # what follows from an event
+    # consequences of an event
 
     def _advance(self, now_s: float, *, everywhere: bool = False) -> None:
         """Do what has become possible, in all shards or in those that the last event concerned."""
@@ -165,15 +163,14 @@ class Collective:
             self.closing.settle()
 
     def _rely_on_the_living(self) -> None:
-        """Where some only vote, what is put forward is held by most of the living contributors.
+        """With voters, propose what most live contributors hold.
 
-        Where all contribute it is a majority of all, which a decision needs anyway.
-        """
+        Without, it takes a majority of all, which a decision needs anyway."""
         if self.roster.has_voters:
             self.content.availability.rely_on(self.roster.living)
 
     def _report(self) -> None:
-        """Tell the others what I hold once I hold all there is; until then `_repeat` tells them."""
+        """Announce our holdings once they are all there is; until then `_repeat` does."""
         availability = self.content.availability
         is_all = availability.whole and (availability.filled or self._terms.kind == "gather")
         if is_all and availability.report != self._reported:
@@ -186,7 +183,7 @@ class Collective:
             self._actions.to_others(Holds(self.key, self.view, report))
 
     def _repeat(self) -> None:
-        """Say once more what may have been lost."""
+        """Repeat messages that may have been lost."""
         for message in self.content.repeated:
             self._actions.to_others(message)
         self._say_holdings()

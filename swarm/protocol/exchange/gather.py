@@ -1,8 +1,8 @@
 """A gather: each member's shards are the items, and everybody gets everybody's.
 
-What could be decided is a function of what is held and of the hour, so a gather has no states
-beside those of every exchange (`closing`): the payloads of all living members close it; when half
-of the time is over, or once there are `enough`, whichever there are.
+The decision depends only on the holdings and the time, so a gather has no states beside those of
+every exchange (`closing`). It closes with the payloads of all live members; when half of the time
+is over, or once there are `enough`, with those that there are.
 """
 
 import collections
@@ -13,14 +13,14 @@ from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 
 
 class Gather(Content):
-    """The content of a gather at a member that contributes to it."""
+    """The content of a gather at a contributor."""
 
     def __init__(self, context: ExchangeContext) -> None:
         super().__init__(context, context.terms.shards * len(context.roster.peers))
-        self._whole_at: tuple[int, list[int]] = (-1, [])  # as of a version of the holdings
+        self._whole_at: tuple[int, list[int]] = (-1, [])  # (version of the agreed items, members)
 
     def take(self, member: int, message: Offer | Reduced) -> None:
-        """Note what a member brings, mine included; in a gather nothing is reduced."""
+        """Note a member's offer, our own included; in a gather nothing is reduced."""
         if not isinstance(message, Offer) or not self.add_offer(member, message):
             return
         for shard, (digest, size) in enumerate(zip(message.digests, message.sizes, strict=True)):
@@ -28,7 +28,7 @@ class Gather(Content):
             self.announced(member, item)
 
     def closable(self, now_s: float) -> list[int] | None:
-        """The places of all live members' payloads, or of whichever there are if that is enough."""
+        """Return the places of all live members' payloads, or of those here if they suffice."""
         whole = self._whole()
         enough = 0 < self._terms.enough <= len(whole)
         late = now_s >= self._context.soft_s
@@ -39,7 +39,7 @@ class Gather(Content):
         return [member * shards + shard for member in whole for shard in range(shards)]
 
     def _whole(self) -> list[int]:
-        """The members all of whose shards are agreed."""
+        """Return the members whose shards are all agreed."""
         version, whole = self._whole_at
         if version != self.availability.version:
             shards = self._terms.shards

@@ -1,14 +1,14 @@
-"""A mean: of each shard, one member reduces what all have contributed.
+"""A mean: for each shard, one member reduces all contributions.
 
 The reduced shards are the items. Shard s is reduced by the first live member of a rotation that is
 the same in all rounds. A reducer fetches the contributions to its shards as they are offered,
-reduces once all that will come have come, and announces the result; the others fetch it. If the
-reducer dies or stays silent, the next in line takes over, and there may be rival results of one
-shard: the close list names one of each.
+reduces once no more are expected, and announces the result; the others fetch it. If the reducer
+dies or stays silent, the next in line takes over, and one shard may have rival results: the close
+list names one of each.
 
-The table has the states of one shard at a member that reduces it. "spoilt" means that no
-contribution was usable; "narrowed" that the result has contributions in it which another shard
-lacks, in a mean that has each as a whole. A shard that somebody else reduces stays idle here.
+The table has the states of one shard at a member that reduces it. "spoilt": no contribution was
+usable. "narrowed": in a uniform mean, the result has contributions that another shard is missing. A
+shard that another member reduces stays idle here.
 """
 
 import functools
@@ -23,7 +23,7 @@ from farflock.swarm.protocol.exchange.content import Content, ExchangeContext
 from farflock.swarm.protocol.exchange.offers import Input
 from farflock.swarm.protocol.transitions import after
 
-LATE_REDUCER = 0.7  # of the deadline: from then on a live but silent reducer is replaced
+LATE_REDUCER = 0.7  # fraction of the deadline after which a live but silent reducer is replaced
 
 ShardState = Literal["idle", "reducing", "announced"]
 ShardEvent = Literal["begun", "reduced", "spoilt", "narrowed"]
@@ -37,43 +37,42 @@ SHARD_TABLE: dict[tuple[ShardState, ShardEvent], ShardState] = {
 
 
 class Mean(Content):
-    """The content of a mean at a member that contributes to it.
+    """The content of a mean at a contributor.
 
-    In a `uniform` mean each contribution is in all shards or in none: where one shard has been
-    reduced without a member, because it died while others fetched from it, the reducers of the
-    other shards reduce again without it.
-    """
+    In a `uniform` mean each contribution is in all shards or in none: if one shard was reduced
+    without a member, because it died while others fetched from it, the reducers of the other shards
+    reduce again without it."""
 
     def __init__(self, context: ExchangeContext) -> None:
         shards, uniform = context.terms.shards, context.terms.uniform
         super().__init__(context, shards, fewest=uniform)
-        # One bit for each member that may be in all shards; if not uniform, nobody is left out.
+        # Bit mask of members that may be in all shards; if not uniform, all.
         self._common = (1 << MAX_MEMBERS) - 1
-        self._may_narrow = False  # a reduction was announced since `_narrow` looked
+        self._may_narrow = False  # a reduction was announced since the last `_narrow`
         self._states: list[ShardState] = ["idle"] * shards
-        # By shard that I reduce or have reduced.
+        # By shard that this member reduces or has reduced.
         self._inputs: dict[int, tuple[Input, ...]] = {}
-        self._results: dict[int, Reduced] = {}  # in the order in which I announced them
-        # By contribution that is not here yet, the shards that need it.
+        self._results: dict[int, Reduced] = {}  # in order of announcement
+        # By missing contribution, the shards that need it.
         self._waiting: dict[bytes, set[int]] = {}
         self._concerned: set[int] = set()  # shards that may have become reducible
 
     # events
 
     def take(self, member: int, message: Offer | Reduced) -> None:
-        """Note what a member offers or has reduced, mine included."""
+        """Note a member's offer or reduction, our own included."""
         if isinstance(message, Reduced):
             self._take_reduced(member, message)
         else:
             self.add_offer(member, message)
 
     def fetched(self, digest: bytes, *, intact: bool, corrupt: bool) -> None:
-        """A contribution has come, or could not be had: look again at its shards."""
+        """Handle the end of a contribution's fetch, and reconsider the shards that need it."""
         super().fetched(digest, intact=intact, corrupt=corrupt)
         self._concerned |= self._waiting.pop(digest, set())
 
     def reduced(self, shard: int, digest: bytes, size: int, rejected: Collection[int]) -> None:
-        """Announce my reduction of a shard, without the corrupt payloads of `rejected` members."""
+        """Announce our reduction of a shard, without the corrupt payloads of `rejected` members."""
         self._move(shard, "reduced")
         context, inputs = self._context, self._inputs[shard]
         self.availability.spoil(*(entry for member, _, entry in inputs if member in rejected))
@@ -84,7 +83,7 @@ class Mean(Content):
         context.actions.to_others(message)
 
     def unreduced(self, shard: int) -> None:
-        """No payload of a reduction was usable; try again with whatever else comes."""
+        """Mark a reduction's payloads as corrupt, as none was usable; others may still come."""
         self._move(shard, "spoilt")
         self.availability.spoil(*(digest for _, _, digest in self._inputs.pop(shard)))
         self._concerned.add(shard)
@@ -97,10 +96,10 @@ class Mean(Content):
                 self._may_narrow = True
             self.announced(member, item_of(message))
 
-    # what follows from them
+    # consequences of events
 
     def work(self, now_s: float, *, everywhere: bool = False) -> None:
-        """Reduce what can be reduced now, in all shards or where the last event concerned them."""
+        """Reduce what can be reduced now, in all shards or in those of the last event."""
         shards = range(self._terms.shards) if everywhere else sorted(self._concerned)
         self._concerned.clear()
         for shard in shards:
@@ -112,11 +111,11 @@ class Mean(Content):
 
     @property
     def repeated(self) -> list[Message]:
-        """My offer, and what I have reduced."""
+        """Our offer and our reductions."""
         return [*super().repeated, *self._results.values()]
 
     def closable(self, now_s: float) -> Iterable[int] | None:
-        """The places of all shards, once one result of each is agreed."""
+        """Return the places of all shards once one result of each is agreed."""
         agreed, shards = self.availability.agreed, self._terms.shards
         if len(agreed) < shards or (self._terms.uniform and len({item.mask for item in agreed.values()}) > 1):
             return None
@@ -131,7 +130,7 @@ class Mean(Content):
         self._context.actions.add(Reduce(shard, inputs))
 
     def _try(self, shard: int, now_s: float) -> None:
-        """Fetch the contributions to a shard of mine; reduce once all that will come have come."""
+        """Fetch the contributions to one of our shards; reduce once no more are expected."""
         inputs = self._usable(shard)
         held = self.availability.held
         missing = [(member, digest) for member, _, digest in inputs if digest not in held]
@@ -143,7 +142,7 @@ class Mean(Content):
             self._begin(shard, "begun", tuple(entry for entry in inputs if entry[2] in held))
 
     def _narrow(self) -> None:
-        """Reduce once more what has contributions in it that another shard does not have."""
+        """Reduce again the shards with contributions that another shard is missing."""
         for shard in list(self._results):
             fewer = tuple(entry for entry in self._inputs[shard] if self._common >> entry[0] & 1)
             has = contributions(item_of(self._results[shard]))
@@ -152,10 +151,9 @@ class Mean(Content):
                 self._begin(shard, "narrowed", fewer)
 
     def _is_mine(self, shard: int, now_s: float) -> bool:
-        """True if I reduce this shard: I am its first reducer, or the ones before me are gone.
+        """True if this member reduces the shard: it is first in line, or those before it are gone.
 
-        A reducer that lives and stays silent is replaced late in the round, if nobody else has been.
-        """
+        A live but silent reducer is replaced late in the round, if no usable result exists."""
         order = self._roster.reducers(shard)
         rank = order.index(self._roster.me)
         if rank == 0:
@@ -171,7 +169,7 @@ class Mean(Content):
         )
 
     def _usable(self, shard: int) -> tuple[Input, ...]:
-        """The contributions to a shard that may be in its result, in member order."""
+        """Return the contributions to a shard that may be in its result, in member order."""
         return tuple(
             (member, weight, digest)
             for member, weight, digest in self.offers.inputs(shard)
@@ -189,7 +187,7 @@ class Mean(Content):
 
 
 def item_of(message: Reduced) -> RoundItem:
-    """The item that a reduced shard is."""
+    """Return the item of a reduced shard."""
     return RoundItem(message.shard, message.digest, message.size, message.mask)
 
 

@@ -1,16 +1,15 @@
-"""The members of one exchange: which of them contribute, which only vote, which are suspect."""
+"""The members of one exchange: contributors, voters and suspects."""
 
 from farflock.swarm.links import PeerId
 from farflock.swarm.protocol.groups import reducers
 
 
 class Roster:
-    """Members are indices into `peers`, the order that a view gives; `me` is one of them.
+    """The members as indices into `peers`, which is in the view's order; `me` is one of them.
 
-    `ordered` says which of them puts a close list forward first. `rotation` lists the contributors
-    in the order from which reducers are read off, which is the same in all rounds; without it
-    everybody in `ordered` contributes. Members that are not in the rotation only vote.
-    """
+    `ordered` is the order in which they propose a close list. `rotation` lists the contributors in
+    the order from which reducers are chosen, the same in all rounds; without it everybody in
+    `ordered` contributes. Members outside the rotation only vote."""
 
     def __init__(
         self,
@@ -26,7 +25,7 @@ class Roster:
         self.suspects: frozenset[int] = frozenset()
 
     def suspect(self, suspects: frozenset[int]) -> None:
-        """From now on these are not waited for; a member never suspects itself."""
+        """Stop waiting for these members; a member never suspects itself."""
         self.suspects = suspects - {self.me}
 
     @property
@@ -35,7 +34,7 @@ class Roster:
         return self.contributors - self.suspects
 
     def brings(self, member: int) -> bool:
-        """True if content that this member speaks of concerns me: both of us contribute."""
+        """True if a member's messages about content concern us: both of us contribute."""
         return self.contributes and member in self.contributors
 
     @property
@@ -45,7 +44,7 @@ class Roster:
 
     @property
     def place(self) -> int:
-        """The number of members before me as proposers."""
+        """The number of members that propose before this one."""
         return self.ordered.index(self.me)
 
     @property
@@ -55,9 +54,9 @@ class Roster:
 
     @property
     def others(self) -> list[int]:
-        """The contributors but me, in ascending order: whoever hears of content."""
+        """The other contributors, in ascending order: the audience of messages about content."""
         return sorted(self.contributors - {self.me})
 
     def reducers(self, shard: int) -> tuple[int, ...]:
-        """The reducers of a shard, in the order in which they take over."""
+        """Return the reducers of a shard, in the order in which they take over."""
         return reducers(self._rotation, shard)

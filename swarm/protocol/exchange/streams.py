@@ -1,4 +1,4 @@
-"""A stream as the swarm sees it: shards, two functions of the node's, and the outcome of a round."""
+"""A stream as the swarm sees it: shards, two functions of the node, the outcome of a round."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,13 @@ CheckShard = Callable[[int, int, bytes], bool]  # (round, shard, payload)
 class Cadence:
     """The rounds of a stream: `first` and every `stride`-th after it.
 
-    Rounds of all streams count on one axis, on which views begin.
-    """
+    Rounds of all streams count on one axis, on which views begin."""
 
     first: int = 0
     stride: int = 1
 
     def upto(self, number: int) -> int:
-        """The last round that is not after `number`; one before the first if there is none."""
+        """Return the last round up to `number`, or the one before the first if there is none."""
         return self.first + max((number - self.first) // self.stride, -1) * self.stride
 
 
@@ -44,11 +43,10 @@ class Cadence:
 class Stream:
     """Tensors that are synchronised together: opaque shards and two functions that know them.
 
-    `max_shard_bytes` bounds what is fetched. A stream of stage `stage` is that of the peers that
-    serve it; all others only vote in its rounds. `wants` says which shards of a round this peer
-    fetches where it does not contribute: all of a state that it holds, none, or the last one alone,
-    which may say what the round is about (a pipeline's trainer).
-    """
+    `max_shard_bytes` bounds each fetch. A stream with a `stage` belongs to the peers that serve it;
+    all others only vote in its rounds. `wants` selects the shards that this peer fetches of rounds
+    to which it does not contribute: all of a state that it holds, none, or the last one, which may
+    say what the round is about (a pipeline's trainer)."""
 
     name: str
     terms: RoundTerms
@@ -77,7 +75,7 @@ class Stream:
         return self.terms.group == 2
 
     def wanted(self, close: CloseList) -> list[RoundItem]:
-        """The items of a round that this peer fetches although it has no part in it."""
+        """Return the items of a round that this peer fetches without contributing to it."""
         match self.wants:
             case "all":
                 return list(close.items)
@@ -91,9 +89,8 @@ class Stream:
 class RoundOutcome:
     """The outcome of an exchange: `reduced` by shard, or `gathered` by peer (pairs and gathers).
 
-    `taken` says by shard whether my contribution is in it. `tokens` are the run's agreed tokens
-    after the round, `state` the hash of the state before it that most members had.
-    """
+    `taken` tells for each shard whether this peer's contribution is in it. `tokens` are the run's
+    agreed tokens after the round, `state` the hash of the state before it that most members had."""
 
     key: Key
     status: RoundStatus
