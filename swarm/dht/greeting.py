@@ -37,7 +37,7 @@ def clock_ahead_s(sent_s: float, received_s: float, their_s: float) -> float:
 
 
 def judge(asked: int, greetings: Sequence[Greeting], client_mode: bool) -> None:
-    """Raise `ClockSkew` or `DirectoryUnreachable`, with a remedy, unless this peer may take part."""
+    """Raise `ClockSkew` or `DirectoryUnreachable`, with a remedy, if this peer cannot take part."""
     if not greetings:
         raise DirectoryUnreachable(
             f"none of the {asked} addresses answered; check this machine's network, or ask any member for a fresh invite"
