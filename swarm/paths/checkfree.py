@@ -36,9 +36,7 @@ class BadSwap(ValueError):
 
 
 def partners(layers: Sequence[int]) -> dict[int, int]:
-    """Map each swapped stage to its partner; `layers[s]` is the size of stage s. Or raise
-    `BadSwap`.
-    """
+    """Map each swapped stage to its partner, given each stage's layers; else raise `BadSwap`."""
     between = len(layers) - 2
     if between < 2:
         raise BadSwap(

@@ -146,7 +146,7 @@ class LaneBounds:
         return self._instance.turns * (longest_s + _MEAN_SHARE * sum(lanes_s) / len(lanes_s) / self._at_once)
 
     def _learn(self, path: Path) -> _Stays:
-        """Return server, seconds held without waiting, and seconds computed per stop, last first."""
+        """Return each stop's server, seconds held without waits, seconds computed; last first."""
         forward_s, transfer_s = self._instance.forward_s, self._instance.transfer_s
         first, last = path[0].peer, path[-1].peer
         loss_at = first if self._instance.head_is_first else last

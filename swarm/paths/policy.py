@@ -19,7 +19,7 @@ CallOutcome = Literal["done", "busy"] | CallFailure
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The `index`-th microbatch of its lane in a step; a lane is the number of a starting replica."""
+    """The `index`-th microbatch of its lane in a step; a lane is its starting replica's number."""
 
     step: int
     index: int

@@ -150,7 +150,7 @@ class Balancer:
     def finished(
         self, peer: PeerId, task_size: float, started_s: float, now_s: float, took_s: float | None = None
     ) -> None:
-        """Record a successful call, of which the server says it `took_s`; ignore peers that left."""
+        """Record a successful call, which by the server `took_s`; ignore a peer that left."""
         if (server := self._servers.get(peer)) is not None:
             server.ema.update(task_size, started_s, now_s, took_s)
             server.deadlines = 0

@@ -33,7 +33,7 @@ class Timetable:
 
     @property
     def makespan_s(self) -> float:
-        """The end of the last microbatch; infinite if some wait for each other's memory for ever."""
+        """The end of the last microbatch; infinite if some wait for each other's memory."""
         return max(self.finished_s.values()) if len(self.finished_s) == self.microbatches else float("inf")
 
     @property
