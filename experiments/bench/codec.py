@@ -97,7 +97,7 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
 
 
 def _sparse_bits(values: Tensor) -> Metric:
-    """Measure the sparse codec's bits per parameter, over the least for positions and 2-bit values."""
+    """Measure the sparse codec's bits per parameter over the least for positions and values."""
     payload = bytearray()
     bits = 8 * catalog.codec(SPARSE).encode(values, Context(), payload) / values.numel()
     positions = math.log2(math.comb(CHUNK, K))

@@ -62,7 +62,7 @@ def _benchmark(name: str) -> str:
 
 
 class _Scoreboard(click.Command):
-    """`bench quality` has a command of its own: it takes hours, so it is not among those that run without a name."""
+    """A command that passes `bench quality` on to its own: hours long, it runs only by name."""
 
     def make_context(
         self,

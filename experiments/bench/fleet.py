@@ -47,7 +47,7 @@ class Worker:
         self.process.stdin.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
 
     async def hear(self, kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Fields:
-        """Return the next message of this kind, keeping others; raise `WorkerFailed` if none comes."""
+        """Return the next message of this kind, keep others; raise `WorkerFailed` without one."""
         for index, message in enumerate(self._heard):
             if message["kind"] == kind:
                 return self._heard.pop(index)

@@ -1,4 +1,4 @@
-"""The cost of a sudden death to the others: nodes train together, one gets a signal in mid-exchange.
+"""The cost of a sudden death to other nodes: one gets a signal in the middle of an exchange.
 
 It is first stopped (SIGSTOP, like a cut cable: nothing announces it), then continued, and once back
 it is killed (SIGKILL). Both times it owes the others a shard that it has begun to reduce. `notice`

@@ -56,7 +56,7 @@ class Reductions:
         self._free = asyncio.Event()
         self._free.set()
 
-    async def __call__(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work gives
+    async def __call__(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - the work's result
         """Return the result of `work`."""
         if not self._free.is_set():
             Owner.say("holding")

@@ -32,7 +32,7 @@ SAME_LOSS = 1e-4  # relative: the arithmetic is the same but for its order
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The model and its batch, steps per turn and turns per repeat; short turns share conditions."""
+    """The model and its batch, steps per turn, turns per repeat; short turns share conditions."""
 
     preset: str = "demo"
     batch: int = 8

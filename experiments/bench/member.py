@@ -66,7 +66,8 @@ async def meet(
     else:
         await join(records[:1], JOIN_TIMEOUT_S)
     async with asyncio.timeout(JOIN_TIMEOUT_S):
-        while len(peer.context.views.newest.members) < place.count:  # noqa: ASYNC110 - the chain has no event
+        # The chain of views has no event to wait for.
+        while len(peer.context.views.newest.members) < place.count:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
     for other in records:  # so that no peer has to dial while it is measured
         peer.membership.book.learn(other)

@@ -47,7 +47,7 @@ class Peak:
         self._process = psutil.Process()
 
     def forget(self) -> None:
-        """Reset the peak; return the allocator's free memory first, which would hide the exchange."""
+        """Reset the peak, after returning free memory that would hide the exchange."""
         if sys.platform.startswith("linux"):
             with contextlib.suppress(AttributeError):  # musl lacks this call, and keeps less
                 ctypes.CDLL(None).malloc_trim(0)
@@ -58,7 +58,7 @@ class Peak:
         return int(self._process.memory_info().rss)
 
     def highest_bytes(self) -> int:
-        """Return the peak since `forget`; on Linux not `ru_maxrss`, which starts with the parent's."""
+        """Return the peak since `forget`; Linux's `ru_maxrss` would start with the parent's."""
         if not sys.platform.startswith("linux"):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         match = re.search(r"^VmHWM:\s*(\d+) kB$", self._status.read_text(), re.M)
@@ -92,9 +92,7 @@ class Rounds:
             parameter.add_(torch.randn(parameter.shape, generator=self._chance), alpha=DELTA)
 
     async def round(self) -> None:
-        """Take one step without gradients and its exchange: encode, send, reduce, decode, outer
-        step.
-        """
+        """Take one step without gradients, and its whole exchange with the outer step."""
         loop = self._node.loop
         self.move()
         self._peak.forget()
@@ -113,7 +111,8 @@ async def main(settings: Settings) -> None:
     torch.set_num_threads(1)
     owner, codecs = await Owner.open(), Worker("codec")
     plan = plan_of(settings.preset, 1, 32, "diloco", period=1, codec=settings.codec, return_codec=settings.return_codec)
-    plan = dataclasses.replace(plan, inner=InnerConfig("sgd"))  # it has no moments, and skips missing gradients
+    # SGD has no moments, and skips missing gradients.
+    plan = dataclasses.replace(plan, inner=InnerConfig("sgd"))
     results: list[dict[str, object]] = []
 
     def report(kind: str, fields: dict[str, object]) -> None:

@@ -77,7 +77,7 @@ class NoOverlap(NotMeasured):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One arm's piece: seconds until the last worker was done, mean processor seconds per worker."""
+    """One arm's piece: seconds until the last worker was done, mean computing seconds of each."""
 
     took_s: float
     cpu_s: float

@@ -1,4 +1,4 @@
-"""The worth of our planner: its time for 64 nodes, its cost over the optimum and a genetic search's.
+"""The worth of our planner: time for 64 nodes, cost over the optimum and over a genetic search's.
 
 The cost is DT-FM's, in seconds of communication per step (experiments/placement/layout.py). The
 cases are its worldwide one (eight cities with eight machines each, GPT-3 XL in eight stages), the

@@ -19,9 +19,7 @@ from farflock.node.simulate.simulation import SimulationResult, World, simulate
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The training swarm, its steps per round and replica, and two swarms whose starts are
-    compared.
-    """
+    """The training swarm, its steps per round and replica, and two swarms to compare starts."""
 
     preset: str = "demo"
     batch: int = 8
