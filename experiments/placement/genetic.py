@@ -174,7 +174,7 @@ def _fastest(stage: Sequence[int], weights: MatrixRows) -> tuple[tuple[int, int]
 
 
 def kernighan_lin_move(stages: Stages, weights: MatrixRows) -> Move:
-    """Return the exchange that lowers the costs inside both stages most (Kernighan and Lin, 1970)."""
+    """Return the exchange that most lowers costs inside both stages (Kernighan and Lin, 1970)."""
     out = {a: _pull(a, stages.other, stages.one, weights) for a in stages.left}
     back = {b: _pull(b, stages.one, stages.other, weights) for b in stages.right}
     # a pull to the other stage is a loss here: inner costs count, those across do not

@@ -28,7 +28,7 @@ MAX_STAGES = 16  # Held and Karp's table has stages · 2^stages entries: here 8 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkCosts:
-    """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal is meaningless."""
+    """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal is void."""
 
     latency_s: Matrix
     bandwidth: Matrix  # bytes a second
@@ -69,7 +69,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """Bytes per step: a stage's gradient (`c_dp`), and a node's output to the next stage (`c_pp`)."""
+    """Bytes per step: a stage's gradient (`c_dp`), a node's output to the next stage (`c_pp`)."""
 
     gradient_bytes: float
     activation_bytes: float
@@ -153,7 +153,7 @@ def _pair(links: LinkCosts, size_bytes: float) -> Matrix:
 
 
 def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
-    """Return the least possible largest entry of an assignment of distinct columns, and the columns.
+    """Assign distinct columns to rows; return the least possible largest entry, and the columns.
 
     `rows` has at least as many columns as rows. The limit starts at what any assignment must reach
     and rises only to the next entry that may admit a row without a place (Gross, "The bottleneck

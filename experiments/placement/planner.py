@@ -272,9 +272,7 @@ class _Walk:
         self.seconds = self._priced(self.stages, math.inf)
 
     def step(self, chance: random.Random, limit_s: float) -> None:
-        """Exchange two nodes of different stages or reverse a part, if the cost is within the
-        limit.
-        """
+        """Exchange two nodes of different stages or reverse a part, if within the limit."""
         stages = list(self.stages)
         j, k = sorted(chance.sample(range(len(stages)), 2))
         if chance.random() < _REVERSALS:
@@ -287,7 +285,7 @@ class _Walk:
             self.stages, self.seconds = stages, seconds
 
     def _priced(self, stages: list[StageMembers], limit_s: float) -> float:
-        """Return the stages' cost in this order, or any number above the limit if it is exceeded."""
+        """Return the stages' cost in this order, or, beyond the limit, any number above it."""
         seconds = max([self._sharing(stage) for stage in stages])
         pairs = [pair if pair[0] <= pair[1] else pair[::-1] for pair in itertools.pairwise(stages)]
         seconds += sum([self._pairs.get(pair, 0.0) for pair in pairs])

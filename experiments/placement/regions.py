@@ -40,7 +40,7 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     released: list[Released] = []
 
     def links(self, where: Sequence[str], released: bool = False) -> LinkCosts:
-        """Return links of one machine per name in `where`; `released` keeps the source's mistakes."""
+        """Return links of one machine per name; `released` keeps the source's mistakes."""
         for name in where:
             if name not in self.names:
                 raise Usage(f"region {name[:64]!r}", "there are no measurements of it", nearest(name, self.names))

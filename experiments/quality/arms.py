@@ -64,7 +64,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A method's trials at each budget; `optimizer` and `clip` where they differ from all others'."""
+    """A method's trials at each budget; `optimizer` and `clip` if they differ from all others'."""
 
     trials: dict[Budget, list[Trial]]
     optimizer: Literal["adamw", "sgd"] = "adamw"

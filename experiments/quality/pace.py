@@ -30,7 +30,7 @@ Told = Callable[[float, float], None]  # finished share, seconds left
 
 
 def effort(job: AnyJob) -> float:
-    """Estimate a job's time on one core, in steps of a sequence; a swarm's includes its exchanges."""
+    """Estimate a job's time on one core, exchanges included, in steps of a sequence."""
     if isinstance(job, Swarm):
         coded = str(job.options.get("codec", "")).startswith(CODED)
         rounds = (CODED_ROUND if coded else ROUND) / float(job.options.get("period", 1))

@@ -1,4 +1,4 @@
-"""The report of `farflock bench quality`: tables of grids, screen and final, JSON lines, and a page.
+"""The report of `farflock bench quality`: tables of grids, screen and final, JSON, and a page.
 
 The page omits nothing: trials that diverged or sent too much stay, with the reason why they do not
 count.

@@ -33,7 +33,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A contender's run on one seed; `ring_bytes` are those of exact DDP per peer in as many steps."""
+    """A contender's run on one seed; `ring_bytes` are exact DDP's per peer in as many steps."""
 
     contender: Contender
     seed: int
@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """A finalist: all rates tried at full length on the first seed, and all seeds at the best one."""
+    """A finalist: rates tried at full length on the first seed, and all seeds at the best one."""
 
     ladder: tuple[Run, ...]
     runs: tuple[Run, ...]
@@ -104,11 +104,11 @@ class Scores:
         return [name for name, runs in self.screen.items() if runs[0].contender.budget == budget]
 
     def shares(self, name: str) -> list[float]:
-        """Return a finalist's share per seed; empty if a run does not count or DDP gains nothing."""
+        """Return a finalist's share per seed; empty if a run does not count or DDP has no gain."""
         return shares(*(self.finals[arm].losses for arm in ("none", "ddp", name)))
 
     def screen_share(self, run: Run) -> float | None:
-        """Return the share of a run of the screen, by both lines' best; None if it does not count."""
+        """Return the share of a screened run, by both lines' best; None if it does not count."""
         lines = [best(self.screen[line]) for line in ("none", "ddp")]
         found = shares(*([one.loss] if one is not None and one.counts else [] for one in (*lines, run)))
         return found[0] if found else None
@@ -128,7 +128,7 @@ def shares(none: Sequence[float], ddp: Sequence[float], method: Sequence[float])
 
 
 def best(runs: Iterable[Run]) -> Run | None:
-    """Return the run with the lowest loss among those that count, the earlier of equals, or None."""
+    """Return the run with the lowest loss of those that count, the first of equals, or None."""
     return min((run for run in runs if run.counts), key=lambda run: run.loss, default=None)
 
 

@@ -177,9 +177,7 @@ class Bench:
 
 
 def further(ladder: Sequence[Run]) -> Contender:
-    """Return the third rate, beyond the better of two: the best is then inside, or known as an
-    edge.
-    """
+    """Return the third rate, beyond the better of two, to get the best between two others."""
     above, below = ladder
     down = below.counts and below.loss < above.loss
     rate = below.contender.trial.lr * RUNG if down else above.contender.trial.lr / RUNG
