@@ -86,10 +86,7 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def fleet(module: str, places: Sequence[Host], settings: Mapping[str, object]) -> AsyncIterator[list[Worker]]:
-    """Run `module` in one worker per place, given its number, its place and `settings`.
-
-    After the block all have ended, whatever happened in it.
-    """
+    """Run `module` in one worker per place, with number, place and `settings`; then end them."""
     workers: list[Worker] = []
     try:
         for number, place in enumerate(places):

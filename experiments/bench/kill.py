@@ -142,8 +142,7 @@ async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:
 def _require_books(watch: Watch, victim: Worker) -> None:
     """Raise `Diverged` unless the run's agreed tokens match the workers' counts.
 
-    The victim's last round may or may not have counted, and the others can be compared only at
-    their latest common round.
+    The victim's last round may count or not; the others are compared at their latest common one.
     """
     last = min(int(said["number"]) for name, said in watch.latest.items() if name != victim.name)
     agreed = max(int(said["agreed"]) for said in watch.latest.values() if said["number"] == last)

@@ -37,10 +37,7 @@ class Settings(Place, frozen=True):
 
 
 class Peak:
-    """This process's resident memory: now, and the highest since `forget`.
-
-    Outside Linux the peak cannot be forgotten and is that of the process's whole life.
-    """
+    """This process's memory now, and its peak since `forget` (outside Linux, since its start)."""
 
     def __init__(self) -> None:
         self._status = Path("/proc/self/status")
@@ -75,11 +72,7 @@ class Rounds:
         self._peak = Peak()
 
     def begin(self, first_round: int) -> None:
-        """Set the method's state to begin at `first_round`.
-
-        The state is cloned, because the zeros of a fresh one take no memory until the first outer
-        step writes them.
-        """
+        """Set the state to begin at `first_round`, cloned: untouched zeros take no memory."""
         driver = self._node.loop.driver
         state = {name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()}
         driver.method.restore(driver.replica, {**state, "round": torch.tensor(first_round)}, "adopt")

@@ -45,10 +45,7 @@ def obstacle() -> str:
 
 @contextlib.contextmanager
 def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
-    """Make `count` hosts on one bridge, each limited to `rate_bits` per second both ways.
-
-    They are gone after the block. Raise `NoHosts` where that is not possible.
-    """
+    """Make `count` hosts on a bridge, each with `rate_bits` per second both ways; or `NoHosts`."""
     if why := obstacle():
         raise NoHosts(why)
     with contextlib.ExitStack() as stack:

@@ -87,10 +87,7 @@ Turn = Mapping[str, Piece]
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """Yield `overlap.RATE` and `overlap.RATE.waiting` for each rate in Mbit/s.
-
-    Raise `NoHosts` where lines cannot be limited.
-    """
+    """Yield `overlap.RATE` and `overlap.RATE.waiting` per Mbit/s; raise `NoHosts` if impossible."""
     size = QUICK if options.quick else FULL
     for rate_bits in (options.rate_bits,) if options.rate_bits else RATES_BITS:
         name = f"overlap.{rate_bits / 1e6:g}"

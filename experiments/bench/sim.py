@@ -77,11 +77,7 @@ def _turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
 
 
 def _peer(size: Size, tokens: TokenIds, repeats: int) -> Metric:
-    """Measure runs that end at once, which leaves the cost of starting a peer.
-
-    It starts or joins a run with the state's download, is admitted, takes a step of one token, and
-    lives for 30 virtual seconds.
-    """
+    """Measure runs that end at once: join, download, admission, one token, 30 virtual seconds."""
     size = replace(size, batch=1, seq=1)
     each_s = []
     for _ in range(1 + repeats):

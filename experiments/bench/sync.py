@@ -94,10 +94,7 @@ def each_way_bytes(size: Size, peers: int) -> float:
 
 
 async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of syncs and of plain swaps, in turns, and of all computing per sync.
-
-    The first of each warms up.
-    """
+    """Return seconds of syncs, of plain swaps, and of computing, without the first, a warm-up."""
     settings = {"parameters": size.parameters, "codec": size.out, "return_codec": size.back}
     part_bytes = round(each_way_bytes(size, len(places)) / (len(places) - 1))
     synced_s, plain_s, cpu_s = [], [], []

@@ -35,11 +35,7 @@ COLUMNS = tuple(field.name for field in fields(Metric))  # of a line, in order
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of every benchmark.
-
-    `repeats` is the number of alternating runs; `rate_bits` limits the links; `only` is the
-    requested metric, None for all of the benchmark's.
-    """
+    """Alternating runs (`repeats`), a limit for links, and the one requested metric (None: all)."""
 
     repeats: int = 5
     rate_bits: float | None = None

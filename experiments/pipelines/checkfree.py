@@ -43,10 +43,9 @@ SMALL = ModelConfig(dim=64, layers=6, heads=4, kv_heads=4, ffn_dim=176, context=
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The sizes of an experiment.
+    """An experiment's sizes; `checkpoint_every` and `points` are in steps of `microbatches`.
 
-    `probability` is that of a stage's failure in a step, for each stage between the ends;
-    `checkpoint_every` and `points` are in steps; a step has `microbatches` of `batch` sequences.
+    `probability` is that of a stage's failure in a step, for each stage between the ends.
     """
 
     config: ModelConfig = SMALL
@@ -79,11 +78,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm's result.
-
-    Held-out losses in nats per token at the trial's points, each recovery with its increase of the
-    loss, and in `progress` the number of spent steps that are in the weights.
-    """
+    """Losses in nats per token at the points, recoveries with their cost, steps in the weights."""
 
     losses: tuple[float, ...]
     recoveries: tuple[tuple[Failure, float], ...]
@@ -96,11 +91,7 @@ class Arm:
 
 
 def trace(trial: Trial) -> tuple[Failure, ...]:
-    """Return the failures drawn from the trial's seed.
-
-    After each step each stage between the ends fails with the trial's probability, but not beside
-    another one that fails at that moment.
-    """
+    """Return seeded failures of inner stages after steps, never of two neighbours at once."""
     chance = random.Random(f"checkfree {trial.seed}")
     failures: list[Failure] = []
     for step in range(1, trial.steps):
@@ -133,11 +124,7 @@ class Text:
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A trial's parameters.
-
-    The rate rises for a fifteenth of the steps; losses are taken at each sixth, over `held_out`
-    sequences.
-    """
+    """A trial's parameters; the warm-up takes a fifteenth of the steps, losses come each sixth."""
 
     steps: Annotated[int, msgspec.Meta(ge=6, le=100_000)] = 600
     batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
@@ -197,10 +184,7 @@ def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm
 
 
 class Served:
-    """A stage with its optimizer and the scale of its gradients.
-
-    `since` counts its steps since it was made from neighbours; None if it never was.
-    """
+    """A stage, its optimizer and gradients' scale; `since` is steps since it was made, or None."""
 
     def __init__(self, trial: Trial, span: range, tensors: Tensors | None = None, seed: int | None = None) -> None:
         model = build(trial.config, trial.seed if seed is None else seed, span)

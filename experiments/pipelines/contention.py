@@ -82,10 +82,7 @@ class Setting:
         return timetable(plan, forward_s, released.MEMORY, wires.send).makespan_s
 
     def planned(self, seed: int, work: int) -> PathPlan:
-        """Return our planner's plan for this network, judged by this simulation.
-
-        Its estimates know no queues.
-        """
+        """Return our planner's plan: its estimates know no queues, its judge is this simulation."""
         wanted = planned.instance(released.delays_s(mistaken=False), self.forward_s)
         return skip_planner.plan_paths(wanted, seed, work, self.makespan_s)
 
@@ -137,10 +134,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate makespans where links queue, the speed-ups, and the released plan's over ours.
-
-    The latter both where links queue and in the released simulation.
-    """
+    """Tabulate makespans, speed-ups, and the released plan over ours, here and in theirs."""
     setting = Setting(forward_s=size.forward_s)
     made_s, ours_s, over = makespans(setting), [], []
     for number, seed in enumerate(size.seeds, 1):

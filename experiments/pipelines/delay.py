@@ -97,10 +97,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def read(size: Size, arm: Arm, rate: float, seed: int) -> float:
-    """Return a run's final held-out loss in nats per token, infinite if it diverged.
-
-    Equal seeds have equal first weights and equal batches.
-    """
+    """Return a run's held-out loss, inf if it diverged; its seed sets weights and batches."""
     text, rest, _ = texts()
     model, batches = build(MODEL, seed), Batches(text, seed, "delay", BATCH, SEQ)
     trainer = Late(model, arm.inner(model, rate), arm.delay)

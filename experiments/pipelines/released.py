@@ -110,10 +110,7 @@ def links(mistaken: bool) -> LinkCosts:
 
 
 def delays_s(mistaken: bool = True) -> list[list[float]]:
-    """Return the seconds of a microbatch between two nodes; `mistaken` as released.
-
-    The diagonal is meaningless.
-    """
+    """Return a microbatch's seconds between nodes; ignore the diagonal. `mistaken`: as released."""
     found = links(mistaken)
     delays: list[list[float]] = (found.latency_s + MICROBATCH_BYTES / found.bandwidth + OVERHEAD_S).tolist()
     return delays

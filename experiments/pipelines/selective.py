@@ -47,10 +47,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Parameters: `replicas`, half of them weak, and a round after every `period` steps.
-
-    The basis has `ranks` of MODEL.dim columns. Each arm has the best of the `rates`.
-    """
+    """Parameters: a round every `period` steps, half of `replicas` weak, `ranks` of MODEL.dim."""
 
     replicas: Annotated[int, msgspec.Meta(ge=2, le=16)] = 4
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)]
@@ -82,10 +79,7 @@ def arms(size: Size) -> list[Arm]:
 
 
 def writers(config: ModelConfig) -> dict[str, int]:
-    """Return weights that write into the residual stream, with the dimension that is the stream's.
-
-    Those of the last stage are left out: it sends no activation on. A stage is a layer here.
-    """
+    """Return weights that write into the residual stream before the last stage, with its axis."""
     names = ("self_attn.o_proj", "mlp.down_proj")
     return {f"model.layers.{layer}.{name}.weight": 0 for layer in range(config.layers - 1) for name in names}
 
@@ -189,10 +183,7 @@ def loss(size: Size, arm: Arm, rate: float, seed: int) -> float:
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate held-out losses at each arm's best rate, in nats per token, and selection's gain.
-
-    Raise `Failure` if an arm always diverges.
-    """
+    """Tabulate held-out losses at best rates and selection's gain; `Failure` if an arm diverges."""
     runs = {arm.name: partial(loss, size, arm) for arm in arms(size)}
     rates, losses = tuned(runs, size.rates, size.seeds, progress)
     return Table(

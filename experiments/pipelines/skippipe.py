@@ -179,10 +179,7 @@ def simulate(
 
 
 def reproduce(forward_s: float = released.FORWARD_S, mistaken: bool = True) -> dict[str, float]:
-    """Return the makespans of the four released plans in seconds.
-
-    At 0.44 s and with the table's mistake they are those of `schedule.json`.
-    """
+    """Return the released plans' makespans; by default they are those of `schedule.json`."""
     delays_s = released.delays_s(mistaken)
     runs = {
         "full": released.full_starts(),

@@ -13,10 +13,7 @@ Run = Callable[[float, int], float]  # loss by rate and seed; infinite if it div
 def tuned(
     runs: Mapping[str, Run], rates: Sequence[float], seeds: Sequence[int], progress: Progress
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return by arm the rate with the lowest mean loss over seeds, and its losses seed by seed.
-
-    Runs take turns on one thread. Raise `Failure` if an arm diverges at every rate.
-    """
+    """Return each arm's best rate over all seeds and its losses there; `Failure` if it diverges."""
     best: dict[str, float] = {}
     losses: dict[str, list[float]] = {}
     done, count = 0, len(runs) * len(rates) * len(seeds)

@@ -83,11 +83,7 @@ class StageShare:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of each machine.
-
-        It holds its part of the model, the inputs of microbatches in flight, and one microbatch
-        inside all its layers while it is recomputed.
-        """
+        """Memory per machine: model part, inputs in flight, one microbatch being recomputed."""
         model, layers = self.model, self.end - self.begin
         extra = (self.stage == 0) * model.embedding_bytes + (self.stage == self.stages - 1) * model.head_bytes
         sample = (self.stage > 0) * model.in_flight * model.edge_bytes + layers * model.inner_bytes
@@ -117,10 +113,7 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Layers and machines (by number) of each stage, and the throughput of the slowest.
-
-    `spare` machines fit no stage: they may be trainers, without parameters.
-    """
+    """Layers and machines of each stage, the slowest's throughput; `spare` machines may train."""
 
     layers: tuple[int, ...]
     machines: tuple[tuple[int, ...], ...]
@@ -175,10 +168,7 @@ def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
 
 
 def assigned(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int = REPLICAS) -> Split:
-    """Assign machines to these stages: the better result of dealing by rate and dealing by link.
-
-    Raise `ValueError` if too few fit a stage.
-    """
+    """Assign machines, dealt by rate or link, whichever is better; `ValueError` if too few fit."""
     _require_servable(stages, machines, replicas)
     numbers = range(len(machines))
     by_rate = sorted(numbers, key=lambda number: -machines[number].rate)
@@ -226,10 +216,9 @@ class _Cast:
         self._link = [machine.link for machine in machines]
 
     def deal(self, order: Sequence[int]) -> None:
-        """Give each machine in turn to the slowest stage that it can hold.
+        """Give each machine in turn to the slowest stage so far that it can hold, if any.
 
-        Skip a stage if another one would then be left without; a machine that can hold none gets
-        none.
+        Skip a stage if another one would then be left without.
         """
         for turn, number in enumerate(order):
             later = order[turn + 1 :]
@@ -299,10 +288,7 @@ def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], li
 
 
 def _refined(model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int) -> Split:
-    """Try all boundaries if few; else climb from each start.
-
-    A layer moves from the slowest stage to another while that makes the slowest faster.
-    """
+    """Try all boundaries if few; else move layers from the slowest stage while that helps."""
     even = _even(model, [model.layers] * count)
     starts = [even, *_even_within_memory(model, machines, count, replicas)]
     few = math.comb(model.layers - 1, count - 1) <= FEW

@@ -176,10 +176,7 @@ def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
 
 
 def _place(row: int, rows: MatrixRows, limit: float, holders: dict[int, int], seen: set[int], tried: list[int]) -> bool:
-    """Give a row a column within the limit, moving others if needed.
-
-    Add the columns seen to `seen`, and the rows that it tried to move to `tried`.
-    """
+    """Give a row a column within the limit, moving others; extend `seen` (columns) and `tried`."""
     for column, entry in enumerate(rows[row]):
         if entry <= limit and column not in holders:
             holders[column] = row

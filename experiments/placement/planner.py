@@ -157,10 +157,7 @@ class _Search:
         return self._best
 
     def lead(self, until: int) -> None:
-        """Descend on the surrogate from three starts, then from kicked copies of the best.
-
-        Stop when only `until` work is left.
-        """
+        """Descend on the surrogate from three starts, then from kicks, to this much work left."""
         places = _Places.of(self.sizes)
         sharing = np.array(self.costs.sharing_s(max(self.sizes)))
         handing = np.array(self.costs.handing_s)
@@ -254,11 +251,7 @@ class _Search:
 
 
 class _Walk:
-    """A layout that changes by one exchange at a time.
-
-    Prices of stages and pairs are cached, so that an exchange pays only for what it touches; each
-    adds at most six entries.
-    """
+    """A layout that changes by one exchange; prices are cached, at most six entries for each."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, 0.0

@@ -39,10 +39,7 @@ def effort(job: AnyJob) -> float:
 
 
 def unit_s(job: Line) -> float:
-    """Return the processor seconds per effort, measured by a few steps of this line.
-
-    A first run, which loads libraries, does not count. A busy machine takes longer.
-    """
+    """Return processor seconds per effort by a few steps, loading of libraries excluded."""
     probe = msgspec.structs.replace(job, steps=PROBE_STEPS, points=1, held_out=2)
     run_line(probe, lambda share: None)
     begin_s = time.process_time()

@@ -83,10 +83,7 @@ def finalists(scores: Scores, budget: int) -> list[str]:
 
 
 def metrics(scores: Scores, budget: int) -> Iterator[Metric]:
-    """Yield `quality.share.METHOD.BUDGET`: the share of DDP's gain; the yardstick is DDP's own, 1.
-
-    Without a share, value and ratio are NaN, and the note has the reason.
-    """
+    """Yield `quality.share.METHOD.BUDGET`, over DDP's 1; NaN without a share, as noted."""
     for name in finalists(scores, budget):
         found, final = scores.shares(name), scores.finals[name]
         share = estimate(found).mean if found else math.nan
@@ -143,10 +140,7 @@ def section(scores: Scores, size: Size, budget: int, date: str) -> str:
 
 
 def record(page: Path, sections: dict[int, str]) -> None:
-    """Put sections, by budget, into the page's generated part; raise `Usage` if there is none.
-
-    Sections of other budgets stay.
-    """
+    """Put sections, by budget, into the page's generated part; `Usage` if there is none."""
 
     def made(inside: str) -> str:
         kept = {int(place[0]): text for place, text in pages.parsed(inside, _SECTION).items()} | sections

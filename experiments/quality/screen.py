@@ -71,10 +71,7 @@ def ring_bytes(size: Size, steps: int) -> float:
 
 
 class Bench:
-    """The runs, in stages, and their results.
-
-    `only` are names such as `diloco.100`: just those are screened, and all of them are finalists.
-    """
+    """All runs, in stages; with `only`, names such as `diloco.100`, just those, all finalists."""
 
     def __init__(self, size: Size, arms: Arms, budgets: Sequence[int], only: Sequence[str] = ()) -> None:
         self.size, self.budgets, self.only, self._arms = size, tuple(budgets), tuple(only), arms
@@ -126,10 +123,7 @@ class Bench:
         return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
 
     def efforts(self) -> tuple[list[Line | Swarm], float]:
-        """Return the screen's jobs, and the estimated effort of everything (pace.py).
-
-        The finalists are not known yet, so each counts like the median method.
-        """
+        """Return the screen's jobs, and the whole effort with median methods as finalists."""
         size, screened = self.size, self.screened()
         jobs = [self.job(one, size.seeds[0], size.screen_steps) for one in screened]
         longer, runs = size.steps / size.screen_steps, LADDER - 1 + len(size.seeds)

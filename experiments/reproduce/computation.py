@@ -68,10 +68,7 @@ class Comparison(Entry, frozen=True, kw_only=True):
 
 
 class Computation(Claim, frozen=True, kw_only=True):
-    """A claim about something computable.
-
-    `computation` is its name in the catalogue, `quantity` the meaning and unit of its rows.
-    """
+    """A claim about a `computation` of the catalogue; `quantity` names its rows, with the unit."""
 
     computation: str
     quantity: str

@@ -43,11 +43,7 @@ class Still:
 
 
 def run(job: Noise, progress: Callable[[float], None]) -> Outcome:
-    """Run the rounds.
-
-    Metrics: `growth`, the factor of the mean square distance per round, and `bound`, the largest
-    gamma that contracts.
-    """
+    """Return `growth`, the mean square distance's factor per round, and gamma's upper `bound`."""
     chance = torch.Generator().manual_seed(job.seed)
     replicas = [Still(torch.randn(WEIGHTS, generator=chance)) for _ in range(job.peers)]
     methods = [_method(job) for _ in replicas]

@@ -93,11 +93,7 @@ class Sizes(Entry, frozen=True, kw_only=True):
 
 
 class Recipe(Claim, frozen=True, kw_only=True):
-    """A claim, its source, and its test.
-
-    `experiment` is `training`, or `noise` for consensus without any gradient
-    (experiments/reproduce/noise.py).
-    """
+    """A claim and its test: `training`, or `noise` without gradients (noise.py)."""
 
     experiment: Literal["training", "noise"] = "training"
     arms: dict[Name, Arm]

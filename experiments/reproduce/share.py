@@ -15,10 +15,7 @@ from farflock.node.model.data import Batches
 
 @dataclass(frozen=True, slots=True)
 class Share(Batches):
-    """Part `part` of `parts` equal ones of each batch named by `peer`, on `device`.
-
-    `batch_size` is the part's. Without parts it is the beginning of that batch.
-    """
+    """Part `part` of `parts` of each batch named by `peer`; `batch_size` is the part's."""
 
     part: int = 0
     parts: int = 1

@@ -27,10 +27,7 @@ class Greeting:
 
 
 def clock_ahead_s(sent_s: float, received_s: float, their_s: float) -> float:
-    """Return how far our clock is certainly ahead (negative: behind) of a peer's.
-
-    The peer read its clock, `their_s`, between `sent_s` and `received_s` on ours.
-    """
+    """Return our clock's certain lead (lag if negative) over one read between the two times."""
     if their_s < sent_s:
         return sent_s - their_s
     return min(0.0, received_s - their_s)

@@ -419,10 +419,7 @@ class DhtDirectory:
         return [unwrap(newest[subkey]) for subkey in sorted(newest)]
 
     async def _put(self, name: str, item: StoredItem, timeout_s: float) -> bool:
-        """Store at the `REPLICAS` nearest answering peers, this one included.
-
-        Return whether another peer took the item.
-        """
+        """Store at the `REPLICAS` nearest answering peers; return whether another one took it."""
         key, loop = key_hash(name), asyncio.get_running_loop()
         ends_s = loop.time() + timeout_s
         walk = await self._walk(key, timeout_s / 2)

@@ -171,10 +171,7 @@ _entry = msgspec.msgpack.Decoder(_Entry)
 
 
 def pack_items(items: list[StoredItem]) -> bytes:
-    """Encode a dictionary as hivemind does.
-
-    Extension 0x50 of [greatest size (inf), latest expiry, [[subkey, value, expiry]]].
-    """
+    """Return hivemind's extension 0x50 of [inf, latest expiry, [[subkey, value, expiry]]]."""
     latest = max((item.expires_s for item in items), default=float("-inf"))
     body = msgspec.msgpack.encode((float("inf"), latest, [tuple(item) for item in items]))
     return msgspec.msgpack.encode(msgspec.msgpack.Ext(_DICTIONARY, body))

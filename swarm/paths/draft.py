@@ -89,10 +89,7 @@ class Draft:
             self.apply(change)
 
     def _mended(self) -> Change:
-        """Return a path with the least visited stage in place of the most visited one.
-
-        Empty if all visits are within one of the mean.
-        """
+        """Return a path with the least visited stage for the most visited, or {} if balanced."""
         visits = {stage: self._visits[stage] for stage in self._instance.terms.optional}
         if not visits or max(abs(count - self._mean) for count in visits.values()) <= 1:
             return {}

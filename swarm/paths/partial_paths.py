@@ -21,10 +21,7 @@ class BadSkip(ValueError):
 
 
 class PartialPaths(ReorderedPaths):
-    """Any policy, on paths of `visited` of its `stages`.
-
-    Raise `BadSkip` if one of the ends is left out, or the stages between would never be trained.
-    """
+    """Any policy, on paths of `visited` of its `stages`; `BadSkip` for too few or too many."""
 
     def __init__(self, policy: PathPolicy, stages: int, visited: int, seed: str) -> None:
         if not min(3, stages) <= visited <= stages:
@@ -43,11 +40,7 @@ class PartialPaths(ReorderedPaths):
         return inner * self._policy.share(stage)
 
     def _left_out(self, microbatch: Microbatch) -> frozenset[int]:
-        """Return the inner stages that this microbatch skips.
-
-        The cycle's order forms a ring, of which each microbatch takes the stretch after the last
-        one's.
-        """
+        """Return the inner stages left out; microbatches visit a ring's stretches in turn."""
         cycle, place = divmod(microbatch.step + microbatch.index, self._between)
         ring = list(range(1, self._last))
         random.Random(f"{self._seed}/{microbatch.lane}/{cycle}").shuffle(ring)

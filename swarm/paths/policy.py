@@ -43,20 +43,14 @@ class StageServers:
         return sorted({server.peer for server in self.stages[stage]})
 
     def at(self, stage: int, place: int) -> PeerId | None:
-        """Return the server at this place of the stage, the oldest first; None if there are fewer.
-
-        Where seniority is unknown, servers are in the order of their ids.
-        """
+        """Return the server at this place, by seniority or else by id; None if there are fewer."""
         servers = self.seniority[stage] if self.seniority else self.peers(stage)
         return servers[place] if place < len(servers) else None
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call that was made; `took_s` is the time that the server reports.
-
-    `size` is in samples, backward times `round_robin.BACKWARD_SIZE`.
-    """
+    """A call of `size` samples (backward times `BACKWARD_SIZE`), for `took_s` by its server."""
 
     peer: PeerId
     stage: int
@@ -156,10 +150,7 @@ class SwarmPaths:
 
 
 class ReorderedPaths:
-    """Base of policies that change a path's stages and let another policy choose the servers.
-
-    A lane's edges then differ between its microbatches.
-    """
+    """Base of policies that change which stages, thus edges, a path has, but not the servers."""
 
     pinned = False
 
@@ -185,10 +176,7 @@ class ReorderedPaths:
 
 
 class FixedPaths:
-    """A line of servers that depends on the microbatch alone; made by `fixed` and `mixed`.
-
-    Results change nothing; the first server of the line that is not excluded is next.
-    """
+    """A fixed line of servers per microbatch, the first not excluded is next (`fixed`, `mixed`)."""
 
     def __init__(
         self, stages: int, line: Callable[[Microbatch, int, StageServers], Sequence[PeerId]], pinned: bool
@@ -238,10 +226,7 @@ def fixed(stages: int) -> FixedPaths:
 
 
 def mixed(stages: int, seed: int) -> FixedPaths:
-    """Return NoLoCo's seeded permutation for each (step, index) and stage (swarm/paths/noloco.py).
-
-    Evaluation, which mixes nothing, takes `fixed`.
-    """
+    """Return NoLoCo's permutation for each (step, index) and stage; evaluation takes `fixed`."""
 
     def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
         draw = mixing.Draw(seed, serving.membership, microbatch.step, microbatch.index)

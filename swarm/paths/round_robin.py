@@ -162,8 +162,8 @@ class Balancer:
     def failed(self, peer: PeerId, reason: CallFailure, now_s: float) -> None:
         """Record a failed call; its charge stays.
 
-        A failed dial bans for a short time, a failed call for a long one. A call that ran out of
-        time may have been our fault and bans no server.
+        A failed dial bans for a short time, a failed call for a long one. A call out of time does
+        not: that may be our fault.
         """
         if (server := self._servers.get(peer)) is None:
             return

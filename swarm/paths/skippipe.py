@@ -61,11 +61,7 @@ class StageKind:
 
 
 class Stop(msgspec.Struct, frozen=True, gc=False):
-    """A stage of a path and its server.
-
-    `peer` is a peer, or in plans made before any peer joined a place among the stage's servers
-    (`place_name`).
-    """
+    """A stage of a path and its server: a peer, or a place among the stage's servers."""
 
     stage: int
     peer: PeerId
@@ -88,8 +84,7 @@ Path = tuple[Stop, ...]
 class PathPlan:
     """A plan: `lanes[lane][turn]` is the path of a lane's microbatch.
 
-    A lane starts `per_step` microbatches a step. They take its paths in turn and begin again after
-    the last: that is the horizon over which visits are balanced.
+    A lane takes its paths in turn, `per_step` a step; one pass is the horizon of visits' balance.
     """
 
     lanes: tuple[tuple[Path, ...], ...]

@@ -56,8 +56,7 @@ def timetable(
 ) -> Timetable:
     """Run a plan's horizon with all microbatches present at 0, each lane's in turn.
 
-    With `head_is_first` the first stop also computes the loss, as SkipPipe's data nodes do; else
-    the last one does.
+    The loss is the first stop's if `head_is_first`, as in SkipPipe, else the last one's.
     """
     run = _Run(forward_s, memory, send)
     for turn in range(len(plan.lanes[0])):

@@ -21,11 +21,7 @@ TableName = Literal["records", "heads"]
 
 @dataclass(frozen=True, slots=True)
 class DirectoryFaults:
-    """Faults of a `MemoryTable`.
-
-    A read shows the table at a random moment of the last `stale_s` seconds; the share `lost` of all
-    stores returns True but keeps nothing.
-    """
+    """Reads show a moment of the last `stale_s`; the share `lost` of stores is not kept."""
 
     stale_s: float = 0.0
     lost: float = 0.0

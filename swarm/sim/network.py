@@ -131,10 +131,7 @@ class SimNetwork:
         self._touch()
 
     def missing_bytes(self) -> int:
-        """Return the bytes unaccounted for, which must be 0.
-
-        Bytes sent or copied have arrived, are on their way, or are known to be lost.
-        """
+        """Return bytes neither arrived, nor on their way, nor known to be lost: always 0."""
         ended = sum(self.bytes[end] for end in ("delivered", "lost", "cut", "overflowed", "held"))
         return self.bytes["sent"] + self.bytes["copied"] - ended - self.flying_bytes
 

@@ -58,10 +58,7 @@ class Handshakes:
         return None
 
     def prove(self, port: ZmqSocket, address: bytes | None, frame: zmq.Frame) -> Partner | None:
-        """Check the record that a connection begins with, and answer with ours.
-
-        Return the owner of the connection, or None after cutting it off.
-        """
+        """Check a connection's first record, answer with ours; return its owner or cut it off."""
         descriptor = int(frame.get(zmq.SRCFD))
         dial = self._dial(port)
         key = dial.record.curve if dial else bytes.fromhex(str(frame.get("User-Id")))
