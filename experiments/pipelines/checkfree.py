@@ -78,7 +78,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Losses in nats per token at the points, recoveries with their cost, steps in the weights."""
+    """An arm's held-out losses, its recoveries with their costs, and the steps in its weights."""
 
     losses: tuple[float, ...]
     recoveries: tuple[tuple[Failure, float], ...]
@@ -184,7 +184,7 @@ def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm
 
 
 class Served:
-    """A stage, its optimizer and gradients' scale; `since` is steps since it was made, or None."""
+    """A stage with its optimizer; `since` counts steps since neighbours rebuilt it, or is None."""
 
     def __init__(self, trial: Trial, span: range, tensors: Tensors | None = None, seed: int | None = None) -> None:
         model = build(trial.config, trial.seed if seed is None else seed, span)

@@ -59,7 +59,10 @@ def explaining_period(useful: float, iterations: float, chance: float) -> float:
 
 
 def redundant_iteration_s(plain_s: float, backward: float = BACKWARD) -> float:
-    """Return an iteration's seconds, all computing, with successors' forward passes (Bamboo)."""
+    """Return an iteration's seconds if each stage also does its successor's forward passes.
+
+    As in Bamboo; all time counts as computation.
+    """
     return plain_s * (2 + backward) / (1 + backward)
 
 

@@ -134,7 +134,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Tabulate makespans, speed-ups, and the released plan over ours, here and in theirs."""
+    """Tabulate makespans, speed-ups, and their plan over ours, here and in their simulation."""
     setting = Setting(forward_s=size.forward_s)
     made_s, ours_s, over = makespans(setting), [], []
     for number, seed in enumerate(size.seeds, 1):

@@ -123,7 +123,7 @@ class Replica:
 
 
 def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
-    """Return the group's results of a round with all members, from the encoded bytes."""
+    """Return the group's results of a round with all members, decoded from encoded shards."""
     first = exchanges[0]
     shapes = {name: tuple(x.shape) for name, x in first.tensors.items()}
     cut, number = ShardLayout.of(shapes, codec(first.codec), seed), first.key.round

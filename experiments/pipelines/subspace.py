@@ -77,7 +77,10 @@ def written(codec: ActivationCodec, size: Size, basis: Basis) -> int:
 
 
 def step(size: Size, message_bytes: int, computes_s: float, times: int, shared: bool) -> float:
-    """Return a step's seconds, a third of computing forward; `times`: depth over 1F1B's."""
+    """Return a step's seconds with messages of this size each way, `times` as deep as 1F1B.
+
+    A third of the computing is forward.
+    """
     hop = HopTime(message_bytes * 8 / size.bit_per_s, size.latency_s)
     stage = StageTime(computes_s / 3, computes_s * 2 / 3)
     pipeline = PipelineTimes((stage,) * size.stages, (hop,) * (size.stages - 1))

@@ -124,7 +124,7 @@ class Split:
 def split(
     model: ModelCosts, machines: Sequence[MachineProfile], stages: int | None = None, replicas: int = REPLICAS
 ) -> Split:
-    """Return the fastest split found into this many stages, each with `replicas` machines or more.
+    """Return the fastest split found into this many stages, each with at least `replicas` machines.
 
     If `stages` is None, try every number and prefer fewer; stop once close to the sum of all rates.
     Raise `ValueError` with the stage and the remedy if there is none.

@@ -50,7 +50,7 @@ class StageServers:
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call of `size` samples (backward times `BACKWARD_SIZE`), for `took_s` by its server."""
+    """A call of `size` samples (backward times `BACKWARD_SIZE`); the server reports `took_s`."""
 
     peer: PeerId
     stage: int
@@ -150,7 +150,7 @@ class SwarmPaths:
 
 
 class ReorderedPaths:
-    """Base of policies that change which stages, thus edges, a path has, but not the servers."""
+    """Base of policies that change a path's stages, and so its edges, but not who serves them."""
 
     pinned = False
 
@@ -176,7 +176,7 @@ class ReorderedPaths:
 
 
 class FixedPaths:
-    """A fixed line of servers per microbatch, the first not excluded is next (`fixed`, `mixed`)."""
+    """A fixed line of servers per microbatch; the first that is not excluded is next."""
 
     def __init__(
         self, stages: int, line: Callable[[Microbatch, int, StageServers], Sequence[PeerId]], pinned: bool

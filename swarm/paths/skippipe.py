@@ -84,7 +84,8 @@ Path = tuple[Stop, ...]
 class PathPlan:
     """A plan: `lanes[lane][turn]` is the path of a lane's microbatch.
 
-    A lane takes its paths in turn, `per_step` a step; one pass is the horizon of visits' balance.
+    A lane starts `per_step` microbatches a step on its paths in turn, over and over. One pass over
+    them is the horizon over which visits are balanced.
     """
 
     lanes: tuple[tuple[Path, ...], ...]

@@ -69,7 +69,7 @@ class _Allowance:
 
 
 class Meter:
-    """A relay's budget, in units per second for each sender and four times that in total."""
+    """A relay's budget per second for each sender, four times that in total; bursts of 1 s."""
 
     def __init__(self, rate_per_s: float) -> None:
         self._rate = rate_per_s
