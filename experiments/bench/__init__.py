@@ -1,4 +1,4 @@
-"""`farflock bench`: the scoreboard. One module a benchmark, each beside a yardstick in the same call.
+"""`farflock bench`: the scoreboard, one module per benchmark, each beside a yardstick.
 
 May import experiments/measure, placement and quality.
 Start reading at command.py.

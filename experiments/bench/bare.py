@@ -1,4 +1,4 @@
-"""The yardstick of training: a plain PyTorch loop that takes the same steps, written as anybody would write it."""
+"""The yardstick of training: a plain PyTorch loop that takes the same steps."""
 
 from torch import nn
 from torch.nn import functional
@@ -15,13 +15,13 @@ SEED = 20_261_121
 
 
 def plan_of(preset: str, batch: int, seq: int, method: str, **options: object) -> RunPlan:
-    """What both loops train: a preset model at a constant rate after a short warm-up."""
+    """Return the plan of both loops: a preset model at a constant rate after a short warm-up."""
     schedule = Schedule(RATE, total_tokens=1 << 40, warmup_tokens=1 << 14, floor=1.0)
     return RunPlan(SEED, PRESETS[preset], InnerConfig(lr=RATE), schedule, method, dict(options), batch=batch, seq=seq)
 
 
 class Bare:
-    """One replica: model, AdamW, gradients clipped, a schedule, and the batches of the named peer."""
+    """One replica: model, AdamW, clipped gradients, a schedule, and the named peer's batches."""
 
     def __init__(self, plan: RunPlan, tokens: TokenIds, peer: str) -> None:
         self._plan = plan
@@ -32,7 +32,7 @@ class Bare:
         self.loss = float("nan")
 
     def train(self, steps: int) -> None:
-        """Take so many steps more; `loss` is the last one's, in nats a token."""
+        """Take `steps` more steps; `loss` is that of the last one, in nats per token."""
         plan = self._plan
         for _ in range(steps):
             x, y = self._batches.batch(self._step)

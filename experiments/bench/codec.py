@@ -1,9 +1,9 @@
-"""What does a codec cost? Encoding and decoding a buffer shard by shard, over one copy of that buffer; and how many bits a
-parameter takes.
+"""The cost of a codec over one copy of the same buffer, shard by shard, and its bits per parameter.
 
-The buffer holds normal values, 1e-3 wide, as pseudo-gradients are; one thread; shards as `node/train/shards.py` cuts them. The
-ratio is of the codec alone, into memory that is there; the note adds what the whole way costs, from an exchange's
-tensors to payloads and back to tensors. Real pseudo-gradients, and what zstandard makes of them: compression/zstd.py.
+The buffer holds normal values, 1e-3 wide, like pseudo-gradients; one thread; shards as cut by
+`node/train/shards.py`. The ratio is of the codec alone, into allocated memory; the note adds the
+cost of the whole way, from an exchange's tensors to payloads and back. Real pseudo-gradients, and
+their size under zstandard: compression/zstd.py.
 """
 
 import math
@@ -25,12 +25,12 @@ VALUES = 16 * SHARD_VALUES  # 16 MiB
 QUICK_VALUES = SHARD_VALUES
 WIDTH = 1e-3
 SEED = 20_261_121
-TURNS = 5  # rounds a repeat: each takes milliseconds
+TURNS = 5  # rounds per repeat: each takes milliseconds
 SPARSE, K, CHUNK, SPARSE_BITS = "topk2:64/4096", 64, 4096, 2
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`codec.NAME` for each codec of the catalogue, and `codec.sparse_bits`."""
+    """Yield `codec.NAME` for each codec of the catalogue, and `codec.sparse_bits`."""
     chance = torch.Generator().manual_seed(SEED)
     values = WIDTH * torch.randn(QUICK_VALUES if options.quick else VALUES, generator=chance)
     with one_thread():
@@ -48,7 +48,7 @@ def _names(only: str | None) -> tuple[str, ...]:
 
 
 def _codec(name: str) -> Codec:
-    """Any codec that the catalogue knows by name, also one with other numbers than usual."""
+    """Return any codec that the catalogue accepts, including unusual parameters."""
     try:
         return catalog.codec(name)
     except ValueError as error:
@@ -57,7 +57,7 @@ def _codec(name: str) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The two ways through a codec: alone, and as an exchange's tensors take it."""
+    """The two ways through a codec: alone, and with an exchange's tensors."""
 
     codec: Codec
     cut: ShardLayout
@@ -65,7 +65,7 @@ class Shards:
     out: Tensor
 
     def alone(self) -> int:
-        """Encode and decode each shard; returns the payloads' bytes."""
+        """Encode and decode each shard; return the payloads' bytes."""
         written = 0
         for x, out in zip(self.values.view(-1, SHARD_VALUES), self.out.view(-1, SHARD_VALUES), strict=True):
             payload = bytearray()
@@ -74,7 +74,7 @@ class Shards:
         return written
 
     def whole(self) -> None:
-        """All payloads of an exchange, then all of its tensors."""
+        """Encode all payloads of an exchange, then decode all of its tensors."""
         tensors = {"x": self.values}
         payloads = [self.cut.encode(index, 0, tensors) for index in range(len(self.cut.shards))]
         decode_all(self.cut, 0, payloads, {"x": tuple(self.values.shape)})
@@ -97,7 +97,7 @@ def _speed(name: str, codec: Codec, values: Tensor, repeats: int) -> Metric:
 
 
 def _sparse_bits(values: Tensor) -> Metric:
-    """Bits a parameter of the sparse codec, over what positions and values of two bits would need at least."""
+    """Measure the sparse codec's bits per parameter over the least for positions and values."""
     payload = bytearray()
     bits = 8 * catalog.codec(SPARSE).encode(values, Context(), payload) / values.numel()
     positions = math.log2(math.comb(CHUNK, K))

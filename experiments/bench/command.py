@@ -1,6 +1,6 @@
-"""`farflock bench`: the scoreboard, one JSON object a line on standard output, whoever reads it.
+"""`farflock bench`: the scoreboard, one JSON object per line on standard output.
 
-A benchmark is a module with `run(options) -> Iterator[Metric]`, imported only when it is asked for.
+A benchmark is a module with `run(options) -> Iterator[Metric]`, imported only when asked for.
 """
 
 import re
@@ -34,7 +34,7 @@ SHOWN = COLUMNS[:-1]  # in the table; notes are long
 
 
 def rate_bits(text: str) -> float:
-    """`100mbit` -> 1e8 bits a second; `ValueError` for anything that is no rate."""
+    """Parse `100mbit` into 1e8 bits per second; raise `ValueError` for anything else."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmg]bit)", text.strip().lower())
     bits = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 0 < bits <= MAX_BITS:
@@ -57,12 +57,12 @@ def _known(ctx: click.Context, argument: click.Parameter, names: tuple[str, ...]
 
 
 def _benchmark(name: str) -> str:
-    """Of `codec` or `codec.int8`: `codec`."""
+    """Return `codec` for `codec` and for `codec.int8`."""
     return name.partition(".")[0]
 
 
 class _Scoreboard(click.Command):
-    """`bench quality` has a command of its own: it takes hours, so it is not among those that run without a name."""
+    """A command that passes `bench quality` on to its own: hours long, it runs only by name."""
 
     def make_context(
         self,
@@ -111,7 +111,7 @@ def command(names: tuple[str, ...], repeats: int, rate: float | None, quick: boo
 
 
 def measured(benchmark: str, options: "Options") -> Iterator["Metric"]:
-    """A benchmark's metrics, or the one that was asked for; `Usage` if it has none of that name."""
+    """Yield a benchmark's metrics, or only the requested one; raise `Usage` if it has none such."""
     run = import_module(BENCHMARKS[benchmark]).run
     seen = []
     for metric in run(options):

@@ -1,7 +1,7 @@
-"""Worker processes of a benchmark, told what to do and answering in lines of JSON over their standard streams.
+"""Worker processes of a benchmark, driven by lines of JSON over their standard streams.
 
-They end with us, however we end: a worker whose standard input closes leaves, and on Linux the kernel kills one that
-cannot even do that because it is stopped.
+They end with us, however we end: a worker exits when its standard input closes, and on Linux the
+kernel kills one that cannot because it is stopped.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from farflock.experiments.measure.metric import NotMeasured
 
 START_TIMEOUT_S = 90.0
 ANSWER_TIMEOUT_S = 120.0
-BARRIER_S = 0.1  # for everybody to hear of the start
+BARRIER_S = 0.1  # for all workers to hear of the start
 LINE_BYTES = 4 * 1024 * 1024
 MAX_COMMANDS = 64
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +31,11 @@ Fields = dict[str, Any]
 
 
 class WorkerFailed(NotMeasured):
-    """A worker ended or fell silent before it had answered."""
+    """A worker ended or fell silent before it answered."""
 
 
 class Worker:
-    """One process, as its owner sees it. `name` is for messages."""
+    """One process as its owner sees it; `name` is for messages."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self.process = name, process
@@ -47,7 +47,7 @@ class Worker:
         self.process.stdin.write(msgspec.json.encode({"kind": kind, **fields}) + b"\n")
 
     async def hear(self, kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Fields:
-        """The next message of this kind; others are kept for later. `WorkerFailed` if it does not come."""
+        """Return the next message of this kind, keep others; raise `WorkerFailed` without one."""
         for index, message in enumerate(self._heard):
             if message["kind"] == kind:
                 return self._heard.pop(index)
@@ -60,7 +60,7 @@ class Worker:
         return message
 
     def kept(self, kind: str) -> list[Fields]:
-        """The messages of this kind that came while another one was waited for, oldest first."""
+        """Return the kept messages of this kind, oldest first."""
         found = [message for message in self._heard if message["kind"] == kind]
         self._heard = [message for message in self._heard if message["kind"] != kind]
         return found
@@ -79,15 +79,14 @@ class Worker:
             self.process.send_signal(number)
 
     async def end(self) -> None:
-        """Kill it, stopped or not, and take leave of its remains."""
+        """Kill the process, stopped or not, and reap it."""
         self.signal(signal.SIGKILL)
         await self.process.communicate()
 
 
 @contextlib.asynccontextmanager
 async def fleet(module: str, places: Sequence[Host], settings: Mapping[str, object]) -> AsyncIterator[list[Worker]]:
-    """One worker a place, each running `module` with its number, its place and `settings`; all have ended after the
-    block, whatever happened in it."""
+    """Run `module` in one worker per place, with number, place and `settings`; then end them."""
     workers: list[Worker] = []
     try:
         for number, place in enumerate(places):
@@ -98,7 +97,7 @@ async def fleet(module: str, places: Sequence[Host], settings: Mapping[str, obje
                 stdout=asyncio.subprocess.PIPE,
                 env=_surroundings(),
                 limit=LINE_BYTES,
-                start_new_session=True,  # Ctrl-C is for us, who end them
+                start_new_session=True,  # Ctrl-C is for us; we end the workers
             )
             workers.append(Worker(f"worker {number}", process))
         yield workers
@@ -107,7 +106,7 @@ async def fleet(module: str, places: Sequence[Host], settings: Mapping[str, obje
 
 
 async def hear_all(workers: Sequence[Worker], kind: str, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Fields]:
-    """One message of this kind from each."""
+    """Return one message of this kind from each worker."""
     hearing = [asyncio.create_task(worker.hear(kind, timeout_s)) for worker in workers]
     try:
         return list(await asyncio.gather(*hearing))
@@ -118,7 +117,7 @@ async def hear_all(workers: Sequence[Worker], kind: str, timeout_s: float = ANSW
 
 
 async def introduce(workers: Sequence[Worker]) -> list[Fields]:
-    """The rendezvous: everybody gets everybody's record; returns what each said when it was a member of the whole view."""
+    """Give every worker all records; return their answers as members of the whole view."""
     records = [answer["record"] for answer in await hear_all(workers, "record", START_TIMEOUT_S)]
     for worker in workers:
         worker.tell("records", records=records)
@@ -128,7 +127,7 @@ async def introduce(workers: Sequence[Worker]) -> list[Fields]:
 async def together(
     workers: Sequence[Worker], kind: str, timeout_s: float, **fields: object
 ) -> tuple[float, list[Fields]]:
-    """One piece of work of all, from a common start until the last is done: that start, and what each said."""
+    """Run one piece of work on all workers; return its common start and their answers."""
     for worker in workers:
         worker.tell(kind, **fields)
     await hear_all(workers, "prepared")
@@ -139,13 +138,13 @@ async def together(
 
 
 def _surroundings() -> dict[str, str]:
-    """One compute thread a worker: they share the machine's cores."""
+    """Return the environment: one compute thread per worker, since they share the cores."""
     paths = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path)
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 class Owner:
-    """The other end: what a worker hears from and says to whoever started it."""
+    """A worker's connection to the process that started it."""
 
     def __init__(self) -> None:
         self._commands: asyncio.Queue[Fields] = asyncio.Queue(MAX_COMMANDS)
@@ -165,20 +164,20 @@ class Owner:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             await self._commands.put(msgspec.json.decode(line))
-        os._exit(0)  # the owner has gone: nobody is left to work or to tidy up for
+        os._exit(0)  # the owner has gone: there is nothing to work or tidy up for
 
     async def next(self) -> Fields:
-        """What the owner says next."""
+        """Return the owner's next message."""
         return await self._commands.get()
 
     async def command(self, kind: str) -> Fields:
-        """The next command, which must be of this kind."""
+        """Return the next command, which must be of this kind."""
         message = await self.next()
         assert message["kind"] == kind, f"expected {kind}, got {message}"
         return message
 
     async def barrier(self) -> float:
-        """Wait for the common start: a moment on the clock that all processes of a machine share."""
+        """Wait for the common start, a time on the machine's shared clock; return it."""
         self.say("prepared")
         start_s = float((await self.command("go"))["start_s"])
         left_s = start_s - asyncio.get_running_loop().time()

@@ -1,9 +1,10 @@
-"""What does a sudden death cost the others? Nodes train together over real links; one gets a signal in mid-exchange.
+"""The cost of a sudden death to other nodes: one gets a signal in the middle of an exchange.
 
-It is first stopped (SIGSTOP, as a cut cable would: nothing says that it has gone), later continued, and when it is back
-it is killed (SIGKILL). Both times it owes the others a shard that it has begun to reduce. `notice` is the time from the
-signal until the last of the others has that round's result applied; a step of theirs is lost if no result holds it and
-none will, because it was given up for a snapshot. The run's agreed tokens must confirm what the workers count.
+It is first stopped (SIGSTOP, like a cut cable: nothing announces it), then continued, and once back
+it is killed (SIGKILL). Both times it owes the others a shard that it has begun to reduce. `notice`
+is the time from the signal until the last of the others has applied that round's result. A step of
+theirs is lost if no result holds it and none will, because it was given up for a snapshot. The
+run's agreed tokens must confirm the workers' counts.
 """
 
 import asyncio
@@ -23,13 +24,13 @@ from farflock.swarm.protocol.groups import rotation
 
 WORKER = "farflock.experiments.bench.kill_peer"
 GOAL_S = 1.0
-ROUNDS_AFTER = 2  # which the others must have finished before what they lost is counted
+ROUNDS_AFTER = 2  # rounds of the others before their losses are counted
 WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many nodes, and the model's shape."""
+    """The number of nodes and the model's shape."""
 
     peers: int = 4
     dim: int = 128
@@ -40,12 +41,12 @@ QUICK = Size(3, 16, 1)
 
 
 class Diverged(NotMeasured):
-    """Nodes whose states or books differ after the same round."""
+    """Nodes whose states or counts differ after the same round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """What one signal cost the others."""
+    """The cost of one signal to the others."""
 
     notice_s: float
     steps_lost: int
@@ -53,43 +54,43 @@ class Blow:
 
 @dataclass(slots=True)
 class Watch:
-    """What each worker has said of its rounds."""
+    """The workers' reports of their rounds."""
 
     workers: Sequence[Worker]
-    states: dict[int, str] = field(default_factory=dict)  # by round: equal on all
+    states: dict[int, str] = field(default_factory=dict)  # by round; equal on all workers
     latest: dict[str, Fields] = field(default_factory=dict)
 
     async def next(self, worker: Worker) -> Fields:
-        """The next round that a worker has applied."""
+        """Return a worker's next report of an applied round."""
         said = await worker.hear("round", WAIT_S)
         self.note(worker, said)
         return said
 
     def note(self, worker: Worker, said: Fields) -> None:
-        """Take in what a worker said of a round."""
+        """Record a worker's report; raise `Diverged` if its state differs from the others'."""
         self.latest[worker.name] = said
         if self.states.setdefault(said["number"], said["state"]) != said["state"]:
             raise Diverged(f"{worker.name} has another state than others after round {said['number']}")
 
     async def together(self, members: int) -> None:
-        """Until every worker has applied a round of so many members."""
+        """Wait until every worker has applied a round of this many members."""
         for worker in self.workers:
             while (await self.next(worker))["members"] != members:
                 pass
 
     async def after(self, worker: Worker, moment_s: float) -> float:
-        """When a worker applied its first round after this moment."""
+        """Return when a worker applied its first round after this moment."""
         while (at_s := float((await self.next(worker))["at_s"])) <= moment_s:
             pass
         return at_s
 
     def lost(self, workers: Sequence[Worker]) -> int:
-        """Steps that these workers have given up so far."""
+        """Return the number of steps that these workers have lost so far."""
         return sum(int(self.latest[worker.name]["lost"]) for worker in workers)
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`kill.notice_s`, `kill.steps_lost`, and the same of a stopped node."""
+    """Yield `kill.notice_s` and `kill.steps_lost`, and the same for a stopped node."""
     size, repeats = (QUICK, 1) if options.quick else (Size(), options.repeats)
     blows = [asyncio.run(blows_of(size)) for _ in range(repeats)]
     stops, kills = zip(*blows, strict=True)
@@ -109,7 +110,7 @@ def _metrics(prefix: str, blows: Sequence[Blow], what: str) -> Iterator[Metric]:
 
 
 async def blows_of(size: Size) -> tuple[Blow, Blow]:
-    """What a stop and a kill cost the others in one run of these nodes."""
+    """Return the costs of a stop and of a kill in one run."""
     settings = {"dim": size.dim, "layers": size.layers}
     async with fleet(WORKER, [Host()] * size.peers, settings) as workers:
         await introduce(workers)
@@ -131,7 +132,7 @@ def _reducer(peers: int) -> int:
 
 
 async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:
-    """Signal the victim while it holds a shard, and see how the others take it."""
+    """Signal the victim while it holds a shard; return the cost to the others."""
     others = [worker for worker in watch.workers if worker is not victim]
     lost_before = watch.lost(others)
     victim.tell("hold")
@@ -148,8 +149,10 @@ async def _strike(watch: Watch, victim: Worker, number: signal.Signals) -> Blow:
 
 
 def _require_books(watch: Watch, victim: Worker) -> None:
-    """The run's agreed tokens hold what the workers count, no more and no less; of the victim's last round nobody can say
-    whether it counted, and of the others' only their latest common round can be compared."""
+    """Raise `Diverged` unless the run's agreed tokens match the workers' counts.
+
+    The victim's last round may count or not; the others are compared at their latest common one.
+    """
     last = min(int(said["number"]) for name, said in watch.latest.items() if name != victim.name)
     agreed = max(int(said["agreed"]) for said in watch.latest.values() if said["number"] == last)
     counted = sum(int(said["counted"]) for said in watch.latest.values())

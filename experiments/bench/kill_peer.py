@@ -1,7 +1,8 @@
-"""One worker of the benchmark of sudden deaths: a node that trains a small model with DiLoCo, as a process would.
+"""One worker of the benchmark of sudden deaths: a node that trains a small model with DiLoCo.
 
-`python -m farflock.experiments.bench.kill_peer SETTINGS`, started by experiments/bench/fleet.py. On command it stops in
-the middle of its next reduction, so that the signal that follows meets it in mid-exchange, owing others a shard.
+`python -m farflock.experiments.bench.kill_peer SETTINGS`, started by experiments/bench/fleet.py. On
+command it holds its next reduction half done, so that the signal meets it in mid-exchange, owing
+others a shard.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ class Settings(Place, frozen=True):
 
 
 def plan(settings: Settings) -> RunPlan:
-    """What all workers do alike."""
+    """Return the plan that all workers share."""
     dim = settings.dim
     model = ModelConfig(dim=dim, layers=settings.layers, heads=4, kv_heads=4, ffn_dim=3 * dim, context=SEQ)
     options = {"period": PERIOD}
@@ -48,41 +49,41 @@ def plan(settings: Settings) -> RunPlan:
 
 
 class Reductions:
-    """Computes for the swarm until it is told to hold: the next reduction then waits to be released."""
+    """Runs the swarm's computations; once told to hold, the next one waits for its release."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._free = asyncio.Event()
         self._free.set()
 
-    async def __call__(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the work gives
-        """The result of `work`."""
+    async def __call__(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - the work's result
+        """Return the result of `work`."""
         if not self._free.is_set():
             Owner.say("holding")
             await self._free.wait()
         return await self._worker(work)
 
     def hold(self) -> None:
-        """From the next reduction on."""
+        """Hold from the next reduction on."""
         self._free.clear()
 
     def release(self) -> None:
-        """Go on."""
+        """Let the held reduction go on."""
         self._free.set()
 
 
 @dataclass(slots=True)
 class Books:
-    """Which of this worker's steps are in the run's state, which are on their way, which are lost."""
+    """Counts of this worker's steps: in the run's state, on their way, lost."""
 
     participant: ReplicaNode | None = None
-    counted: int = 0  # steps that a decided round has taken in
-    lost: int = 0  # steps that were given up for a snapshot
-    _settled: int = 0  # the step up to which each is one of the two
-    _offered: dict[int, int] = field(default_factory=dict)  # by round: the step at which it was offered
+    counted: int = 0  # steps included in a decided round
+    lost: int = 0  # steps given up for a snapshot
+    _settled: int = 0  # the step up to which each is counted or lost
+    _offered: dict[int, int] = field(default_factory=dict)  # by round: the step of its offer
 
     def report(self, kind: str, fields: dict[str, object]) -> None:
-        """What the loop says, when it says it."""
+        """Take a report of the training loop."""
         assert self.participant is not None
         loop = self.participant.loop
         if kind == "step":

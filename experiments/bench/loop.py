@@ -1,8 +1,9 @@
-"""What does the node's loop cost beside a bare PyTorch loop? Tokens per second of processor time, the two in turns.
+"""The cost of the node's loop beside a bare PyTorch loop: tokens per processor second, in turns.
 
-One peer alone, put together as `node/process/node_process.py` does it: real links, worker threads for steps and codecs,
-the history on disk; no directory, checkpoints or status file, and a method that exchanges nothing. Both loops take the
-same steps on the same batches, and must come to the same loss."""
+One peer alone, assembled like `node/process/node_process.py`: real links, worker threads for steps
+and codecs, the history on disk; no directory, checkpoints or status file, and a method that
+exchanges nothing. Both loops take the same steps on the same batches and must reach the same loss.
+"""
 
 import asyncio
 import contextlib
@@ -26,12 +27,12 @@ from farflock.node.state.history import History
 from farflock.swarm.compute import Worker
 from farflock.swarm.peer.peer import RunTerms
 
-SAME_LOSS = 1e-4  # of its value: the arithmetic is the same, though not every order of it
+SAME_LOSS = 1e-4  # relative: the arithmetic is the same but for its order
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is trained, for how many steps a turn, and how many turns a repeat: short ones see the same machine."""
+    """The model and its batch, steps per turn, turns per repeat; short turns share conditions."""
 
     preset: str = "demo"
     batch: int = 8
@@ -44,11 +45,11 @@ QUICK = Size("tiny", 2, 16, 5, 1)
 
 
 class Unalike(NotMeasured):
-    """The two loops did not train the same: comparing their speed would mean nothing."""
+    """The two loops trained differently, so comparing their speed would mean nothing."""
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`loop`: the node's tokens per processor second over the bare loop's."""
+    """Yield `loop`: the node's tokens per processor second over the bare loop's."""
     size = QUICK if options.quick else Size()
     with one_thread(), ThreadPoolExecutor(1) as thread:
         pairs = asyncio.run(_pairs(size, options.repeats * size.turns, thread))
@@ -59,10 +60,11 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tuple[float, float]]:
-    """Rates of both loops, turn by turn; the first turn of each warms up.
+    """Return both loops' rates, turn by turn, without the first, which warms up.
 
-    The bare loop has a thread of its own, as the node's steps have: memory is handed out to each thread in its own way,
-    which costs more than what is measured here. The node stands still meanwhile."""
+    The bare loop has a thread of its own, like the node's steps: memory is allocated per thread,
+    which costs more than the difference to be measured. The node is idle meanwhile.
+    """
     plan = plan_of(size.preset, size.batch, size.seq, "local")
     tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
     turn_tokens = size.steps * size.batch * size.seq
@@ -81,7 +83,7 @@ async def _pairs(size: Size, turns: int, thread: ThreadPoolExecutor) -> list[tup
 
 @contextlib.asynccontextmanager
 async def alone(plan: RunPlan, tokens: TokenIds) -> AsyncIterator[ReplicaNode]:
-    """A node that has founded a run and is its only member; nothing of it is left after the block."""
+    """Run a node that is the only member of its run; leave nothing of it behind."""
     codecs, steps = Worker("codec"), Worker("train")
     with tempfile.TemporaryDirectory(prefix="farflock-bench-") as folder, contextlib.ExitStack() as stack:
         stack.callback(codecs.close)

@@ -1,6 +1,7 @@
-"""A worker's way into a swarm of workers: real links on its host, and a rendezvous through its owner.
+"""A worker's entry into a swarm of workers: real links on its host, a rendezvous through its owner.
 
-There is no directory: the owner hands everybody's record to everybody, so that what is measured is the swarm alone.
+There is no directory: the owner passes all records to all workers, so that the benchmark measures
+the swarm alone.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ POLL_S = 0.02
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Which of how many workers this is, and the address of its host."""
+    """This worker's number, the number of workers, and the address of its host."""
 
     number: int
     count: int
@@ -35,7 +36,7 @@ class Place(msgspec.Struct, frozen=True):
 async def member(
     owner: Owner | None, place: Place, compute: Callable[[Callable[[], Any]], Awaitable[Any]], terms: RunTerms = TERMS
 ) -> AsyncIterator[Peer]:
-    """A running peer on real links, not yet in any view; its owner, if it has one, is told its record."""
+    """Run a peer on real links, not yet in any view; tell the owner, if any, its record."""
     identity = Identity.from_seed(place.number.to_bytes(32, "big"))
     incarnation = place.number + 1
     links = await ZmqLinks.open(identity, RUN, LinkOptions(incarnation=incarnation, listen=f"tcp://{place.host}:0"))
@@ -56,7 +57,7 @@ async def meet(
     found: Callable[[], None],
     join: Callable[[list[bytes], float], Awaitable[None]],
 ) -> View:
-    """Found the run as worker 0, else join it; the view that all workers are members of."""
+    """Start the run as worker 0, else join it; return the view that has all workers."""
     records = [bytes.fromhex(record) for record in (await owner.command("records"))["records"]]
     if place.number == 0:
         for blob in records[1:]:
@@ -65,8 +66,9 @@ async def meet(
     else:
         await join(records[:1], JOIN_TIMEOUT_S)
     async with asyncio.timeout(JOIN_TIMEOUT_S):
-        while len(peer.context.views.newest.members) < place.count:  # noqa: ASYNC110 - the chain tells nobody
+        # The chain of views has no event to wait for.
+        while len(peer.context.views.newest.members) < place.count:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
-    for other in records:  # so that nobody has to dial in the middle of what is measured
+    for other in records:  # so that no peer has to dial while it is measured
         peer.membership.book.learn(other)
     return peer.context.views.newest

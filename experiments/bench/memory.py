@@ -1,9 +1,12 @@
-"""What memory does an exchange take besides the model? The peak of a process's resident memory while two processes
-average their work, less what was resident just before, over one snapshot at send precision and 64 MiB.
+"""The memory that an exchange takes besides the model.
 
-Everything that an exchange takes counts: the method's copies of the model, payloads, shards of the other peer, the mean.
-Just before the first one the process holds what a run without exchanges holds: model, outer state, links, a view of two.
-Later ones find the round log beside that, which `memory.run` counts.
+While two processes average their work: the peak of a process's resident memory, less what was
+resident just before, over one snapshot at send precision and 64 MiB.
+
+Everything that an exchange takes counts: the method's copies of the model, payloads, shards of the
+other peer, the mean. Just before the first one a process holds what a run without exchanges holds:
+model, outer state, links, a view of two. Later ones also have the round log, which `memory.run`
+counts.
 """
 
 import asyncio
@@ -23,7 +26,7 @@ PEERS = 2
 CODEC, RETURN_CODEC = "fp16", "bf16"
 ALLOWED_BYTES = 64 * 1024 * 1024
 ROUND_TIMEOUT_S = 180.0
-LOG_ROUNDS = 8  # whose content members keep for those who were away
+LOG_ROUNDS = 8  # rounds whose content members keep for absent peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Taken:
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`memory`: of one exchange; `memory.run`: of a whole run of them, with the round log full."""
+    """Yield `memory`, of one exchange, and `memory.run`, of a whole run with the round log full."""
     preset = "demo" if options.quick else "10m"
     rounds = asyncio.run(_rounds(preset, options.repeats if options.quick else max(options.repeats, LOG_ROUNDS + 1)))
     parameters = PRESETS[preset].parameters()
@@ -53,20 +56,20 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def one_exchange(rounds: Sequence[Sequence[Taken]]) -> float:
-    """The peak above what was resident just before: the median of the exchanges, of the worse worker in each."""
+    """Return the median over exchanges of the worse worker's peak above its memory before."""
     worse = [max(taken.peak_bytes - taken.before_bytes for taken in workers) for workers in rounds]
     return float(statistics.median(worse))
 
 
 def whole_run(rounds: Sequence[Sequence[Taken]]) -> float:
-    """The highest peak of all above what was resident before the first: what earlier exchanges leave behind counts."""
+    """Return the highest peak above the memory before the first exchange, leftovers included."""
     before = [taken.before_bytes for taken in rounds[0]]
     peaks = [max(workers[number].peak_bytes for workers in rounds) for number in range(len(before))]
     return max(peak - first for peak, first in zip(peaks, before, strict=True))
 
 
 async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
-    """What each exchange took, worker by worker."""
+    """Return the memory that each exchange took, worker by worker."""
     settings = {"preset": preset, "codec": CODEC, "return_codec": RETURN_CODEC}
     async with fleet.fleet(WORKER, [Host()] * PEERS, settings) as workers:
         await fleet.introduce(workers)
@@ -81,7 +84,7 @@ async def _rounds(preset: str, repeats: int) -> list[list[Taken]]:
 
 
 class NoExchange(NotMeasured):
-    """The peers did not come to one state: what they took for it says nothing."""
+    """The peers did not reach one state, so their memory says nothing."""
 
 
 def _require_exchange(answers: list[Fields]) -> None:

@@ -1,4 +1,4 @@
-"""One worker of the benchmark of memory: a node that exchanges when it is told, and says what was resident meanwhile.
+"""One worker of the benchmark of memory: a node that exchanges on command and reports its memory.
 
 `python -m farflock.experiments.bench.memory_peer SETTINGS`, started by experiments/bench/fleet.py.
 """
@@ -29,7 +29,7 @@ DELTA = 1e-3
 
 
 class Settings(Place, frozen=True):
-    """What the owner settles: the model and the codecs."""
+    """The owner's settings: the model and the codecs."""
 
     preset: str
     codec: str
@@ -37,27 +37,25 @@ class Settings(Place, frozen=True):
 
 
 class Peak:
-    """This process's resident memory: now, and the highest since `forget`.
-
-    Where the peak cannot be forgotten (outside Linux) it is that of the process's whole life."""
+    """This process's memory now, and its peak since `forget` (outside Linux, since its start)."""
 
     def __init__(self) -> None:
         self._status = Path("/proc/self/status")
         self._process = psutil.Process()
 
     def forget(self) -> None:
-        """Begin anew; what the allocator keeps free is given back first, else the exchange would hide in it."""
+        """Reset the peak, after returning free memory that would hide the exchange."""
         if sys.platform.startswith("linux"):
-            with contextlib.suppress(AttributeError):  # musl has no such call, and keeps less
+            with contextlib.suppress(AttributeError):  # musl lacks this call, and keeps less
                 ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
 
     def now_bytes(self) -> int:
-        """Resident now."""
+        """Return the resident bytes."""
         return int(self._process.memory_info().rss)
 
     def highest_bytes(self) -> int:
-        """The most since `forget`. On Linux not `ru_maxrss`, which begins with the parent's."""
+        """Return the peak since `forget`; Linux's `ru_maxrss` would start with the parent's."""
         if not sys.platform.startswith("linux"):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         match = re.search(r"^VmHWM:\s*(\d+) kB$", self._status.read_text(), re.M)
@@ -66,7 +64,7 @@ class Peak:
 
 
 class Rounds:
-    """Exchanges of a node that takes no steps: its parameters are moved by hand before each."""
+    """Exchanges of a node that takes no steps: its parameters are changed by hand before each."""
 
     def __init__(self, owner: Owner, settings: Settings, node: ReplicaNode, results: list[dict[str, object]]) -> None:
         self._owner, self._node, self._results = owner, node, results
@@ -74,8 +72,7 @@ class Rounds:
         self._peak = Peak()
 
     def begin(self, first_round: int) -> None:
-        """Hold the method's state as from `first_round` on. It is copied, because the zeros of a fresh one take no memory
-        until the first outer step writes them."""
+        """Set the state to begin at `first_round`, cloned: untouched zeros take no memory."""
         driver = self._node.loop.driver
         state = {name: tensor.clone() for name, tensor in driver.method.snapshot(driver.replica).items()}
         driver.method.restore(driver.replica, {**state, "round": torch.tensor(first_round)}, "adopt")
@@ -83,12 +80,12 @@ class Rounds:
 
     @torch.no_grad()
     def move(self) -> None:
-        """As if the node had trained: each parameter, one after the other, so that this takes little memory itself."""
+        """Change the parameters one by one, as if trained, which takes little memory itself."""
         for parameter in self._node.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=self._chance), alpha=DELTA)
 
     async def round(self) -> None:
-        """One step without gradients, whose end brings the exchange: encode, send, reduce, decode, outer step."""
+        """Take one step without gradients, and its whole exchange with the outer step."""
         loop = self._node.loop
         self.move()
         self._peak.forget()
@@ -107,9 +104,8 @@ async def main(settings: Settings) -> None:
     torch.set_num_threads(1)
     owner, codecs = await Owner.open(), Worker("codec")
     plan = plan_of(settings.preset, 1, 32, "diloco", period=1, codec=settings.codec, return_codec=settings.return_codec)
-    plan = dataclasses.replace(
-        plan, inner=InnerConfig("sgd")
-    )  # which has no moments, and passes over missing gradients
+    # SGD has no moments, and skips missing gradients.
+    plan = dataclasses.replace(plan, inner=InnerConfig("sgd"))
     results: list[dict[str, object]] = []
 
     def report(kind: str, fields: dict[str, object]) -> None:

@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces on a bridge, each with a limited rate up and down.
 
-The namespaces have no names: each belongs to a process that waits for the end of its standard input, so the kernel
-takes all of them away with us, however we end. Needs root, iproute2 and util-linux; delay needs more than Linux's own
-tools give everywhere, so there is none.
+The namespaces have no names: each belongs to a process that waits for the end of its standard
+input, so the kernel removes them all with us, however we end. Needs root, iproute2 and util-linux.
+There is no delay: it needs more than the tools found on every Linux.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from farflock.experiments.measure.metric import NotMeasured
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 BURST_BYTES = 64 * 1024
-QUEUE_MS = 50  # what a full queue holds packets back
-TRAIN = "8"  # packets that one cable hands over together: the limit counts each, the machine works for all at once
+QUEUE_MS = 50  # delay of a full queue
+TRAIN = "8"  # packets that a cable passes on together, for less work per packet
 COMMAND_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a process can run: put `prefix` before its command, and it has `address`."""
+    """A place to run a process: put `prefix` before its command, and it has `address`."""
 
     address: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class NoHosts(NotMeasured):
 
 
 def obstacle() -> str:
-    """Why this machine cannot have hosts with a rate; empty if it can."""
+    """Return why this machine cannot have hosts with a rate; empty if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -45,8 +45,7 @@ def obstacle() -> str:
 
 @contextlib.contextmanager
 def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
-    """`count` hosts that see each other through one bridge, each limited to `rate_bits` a second in both directions;
-    gone after the block. Raise `NoHosts` where that is not possible."""
+    """Make `count` hosts on a bridge, each with `rate_bits` per second both ways; or `NoHosts`."""
     if why := obstacle():
         raise NoHosts(why)
     with contextlib.ExitStack() as stack:
@@ -58,7 +57,7 @@ def hosts(count: int, rate_bits: float) -> Iterator[tuple[Host, ...]]:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """A process with a network namespace of its own, which lasts as long as it does; its id."""
+    """Start a process with a network namespace of its own, which ends with it; yield its id."""
     keeper = subprocess.Popen(("unshare", "--net", "cat"), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
         until_s = time.monotonic() + COMMAND_TIMEOUT_S
@@ -80,9 +79,11 @@ def _space_of(pid: int) -> str:
 
 
 def _plug(hub: int, space: int, number: int, rate_bits: float) -> Host:
-    """A cable from a namespace to the bridge, limited at both ends: at the host for what it sends, at the bridge for
-    what it gets. Packets travel in short trains, whose every packet and header the limit counts: whole super-packets would
-    not fit its burst, and single ones cost so much that two cores cannot carry eight hosts."""
+    """Connect a namespace to the bridge, limited at both ends: at the host out, at the bridge in.
+
+    Packets travel in short trains, and the limit counts each packet and header: whole super-packets
+    would not fit its burst, and single ones cost so much that two cores cannot carry eight hosts.
+    """
     address, port = f"10.78.0.{number + 1}", f"port{number}"
     _inside(hub, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(space))
     _inside(hub, "ip", "link", "set", port, "master", "bridge")

@@ -1,20 +1,25 @@
-"""What does synchronisation cost a loop that hides it behind its steps? Tokens a second of two peers that train with Streaming
-DiLoCo over lines of 100 and 10 Mbit/s, over those of the same loop without any exchange (method `local`).
+"""The cost of synchronisation that a loop hides behind its steps.
 
-Both are the product's own loop, links, agreement, encryption and codecs, in two processes on hosts with a limited rate
-(experiments/bench/netns.py; needs root). They take turns, piece by piece. A piece is what lies between two fragments: its
-first step sends one, `overlap` steps later the mean is wanted, and at its end nothing is on its way. So each piece holds one
-whole exchange, all that it computes included, and none leaks into the other loop's time.
+Tokens per second of two peers that train with Streaming DiLoCo over lines of 100 and 10 Mbit/s,
+over those of the same loop without any exchange (method `local`).
 
-What is trained decides the ratio, so here it is: 1.2 million parameters in 3 fragments, each sent every 99 steps of 1,024
-tokens, in the method's codecs (fp4 out, bf16 back), merged 5 steps later (the paper advises at most 5). A fragment of 0.4
-million parameters is 0.5 MB each way, 0.4 s of a line of 10 Mbit/s. The number of parameters hardly matters, for computing
-and sending both grow with it; the tokens between two exchanges do. Large runs have more of them, hence a better ratio. With
-fewer it gets worse, down to where a fragment takes longer than its 5 steps and the loop waits.
+Both are the product's own loop, links, agreement, encryption and codecs, in two processes on hosts
+with a limited rate (experiments/bench/netns.py; needs root). They take turns, piece by piece. A
+piece lies between two fragments: its first step sends one, `overlap` steps later the mean is
+wanted, and at its end nothing is on its way. So each piece holds one whole exchange with all its
+computing, and none leaks into the other loop's time.
 
-`overlap.RATE.waiting` is the same with `overlap` 0: each fragment is waited for, as DiLoCo waits for its whole replica. What
-lies between both ratios is what overlapping buys. What is missing to 1 is work: where peers have a core each, encoding,
-hashing, encryption and decoding take their time from the steps. The note says what a worker computes with and without.
+The training decides the ratio: 1.2 million parameters in 3 fragments, each sent every 99 steps of
+1,024 tokens, in the method's codecs (fp4 out, bf16 back), merged 5 steps later (the paper advises
+at most 5). A fragment of 0.4 million parameters is 0.5 MB each way, 0.4 s of a line of 10 Mbit/s.
+The number of parameters hardly matters, since computing and sending both grow with it; the tokens
+between two exchanges do. Large runs have more of them, hence a better ratio. With fewer it gets
+worse, down to where a fragment takes longer than its 5 steps and the loop waits.
+
+`overlap.RATE.waiting` is the same with `overlap` 0: each fragment is waited for, as DiLoCo waits
+for its whole replica. The difference of both ratios is the gain of overlapping. The rest to 1 is
+work: where peers have a core each, encoding, hashing, encryption and decoding take time from the
+steps. The note gives a worker's computing time with and without.
 """
 
 import asyncio
@@ -38,7 +43,7 @@ ARMS = ("local", "overlapping", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is trained: the model, a step's batch, the steps between two fragments, and those until one's mean is wanted."""
+    """The model, a step's batch, the steps between two fragments and until one's mean is wanted."""
 
     model: ModelConfig
     batch: int
@@ -49,11 +54,11 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Those of a piece, all peers'."""
+        """Tokens of a piece, all peers together."""
         return PEERS * self.steps * self.batch * self.seq
 
     def arm(self, name: str) -> dict[str, object]:
-        """How an arm synchronises, as the workers are told."""
+        """Return an arm's synchronisation in the workers' form."""
         if name == "local":
             return {"name": name, "method": "local", "options": {}}
         options = {"period": self.steps * self.fragments, "fragments": self.fragments}
@@ -72,7 +77,7 @@ class NoOverlap(NotMeasured):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One arm's piece: seconds until the last worker was done, and what each worker computed meanwhile, on average."""
+    """One arm's piece: seconds until the last worker was done, mean computing seconds of each."""
 
     took_s: float
     cpu_s: float
@@ -82,7 +87,7 @@ Turn = Mapping[str, Piece]
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`overlap.RATE` and `overlap.RATE.waiting` for each rate, in Mbit/s; `NoHosts` where lines cannot be limited."""
+    """Yield `overlap.RATE` and `overlap.RATE.waiting` per Mbit/s; raise `NoHosts` if impossible."""
     size = QUICK if options.quick else FULL
     for rate_bits in (options.rate_bits,) if options.rate_bits else RATES_BITS:
         name = f"overlap.{rate_bits / 1e6:g}"
@@ -91,7 +96,7 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def measure(size: Size, rate_bits: float, repeats: int, name: str) -> Iterator[Metric]:
-    """Both metrics of one rate."""
+    """Yield both metrics of one rate."""
     with hosts(PEERS, rate_bits) as places:
         turns = asyncio.run(_turns(size, places, repeats))
     for arm, suffix in (("overlapping", ""), ("waiting", ".waiting")):
@@ -99,7 +104,7 @@ def measure(size: Size, rate_bits: float, repeats: int, name: str) -> Iterator[M
 
 
 def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
-    """Tokens a second of an arm, beside those of the loop without exchanges in the same turn."""
+    """Return an arm's tokens per second beside those of the loop without exchanges in each turn."""
     pairs = [(size.tokens / turn[arm].took_s, size.tokens / turn["local"].took_s) for turn in turns]
     value, yardstick, ratio = medians(pairs)
     own, plain = (statistics.median(turn[which].cpu_s for turn in turns) for which in (arm, "local"))
@@ -113,7 +118,7 @@ def metric_of(size: Size, turns: Sequence[Turn], arm: str, name: str) -> Metric:
 
 
 async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]:
-    """Piece by piece, each arm in its turn. Before the first, all make the steps that lead up to the first fragment."""
+    """Take turns piece by piece, after the steps that lead up to the first fragment."""
     arms = [size.arm(name) for name in ARMS]
     settings = {"model": size.model, "batch": size.batch, "seq": size.seq, "arms": arms}
     async with fleet.fleet(WORKER, places, settings) as workers:
@@ -127,14 +132,14 @@ async def _turns(size: Size, places: Sequence[Host], repeats: int) -> list[Turn]
 
 
 async def _piece(workers: Sequence[Worker], arm: str, steps: int, exchanges: int) -> Piece:
-    """So many steps of all workers, from the barrier until each is done."""
+    """Take `steps` steps on all workers, from the barrier until each is done."""
     _, answers = await fleet.together(workers, "train", PIECE_TIMEOUT_S, arm=arm, steps=steps)
     _require_exchanges(arm, answers, exchanges)
     return Piece(max(answer["took_s"] for answer in answers), statistics.mean(answer["cpu_s"] for answer in answers))
 
 
 def _require_exchanges(arm: str, answers: Sequence[Fields], wanted: int) -> None:
-    """A piece has its exchange, whole and with everybody, within itself."""
+    """Raise `NoOverlap` unless a piece holds its whole exchange with all workers."""
     seen = [[tuple(result) for result in answer["rounds"]] for answer in answers]
     if seen != [[("ok", len(answers))] * wanted] * len(answers):
         raise NoOverlap(

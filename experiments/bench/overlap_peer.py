@@ -1,4 +1,4 @@
-"""One worker of the benchmark of overlap: nodes that train a piece of their run when they are told, and say how long it took.
+"""One worker of the benchmark of overlap: nodes that train timed pieces of their run on command.
 
 `python -m farflock.experiments.bench.overlap_peer SETTINGS`, started by experiments/bench/fleet.py.
 """
@@ -27,7 +27,7 @@ TEXT = 200_000  # characters of the corpus
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """How one of the loops synchronises."""
+    """The synchronisation of one of the loops."""
 
     name: str
     method: str
@@ -35,7 +35,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class Settings(Place, frozen=True):
-    """What the owner settles: the model, its batch, and the loops that take turns."""
+    """The owner's settings: the model, its batch, and the loops that take turns."""
 
     model: ModelConfig
     batch: int
@@ -44,13 +44,13 @@ class Settings(Place, frozen=True):
 
 
 class Pieces:
-    """A node that trains so many steps at a time. `results` are those of the exchanges of the last piece."""
+    """A node that trains piece by piece; `results` are those of the last piece's exchanges."""
 
     def __init__(self, owner: Owner, node: ReplicaNode, results: list[dict[str, object]]) -> None:
         self._owner, self._node, self._results = owner, node, results
 
     def begin(self, first_round: int) -> None:
-        """Hold the method's state as from `first_round` on: all workers were built alike, so nobody has to send it."""
+        """Set the method's state to begin at `first_round`; equal workers need no download."""
         driver, rounds = self._node.loop.driver, {}
         state = dict(driver.method.snapshot(driver.replica))
         for template in driver.method.streams(driver.replica):
@@ -62,7 +62,7 @@ class Pieces:
         self._node.state_sync.open(rounds)
 
     async def train(self, steps: int) -> None:
-        """So many steps of the node's own loop, from the barrier on."""
+        """Take `steps` steps of the node's own loop, from the barrier on."""
         start_s = await self._owner.barrier()
         self._results.clear()
         loop, begun_s = self._node.loop, time.process_time()
@@ -79,7 +79,7 @@ class Pieces:
 async def node_of(
     owner: Owner, settings: Settings, arm: Arm, works: tuple[Worker, Worker], left: AsyncExitStack
 ) -> Pieces:
-    """A member of a run of its own, with everybody's node of this arm; `left` ends it."""
+    """Join a run with all workers' nodes of this arm; `left` ends the membership."""
     codecs, steps = works
     plan = plan_of("demo", settings.batch, settings.seq, arm.method, **arm.options)
     plan = dataclasses.replace(plan, model=settings.model)

@@ -1,8 +1,10 @@
-"""What is our planner worth? Its time for 64 nodes, and its layouts' cost over the best there is and over a genetic search's.
+"""The worth of our planner: time for 64 nodes, cost over the optimum and over a genetic search's.
 
-The cost is DT-FM's, in seconds of communication a step (experiments/placement/layout.py). The cases are its worldwide
-one (eight cities with eight machines each, GPT-3 XL in eight stages), the same model on the twelve regions of another
-cloud, and links that are all drawn by chance, which are like nothing real but leave a planner no hint."""
+The cost is DT-FM's, in seconds of communication per step (experiments/placement/layout.py). The
+cases are its worldwide one (eight cities with eight machines each, GPT-3 XL in eight stages), the
+same model on the twelve regions of another cloud, and links drawn at random, which are like nothing
+real but leave a planner no hint.
+"""
 
 import statistics
 import time
@@ -17,12 +19,12 @@ from farflock.experiments.placement.planner import balanced, partition_count, pa
 
 QUICK = Scale(16, 4, 3, 10, 500)
 SMALL_NODES, SMALL_STAGES = 8, (2, 4)
-# DT-FM's own, and the same with Kernighan and Lin's gain, which is stronger in some cases and weaker in others
+# DT-FM's own, and the same with Kernighan and Lin's gain, stronger in some cases, weaker in others.
 BASELINES: dict[str, genetic.Gain] = {"planner.over_genetic": "circular", "planner.over_kernighan_lin": "kernighan-lin"}
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`planner.seconds`, `planner.over_optimum`, and one of each of `BASELINES`."""
+    """Yield `planner.seconds`, `planner.over_optimum`, and one metric for each of `BASELINES`."""
     size = QUICK if options.quick else Scale()
     with one_thread():
         if options.wants("planner.seconds"):
@@ -35,7 +37,7 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def _seconds(size: Scale, repeats: int) -> Metric:
-    """Processor seconds of a plan, each repeat with another seed."""
+    """Measure the processor seconds of a plan, each repeat with another seed."""
     every = cases(size.nodes)
     for case in every:
         case.plan(size, 0)  # the first run fills caches
@@ -55,7 +57,7 @@ def _seconds(size: Scale, repeats: int) -> Metric:
 
 
 def _over_optimum(size: Scale) -> Metric:
-    """The worst of many cases; what the planner would find if it did not try all is in the note."""
+    """Return the worst ratio of many cases; the note has that of a search that cannot try all."""
     ours, searched = [], []
     for stages in SMALL_STAGES:
         sizes = balanced(SMALL_NODES, stages)
@@ -74,12 +76,12 @@ def _over_optimum(size: Scale) -> Metric:
 
 
 def optimum(costs: Costs, sizes: tuple[int, ...]) -> float:
-    """The cheapest layout's seconds."""
+    """Return the cheapest layout's seconds."""
     return min(costs.layout(stages).seconds for stages in partitions(sizes))
 
 
 def _over_genetic(size: Scale, metric: str, gain: genetic.Gain) -> Metric:
-    """The worst ratio of the cases counts; how much longer the baseline takes is in the note."""
+    """Return the worst ratio of the cases; the note has the baseline's time."""
     pairs, notes = [], []
     for case in cases(size.nodes):
         costs, sizes = Costs(case.links, case.traffic), balanced(size.nodes, size.stages)

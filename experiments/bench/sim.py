@@ -1,8 +1,9 @@
-"""What does the simulator cost? Training steps of a whole simulated swarm per second of processor time, over those of a
-plain loop that trains as many replicas in turn; and what each further peer costs before it has taken a step.
+"""The cost of the simulator: training steps of a whole simulated swarm per processor second.
 
-The swarm is `node/simulate/simulation.py`'s: real steps, and the product's own agreement, links, codecs and states in
-virtual time."""
+The yardstick is a plain loop that trains as many replicas in turn; `sim.peer_s` is the cost of each
+further peer before its first step. The swarm is `node/simulate/simulation.py`'s: real steps, and
+the product's own agreement, links, codecs and states in virtual time.
+"""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from farflock.node.simulate.simulation import SimulationResult, World, simulate
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The swarm that trains, its steps in a round and a replica; and the two swarms whose starts are compared."""
+    """The training swarm, its steps per round and replica, and two swarms to compare starts."""
 
     preset: str = "demo"
     batch: int = 8
@@ -31,7 +32,7 @@ class Size:
 
     @property
     def swarm_tokens(self) -> int:
-        """Of the run whose peers take `steps` each."""
+        """Tokens of a run whose peers take `steps` each."""
         return self.steps * self.peers * self.batch * self.seq
 
 
@@ -39,7 +40,7 @@ QUICK = Size("tiny", 2, 16, 2, 3, 6, 1, 3)
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`sim` and `sim.peer_s`."""
+    """Yield `sim` and `sim.peer_s`."""
     size = QUICK if options.quick else Size()
     tokens = ByteTokenizer().encode(load_corpus(SHIPPED).train)
     with one_thread():
@@ -50,7 +51,7 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
-    """The first turn warms up."""
+    """Measure the steps of the swarm and the plain loop; the first turn warms up."""
     pairs = [_turn(size, tokens) for _ in range(1 + repeats)][1:]
     value, yardstick, ratio = medians(pairs)
     note = (
@@ -61,7 +62,7 @@ def _steps(size: Size, tokens: TokenIds, repeats: int) -> Metric:
 
 
 def _turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
-    """Steps a second of the swarm, then of the plain loop for as many steps in all."""
+    """Return the steps per second of the swarm, and of the plain loop for as many steps."""
     begin_s = time.process_time()
     steps = _simulated(size, tokens, size.peers, size.swarm_tokens).steps
     swarm_s = time.process_time() - begin_s
@@ -76,8 +77,7 @@ def _turn(size: Size, tokens: TokenIds) -> tuple[float, float]:
 
 
 def _peer(size: Size, tokens: TokenIds, repeats: int) -> Metric:
-    """Runs that end at once: founding, joining with the state's download, being admitted, a step of one token, and 30
-    virtual seconds of life."""
+    """Measure runs that end at once: join, download, admission, one token, 30 virtual seconds."""
     size = replace(size, batch=1, seq=1)
     each_s = []
     for _ in range(1 + repeats):

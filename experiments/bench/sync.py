@@ -1,17 +1,20 @@
-"""What does a whole sync cost? N processes average 10 million parameters: from a common start, until the last one has
-the decoded mean; the time that its bytes must take on its link, beside it.
+"""The cost of a whole sync: N processes average 10 million parameters, beside their bytes' time.
 
-Ideal: a contribution of `out` bytes is cut into N parts, part i goes to the peer that reduces it, and the reduced
-parts, `back` bytes in all, go to everybody (reduce-scatter and all-gather: no all-reduce moves fewer bytes). Each peer
-sends (N-1)/N · out, its parts for the others to reduce, and (N-1) · back/N, its reduced part to each of the others, and
-receives as much; both directions are equally busy, so
+It is measured from a common start until the last process has the decoded mean.
+
+Ideal: a contribution of `out` bytes is cut into N parts, part i goes to the peer that reduces it,
+and the reduced parts, `back` bytes in all, go to every peer (reduce-scatter and all-gather: no
+all-reduce moves fewer bytes). Each peer sends (N-1)/N · out, its parts for the others to reduce,
+and (N-1) · back/N, its reduced part to each of the others, and receives as much; both directions
+are equally busy, so
 
     ideal seconds = (N-1)/N · (out + back) · 8 / rate
 
-of payload: headers of Ethernet, IP and TCP (about 4.5 %), acknowledgements of the other direction, encryption, hashing,
-encoding, agreement and idle links all show as a ratio below 1, and so does a machine too small to be N hosts: the note
-says what the workers computed (the kernel's packets come on top). On loopback there is no rate: the yardstick is then
-the same bytes between the same processes over plain TCP, all pairs at once.
+of payload: headers of Ethernet, IP and TCP (about 4.5 %), acknowledgements of the other direction,
+encryption, hashing, encoding, agreement and idle links all show as a ratio below 1, and so does a
+machine too small to be N hosts: the note has the workers' computing time (the kernel's packets come
+on top). Loopback has no rate: the yardstick is then the same bytes between the same processes over
+plain TCP, all pairs at once.
 """
 
 import asyncio
@@ -33,7 +36,7 @@ ROUND_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is synced, by how many, how often."""
+    """The parameters to sync, the numbers of peers, and the codecs."""
 
     parameters: int = 10_000_000
     peers: tuple[int, ...] = (2, 4, 8)
@@ -54,7 +57,7 @@ class NoSync(NotMeasured):
 
 
 def run(options: Options) -> Iterator[Metric]:
-    """`sync.N` for each number of peers."""
+    """Yield `sync.N` for each number of peers."""
     size = QUICK if options.quick else Size()
     for peers in size.peers:
         if options.wants(f"sync.{peers}"):
@@ -62,7 +65,7 @@ def run(options: Options) -> Iterator[Metric]:
 
 
 def measure(size: Size, peers: int, options: Options) -> Metric:
-    """One number of peers: on hosts of their own if there is a rate and this machine can have them, else on loopback."""
+    """Measure one number of peers: on limited hosts if there is a rate and this machine can."""
     why = obstacle() if options.rate_bits is not None else ""
     rate_bits = None if why else options.rate_bits
     with contextlib.ExitStack() as stack:
@@ -86,13 +89,12 @@ def measure(size: Size, peers: int, options: Options) -> Metric:
 
 
 def each_way_bytes(size: Size, peers: int) -> float:
-    """What each peer must send, and receive."""
+    """Return the bytes that each peer must send, and receive."""
     return (peers - 1) / peers * size.payload_bytes
 
 
 async def _rounds(size: Size, places: Sequence[Host], repeats: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each sync, of each swap over plain TCP, taken in turns, and of all workers' computing in each sync; the
-    first of each warms up."""
+    """Return seconds of syncs, of plain swaps, and of computing, without the first, a warm-up."""
     settings = {"parameters": size.parameters, "codec": size.out, "return_codec": size.back}
     part_bytes = round(each_way_bytes(size, len(places)) / (len(places) - 1))
     synced_s, plain_s, cpu_s = [], [], []

@@ -1,7 +1,7 @@
-"""One worker of the benchmark of a whole sync: an exchange through the product's own exchange client, peer and links,
-and beside it the same bytes over plain TCP.
+"""One worker of the benchmark of a whole sync: the product's own exchange client, peer and links.
 
-`python -m farflock.experiments.bench.sync_peer SETTINGS`, started by experiments/bench/fleet.py.
+Beside it, the same bytes over plain TCP. `python -m farflock.experiments.bench.sync_peer SETTINGS`,
+started by experiments/bench/fleet.py.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ PIECE_BYTES = 256 * 1024
 
 
 class Settings(Place, frozen=True):
-    """What the owner settles: the parameters' number and the codecs."""
+    """The owner's settings: the number of parameters and the codecs."""
 
     parameters: int
     codec: str
@@ -39,7 +39,7 @@ class Settings(Place, frozen=True):
 
 
 def model(settings: Settings) -> dict[str, Tensor]:
-    """This worker's contribution: tensors of about a million values, the last one smaller."""
+    """Return this worker's contribution: tensors of a million values, the last one smaller."""
     chance = torch.Generator().manual_seed(settings.number)
     starts = range(0, settings.parameters, TENSOR_VALUES)
     counts = [min(TENSOR_VALUES, settings.parameters - start) for start in starts]
@@ -47,7 +47,7 @@ def model(settings: Settings) -> dict[str, Tensor]:
 
 
 def exchange_of(settings: Settings, number: int, tensors: dict[str, Tensor]) -> Exchange:
-    """The request of a round; no two rounds hold equal bytes, which nobody would have to fetch again."""
+    """Return a round's request; its bytes differ from every other round's, so all are fetched."""
     fresh = {name: tensor * (1 + number / 128) for name, tensor in tensors.items()}
     key = ExchangeKey(STREAM, number)
     return Exchange(
@@ -56,7 +56,7 @@ def exchange_of(settings: Settings, number: int, tensors: dict[str, Tensor]) -> 
 
 
 def fingerprint(result: Result) -> str:
-    """A hash of the mean: equal at all workers, or the sync was none."""
+    """Return a hash of the mean, which must be equal at all workers."""
     assert result.mean is not None, f"{result.status} without a mean"
     whole = hashlib.sha256()
     for name in sorted(result.mean):
@@ -66,7 +66,7 @@ def fingerprint(result: Result) -> str:
 
 @dataclass(slots=True)
 class Sync:
-    """The worker's work: one round after another, as it is told."""
+    """The worker's rounds, one after another on command."""
 
     owner: Owner
     settings: Settings
@@ -76,7 +76,7 @@ class Sync:
     number: int
 
     async def round(self) -> None:
-        """Encode, exchange, decode, from the barrier to the decoded mean."""
+        """Encode, exchange and decode, from the barrier to the decoded mean."""
         exchange = exchange_of(self.settings, self.number, self.tensors)
         await self.owner.barrier()
         begun_s = time.process_time()
@@ -96,7 +96,7 @@ class Sync:
 
 
 class Plain:
-    """The yardstick: the same bytes between the same hosts over plain TCP, nothing encrypted, reduced or agreed."""
+    """The yardstick: the same bytes between the same hosts over plain TCP, and nothing else."""
 
     def __init__(self, host: str) -> None:
         self._server = socket.create_server((host, 0), backlog=64)
@@ -106,7 +106,7 @@ class Plain:
         self._in: list[socket.socket] = []
 
     async def connect(self, addresses: list[tuple[str, int]]) -> None:
-        """A connection to each of the others, and one from each."""
+        """Connect to each of the others, and accept a connection from each."""
         loop = asyncio.get_running_loop()
 
         async def dial(address: tuple[str, int]) -> socket.socket:
@@ -139,7 +139,7 @@ class Plain:
         await asyncio.gather(*map(send, self._out), *map(receive, self._in))
 
     async def round(self, owner: Owner, size_bytes: int) -> None:
-        """One swap from the barrier on."""
+        """Swap once, from the barrier on."""
         await owner.barrier()
         await self.swap(size_bytes)
         owner.say("done", done_s=asyncio.get_running_loop().time())

@@ -1,4 +1,4 @@
-"""What benchmarks and experiments measure with: one line of the scoreboard, and one thread a process.
+"""Tools of benchmarks and experiments: a line of the scoreboard, and one thread per process.
 
 Imports nothing of the product.
 Start reading at metric.py.

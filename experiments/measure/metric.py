@@ -1,7 +1,8 @@
-"""One line of the scoreboard: a value, the yardstick it is held against, their ratio, and how far to trust them.
+"""One line of the scoreboard: a value, its yardstick, their ratio, and how far to trust them.
 
-These machines are noisy, so a metric is the median of alternating runs, and says how many there were and how busy the
-machine was meanwhile. What works alone in its process is timed by the processor's clock, which others cannot stretch.
+These machines are noisy, so a metric is the median of alternating runs, with their number and the
+machine's load. Work that is alone in its process is timed by the processor's clock, which other
+processes cannot stretch.
 """
 
 import os
@@ -12,12 +13,12 @@ from dataclasses import dataclass, fields
 
 
 class NotMeasured(RuntimeError):
-    """A benchmark could not be run here, or what it runs did not do its work: no number at all instead of a wrong one."""
+    """A benchmark could not run here, or did not do its work: no number instead of a wrong one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`value` and `yardstick` are in `unit` (None: there is no yardstick to run); `ratio` is what the scoreboard names."""
+    """A value and its yardstick in `unit` (None: nothing to run), and the scoreboard's `ratio`."""
 
     metric: str
     value: float
@@ -34,8 +35,7 @@ COLUMNS = tuple(field.name for field in fields(Metric))  # of a line, in order
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every benchmark is told. `repeats` is the number of alternating runs; `rate_bits` limits the links; `only` is
-    the one metric that was asked for, None for all of the benchmark's."""
+    """Alternating runs (`repeats`), a limit for links, and the one requested metric (None: all)."""
 
     repeats: int = 5
     rate_bits: float | None = None
@@ -43,17 +43,17 @@ class Options:
     only: str | None = None
 
     def wants(self, metric: str) -> bool:
-        """Whether this metric is to be measured: benchmarks with many skip the others."""
+        """Return whether this metric is to be measured."""
         return self.only in (None, metric)
 
 
 def load() -> float:
-    """The machine's load of the last minute a core: above about 1 others ran beside us, and ratios are noisy."""
+    """Return the load of the last minute per core; above about 1, ratios are noisy."""
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
 
 
 def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long one call takes."""
+    """Return the duration of one call."""
     begin_s = clock()
     work()
     return clock() - begin_s
@@ -62,15 +62,17 @@ def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_c
 def turns(
     repeats: int, *works: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> list[tuple[float, ...]]:
-    """Seconds of each work in each of `repeats` rounds of alternation; with `time.process_time`, of the processor."""
+    """Return the seconds of each work in each of `repeats` alternating rounds, by `clock`."""
     for work in works:
         work()  # the first run fills caches
     return [tuple(seconds(work, clock) for work in works) for _ in range(repeats)]
 
 
 def medians(pairs: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """Of (value, yardstick) pairs: the median value, the median yardstick, and the median of the pairs' own ratios, which
-    a slow minute of the machine moves least. The third is therefore not quite the first over the second."""
+    """Return the median value, the median yardstick, and the median of the pairs' own ratios.
+
+    A slow minute moves the ratios least, so the third is not quite the first over the second.
+    """
     values, yardsticks = zip(*pairs, strict=True)
     ratios = [value / yardstick for value, yardstick in pairs]
     return statistics.median(values), statistics.median(yardsticks), round(statistics.median(ratios), 4)

@@ -1,4 +1,4 @@
-"""One compute thread while something is measured: what several do at once depends on what else the machine does."""
+"""One compute thread while measuring: the speed of several depends on the machine's other work."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes in one thread inside the block, in as many as before after it."""
+    """Let torch compute in one thread inside the block; restore the number after it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

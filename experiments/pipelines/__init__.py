@@ -1,4 +1,4 @@
-"""Computations about pipelines that `farflock reproduce` tabulates: no training run, or stages alone.
+"""Computations about pipelines for `farflock reproduce`: no training run, or stages alone.
 
 May import experiments/measure and placement.
 Start reading at catalog.py.

@@ -1,4 +1,4 @@
-"""Computations by name: the only registry, a literal dict, which recipes choose from."""
+"""Computations by name: the only registry, a literal dict, from which recipes choose."""
 
 from farflock.experiments.pipelines import (
     checkfree,

@@ -1,10 +1,12 @@
-"""What does a lost stage cost? The product's stages in one process, trained on the shipped plays, lose stages by a seeded
-trace and get them back in several ways, at equal numbers of steps.
+"""The cost of a lost stage, by the way of recovering it, at equal numbers of steps.
 
-Recovery itself is the product's: `recovery_policy.source` chooses and `recovery` makes the tensors; swapped
-microbatches go where `SwappedPaths` sends them. As in the paper's experiments failures come between steps, never to the
-first and last stage (which embed and predict), and never to two neighbours at once; a replacement is there at once,
-whichever way. Restoring a checkpoint sends all stages and the data back, so those steps are spent again."""
+The product's stages in one process, trained on the shipped plays, lose stages by a seeded trace.
+Recovery is the product's: `recovery.policy.source` chooses and `recovery.rebuild` makes the
+tensors; swapped microbatches go where `SwappedPaths` sends them. As in the paper, failures come
+between steps, never to the first and last stage (which embed and predict), and never to two
+neighbours at once; a replacement is there at once. Restoring a checkpoint resets all stages and the
+data, so those steps are spent again.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -41,8 +43,10 @@ SMALL = ModelConfig(dim=64, layers=6, heads=4, kv_heads=4, ffn_dim=176, context=
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The sizes of an experiment. `probability` is that of a stage's failure in a step, for each stage between the ends;
-    `checkpoint_every` and `points` are in steps; a step has `microbatches` of `batch` sequences."""
+    """An experiment's sizes; `checkpoint_every` and `points` are in steps of `microbatches`.
+
+    `probability` is that of a stage's failure in a step, for each stage between the ends.
+    """
 
     config: ModelConfig = SMALL
     sizes: tuple[int, ...] = (1,) * 6
@@ -66,7 +70,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A stage is lost after so many steps have been spent."""
+    """The loss of a stage after `step` steps."""
 
     step: int
     stage: int
@@ -74,8 +78,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm's held-out losses in nats a token, at the trial's points, and its recoveries, each
-    with what it added to the loss; `progress` is how many of the spent steps are in its weights."""
+    """An arm's held-out losses, its recoveries with their costs, and the steps in its weights."""
 
     losses: tuple[float, ...]
     recoveries: tuple[tuple[Failure, float], ...]
@@ -83,13 +86,12 @@ class Arm:
 
     @property
     def bump(self) -> float:
-        """How much a recovery adds to the loss at once, on average; 0 without any."""
+        """Mean increase of the loss by a recovery; 0 without any."""
         return fmean([added for _, added in self.recoveries] or [0.0])
 
 
 def trace(trial: Trial) -> tuple[Failure, ...]:
-    """When which stage fails, from the trial's seed: after each step each stage between the ends with the trial's probability,
-    but not one beside another that fails at that moment."""
+    """Return seeded failures of inner stages after steps, never of two neighbours at once."""
     chance = random.Random(f"checkfree {trial.seed}")
     failures: list[Failure] = []
     for step in range(1, trial.steps):
@@ -101,7 +103,7 @@ def trace(trial: Trial) -> tuple[Failure, ...]:
 
 
 def experiment(trial: Trial) -> tuple[tuple[Failure, ...], dict[str, Arm]]:
-    """All arms from the same weights, over the same batches, with the same trace; that comes first."""
+    """Return the trace, and all arms under it, from the same weights and over the same batches."""
     train, held_out, _ = texts()
     failures, text = trace(trial), Text.of(trial, train, held_out)
     return failures, {name: run(trial, name, failures, text) for name in ARMS}
@@ -109,21 +111,20 @@ def experiment(trial: Trial) -> tuple[tuple[Failure, ...], dict[str, Arm]]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What an arm trains on and is measured on."""
+    """Training and held-out data of an arm."""
 
     batches: Batches
     held_out: tuple[Tensor, Tensor]
 
     @staticmethod
     def of(trial: Trial, train: TokenIds, held_out: TokenIds) -> "Text":
-        """With the trial's sizes."""
+        """Return the data in the trial's sizes."""
         batches = Batches(train, trial.seed, "checkfree", trial.batch, trial.seq)
         return Text(batches, evaluation(held_out, trial.seq, trial.held_out_sequences))
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Of a trial, what a tier chooses; the rate rises for a fifteenth of the steps, losses are taken at each sixth, over
-    `held_out` sequences."""
+    """A trial's parameters; the warm-up takes a fifteenth of the steps, losses come each sixth."""
 
     steps: Annotated[int, msgspec.Meta(ge=6, le=100_000)] = 600
     batch: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
@@ -134,8 +135,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Of each arm the held-out losses in nats a token at the points, how much a recovery adds to them at once on average, and
-    the steps that are in its weights at the end."""
+    """Tabulate each arm's held-out losses, mean increase by recovery, and steps in its weights."""
     points = tuple(size.steps * part // 6 for part in range(1, 7))
     outcomes = []
     for number, seed in enumerate(size.seeds, 1):
@@ -163,7 +163,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm:
-    """One arm: so many steps, a failure between some of them."""
+    """Run one arm, with failures between its steps."""
     pipeline = Pipeline(trial, text, name in SWAPPED)
     recover = Recovery(pipeline, name)
     met = [] if name in UNBROKEN else failures
@@ -184,8 +184,7 @@ def run(trial: Trial, name: str, failures: Sequence[Failure], text: Text) -> Arm
 
 
 class Served:
-    """A stage with its optimizer and the scale of its gradients; `since` counts its steps since it was made from neighbours,
-    None if it never was."""
+    """A stage with its optimizer; `since` counts steps since neighbours rebuilt it, or is None."""
 
     def __init__(self, trial: Trial, span: range, tensors: Tensors | None = None, seed: int | None = None) -> None:
         model = build(trial.config, trial.seed if seed is None else seed, span)
@@ -198,7 +197,7 @@ class Served:
         self.since: int | None = None
 
     def update(self, asked: MicrobatchGradient, rate: float) -> None:
-        """A step with the mean gradient of the microbatches."""
+        """Take a step with the mean gradient of the microbatches."""
         gradients = {name: total / asked.tokens for name, total in asked.gradients.items()}
         self.scale = self.scale.after(gradients)
         self.replica.write(gradients, "grad")
@@ -206,12 +205,12 @@ class Served:
         self.since = None if self.since is None else self.since + 1
 
     def neighbour(self) -> Neighbour:
-        """What it gives to whoever makes the stage beside it."""
+        """Return what the recovery of a stage beside this one needs."""
         return Neighbour(self.span, self.replica.read(self.replica.names, "param"), self.scale.omega())
 
 
 class Pipeline:
-    """All stages in one process, and how far they are; `step` is the batch pointer."""
+    """All stages in one process; `step` is the batch pointer."""
 
     def __init__(self, trial: Trial, text: Text, swapping: bool) -> None:
         self.trial, self.text, self.swapping = trial, text, swapping
@@ -226,7 +225,7 @@ class Pipeline:
         self.save()
 
     def train(self) -> None:
-        """One step of every stage, with all its microbatches."""
+        """Take one step of every stage, with all its microbatches."""
         sums = [GradientAccumulator() for _ in self.stages]
         for index in range(self.trial.microbatches):
             order = self.policy.stage_order(Microbatch(self.step, index, 0))
@@ -250,34 +249,34 @@ class Pipeline:
             gradient = done.input_gradient
 
     def loss(self) -> float:
-        """Held out, in order, in nats a token."""
+        """Return the held-out loss in nats per token, with stages in order."""
         x, targets = self.text.held_out
         for served in self.stages[:-1]:
             x = served.stage.forward(x)
         return self.stages[-1].stage.loss_sum(x, targets) / targets.numel()
 
     def save(self) -> None:
-        """A checkpoint of all stages, at this step."""
+        """Keep a checkpoint of all stages at this step."""
         state: list[dict[str, Tensors]] = [
             {what: one.replica.read(one.replica.names, what) for what in SAVED} for one in self.stages
         ]
         self._saved = self.step, state
 
     def go_back(self) -> None:
-        """All stages and the batch pointer to the last checkpoint."""
+        """Reset all stages and the batch pointer to the last checkpoint."""
         self.step, state = self._saved
         for served, tensors in zip(self.stages, state, strict=True):
             for what in SAVED:
                 served.replica.write(tensors[what], what)
 
     def replace(self, stage: int, tensors: Tensors | None, seed: int | None = None) -> Served:
-        """A new replica of one stage, with zero moments; the others stay as they are."""
+        """Make a new replica of one stage, with zero moments; the others stay as they are."""
         self.stages[stage] = Served(self.trial, self.spans[stage], tensors, seed)
         return self.stages[stage]
 
 
 class Recovery:
-    """What an arm does about a lost stage; says what the stage was made from."""
+    """An arm's recovery of a lost stage; a call returns the source in words."""
 
     def __init__(self, pipeline: Pipeline, arm: str) -> None:
         ways: dict[str, Callable[[int], str]] = {"re-initialised": self._by_chance, "checkpoint": self._from_checkpoint}

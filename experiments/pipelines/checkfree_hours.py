@@ -1,11 +1,13 @@
-"""How many hours until a loss is reached when stages fail: the arithmetic behind Table 2 of CheckFree (arXiv:2506.15461, 500M
-parameters to a validation loss of 2.85), with what is the paper's kept apart from what follows.
+"""Hours until a loss is reached when stages fail: the arithmetic of CheckFree's Table 2.
 
-Taken from the paper: each strategy's seconds an iteration and hours (`TABLE`), the failure rates, and the released code's
-probabilities. All of the table's hours are a multiple of 500 iterations times seconds an iteration, and redundant
-computation, which loses nothing, needs 10,000: so the table's iterations, and CheckFree's penalty by rate, can be read off it.
-Predicted here without the table's hours: what checkpoints every k iterations cost by replay alone, and what redundant forward
-passes cost in computation alone.
+(arXiv:2506.15461, 500M parameters to a validation loss of 2.85.)
+
+From the paper: each strategy's seconds per iteration and hours (`TABLE`), the failure rates, and
+the released code's probabilities. All of the table's hours are a multiple of 500 iterations times
+seconds per iteration, and redundant computation, which loses nothing, needs 10,000: so the table's
+iterations, and CheckFree's penalty by rate, can be read off it. Predicted here without the table's
+hours: the cost of checkpoints every k iterations by replay alone, and that of redundant forward
+passes by computation alone.
 """
 
 import math
@@ -14,14 +16,14 @@ from itertools import pairwise
 
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact
 
-RATES = (0.05, 0.10, 0.16)  # failures of a stage an hour
+RATES = (0.05, 0.10, 0.16)  # failures of a stage per hour
 STAGES = 6
-CODE_PROBABILITY = (0.0009, 0.002, 0.004)  # an iteration, in the released code, by rate
+CODE_PROBABILITY = (0.0009, 0.002, 0.004)  # per iteration, in the released code, by rate
 BACKWARD = 2.5  # times a forward pass, in the released time model
 PERIODS = (10, 40, 50, 100)  # iterations between checkpoints; 40, 50 and 100 are the paper's
-GRANULE = 500  # iterations between the paper's evaluations, as its hours betray
+GRANULE = 500  # iterations between the paper's evaluations, by its hours
 
-# strategy -> by rate: (seconds an iteration, hours)
+# strategy -> by rate: (seconds per iteration, hours)
 TABLE: dict[str, tuple[tuple[float, float], ...]] = {
     "checkpointing": ((91.35, 558.23), (91.35, 621.67), (92.14, 634.35)),
     "redundancy": ((151.04, 419.56), (151.04, 419.56), (151.04, 419.56)),
@@ -31,13 +33,16 @@ TABLE: dict[str, tuple[tuple[float, float], ...]] = {
 
 
 def probability(rate_per_h: float, iteration_s: float, stages: int = STAGES) -> float:
-    """That at least one of `stages` stages, each of which fails with `rate_per_h` in an hour, fails in an iteration."""
+    """Return the chance per iteration of a failure among stages that fail at `rate_per_h` each."""
     return -math.expm1(stages * iteration_s / 3600 * math.log1p(-rate_per_h))
 
 
 def replayed(useful: float, period: float, chance: float) -> float:
-    """Expected iterations until `useful` are done if each fails with `chance` and sends everybody back to the last multiple of
-    `period`: `period` successes in a row take (1 - qᵏ) / (p qᵏ) trials on average."""
+    """Return the expected iterations until `useful` are done with replay of failed ones.
+
+    Each fails with `chance` and sends all stages back to the last multiple of `period`: `period`
+    successes in a row take (1 - qᵏ) / (p qᵏ) trials on average.
+    """
     if chance == 0:
         return useful
     trials = math.expm1(-period * math.log1p(-chance)) / chance
@@ -45,7 +50,7 @@ def replayed(useful: float, period: float, chance: float) -> float:
 
 
 def explaining_period(useful: float, iterations: float, chance: float) -> float:
-    """The period whose replay makes `iterations` of `useful` ones (bisection: replay grows with the period)."""
+    """Return the period whose replay turns `useful` iterations into `iterations`, by bisection."""
     low, high = 1.0, 100 / chance
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -54,12 +59,15 @@ def explaining_period(useful: float, iterations: float, chance: float) -> float:
 
 
 def redundant_iteration_s(plain_s: float, backward: float = BACKWARD) -> float:
-    """An iteration in which each stage does its successor's forward passes too (as Bamboo), all time being computation."""
+    """Return an iteration's seconds if each stage also does its successor's forward passes.
+
+    As in Bamboo; all time counts as computation.
+    """
     return plain_s * (2 + backward) / (1 + backward)
 
 
 def crossover(rates: Sequence[float], rising: Sequence[float], level: Sequence[float]) -> float | None:
-    """The rate at which `rising` overtakes `level`, both straight between the given rates; None if it never does."""
+    """Return the rate where `rising` overtakes `level`, linear between rates; None if never."""
     gaps = [one - other for one, other in zip(rising, level, strict=True)]
     for (here, gap), (there, next_gap) in pairwise(zip(rates, gaps, strict=True)):
         if gap < 0 <= next_gap:
@@ -68,34 +76,34 @@ def crossover(rates: Sequence[float], rising: Sequence[float], level: Sequence[f
 
 
 def useful_iterations() -> float:
-    """Those of a strategy that loses nothing: redundant computation's, by the table's hours, to the paper's granule."""
+    """Return redundant computation's iterations, by the table's hours, to the paper's granule."""
     iteration_s, hours = TABLE["redundancy"][0]
     return GRANULE * round(hours * 3600 / iteration_s / GRANULE)
 
 
 def iterations(strategy: str, place: int) -> float:
-    """Those that a cell's hours are, at the rate of this place."""
+    """Return the iterations behind a cell's hours, at the rate of this place."""
     iteration_s, hours = TABLE[strategy][place]
     return hours * 3600 / iteration_s
 
 
 def replay_h(place: int, period: int, chance: float) -> float:
-    """Hours that checkpoints every `period` iterations must cost by replay alone."""
+    """Return the hours that checkpoints every `period` iterations must cost by replay alone."""
     return replayed(useful_iterations(), period, chance) * TABLE["checkpointing"][place][0] / 3600
 
 
 def crossovers() -> dict[str, float | None]:
-    """Where redundancy overtakes each CheckFree."""
+    """Return the rates from which redundancy is faster than each CheckFree, or None."""
     hours = {name: [h for _, h in cells] for name, cells in TABLE.items()}
     return {name: crossover(RATES, hours[name], hours["redundancy"]) for name in ("checkfree", "checkfree+")}
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Nothing: the table is the input."""
+    """No parameters: the table is the input."""
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """What the table's cells say, what is predicted, and where the lines cross (100 % if they do not)."""
+    """Tabulate the table's cells, the predictions, and the lines' crossings (100 % if none)."""
     useful, plain_s = useful_iterations(), TABLE["checkpointing"][0][0]
     chances = [probability(rate, plain_s) for rate in RATES]
     rows = []

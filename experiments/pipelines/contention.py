@@ -1,9 +1,10 @@
-"""SkipPipe's plans on a network whose links queue, and what each of its three ideas is worth there.
+"""SkipPipe's plans on a network whose links queue, and the gain of each of its three ideas there.
 
-The published comparison changes three things at once: paths visit four stages instead of six, five data nodes begin them
-instead of three, and a planner chooses them. Here thirty microbatches are always on their way, and one thing changes at a time.
-Links are those of the released instance, but a wire carries one message at a time, and so do a node's line in and its line out,
-which its wires share. Nothing is forgotten, and nobody rests.
+The published comparison changes three things at once: paths visit four stages instead of six, five
+data nodes begin them instead of three, and a planner chooses them. Here thirty microbatches are
+always on their way, and one thing changes at a time. Links are those of the released instance, but
+a wire carries one message at a time, as do a node's line in and line out, which its wires share. No
+microbatch is forgotten, and no node rests.
 """
 
 from collections import defaultdict
@@ -23,7 +24,7 @@ from farflock.swarm.paths.timetable import timetable
 
 MICROBATCHES = 30
 FEW_ORIGINS = 3  # as many as the later stages have nodes
-IDEAS = {  # the plan without it, and the one with it
+IDEAS = {  # the plans without and with each idea
     "fewer hops, three origins": ("full, three origins", "skipping, three origins"),
     "fewer hops, five origins": ("full, five origins", "skipping, five origins"),
     "more origins, full": ("full, three origins", "full, five origins"),
@@ -34,8 +35,11 @@ IDEAS = {  # the plan without it, and the one with it
 
 
 class Wires:
-    """Links that queue: a message begins when the wire, its sender's line out and its receiver's line in are free, is on all
-    three for size / bandwidth, and arrives after the latency and the overhead. For one run, whose time begins at 0."""
+    """Links that queue, for one run whose time begins at 0.
+
+    A message begins when the wire, its sender's line out and its receiver's line in are free,
+    occupies all three for size / bandwidth, and arrives after the latency and the overhead.
+    """
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class Wires:
         self._free_s: defaultdict[tuple[str, ...], float] = defaultdict(float)
 
     def send(self, sender: PeerId, receiver: PeerId, now_s: float) -> float:
-        """When a microbatch that is ready now arrives."""
+        """Return when a microbatch that is ready now arrives."""
         i, j = self._index[sender], self._index[receiver]
         used: list[tuple[str, ...]] = [(sender, receiver)]
         if self._shared_lines:
@@ -65,28 +69,31 @@ class Wires:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The network and the work: seconds of a forward pass, lines shared or not."""
+    """The network and the work: seconds of a forward pass, and whether lines are shared."""
 
     forward_s: float = released.FORWARD_S
     shared_lines: bool = True
 
     def makespan_s(self, plan: PathPlan) -> float:
-        """Seconds until the last microbatch of a plan is back."""
+        """Return the seconds until the last microbatch of a plan is back."""
         links = released.links(mistaken=False)
         wires = Wires(planned.NAMES, links, released.MICROBATCH_BYTES, released.OVERHEAD_S, self.shared_lines)
         forward_s = dict.fromkeys(planned.NAMES, self.forward_s)
         return timetable(plan, forward_s, released.MEMORY, wires.send).makespan_s
 
     def planned(self, seed: int, work: int) -> PathPlan:
-        """Our planner's plan for this network: its estimates know no queues, its judge is this simulation."""
+        """Return our planner's plan: its estimates know no queues, its judge is this simulation."""
         wanted = planned.instance(released.delays_s(mistaken=False), self.forward_s)
         return skip_planner.plan_paths(wanted, seed, work, self.makespan_s)
 
 
 def makespans(setting: Setting) -> dict[str, float]:
-    """Seconds of thirty microbatches. `full` visits all six stages by three chains of nodes, `skipping` four by the five chains
-    that were drawn by chance; every origin takes all chains in turn, which three origins do, or all five. The others have five
-    origins and the paths that somebody chose: drawn by chance, and the released plans."""
+    """Return the seconds of thirty microbatches by plan.
+
+    `full` visits all six stages by three chains of nodes, `skipping` four by the five random
+    chains; each of three or five origins takes all chains in turn. The others have five origins and
+    given paths: random ones, and the released plans.
+    """
     full, skipping, every = _chains(released.FULL), _chains(released.RANDOM), len(released.PARTITION[0])
     plans = {
         "full, three origins": _in_turn(full, FEW_ORIGINS),
@@ -101,17 +108,17 @@ def makespans(setting: Setting) -> dict[str, float]:
 
 
 def effects(made_s: Mapping[str, float]) -> dict[str, float]:
-    """How many times as fast each idea makes them, one at a time."""
+    """Return the speed-up by each idea, one at a time."""
     return {idea: made_s[without] / made_s[with_it] for idea, (without, with_it) in IDEAS.items()}
 
 
 def _chains(paths: released.Paths) -> list[released.Path]:
-    """The different ways after the first stop."""
+    """Return the different paths after the first stop."""
     return sorted({path[1:] for each in paths.values() for path in each})
 
 
 def _in_turn(chains: Sequence[released.Path], origins: int) -> PathPlan:
-    """Each origin takes all chains in turn, each beginning with another."""
+    """Let each origin take all chains in turn, each from another start."""
     lanes = []
     for lane, origin in enumerate(released.PARTITION[0][:origins]):
         lanes.append([(origin, *chains[(lane + turn) % len(chains)]) for turn in range(MICROBATCHES // origins)])
@@ -119,7 +126,7 @@ def _in_turn(chains: Sequence[released.Path], origins: int) -> PathPlan:
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Seconds of a forward pass, how many plans our planner may judge, and its seeds."""
+    """Seconds of a forward pass, the number of plans that our planner may judge, and its seeds."""
 
     forward_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = released.FORWARD_S
     work: Annotated[int, msgspec.Meta(ge=skip_planner.LEAST_WORK, le=100_000)] = skip_planner.WORK
@@ -127,8 +134,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Makespans in seconds where links queue, how many times as fast each idea makes them, and how many times as long the
-    released plan takes as our planner's: where links queue, and in the released simulation."""
+    """Tabulate makespans, speed-ups, and their plan over ours, here and in their simulation."""
     setting = Setting(forward_s=size.forward_s)
     made_s, ours_s, over = makespans(setting), [], []
     for number, seed in enumerate(size.seeds, 1):

@@ -1,8 +1,7 @@
-"""What do late gradients cost a small Llama that reads Shakespeare, by its inner optimizer?
+"""The cost of late gradients to a small Llama on Shakespeare, by its inner optimizer.
 
-Every step takes the gradient at weights that are some steps old, from
-node/pipeline/contrib/stash.py: what a stage of a pipeline that does not wait does, without the
-pipeline.
+Every step takes the gradient at weights that are some steps old (node/pipeline/contrib/stash.py),
+like a stage of a pipeline that does not wait, but without the pipeline.
 """
 
 import math
@@ -29,7 +28,7 @@ from farflock.optimizers.parts.schedule import Schedule
 MODEL = PRESETS["tiny"]
 BATCH, SEQ = 4, 64
 CLIP_NORM = 1.0
-DECAY = 0.1  # of weights
+DECAY = 0.1  # weight decay
 
 Base = Literal["adamw", "nadam", "muon"]
 
@@ -43,11 +42,11 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """As in the table's rows."""
+        """The name in the table's rows."""
         return f"{self.base}, {self.delay} late"
 
     def inner(self, module: nn.Module, rate: float) -> torch.optim.Optimizer:
-        """The optimizer; NAdam with the momentum of its source."""
+        """Return the optimizer; NAdam with the momentum of its source."""
         if self.base != "nadam":
             return InnerConfig(self.base, rate, weight_decay=DECAY).build(module)
         decays = {2: DECAY, 1: 0.0}
@@ -56,13 +55,13 @@ class Arm:
         return nadam(groups, rate, (0.99, 0.95))
 
 
-# without delay, one step late as PipeDream-2BW is, and as late as a pipeline of several stages
+# Without delay, one step late as in PipeDream-2BW, and as late as in a pipeline of several stages.
 _DELAYS: dict[Base, tuple[int, ...]] = {"adamw": (0, 1, 4), "nadam": (0, 1, 4), "muon": (0, 1)}
 ARMS = tuple(Arm(base, delay) for base, delays in _DELAYS.items() for delay in delays)
 
 
 class Late:
-    """Trains a module with gradients that are `delay` steps old; in the first steps with the oldest there are."""
+    """Trains a module with gradients `delay` steps old, at first with the oldest there are."""
 
     def __init__(self, module: nn.Module, inner: torch.optim.Optimizer, delay: int) -> None:
         self.module, self._inner, self._delay = module, inner, delay
@@ -72,7 +71,7 @@ class Late:
     def step(
         self, loss_of: Callable[[nn.Module], Tensor], share: float = 1.0, clip_norm: float | None = CLIP_NORM
     ) -> float:
-        """One step at this share of the rate; returns the loss at the weights that it was taken at."""
+        """Take one step at this share of the rate; return the loss at the older weights."""
         parameters = list(self.module.parameters())
         with self._stash.version(max(self._stash.epoch - self._delay, 0)):
             loss = loss_of(self.module)
@@ -89,7 +88,7 @@ class Late:
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """`rates` are tried for each arm, `held_out` counts sequences."""
+    """Parameters; all `rates` are tried for each arm, `held_out` counts sequences."""
 
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)] = 200
     rates: Annotated[list[float], msgspec.Meta(min_length=1, max_length=16)]
@@ -98,8 +97,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def read(size: Size, arm: Arm, rate: float, seed: int) -> float:
-    """The held-out loss at the end of one run, in nats a token, infinite if it diverged; equal
-    seeds have equal first weights and equal batches."""
+    """Return a run's held-out loss, inf if it diverged; its seed sets weights and batches."""
     text, rest, _ = texts()
     model, batches = build(MODEL, seed), Batches(text, seed, "delay", BATCH, SEQ)
     trainer = Late(model, arm.inner(model, rate), arm.delay)
@@ -114,8 +112,11 @@ def read(size: Size, arm: Arm, rate: float, seed: int) -> float:
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Of `ARMS` the held-out losses in nats a token at the rate that is best over all seeds, what lateness adds to them,
-    and these rates; `Failure` if an arm diverges at all rates."""
+    """Tabulate the arms' held-out losses at their best rates, the cost of lateness, and the rates.
+
+    Losses are in nats per token; a rate is best over all seeds. Raise `Failure` if an arm diverges
+    at all rates.
+    """
     runs = {arm.name: partial(read, size, arm) for arm in ARMS}
     rates, losses = tuned(runs, size.rates, size.seeds, progress)
     return Table(
@@ -127,7 +128,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def _costs(losses: Mapping[str, Sequence[float]]) -> list[Row]:
-    """What lateness adds to the loss of the same optimizer, seed by seed."""
+    """Return the increase of the same optimizer's loss by lateness, seed by seed."""
     costs = []
     for arm in ARMS:
         if arm.delay:

@@ -1,7 +1,8 @@
-"""How long a step takes by how many microbatches are in flight, where a hop takes longer than a stage.
+"""A step's duration by the number of microbatches in flight, where a hop takes longer than a stage.
 
-1F1B keeps as many in flight as there are stages, which is too few over a wide area (swarm/protocol/depth.py). Stages
-compute nothing here, so that all that is measured is waiting for wires."""
+1F1B keeps as many in flight as there are stages, too few over a wide area
+(swarm/protocol/depth.py). Stages compute nothing here, so all time is waiting for wires.
+"""
 
 from farflock.experiments.pipelines.steps import one_f_one_b, step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Table, exact
@@ -9,7 +10,7 @@ from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime, gpi
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A pipeline of equal hops. `message_bytes` is what a microbatch sends over each."""
+    """A pipeline of equal hops; a microbatch sends `message_bytes` over each."""
 
     stages: int = 8
     microbatches: int = 64
@@ -19,7 +20,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Seconds of a step: by formula where there is one, by our simulation for all."""
+    """Tabulate the seconds of a step, by formula where there is one and by our simulation."""
     hop = HopTime(size.message_bytes * 8 / size.bit_per_s, size.latency_s)
     idle = StageTime(0.0, 0.0)
     pipeline = PipelineTimes((idle,) * size.stages, (hop,) * (size.stages - 1))

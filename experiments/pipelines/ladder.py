@@ -1,9 +1,9 @@
-"""Tokens a second by bandwidth and activation codec, for GPT2-XL in eight stages: which codec stays fast on which line
-(AQ-SGD, arXiv:2206.01299; TAH-Quant, arXiv:2506.01352).
+"""Tokens per second by bandwidth and activation codec, for GPT2-XL in eight stages.
 
-Bytes are those that our codecs write; a step is simulated in GPipe's order, as AQ-SGD's released code has it. The time that
-a stage computes comes from the recipe: it is the fastest published number turned around, not a measurement. AQ-SGD sends each
-sample whole when it first comes, so its bytes are the mean over visits.
+After AQ-SGD (arXiv:2206.01299) and TAH-Quant (arXiv:2506.01352). Bytes are those that our codecs
+write; a step is simulated in GPipe's order, as in AQ-SGD's released code. A stage's computing time
+comes from the recipe: it is derived from the fastest published number, not measured. AQ-SGD sends
+each sample whole the first time, so its bytes are the mean over visits.
 """
 
 import statistics
@@ -22,7 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """The model's shapes, lines in Mbit/s from slow to fast, codecs, and how often AQ-SGD sees a sample (epochs)."""
+    """The model's shapes, lines in Mbit/s from slow to fast, codecs, and epochs (`visits`)."""
 
     stages: Count = 8
     microbatches: Count = 32
@@ -36,7 +36,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Bytes of a microbatch each way, tokens a second, and how many times as many as of the first codec."""
+    """Tabulate bits per value each way, tokens per second, and their ratios to the first codec."""
     rows: list[Row] = []
     sent = {name: written(name, size) for name in size.codecs}
     for name, (forward, backward) in sent.items():
@@ -58,7 +58,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def written(name: str, size: Size) -> tuple[float, float]:
-    """Bytes of a microbatch forward, mean over visits, and back."""
+    """Return the bytes of a microbatch forward, as mean over visits, and back."""
     codec = activation_codec(name, edge="edge")
     shape, chance = (1, size.length, size.width), torch.Generator().manual_seed(0)
     values = torch.randn(shape, generator=chance)
@@ -73,7 +73,7 @@ def _forward(codec: ActivationCodec, values: torch.Tensor, epoch: int) -> int:
 
 
 def rate(size: Size, forward_bytes: float, back_bytes: float, mbit: float) -> float:
-    """Tokens a second."""
+    """Return tokens per second."""
     forward, back = (HopTime(each * 8 / (mbit * 1e6), size.latency_s) for each in (forward_bytes, back_bytes))
     stage = StageTime(size.stage_s / 3, size.stage_s * 2 / 3)
     pipeline = PipelineTimes((stage,) * size.stages, (forward,) * (size.stages - 1))

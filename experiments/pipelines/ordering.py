@@ -1,8 +1,8 @@
-"""Which search finds cheap layouts of machines into pipelines: DT-FM's ordering (Yuan et al., arXiv:2206.01288, section 4) on
-its worldwide case, by its own cost of communication a step.
+"""Searches for cheap layouts of machines into pipelines, on DT-FM's worldwide case.
 
-Searches are the bench's (experiments/placement/genetic.py), and all begin with the same random partitions; our planner stands
-beside them.
+DT-FM's ordering (Yuan et al., arXiv:2206.01288, section 4) by its own cost of communication per
+step. The searches are the bench's (experiments/placement/genetic.py) and begin with the same random
+partitions; our planner stands beside them.
 """
 
 import random
@@ -21,7 +21,7 @@ SEARCHES: dict[str, genetic.Gain] = {"DT-FM": "circular", "Kernighan-Lin": "kern
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Machines of the eight cities in turn, stages, children of each search, and random partitions that are averaged."""
+    """Machines in eight cities, stages, children per search, and random partitions to average."""
 
     machines: Annotated[int, msgspec.Meta(ge=8, le=256)] = 64
     stages: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8
@@ -31,7 +31,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Seconds of communication a step."""
+    """Tabulate seconds of communication per step."""
     case = next(case for case in cases(size.machines) if case.name == "worldwide")
     costs, sizes = Costs(case.links, case.traffic), balanced(size.machines, size.stages)
     found: dict[str, list[float]] = {}
@@ -52,7 +52,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def _random(costs: Costs, sizes: tuple[int, ...], partitions: int, seed: int) -> float:
-    """The mean over random partitions into stages of these sizes, each with its stages in the cheapest order."""
+    """Return the mean over random partitions of these sizes, stages in their cheapest order."""
     chance, seconds = random.Random(f"{seed}/partitions"), []
     genome = [stage for stage, count in enumerate(sizes) for _ in range(count)]
     for _ in range(partitions):

@@ -1,7 +1,8 @@
-"""Our planner on the instance that SkipPipe released, and its plan beside theirs in their own simulation.
+"""Our planner on SkipPipe's released instance, beside their plan in their own simulation.
 
-Both programs are asked the same: 20 nodes in six stages, paths of four, thirty microbatches, room for three. Their simulation
-may forget a microbatch (experiments/pipelines/skippipe.py), which makes a plan look short; here such a plan counts as endless.
+Both programs get the same problem: 20 nodes in six stages, paths of four, thirty microbatches, room
+for three. Their simulation may forget a microbatch (experiments/pipelines/skippipe.py), which makes
+a plan look short; here such a plan counts as endless.
 """
 
 import math
@@ -18,14 +19,14 @@ from farflock.swarm.paths.timetable import TransferTimes
 VISITED = 4  # of six stages: a third is skipped
 TURNS = 6  # microbatches of each data node
 NAMES = tuple(f"node {number:02d}" for number in range(released.NODES))
-# the data nodes have the head as well, so that all stages take and give the same
+# The data nodes also have the head, so that all stages take and give the same.
 TERMS = PlanTerms((StageKind("hidden", "hidden"),) * len(released.PARTITION), VISITED)
 
 Delays = Sequence[Sequence[float]]
 
 
 def instance(delays_s: Delays, forward_s: float = released.FORWARD_S) -> Instance:
-    """The released instance with these links."""
+    """Return the released instance with these links."""
     return Instance(
         serving=tuple(tuple(NAMES[node] for node in nodes) for nodes in released.PARTITION),
         terms=TERMS,
@@ -38,12 +39,12 @@ def instance(delays_s: Delays, forward_s: float = released.FORWARD_S) -> Instanc
 
 
 def transfer_s(delays_s: Delays) -> TransferTimes:
-    """A matrix with names."""
+    """Return a matrix by names."""
     return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(NAMES, delays_s, strict=True)}
 
 
 def as_plan(lanes: Iterable[Sequence[released.Path]], turns: int = TURNS) -> PathPlan:
-    """Each lane's paths in turn, so many times."""
+    """Return a plan of `turns` microbatches per lane, which take the lane's paths in turn."""
     return PathPlan(tuple(tuple(_stops(paths[turn % len(paths)]) for turn in range(turns)) for paths in lanes), turns)
 
 
@@ -52,26 +53,26 @@ def _stops(path: released.Path) -> tuple[Stop, ...]:
 
 
 def starts(plan: PathPlan) -> list[Start]:
-    """A plan as microbatches of the released simulation, which start when those of its collision-aware plan do."""
+    """Return a plan's microbatches, started like those of the released collision-aware plan."""
     lanes = [tuple(tuple(NAMES.index(stop.peer) for stop in path) for path in paths) for paths in plan.lanes]
     return list(released.planned_starts({paths[0][0]: paths for paths in lanes}))
 
 
 def simulated_s(plan: PathPlan, delays_s: Delays, forward_s: float = released.FORWARD_S) -> float:
-    """A plan's makespan in the released simulation; infinite if that forgets a microbatch."""
+    """Return a plan's makespan in the released simulation; infinite if it forgets a microbatch."""
     outcome = simulate(starts(plan), delays_s, forward_s)
     return math.inf if outcome.forgotten else outcome.makespan_s
 
 
 def judged(seed: int, work: int, forward_s: float = released.FORWARD_S) -> PathPlan:
-    """Our planner's plan, with the released simulation as its judge."""
+    """Return our planner's plan, with the released simulation as its judge."""
     delays_s = released.delays_s()
     wanted = instance(delays_s, forward_s)
     return skip_planner.plan_paths(wanted, seed, work, lambda plan: simulated_s(plan, delays_s, forward_s))
 
 
 def theirs_over_ours(seed: int, work: int, forward_s: float) -> float:
-    """How many times as long the released collision-aware plan takes as ours, both in the released simulation."""
+    """Return the released collision-aware plan's time over ours, in the released simulation."""
     plans = as_plan(released.COLLISION_AWARE.values()), judged(seed, work, forward_s)
     theirs_s, ours_s = (simulated_s(plan, released.delays_s(), forward_s) for plan in plans)
     return theirs_s / ours_s

@@ -1,12 +1,12 @@
-"""How fast a swarm stays under churn if, once a period, one server moves to where it is needed most (SWARM, arXiv:2301.11913,
-section 4.4 and table 4): the product's own rule on traces of joins and departures.
+"""A swarm's speed under churn if one server per period moves to where it is needed most.
 
-A swarm is as fast as its slowest stage, and as fast as it could be if its servers were spread evenly. The rule sees queues,
-so those are needed too: they are the mean ones of a closed network of queues with a fixed number of microbatches going round
-(mean value analysis, Reiser and Lavenberg, 1980).
+SWARM, arXiv:2301.11913, section 4.4 and table 4: the product's own rule on traces of joins and
+departures. The measure is the slowest stage, over that with servers spread evenly. The rule sees
+queues: they are the mean ones of a closed network of queues with a fixed number of microbatches
+going round (mean value analysis, Reiser and Lavenberg, 1980).
 
-Deviation: the paper replays a log of preemptible machines that was not published. Here joins are Poisson, lifetimes
-exponential, and the expected number of servers stays what it is at the start.
+Deviation: the paper replays a log of preemptible machines that was not published. Here joins are
+Poisson, lifetimes exponential, and the expected number of servers stays constant.
 """
 
 import heapq
@@ -33,11 +33,11 @@ from farflock.swarm.protocol.rebalance import (
 HOUR_S = 3600.0
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-Event = tuple[float, Literal["join", "leave"], PeerId, int]  # when, what, who, at which stage
+Event = tuple[float, Literal["join", "leave"], PeerId, int]  # time, kind, peer, stage
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A swarm and its churn; the rule is tried as the product has it and as published, at each of the periods."""
+    """A swarm and its churn; the rule runs as in the product and as published, at each period."""
 
     stages: Count = 32
     servers: Count = 400
@@ -49,7 +49,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Percent of the best throughput: overall, of the first and of the last hour, by policy."""
+    """Tabulate percents of the best throughput: overall, first and last hour, by policy."""
     policies: dict[str, tuple[float, RebalanceRule] | None] = {"none": None}
     for period_s in size.periods_s:
         policies[f"{period_s:g} s"] = period_s, RebalanceRule()
@@ -71,7 +71,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def trace(size: Size, chance: random.Random) -> Iterator[Event]:
-    """What happens to a swarm that begins evenly spread, in order; a newcomer serves a stage that chance gives it."""
+    """Yield the events of a swarm in order; it begins even, and newcomers' stages are random."""
     lifetime_s, end_s = size.lifetime_h * HOUR_S, size.hours * HOUR_S
     leaving = [
         (chance.expovariate(1 / lifetime_s), PeerId(f"{number:06}"), number % size.stages)
@@ -94,7 +94,7 @@ def trace(size: Size, chance: random.Random) -> Iterator[Event]:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """From when on how many servers the smallest stage has, and would have if they were spread evenly."""
+    """Servers of the smallest stage from a moment on, and those of an even spread."""
 
     since_s: float
     least: int
@@ -102,7 +102,7 @@ class Speed:
 
 
 class _Swarm:
-    """Who serves which stage, since when."""
+    """The servers of each stage, with the time of their arrival."""
 
     def __init__(self, stages: int) -> None:
         self.stages: list[dict[PeerId, float]] = [{} for _ in range(stages)]
@@ -119,10 +119,10 @@ class _Swarm:
         return Speed(now_s, min(map(len, self.stages)), len(self.where) // len(self.stages))
 
     def rebalance(self, number: int, rule: RebalanceRule, in_flight: int, now_s: float) -> None:
-        """What every server computes from the same snapshot."""
+        """Make the move that every server computes from the same snapshot."""
         counts = [len(stage) for stage in self.stages]
         if max(counts) - min(counts) < 2:
-            return  # even: no move can raise the lesser of two speeds, and looking at queues is slow
+            return  # even: no move can raise the lesser speed, and computing queues is slow
         waiting = queues(counts, in_flight)
         stages = tuple(
             tuple(
@@ -137,7 +137,7 @@ class _Swarm:
 
 
 def played(size: Size, events: Sequence[Event], policy: tuple[float, RebalanceRule] | None) -> list[Speed]:
-    """The speeds of a swarm that lives through the trace under a policy; all at the start is there long enough to move."""
+    """Return a swarm's speeds through the trace; its first servers may move at once."""
     swarm, speeds = _Swarm(size.stages), []
     period_s, rule = policy or (math.inf, RebalanceRule())
     next_s = period_s
@@ -157,7 +157,7 @@ def played(size: Size, events: Sequence[Event], policy: tuple[float, RebalanceRu
 
 
 def share(speeds: Sequence[Speed], begin_s: float, end_s: float) -> float:
-    """The work done between two moments over what an even spread would have done."""
+    """Return the work done between two moments over that of an even spread."""
     done = possible = 0.0
     for at, speed in enumerate(speeds):
         until_s = speeds[at + 1].since_s if at + 1 < len(speeds) else end_s
@@ -167,8 +167,11 @@ def share(speeds: Sequence[Speed], begin_s: float, end_s: float) -> float:
 
 
 def queues(servers: Sequence[int], in_flight: int) -> list[float]:
-    """Mean microbatches at each stage, when so many go round stages of so many servers of one speed; all of them at a stage
-    that nobody serves. A stage counts as one server of their summed speed."""
+    """Return the mean microbatches at each stage, when `in_flight` of them go round.
+
+    Servers have one speed, and a stage counts as one server of their summed speed. All microbatches
+    are at stages without servers, if there are any.
+    """
     if not all(servers):
         return [in_flight / servers.count(0) if not count else 0.0 for count in servers]
     service_s, waiting = 1 / np.asarray(servers, np.float64), np.zeros(len(servers))

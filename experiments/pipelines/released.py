@@ -1,8 +1,9 @@
-"""What SkipPipe released: 20 nodes in six stages, four sets of paths through them, and when each microbatch starts.
+"""SkipPipe's released instance: 20 nodes in six stages, four sets of paths, microbatches' starts.
 
-Source: gensyn-ai/skippipe, `schedule.json` and the scripts that made it. Node k is in region k mod 12 of its table of
-links (`experiments/placement/regions.toml`, `gcp`). The released delays hold the table's mistake between the Netherlands and
-London; without it the same plans are simulated on links as they must have been.
+Source: gensyn-ai/skippipe, `schedule.json` and the scripts that made it. Node k is in region k mod
+12 of its table of links (`experiments/placement/regions.toml`, `gcp`). The released delays hold the
+table's mistake between the Netherlands and London; without it the same plans are simulated on
+correct links.
 """
 
 import functools
@@ -22,15 +23,14 @@ PARTITION = (
 )  # stage 0 are the data nodes
 NODES = sum(map(len, PARTITION))
 STAGE_OF = {node: stage for stage, nodes in enumerate(PARTITION) for node in nodes}
-MICROBATCH_BYTES = (
-    32 * 2**20 + 216
-)  # 8 samples · 1024 tokens · 1024 channels · 4 bytes, and what the delays say goes with them
+# 8 samples · 1024 tokens · 1024 channels · 4 bytes, and what the delays imply beside it.
+MICROBATCH_BYTES = 32 * 2**20 + 216
 OVERHEAD_S = 0.35  # its planner's 0.13 + 0.20 + 0.02 for each transfer
-FORWARD_S = 0.44  # behind the released times, which the delays and paths alone do not say
+FORWARD_S = 0.44  # inferred from the released times
 SCRIPT_FORWARD_S = 1.76  # its present script: 0.055 s for each of 4 layers and 8 samples
 MEMORY = 3  # microbatches that a node holds between their forward and their backward pass
 
-Path = tuple[int, ...]  # nodes from the data node on, which the last hands its output back to
+Path = tuple[int, ...]  # nodes from the data node, to which the output returns
 Paths = Mapping[int, tuple[Path, ...]]  # the paths of each data node
 
 
@@ -38,7 +38,7 @@ def _from(tails: Mapping[int, tuple[Path, ...]]) -> Paths:
     return {origin: tuple((origin, *tail) for tail in each) for origin, each in tails.items()}
 
 
-# full pipelines: as many as the later stages have nodes, so that two of the five data nodes have nothing to do
+# Full pipelines: as many as the later stages have nodes, so that two of five data nodes are idle.
 FULL: Paths = {PARTITION[0][column]: (tuple(nodes[column] for nodes in PARTITION),) for column in range(3)}
 RANDOM = _from(
     {
@@ -71,7 +71,7 @@ COLLISION_AWARE = _from(
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One microbatch: its number, of which the last two digits are its slot at its data node, when it may start, its path."""
+    """One microbatch: number (its last two digits are its data node's slot), start, path."""
 
     number: int
     start_s: float
@@ -79,7 +79,7 @@ class Start:
 
 
 def full_starts() -> Iterator[Start]:
-    """27 microbatches: each of three data nodes starts three, three times."""
+    """Yield 27 microbatches: each of three data nodes starts three, three times."""
     for column, (path,) in enumerate(FULL.values()):
         for turn in range(3):
             for k in range(3):
@@ -87,7 +87,7 @@ def full_starts() -> Iterator[Start]:
 
 
 def drawn_starts(paths: Paths, forward_s: float) -> Iterator[Start]:
-    """30 microbatches: each of five data nodes starts one on each of its three paths, twice."""
+    """Yield 30 microbatches: five data nodes start one on each of their three paths, twice."""
     for lane, each in enumerate(paths.values()):
         for turn in range(2):
             for k, path in enumerate(each):
@@ -95,7 +95,7 @@ def drawn_starts(paths: Paths, forward_s: float) -> Iterator[Start]:
 
 
 def planned_starts(paths: Paths) -> Iterator[Start]:
-    """30 microbatches: each of five data nodes starts three, twice, on its only path or on six in turn."""
+    """Yield 30 microbatches: five data nodes start three, twice, on one path or six in turn."""
     for lane, each in enumerate(paths.values()):
         for turn in range(2):
             for q in range(3):
@@ -104,14 +104,13 @@ def planned_starts(paths: Paths) -> Iterator[Start]:
 
 @functools.cache
 def links(mistaken: bool) -> LinkCosts:
-    """The links of the nodes, as released or as they must have been."""
+    """Return the links of the nodes, as released or corrected."""
     gcp = regions.load()["gcp"]
     return gcp.links(gcp.turns(NODES), released=mistaken)
 
 
 def delays_s(mistaken: bool = True) -> list[list[float]]:
-    """Seconds that a microbatch takes from a node to another one; `mistaken` as released. From a node to itself nothing is
-    sent, and what stands there says nothing."""
+    """Return a microbatch's seconds between nodes; ignore the diagonal. `mistaken`: as released."""
     found = links(mistaken)
     delays: list[list[float]] = (found.latency_s + MICROBATCH_BYTES / found.bandwidth + OVERHEAD_S).tolist()
     return delays

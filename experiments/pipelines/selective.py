@@ -1,10 +1,13 @@
-"""Should all replicas compress the activations between their stages, or only those whose links are slow? Replicas of a small
-Llama under SparseLoCo, some of which keep what writes into the residual stream in a subspace, as a pipeline must that sends its
-coordinates alone (Heterogeneous SparseLoCo, arXiv:2601.02360).
+"""Compression of activations by all replicas of a pipeline, or only by those with slow links.
 
-The method, its codec, the projection and the embedding's drift rule are the product's; rounds are closed here, without a
-network, and nothing is late. That a constrained replica's activations are coordinates is not simulated again: it is exact
-(tests/compression/test_subspace.py), and costs what the projection costs.
+Replicas of a small Llama under SparseLoCo, some of which keep the writes into the residual stream
+in a subspace, as a pipeline must that sends coordinates alone (Heterogeneous SparseLoCo,
+arXiv:2601.02360).
+
+The method, its codec, the projection and the embedding's drift rule are the product's; rounds are
+closed here, without a network, and nothing is late. That a constrained replica's activations are
+coordinates is not simulated again: it is exact (tests/compression/test_subspace.py) and costs the
+projection.
 """
 
 import math
@@ -37,15 +40,14 @@ from farflock.optimizers.sparseloco import SparseLoCo
 MODEL = ModelConfig(dim=64, layers=4, heads=4, kv_heads=4, ffn_dim=176, context=64, tied=False)
 EMBEDDING = "model.embed_tokens.weight"
 BATCH, SEQ = 4, 64  # of a replica's step
-WARMUP = 10  # steps in a tenth of which the rate rises: a tenth of the run
+WARMUP = 10  # the rate rises for a tenth of the run
 PEAK, FLOOR = 1.0, 0.1
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """`replicas`, half of which are weak, for so many steps with a round after every `period`; the basis has `ranks` of
-    MODEL.dim columns. Each arm has the best of the `rates`."""
+    """Parameters: a round every `period` steps, half of `replicas` weak, `ranks` of MODEL.dim."""
 
     replicas: Annotated[int, msgspec.Meta(ge=2, le=16)] = 4
     steps: Annotated[int, msgspec.Meta(ge=2, le=100_000)]
@@ -59,7 +61,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """So many of the replicas compress, with a basis of `rank` columns."""
+    """An arm in which `weak` replicas compress, with a basis of `rank` columns."""
 
     name: str
     weak: int
@@ -67,7 +69,7 @@ class Arm:
 
 
 def arms(size: Size) -> list[Arm]:
-    """Nobody compresses; the weak half does; all do."""
+    """Return the arms: no replica compresses, the weak half does, all do."""
     found = [Arm("nobody compresses", 0, MODEL.dim)]
     for rank in size.ranks:
         share = f"{1 - rank / MODEL.dim:.1%}"
@@ -77,15 +79,14 @@ def arms(size: Size) -> list[Arm]:
 
 
 def writers(config: ModelConfig) -> dict[str, int]:
-    """Weights that write into the residual stream before the last stage, which sends no activation on, with the dimension that
-    is the stream's. A stage is a layer here."""
+    """Return weights that write into the residual stream before the last stage, with its axis."""
     names = ("self_attn.o_proj", "mlp.down_proj")
     return {f"model.layers.{layer}.{name}.weight": 0 for layer in range(config.layers - 1) for name in names}
 
 
 @dataclass(slots=True)
 class Replica:
-    """One of the group. With a `basis` it is a pipeline whose edges carry coordinates."""
+    """One of the group; with a `basis` it is a pipeline whose edges carry coordinates."""
 
     model: Llama
     replica: PlainReplica
@@ -95,14 +96,14 @@ class Replica:
     frozen_VD: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def begin(self) -> None:
-        """A round begins with everybody's weights, brought into the subspace; what of the embedding is outside is frozen."""
+        """Begin a round: project the common weights, and freeze the embedding's part outside."""
         if self.basis is not None:
             embedding = self.model.get_parameter(EMBEDDING).detach()
             _, self.frozen_VD = settled(embedding, torch.zeros_like(embedding), self.basis.columns_DK)
             self._constrain()
 
     def step(self, number: int, rate: float) -> float:
-        """One inner step; the loss before it."""
+        """Take one inner step; return the loss before it."""
         x, y = self.batches.batch(number)
         loss = next_token_loss(self.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -122,7 +123,7 @@ class Replica:
 
 
 def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
-    """What each of a group is told of a round in which all are, with the bytes that would have been sent."""
+    """Return the group's results of a round with all members, decoded from encoded shards."""
     first = exchanges[0]
     shapes = {name: tuple(x.shape) for name, x in first.tensors.items()}
     cut, number = ShardLayout.of(shapes, codec(first.codec), seed), first.key.round
@@ -140,20 +141,20 @@ def close(exchanges: Sequence[Exchange], seed: int) -> list[Result]:
 
 
 def group_of(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> list[Replica]:
-    """All replicas with equal weights, each with text of its own."""
+    """Return all replicas with equal weights, each with its own text."""
     basis, made = Basis.drawn(MODEL.dim, arm.rank, seed) if arm.weak else None, []
     for place in range(size.replicas):
         model = build(MODEL, seed)
         replica = PlainReplica(model, InnerConfig("adamw", rate, weight_decay=0.1).build(model))
         batches = Batches(text, seed, f"replica {place}", BATCH, SEQ)
         method = SparseLoCo(size.period, codec=size.codec)
-        method.snapshot(replica)  # the first round begins with the weights that all have, not with their projection
+        method.snapshot(replica)  # so the first round begins with the common weights, not projected
         made.append(Replica(model, replica, method, batches, basis if place < arm.weak else None))
     return made
 
 
 def train(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> Mapping[str, Tensor] | None:
-    """The group's weights after its last round; None if a loss was no number."""
+    """Return the group's weights after its last round; None if a loss was not finite."""
     group = group_of(size, arm, rate, seed, text)
     schedule = Schedule(PEAK, size.steps, size.steps // WARMUP, FLOOR)
     for one in group:
@@ -170,7 +171,7 @@ def train(size: Size, arm: Arm, rate: float, seed: int, text: TokenIds) -> Mappi
 
 
 def loss(size: Size, arm: Arm, rate: float, seed: int) -> float:
-    """The held-out loss of the group's weights after its last round, infinite if it diverged."""
+    """Return the held-out loss of the group's final weights, infinite if it diverged."""
     text, rest, _ = texts()
     weights = train(size, arm, rate, seed, text)
     if weights is None:
@@ -182,7 +183,7 @@ def loss(size: Size, arm: Arm, rate: float, seed: int) -> float:
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Held-out losses at each arm's best rate, nats a token, and what selection saves; `Failure` if an arm diverges always."""
+    """Tabulate held-out losses at best rates and selection's gain; `Failure` if an arm diverges."""
     runs = {arm.name: partial(loss, size, arm) for arm in arms(size)}
     rates, losses = tuned(runs, size.rates, size.seeds, progress)
     return Table(
@@ -195,7 +196,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def _saved(size: Size, losses: Mapping[str, Sequence[float]]) -> list[Row]:
-    """By how much the loss is lower where only the weak compress, seed by seed."""
+    """Return the decrease of the loss where only the weak compress, seed by seed."""
     rows = []
     for weak, every in zip(arms(size)[1::2], arms(size)[2::2], strict=True):
         saved = [high - low for high, low in zip(losses[every.name], losses[weak.name], strict=True)]

@@ -1,9 +1,10 @@
-"""SkipPipe's own simulation of a schedule, mistakes included: with its paths and delays it gives its published times.
+"""SkipPipe's own simulation of a schedule, mistakes included: it gives their published times.
 
-The released program (gensyn-ai/skippipe, `com_sym`) moves messages in ticks of a second, fifteen sweeps over all nodes a
-tick. What it does is kept where it shows in the result: a message whose slot is taken waits without its time moving on, and
-is forgotten when the tick ends; a full node's messages are late by 0.1 s for each sweep; a node rests 0.13 s after most work.
-Links carry any number of messages at once. What it does not show is left out: sweeps after one that changed nothing, and
+The released program (gensyn-ai/skippipe, `com_sym`) moves messages in ticks of a second, fifteen
+sweeps over all nodes per tick. Its quirks are kept where the result shows them: a message whose
+slot is taken waits without its time advancing, and is forgotten when the tick ends; a full node's
+messages are late by 0.1 s for each sweep; a node rests 0.13 s after most work. Links carry any
+number of messages at once. Left out without effect: sweeps after one that changed nothing, and
 ticks after the last message.
 """
 
@@ -21,8 +22,8 @@ from farflock.experiments.pipelines.table import Parameters, Progress, Table, ex
 
 TICKS = 10_000
 SWEEPS = 15
-SEEDED = 10_000.0  # "received" for what was there from the start
-PATIENCE_S = 0.1  # how much later a message tries again at a full node
+SEEDED = 10_000.0  # "received" time of initial messages
+PATIENCE_S = 0.1  # delay before a message retries at a full node
 REST_S, SEEDED_REST_S = 0.13, 0.09
 LOSS_SHARE, BACKWARD_SHARE = 0.25, 1.5  # of the time of a forward pass
 SLOTS = 100  # numbers that differ by a multiple have one slot
@@ -52,7 +53,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A node computed on a microbatch."""
+    """One computation of a node on a microbatch."""
 
     node: int
     number: int
@@ -62,7 +63,7 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """When each microbatch was back, those that the program forgot, and who computed when."""
+    """The microbatches' ends, those that the program forgot, and all computations."""
 
     finished_s: dict[int, float]
     forgotten: tuple[int, ...]
@@ -70,7 +71,7 @@ class Outcome:
 
     @property
     def makespan_s(self) -> float:
-        """The time of the last microbatch, as the program reports it: without those that it forgot."""
+        """The program's reported end of the last microbatch: without those that it forgot."""
         return max(self.finished_s.values())
 
 
@@ -83,18 +84,18 @@ class _Program:
     worked: list[Worked] = field(default_factory=list)
 
     def tick(self, tick: int) -> None:
-        """All sweeps of one tick."""
+        """Run all sweeps of one tick."""
         for _ in range(SWEEPS):
             changes = [self._step(index, tick) for index in range(len(self.nodes))]
             if not any(changes):
                 return
 
     def waits_after(self, tick: int) -> bool:
-        """Whether any message's time is yet to come."""
+        """Return whether any message's time is yet to come."""
         return any(message.start_s >= tick for node in self.nodes for message in node.inbox)
 
     def _step(self, index: int, tick: int) -> bool:
-        """One node looks at its messages of this tick; whether anything changed."""
+        """Let one node look at its messages of this tick; return whether anything changed."""
         node = self.nodes[index]
         if not any(math.floor(message.start_s) == tick for message in node.inbox):
             return False
@@ -131,7 +132,7 @@ class _Program:
                 other.start_s = node.free_s
 
     def _pass_on(self, index: int, message: _Message) -> float:
-        """Compute, send on what comes of it; returns the seconds that it takes."""
+        """Compute and send the result on; return the seconds that it takes."""
         node, last = self.nodes[index], len(message.path) - 1
         match message.phase:
             case "forward":
@@ -178,8 +179,7 @@ def simulate(
 
 
 def reproduce(forward_s: float = released.FORWARD_S, mistaken: bool = True) -> dict[str, float]:
-    """Makespans of the four released plans, in seconds; at 0.44 s and with the table's mistake they are those of
-    `schedule.json`."""
+    """Return the released plans' makespans; by default they are those of `schedule.json`."""
     delays_s = released.delays_s(mistaken)
     runs = {
         "full": released.full_starts(),
@@ -191,7 +191,7 @@ def reproduce(forward_s: float = released.FORWARD_S, mistaken: bool = True) -> d
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Seconds of a forward pass behind the published times, and others to run the same plans with."""
+    """Seconds of a forward pass behind the published times, and others for the same plans."""
 
     forward_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = released.FORWARD_S
     also_s: list[Annotated[float, msgspec.Meta(gt=0, le=60)]] = msgspec.field(
@@ -200,7 +200,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """The four makespans in seconds; then with other forward passes, and without the mistake in the table of links."""
+    """Tabulate the four makespans in seconds, as released, with correct links, at other speeds."""
     runs = [("", reproduce(size.forward_s)), (", links corrected", reproduce(size.forward_s, mistaken=False))]
     runs += [(f", forward pass of {forward_s:g} s", reproduce(forward_s)) for forward_s in size.also_s]
     rows = [exact(f"{name}{how}", makespan_s) for how, found in runs for name, makespan_s in found.items()]

@@ -1,7 +1,8 @@
-"""One step of a synchronous pipeline, event by event, to hold formulas and schedules against.
+"""One step of a synchronous pipeline, event by event, to check formulas and schedules.
 
-Links are full duplex: each direction of a hop sends one message after the other, latency only delays. With `shared_access` a
-machine has one line out and one line in for both neighbours, so its forwards and gradients wait for each other.
+Links are full duplex: each direction of a hop sends one message after the other, latency only
+delays. With `shared_access` a machine has one line out and one line in for both neighbours, so its
+forwards and gradients wait for each other.
 """
 
 import heapq
@@ -18,9 +19,9 @@ Kind = Literal["forward", "backward"]
 
 @dataclass(slots=True)
 class _Stage:
-    """What has come, what was begun, and what is out: begun forwards less finished backwards."""
+    """Waiting work, and counts of begun forwards and finished backwards."""
 
-    forwards: int = 0  # that have come and wait
+    forwards: int = 0  # waiting
     backwards: int = 0
     begun: int = 0
     finished: int = 0
@@ -36,8 +37,9 @@ class _Step:
     shared_access: bool
     back: Sequence[HopTime]
     stages: list[_Stage] = field(init=False)
-    events: list[tuple[float, int, int, Kind, bool]] = field(default_factory=list)  # when, number, stage, kind, arrives
-    free_s: dict[tuple[str, int, int], float] = field(default_factory=dict)  # when a wire or a line is free again
+    # Time, number, stage, kind, arrives.
+    events: list[tuple[float, int, int, Kind, bool]] = field(default_factory=list)
+    free_s: dict[tuple[str, int, int], float] = field(default_factory=dict)  # by wire or line
     number: int = 0
 
     def __post_init__(self) -> None:
@@ -45,7 +47,7 @@ class _Step:
         self.stages[0].forwards = self.microbatches
 
     def run(self) -> float:
-        """Seconds until all microbatches are back."""
+        """Return the seconds until all microbatches are back."""
         now_s = 0.0
         self.begin(0, now_s)
         while self.events:
@@ -77,7 +79,7 @@ class _Step:
             stage.backwards += 1  # its loss is known at once
 
     def begin(self, number: int, now_s: float) -> None:
-        """Start what is next at a stage, if it is there."""
+        """Start the next work of a stage if it has arrived."""
         stage, times = self.stages[number], self.pipeline.stages[number]
         kind = self.next_kind(stage, self.depths[number])
         if stage.busy or kind is None:
@@ -92,7 +94,7 @@ class _Step:
 
     def next_kind(self, stage: _Stage, depth: int) -> Kind | None:
         may = stage.begun < self.microbatches and stage.begun - stage.finished < depth
-        if self.order == "fixed":  # a forward whenever there is room, and nothing else until it has come
+        if self.order == "fixed":  # with room only a forward may be next, even if it has not come
             if may:
                 return "forward" if stage.forwards else None
             return "backward" if stage.backwards else None
@@ -122,12 +124,13 @@ def step_s(
     shared_access: bool = False,
     back: Sequence[HopTime] | None = None,
 ) -> float:
-    """Seconds of a step of so many microbatches with at most `depths[s]` of them begun and not yet back at stage s.
+    """Return the seconds of a step with at most `depths[s]` microbatches in flight at stage s.
 
-    `fixed` is the order of 1F1B: as many forwards as there is room for, then a backward and a forward in turn; depths of
-    p - s are 1F1B's own, depths of all microbatches are GPipe's. `backward_first` takes a gradient whenever one is there.
-    Gradients take the pipeline's hops, or `back` if they are not as large as activations.
-    `ValueError` for depths that are not one of at least 1 for each stage, or with which a fixed order would wait for ever.
+    `fixed` is the order of 1F1B: as many forwards as there is room for, then a backward and a
+    forward in turn; depths of p - s are 1F1B's own, depths of all microbatches are GPipe's.
+    `backward_first` takes a gradient whenever one is there. Gradients take the pipeline's hops, or
+    `back` if they are not as large as activations. Raise `ValueError` for depths that are not one
+    of at least 1 for each stage, or with which a fixed order would wait for ever.
     """
     if microbatches < 1 or len(depths) != len(pipeline.stages) or min(depths) < 1:
         raise ValueError(f"a step has microbatches and a depth a stage, got {microbatches} and {tuple(depths)}")
@@ -140,5 +143,5 @@ def step_s(
 
 
 def one_f_one_b(stages: int, times: int = 1) -> list[int]:
-    """Depths of 1F1B, or so many times as deep."""
+    """Return the depths of 1F1B, or `times` as deep."""
     return [times * (stages - stage) for stage in range(stages)]

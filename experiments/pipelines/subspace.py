@@ -1,7 +1,8 @@
-"""What a subspace codec is worth on a slow line: seconds of a step with the bytes that our codecs really write, and what is
-left of the gain when more steps are needed (Protocol Models, arXiv:2506.01260, as ProtocolNanoGPT measured it).
+"""The gain of a subspace codec on a slow line.
 
-The number of steps to the same loss is the source's: this trains nothing.
+Seconds of a step with the bytes that our codecs really write, and the gain that is left when more
+steps are needed (Protocol Models, arXiv:2506.01260, as measured by ProtocolNanoGPT). The number of
+steps to the same loss is the source's: this trains nothing.
 """
 
 from typing import Annotated
@@ -16,7 +17,7 @@ from farflock.experiments.pipelines.steps import one_f_one_b, step_s
 from farflock.experiments.pipelines.table import Parameters, Progress, Row, Table, exact
 from farflock.swarm.protocol.depth import HopTime, PipelineTimes, StageTime
 
-ID_BYTES = 2  # of a token's id, which goes beside the payload: the vocabulary has fewer than 65,536
+ID_BYTES = 2  # of a token's id, sent beside the payload: fewer than 65,536 exist
 WAYS = {"1F1B": (1, False), "1F1B twice as deep": (2, False), "1F1B, one line in and out": (1, True)}
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
@@ -24,7 +25,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=100)]
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """A pipeline, its line, how long a stage computes on a microbatch (each of `computes_s`), and steps to the same loss."""
+    """A pipeline, its line, each stage's seconds per microbatch, and steps to the same loss."""
 
     stages: Count = 8
     microbatches: Count = 64
@@ -40,7 +41,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Bytes a token, seconds of a step, and gains."""
+    """Tabulate bytes per token, seconds per step, and gains."""
     rows: list[Row] = []
     basis = Basis.drawn(size.width, size.rank, seed=0)
     codecs = {
@@ -68,7 +69,7 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def written(codec: ActivationCodec, size: Size, basis: Basis) -> int:
-    """Bytes of a payload of one microbatch, of values that lie in the subspace."""
+    """Return the bytes of one microbatch's payload, of values in the subspace."""
     shape = size.sequences, size.length, size.width
     inside = torch.randn(*shape[:2], size.rank, generator=torch.Generator().manual_seed(0))
     context = ActivationContext(shape, tokens=torch.zeros(shape[:2], dtype=torch.int32))
@@ -76,7 +77,10 @@ def written(codec: ActivationCodec, size: Size, basis: Basis) -> int:
 
 
 def step(size: Size, message_bytes: int, computes_s: float, times: int, shared: bool) -> float:
-    """A step with messages of so many bytes each way, a third of the computing forward, so many times as deep as 1F1B."""
+    """Return a step's seconds with messages of this size each way, `times` as deep as 1F1B.
+
+    A third of the computing is forward.
+    """
     hop = HopTime(message_bytes * 8 / size.bit_per_s, size.latency_s)
     stage = StageTime(computes_s / 3, computes_s * 2 / 3)
     pipeline = PipelineTimes((stage,) * size.stages, (hop,) * (size.stages - 1))

@@ -1,6 +1,6 @@
-"""What a computation of experiments/pipelines comes to: named numbers, exact or one of each seed.
+"""The result of a computation of experiments/pipelines: named numbers, exact or one per seed.
 
-The paper's numbers are not here but in the recipe, so that a computation cannot know what it is expected to find.
+The paper's numbers are in the recipe, so that a computation cannot know what it should find.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-Progress = Callable[[float], None]  # takes the share that is done
+Progress = Callable[[float], None]  # takes the finished share
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One number: its only value if it is `exact`, no chance having part in it, otherwise one of each seed."""
+    """One number: a single value if `exact`, without randomness, otherwise one per seed."""
 
     name: str
     values: list[float]
@@ -21,7 +21,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """All rows, and in a few words how much was computed."""
+    """All rows, and the scale of the computation in a few words."""
 
     rows: list[Row]
     scale: str
@@ -29,21 +29,21 @@ class Table(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What it takes, a struct that refuses what it does not know, and the function from that to a table."""
+    """A strict struct of parameters, and the function from it to a table."""
 
     parameters: type[msgspec.Struct]
     compute: Callable[[Any, Progress], Table]
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a computation takes, from its recipe."""
+    """Parameters of a computation, from its recipe."""
 
 
 def exact(name: str, value: float) -> Row:
-    """A number that no chance has part in."""
+    """Return a number without randomness."""
     return Row(name, [float(value)], True)
 
 
 def sampled(name: str, values: Sequence[float]) -> Row:
-    """A number that depends on the seed, of all seeds in order."""
+    """Return a number that depends on the seed, for all seeds in order."""
     return Row(name, [float(value) for value in values], False)

@@ -8,6 +8,6 @@ from farflock.node.model.tokenizer import ByteTokenizer, TokenIds
 
 @functools.cache
 def texts() -> tuple[TokenIds, TokenIds, str]:
-    """Tokens to train on, held-out tokens, and the corpus's hash."""
+    """Return training tokens, held-out tokens, and the corpus's hash."""
     corpus, tokenizer = load_corpus(SHIPPED), ByteTokenizer()
     return tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out), corpus.sha256

@@ -1,4 +1,4 @@
-"""Every arm at the learning rate that is best for it: an untuned one would flatter whatever stands beside it."""
+"""Every arm at its best learning rate: an untuned one would flatter any arm beside it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,14 +7,13 @@ from farflock.experiments.measure.threads import one_thread
 from farflock.experiments.pipelines.table import Progress
 from farflock.node.errors import Failure
 
-Run = Callable[[float, int], float]  # the loss at this rate, of this seed; infinite if it diverged
+Run = Callable[[float, int], float]  # loss by rate and seed; infinite if it diverged
 
 
 def tuned(
     runs: Mapping[str, Run], rates: Sequence[float], seeds: Sequence[int], progress: Progress
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """By arm the rate with the lowest mean loss over all seeds, and the losses there, seed by seed; one run after the other on
-    one thread. `Failure` if an arm diverges at every rate."""
+    """Return each arm's best rate over all seeds and its losses there; `Failure` if it diverges."""
     best: dict[str, float] = {}
     losses: dict[str, list[float]] = {}
     done, count = 0, len(runs) * len(rates) * len(seeds)

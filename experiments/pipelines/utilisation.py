@@ -1,8 +1,8 @@
-"""The share of its time that a stage computes, by the width of its layers and the round trip to its trainer (SWARM,
-arXiv:2301.11913, section 4.1).
+"""The share of its time that a stage computes, by layer width and round trip to its trainer.
 
-SWARM's table by the formula that its numbers follow, T / (A + RTT), and by a simulated stage with one microbatch at a time;
-then by the same stage with as many in flight as it takes to hide the round trip, which the paper does not have.
+SWARM's table (arXiv:2301.11913, section 4.1) by the formula of its numbers, T / (A + RTT), and by a
+simulated stage with one microbatch at a time; then, beyond the paper, with as many in flight as
+hide the round trip.
 """
 
 from typing import Annotated
@@ -17,14 +17,14 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Layers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of layers: how long a stage computes on a microbatch, and how long it takes in all without any latency."""
+    """One kind of layers: a stage's computing time per microbatch, its total without latency."""
 
     computes_ms: Milliseconds
     all_ms: Milliseconds
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Kinds of layers, round trips, and how many microbatches a simulated stage gets."""
+    """Kinds of layers, round trips, and the number of microbatches of a simulated stage."""
 
     layers: dict[str, Layers]
     round_trips_ms: list[Milliseconds]
@@ -32,7 +32,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Percent of the time, for each kind and round trip."""
+    """Tabulate percents of the time, for each kind and round trip."""
     rows: list[Row] = []
     for number, (kind, layers) in enumerate(size.layers.items(), 1):
         for round_trip_ms in size.round_trips_ms:
@@ -49,13 +49,13 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def stage(layers: Layers, round_trip_ms: float) -> PipelineTimes:
-    """A trainer that computes nothing, and a stage; what the stage does not compute is transfer, half of it each way."""
+    """Return an idle trainer and a stage; the rest of its time is transfer, half each way."""
     wire_s = (layers.all_ms - layers.computes_ms) / 2e3
     times = StageTime(0.0, 0.0), StageTime(layers.computes_ms / 1e3, 0.0)
     return PipelineTimes(times, (HopTime(wire_s, round_trip_ms / 2e3),))
 
 
 def busy(pipeline: PipelineTimes, microbatches: int, in_flight: int) -> float:
-    """The share of a step that the stage computes."""
+    """Return the share of a step that the stage computes."""
     taken_s = step_s(pipeline, microbatches, [in_flight, in_flight], "backward_first")
     return microbatches * pipeline.stages[1].total_s / taken_s

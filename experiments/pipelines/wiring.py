@@ -1,8 +1,9 @@
-"""What interleaved weighted round-robin makes of unequal servers (SWARM, arXiv:2301.11913, section 3.2): the product's own
-balancer in virtual time, with nothing told about speeds that it does not measure.
+"""Interleaved weighted round-robin over unequal servers (SWARM, arXiv:2301.11913, section 3.2).
 
-Trainers keep so many microbatches out at one stage; a server takes one after the other. The ideal is the sum of the servers'
-speeds; plain round robin gives each server the same number and waits for the slowest.
+The product's own balancer in virtual time, which knows only speeds that it measures. Trainers keep
+a number of microbatches out at one stage; a server takes one after the other. The ideal is the sum
+of the servers' speeds; plain round robin gives each server the same number and waits for the
+slowest.
 """
 
 import heapq
@@ -18,14 +19,17 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.paths.round_robin import Announced, Balancer
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-Choose = Callable[[int, float], PeerId]  # who gets a trainer's next microbatch, by the trainer and the moment
-Done = Callable[[int, PeerId, float, float], None]  # whose is done, by whom, when it was given, when it was done
+Choose = Callable[[int, float], PeerId]  # trainer, time -> server of its next microbatch
+Done = Callable[[int, PeerId, float, float], None]  # trainer, server, time given, time done
 
 
 class Size(Parameters, frozen=True, kw_only=True):
-    """Servers of these speeds, in microbatches a second, and how many microbatches they get; `out` says how many at once for
-    each server, one run for each. `jitter` is the standard deviation of the logarithm of the time that one takes. Of `told`
-    speeds visits are counted without any measurement."""
+    """Parameters: servers of these speeds, in microbatches per second, and their microbatches.
+
+    `out` is how many at once for each server, one run for each. `jitter` is the standard deviation
+    of the logarithm of a microbatch's time. For `told` speeds visits are counted without
+    measurement.
+    """
 
     speeds: Annotated[list[float], msgspec.Meta(min_length=2, max_length=256)]
     told: Annotated[list[float], msgspec.Meta(min_length=2, max_length=256)]
@@ -38,7 +42,7 @@ class Size(Parameters, frozen=True, kw_only=True):
 
 
 def compute(size: Size, progress: Progress) -> Table:
-    """Visits, and percent of the ideal throughput, by how the next server is chosen."""
+    """Tabulate visits, and percents of the ideal throughput, by the choice of the next server."""
     told = Balancer(random.Random(0))
     told.refresh([Announced(peer(at), 1, speed) for at, speed in enumerate(size.told)], 0.0)
     visits = Counter(told.choose(1.0, 0.0) for _ in range(size.told_tasks))
@@ -65,12 +69,12 @@ def compute(size: Size, progress: Progress) -> Table:
 
 
 def peer(number: int) -> PeerId:
-    """The id of a server."""
+    """Return the id of a server."""
     return PeerId(f"{number:04}")
 
 
 def weighted(size: Size, out: int, chance: random.Random) -> tuple[float, float]:
-    """Each trainer has a balancer of its own, which hears of its own calls only."""
+    """Run with a balancer per trainer, which hears of its own calls only."""
     balancers = [Balancer(chance) for _ in range(size.trainers)]
     for balancer in balancers:
         balancer.refresh([Announced(peer(at), 1) for at in range(len(size.speeds))], 0.0)
@@ -87,7 +91,7 @@ def weighted(size: Size, out: int, chance: random.Random) -> tuple[float, float]
 
 
 def round_robin(size: Size, out: int, chance: random.Random) -> tuple[float, float]:
-    """Each trainer goes through all servers, beginning anywhere."""
+    """Run with each trainer going through all servers, from a random start."""
     turns = [chance.randrange(len(size.speeds)) for _ in range(size.trainers)]
 
     def choose(trainer: int, now_s: float) -> PeerId:
@@ -98,11 +102,14 @@ def round_robin(size: Size, out: int, chance: random.Random) -> tuple[float, flo
 
 
 def run(size: Size, out: int, chance: random.Random, choose: Choose, done: Done) -> tuple[float, float]:
-    """Microbatches a second of the last three quarters, when speeds are known and before tasks run out; and the largest
-    relative difference between a server's share of these visits and its share of the speed."""
+    """Return microbatches per second of the last three quarters, and the visits' worst error.
+
+    By then speeds are known, and tasks have not run out. The error is the largest relative
+    difference between a server's share of these visits and its share of the speed.
+    """
     free_s = dict.fromkeys(map(peer, range(len(size.speeds))), 0.0)
     speed = {peer(at): one for at, one in enumerate(size.speeds)}
-    given: list[tuple[float, int, int, PeerId, float]] = []  # done when, number, whose, by whom, begun when
+    given: list[tuple[float, int, int, PeerId, float]] = []  # end, number, trainer, server, start
     visits: Counter[PeerId] = Counter()
     warm, warm_s, now_s = size.tasks // 4, 0.0, 0.0
     for number in range(size.tasks):

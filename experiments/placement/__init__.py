@@ -1,4 +1,4 @@
-"""Which machines serve which stage: planners, their cost model, and measured links to try them on.
+"""Machines for pipeline stages: planners, their cost model, and measured links to test them on.
 
 May import node and swarm; nothing of the product imports it.
 Start reading at planner.py.

@@ -1,9 +1,10 @@
-"""How many layers each stage has and which machines serve it, when machines are unequal in compute, memory and bandwidth.
+"""Layers and machines of each stage when machines differ in compute, memory and bandwidth.
 
-Equal stages waste strong machines and shut out weak ones. What counts is the slowest stage: its machines' summed rates over
-its work, or what their links carry. Boundaries are constants of a run, since parameters must match, so this is done before
-it starts. Own procedure: greedy max-min as list scheduling does it (Graham, "Bounds on multiprocessing timing anomalies",
-1969), then exchanges that help the slowest stage, then layers moved between stages.
+Equal stages waste strong machines and exclude weak ones. The slowest stage counts: its machines'
+summed rates over its work, or what their links carry. Boundaries are constants of a run, since
+parameters must match, so this is done before it starts. Own procedure: greedy max-min as in list
+scheduling (Graham, "Bounds on multiprocessing timing anomalies", 1969), then exchanges that help
+the slowest stage, then layers moved between stages.
 """
 
 import itertools
@@ -13,18 +14,18 @@ from dataclasses import dataclass
 
 from farflock.node.run.terms import MAX_STAGES
 
-REPLICAS = 3  # machines a stage: one may fail while another is away, and the stage is still there
+REPLICAS = 3  # per stage: it survives one failure while another machine is away
 
-SMALL = 6  # machines of two stages that are divided in all ways
-FEW = 50  # boundaries that are rather all tried
-ENOUGH = 0.99  # of what all machines would compute if nothing were lost: more stages would only send more
+SMALL = 6  # machines of two stages up to which all divisions are tried
+FEW = 50  # boundaries up to which all are tried
+ENOUGH = 0.99  # of the machines' ideal rate: more stages would only send more
 
 _NOTHING = 1e-9  # relative gains below are rounding
 
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """What was measured of one: samples through one layer, forward and backward, a second, and bytes a second of its link."""
+    """Measured samples per second through a layer, both passes; memory; link bytes per second."""
 
     rate: float
     memory_bytes: float
@@ -47,7 +48,7 @@ class MachineProfile:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """What its parts need. Bytes of layer, embedding and head are those of parameters, gradients and optimizer together."""
+    """Needs of a model's parts; bytes of parameters, gradients and optimizer together."""
 
     layers: int
     layer_bytes: float
@@ -55,11 +56,9 @@ class ModelCosts:
     head_bytes: float
     head_layers: float  # the head's work, in layers: about its parameters over a layer's
     edge_bytes: float  # a sample's activations between two stages
-    inner_bytes: float = (
-        0.0  # what one layer keeps of a sample while a microbatch is computed once more for its gradient
-    )
+    inner_bytes: float = 0.0  # a sample's activations inside one layer during recomputation
     microbatch: int = 1  # samples
-    in_flight: int = 1  # microbatches whose input a stage keeps
+    in_flight: int = 1  # microbatches whose inputs a stage keeps
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.microbatch < 1 or self.in_flight < 1:
@@ -78,14 +77,13 @@ class StageShare:
 
     model: ModelCosts
     begin: int  # its first layer
-    end: int  # the first that is no longer its
+    end: int  # the first layer after it
     stage: int
     stages: int
 
     @property
     def memory_bytes(self) -> float:
-        """What each of its machines must hold: its parts of the model, the inputs of what is in flight, and one microbatch
-        inside all its layers while it is recomputed."""
+        """Memory per machine: model part, inputs in flight, one microbatch being recomputed."""
         model, layers = self.model, self.end - self.begin
         extra = (self.stage == 0) * model.embedding_bytes + (self.stage == self.stages - 1) * model.head_bytes
         sample = (self.stage > 0) * model.in_flight * model.edge_bytes + layers * model.inner_bytes
@@ -93,16 +91,16 @@ class StageShare:
 
     @property
     def work(self) -> float:
-        """Of a sample, in layers. Looking an embedding up is none."""
+        """Work per sample, in layers; an embedding look-up is none."""
         return self.end - self.begin + (self.stage == self.stages - 1) * self.model.head_layers
 
     @property
     def crossed(self) -> int:
-        """Boundaries to other stages: over each a sample's activations go once either way, as values and as gradients."""
+        """Boundaries to other stages; a sample crosses each twice, as value and as gradient."""
         return (self.stage > 0) + (self.stage < self.stages - 1)
 
     def samples_per_s(self, machines: Sequence[MachineProfile]) -> float:
-        """What these machines bring through it."""
+        """Return the throughput of these machines."""
         computed = sum(machine.rate for machine in machines) / self.work
         crossing = self.crossed * self.model.edge_bytes
         carried = sum(machine.link for machine in machines)
@@ -115,8 +113,7 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Layers and machines (by number) of each stage, what comes through the slowest, and who fits none: they may train as
-    trainers do, holding no parameters."""
+    """Layers and machines of each stage, the slowest's throughput; `spare` machines may train."""
 
     layers: tuple[int, ...]
     machines: tuple[tuple[int, ...], ...]
@@ -127,10 +124,10 @@ class Split:
 def split(
     model: ModelCosts, machines: Sequence[MachineProfile], stages: int | None = None, replicas: int = REPLICAS
 ) -> Split:
-    """The fastest split that is found into this many stages. If that is None, of all numbers the fastest and fewest; none are
-    looked for beyond what comes close to all rates together. Every stage has at least `replicas` machines that can hold it.
+    """Return the fastest split found into this many stages, each with at least `replicas` machines.
 
-    `ValueError` with the stage and the remedy if there is none.
+    If `stages` is None, try every number and prefer fewer; stop once close to the sum of all rates.
+    Raise `ValueError` with the stage and the remedy if there is none.
     """
     if replicas < 1:
         raise ValueError(f"{replicas} replicas serve no stage; take at least 1, usually {REPLICAS}")
@@ -162,7 +159,7 @@ def split(
 
 
 def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
-    """The stages of a model that is cut into so many layers each."""
+    """Return the stages of a model that is cut into these numbers of layers."""
     ends = tuple(itertools.accumulate(layers))
     return tuple(
         StageShare(model, begin, end, stage, len(ends))
@@ -171,8 +168,7 @@ def parts(model: ModelCosts, layers: Sequence[int]) -> tuple[StageShare, ...]:
 
 
 def assigned(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int = REPLICAS) -> Split:
-    """Machines for these stages, the better of two tries: those that compute fastest come first, or those with the fastest
-    links. `ValueError` if a stage fits too few."""
+    """Assign machines, dealt by rate or link, whichever is better; `ValueError` if too few fit."""
     _require_servable(stages, machines, replicas)
     numbers = range(len(machines))
     by_rate = sorted(numbers, key=lambda number: -machines[number].rate)
@@ -192,7 +188,7 @@ def assigned(stages: Sequence[StageShare], machines: Sequence[MachineProfile], r
 
 
 def _require_servable(stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
-    """Whoever can hold a stage can hold every smaller one, so it is enough to count from the largest on."""
+    """Raise `ValueError` if too few machines fit; one that holds a stage holds all smaller ones."""
     for taken, part in enumerate(sorted(stages, key=lambda part: -part.memory_bytes)):
         fitting = sum(machine.memory_bytes >= part.memory_bytes for machine in machines)
         if fitting < (taken + 1) * replicas:
@@ -205,7 +201,7 @@ def _require_servable(stages: Sequence[StageShare], machines: Sequence[MachinePr
 
 
 class _Cast:
-    """Who serves which stage, while it is being decided, with the stages' and machines' numbers at hand."""
+    """The assignment of machines to stages while it is made, by number."""
 
     def __init__(self, stages: Sequence[StageShare], machines: Sequence[MachineProfile], replicas: int) -> None:
         self.replicas = replicas
@@ -220,8 +216,10 @@ class _Cast:
         self._link = [machine.link for machine in machines]
 
     def deal(self, order: Sequence[int]) -> None:
-        """Each in turn to the stage that is slowest so far among those that it can hold, unless a stage would then be left
-        without; those who can hold none get none."""
+        """Give each machine in turn to the slowest stage so far that it can hold, if any.
+
+        Skip a stage if another one would then be left without.
+        """
         for turn, number in enumerate(order):
             later = order[turn + 1 :]
             fitting = [stage for stage, need in enumerate(self._needs) if need <= self._memory[number]]
@@ -233,7 +231,7 @@ class _Cast:
                 self.teams[stage].pop()
 
     def exchange(self) -> None:
-        """Change whom the slowest stage and another have, while the slower of both gains by it."""
+        """Exchange machines of the slowest stage and another while the slower of both gains."""
         while True:
             slow = self.speeds.index(min(self.speeds))
             for other in range(len(self.teams)):
@@ -261,7 +259,7 @@ class _Cast:
         return True
 
     def _change(self, slow: int, other: int) -> tuple[list[int], list[int]] | None:
-        """Whom both had better have, the first that is found."""
+        """Return the first better division of both teams, or None."""
         limit = self.speeds[slow] * (1 + _NOTHING)
         for mine, theirs in _divided(self.teams[slow], self.teams[other]):
             if (
@@ -276,7 +274,7 @@ class _Cast:
 
 
 def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Ways to divide both teams anew: all there are if they are small, else one goes over or two change places."""
+    """Yield new divisions of both teams: all if they are small, else one move or one exchange."""
     both = [*mine, *theirs]
     if len(both) <= SMALL:
         for chosen in itertools.product((True, False), repeat=len(both)):
@@ -290,8 +288,7 @@ def _divided(mine: list[int], theirs: list[int]) -> Iterator[tuple[list[int], li
 
 
 def _refined(model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int) -> Split:
-    """All boundaries if there are few; else, from each start on, a layer goes from the slowest stage to another while that
-    makes the slowest faster."""
+    """Try all boundaries if few; else move layers from the slowest stage while that helps."""
     even = _even(model, [model.layers] * count)
     starts = [even, *_even_within_memory(model, machines, count, replicas)]
     few = math.comb(model.layers - 1, count - 1) <= FEW
@@ -339,7 +336,7 @@ def _if_servable(
 
 
 def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
-    """Layers of each stage, at most so many: one each, and every further one where there is least work so far."""
+    """Return each stage's layers, at most `most`: one each, more where there is least work."""
     layers = [1] * len(most)
     for _ in range(model.layers - len(most)):
         open_stages = [part for part in parts(model, layers) if layers[part.stage] < most[part.stage]]
@@ -350,10 +347,11 @@ def _even(model: ModelCosts, most: Sequence[int]) -> list[int]:
 def _even_within_memory(
     model: ModelCosts, machines: Sequence[MachineProfile], count: int, replicas: int
 ) -> Iterator[list[int]]:
-    """The same within what machines hold; nothing if together they cannot hold the model.
+    """Yield the same within the machines' memory; nothing if together they cannot hold the model.
 
-    The largest machines serve one stage, the next largest another, and so on; all that matters is which of these groups
-    serve the ends, where embedding and head take memory as well. The groups that together hold most layers are taken.
+    The largest machines serve one stage, the next largest another, and so on; all that matters is
+    which of these groups serve the ends, where embedding and head take memory as well. The groups
+    that together hold most layers are taken.
     """
     memory = sorted((machine.memory_bytes for machine in machines), reverse=True)
     groups = [memory[(group + 1) * replicas - 1] for group in range(count)]
@@ -369,7 +367,7 @@ def _even_within_memory(
 
 
 def _holds(model: ModelCosts, stage: int, stages: int, memory_bytes: float) -> int:
-    """How many layers this stage may have in so much memory."""
+    """Return the number of layers that fit this stage in so much memory."""
     none, one = (StageShare(model, 0, layers, stage, stages).memory_bytes for layers in (0, 1))
     if one <= none:
         return model.layers if none <= memory_bytes else 0

@@ -1,4 +1,4 @@
-"""Networks that planners are tried on: measured links of two clouds, and links that are drawn by chance."""
+"""Networks to test planners on: measured links of two clouds, and links drawn at random."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,15 @@ from farflock.experiments.placement import regions
 from farflock.experiments.placement.layout import Costs, Layout, LinkCosts, StepTraffic
 from farflock.experiments.placement.planner import WORK, balanced, plan
 
-# DT-FM's workload: three of 24 layers of 1.3e9 parameters, four bytes each; and of a million tokens in sequences of 2048, what
-# one of eight pipelines takes at once, two bytes for each of 2048 channels (its code has 2024 tokens, which must be a slip)
+# DT-FM's workload: three of 24 layers of 1.3e9 parameters, four bytes each; and, of a million
+# tokens in sequences of 2048, what one of eight pipelines takes at once, two bytes for each of 2048
+# channels (its code has 2024 tokens, which must be a slip).
 GPT3_XL = StepTraffic(gradient_bytes=1.3e9 * 4 * 3 / 24, activation_bytes=125_000 / 2048 * 2048 * 2048 * 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many nodes in how many stages, how many small cases are solved exactly, and how long the baseline searches."""
+    """Nodes, stages, small cases that are solved exactly, and the searches' lengths."""
 
     nodes: int = 64
     stages: int = 8
@@ -26,19 +27,19 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Links with a name, and what is sent over them."""
+    """Links with a name, and their traffic."""
 
     name: str
     links: LinkCosts
     traffic: StepTraffic
 
     def plan(self, size: Scale, seed: int) -> Layout:
-        """Ours, from the links on."""
+        """Return our planner's layout."""
         return plan(Costs(self.links, self.traffic), balanced(size.nodes, size.stages), seed, size.work)
 
 
 def cases(nodes: int) -> list[Case]:
-    """The three, with so many nodes."""
+    """Return the three cases with this many nodes."""
     tables = regions.load()
     where = [regions.WORLDWIDE[node % len(regions.WORLDWIDE)] for node in range(nodes)]
     return [
@@ -49,7 +50,7 @@ def cases(nodes: int) -> list[Case]:
 
 
 def drawn(nodes: int, seed: int) -> Case:
-    """Latencies of 1 to 200 ms, 1 to 100 MB a second, gradients ten times as large as activations."""
+    """Draw links of 1 to 200 ms and 1 to 100 MB/s; gradients are ten times activations."""
     chance = np.random.Generator(np.random.PCG64(seed))
     links = LinkCosts.of(chance.uniform(0.001, 0.2, (nodes, nodes)), chance.uniform(1e6, 1e8, (nodes, nodes)))
     return Case("by chance", links, StepTraffic(5e7, 5e6))

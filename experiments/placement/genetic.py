@@ -1,12 +1,14 @@
-"""The genetic search of DT-FM (Yuan et al., arXiv:2206.01288, section 4) for nodes in stages: what our planner is held against.
+"""The genetic search of DT-FM (Yuan et al., arXiv:2206.01288, section 4): our planner's baseline.
 
-A population of random balanced partitions; a child of two parents by five-point crossover, mended where stages have not
-their size; local search; the child replaces the worst member if it is better. Stages come in Held and Karp's order. Local
-search is the paper's, or Kernighan and Lin's, which it is compared with there. It is a baseline: nothing of ours helps it
-but the arithmetic of the cost (experiments/placement/layout.py).
+A population of random balanced partitions; a child of two parents by five-point crossover, with its
+stages' sizes repaired; local search; the child replaces the worst member if it is better. Stages
+come in Held and Karp's order. Local search is the paper's, or Kernighan and Lin's, which it
+compares with. Nothing of ours helps the baseline but the arithmetic of the cost
+(experiments/placement/layout.py).
 
-Deviation, in the baseline's favour: exchanges between two stages stay only if the two, priced alone, then cost less. The
-gains are guesses and nearly always positive, and without this its layouts cost more at the same number of trials.
+Deviation, in the baseline's favour: exchanges between two stages stay only if the two, priced
+alone, then cost less. The gains are guesses and nearly always positive, and without this its
+layouts cost more at the same number of trials.
 """
 
 import itertools
@@ -27,7 +29,7 @@ Move = tuple[float, int, int]  # gain, a node of one stage, a node of another
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How it searches, and how long: 24 and 4900 as DT-FM's released script."""
+    """The search's method and length; 24 and 4900 are those of DT-FM's released script."""
 
     gain: Gain = "circular"
     population: int = 24
@@ -36,7 +38,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Two stages as exchanges have left them, and those of their nodes that have not moved yet."""
+    """Two stages after some exchanges, and their nodes that have not moved yet."""
 
     one: list[int]
     other: list[int]
@@ -48,14 +50,14 @@ class Stages:
         return cls(list(one), list(other), list(one), list(other))
 
     def exchange(self, a: int, b: int) -> None:
-        """`a` of the one for `b` of the other; neither moves again."""
+        """Exchange `a` of the one for `b` of the other; neither moves again."""
         self.left.remove(a)
         self.right.remove(b)
         self.one[self.one.index(a)], self.other[self.other.index(b)] = b, a
 
 
 def search(costs: Costs, sizes: Sequence[int], seed: int, setting: Setting | None = None) -> Layout:
-    """The best layout of the last population; the same for the same seed."""
+    """Return the best layout of the last population; the same for the same seed."""
     setting = Setting() if setting is None else setting
     chance, refine = random.Random(seed), Refine(costs, sizes, setting.gain)
     members = []
@@ -74,12 +76,12 @@ def search(costs: Costs, sizes: Sequence[int], seed: int, setting: Setting | Non
 
 
 def stages_of(genome: Genome) -> list[tuple[int, ...]]:
-    """The nodes of each stage."""
+    """Return the nodes of each stage."""
     return [tuple(node for node, at in enumerate(genome) if at == stage) for stage in range(max(genome) + 1)]
 
 
 def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
-    """Pieces of both in turn, cut at up to five points."""
+    """Return pieces of both in turn, cut at up to five points."""
     cuts = sorted(chance.sample(range(1, len(mother)), min(POINTS, len(mother) - 1)))
     child: Genome = []
     for turn, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(mother)))):
@@ -88,7 +90,7 @@ def crossed(mother: Genome, father: Genome, chance: random.Random) -> Genome:
 
 
 def mended(genome: Genome, sizes: Sequence[int], chance: random.Random) -> Genome:
-    """The same with every stage at its size: nodes by chance from stages with too many go where some lack."""
+    """Restore every stage's size: random nodes of stages too large move to those too small."""
     genome, lacking, surplus = list(genome), [], []
     for stage, size in enumerate(sizes):
         nodes = [node for node, at in enumerate(genome) if at == stage]
@@ -109,10 +111,10 @@ class Refine:
         self._costs = costs
         self._weights: MatrixRows = costs.handing_s if circular else costs.sharing_s(max(sizes))
         self._best: Callable[[Stages, MatrixRows], Move] = circular_move if circular else kernighan_lin_move
-        self._fewest = 2 if circular else 1  # nodes that have not moved yet: a link has two
+        self._fewest = 2 if circular else 1  # unmoved nodes per stage: a link has two
 
     def __call__(self, genome: Genome) -> Genome:
-        """A genome of the same sizes that does not cost more, as pairs of stages see it."""
+        """Return a genome of the same sizes that costs no more, as pairs of stages see it."""
         stages = list(stages_of(genome))
         for _ in range(MAX_PASSES):
             changed = [self._improve(stages, j, k) for j, k in itertools.combinations(range(len(stages)), 2)]
@@ -132,7 +134,7 @@ class Refine:
         return True
 
     def _exchanged(self, one: Sequence[int], other: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Both after the prefix of a greedy sequence of exchanges whose gains add up to most."""
+        """Return both after the greedy exchanges, up to the greatest sum of gains."""
         trial, result = Stages.of(one, other), Stages.of(one, other)
         moves: list[Move] = []
         while min(len(trial.left), len(trial.right)) >= self._fewest:
@@ -148,8 +150,11 @@ class Refine:
 
 
 def circular_move(stages: Stages, weights: MatrixRows) -> Move:
-    """DT-FM's: an end of each stage's fastest inner link, which then becomes a link between stages. For d1 of the link
-    (d1, d2) the gain is the mean of its costs to the other stage, its former links there, less the cost of that link."""
+    """Return DT-FM's move: an end of each stage's fastest inner link, which leaves the stage.
+
+    For d1 of the link (d1, d2) the gain is the mean of its costs to the other stage, its former
+    links there, less the cost of that link.
+    """
     return max(
         (_freed(a, mate_a, stages.other, weights) + _freed(b, mate_b, stages.one, weights), a, b)
         for a, mate_a in _fastest(stages.left, weights)
@@ -163,13 +168,13 @@ def _freed(node: int, mate: int, others: Sequence[int], weights: MatrixRows) -> 
 
 
 def _fastest(stage: Sequence[int], weights: MatrixRows) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The ends of a stage's cheapest link, each with the other."""
+    """Return the ends of a stage's cheapest link, each with the other."""
     a, b = min(itertools.combinations(stage, 2), key=lambda pair: weights[pair[0]][pair[1]])
     return (a, b), (b, a)
 
 
 def kernighan_lin_move(stages: Stages, weights: MatrixRows) -> Move:
-    """Of all exchanges the one that lowers the costs inside the two stages most (Kernighan and Lin, 1970)."""
+    """Return the exchange that most lowers costs inside both stages (Kernighan and Lin, 1970)."""
     out = {a: _pull(a, stages.other, stages.one, weights) for a in stages.left}
     back = {b: _pull(b, stages.one, stages.other, weights) for b in stages.right}
     # a pull to the other stage is a loss here: inner costs count, those across do not
@@ -177,6 +182,6 @@ def kernighan_lin_move(stages: Stages, weights: MatrixRows) -> Move:
 
 
 def _pull(node: int, there: Sequence[int], here: Sequence[int], weights: MatrixRows) -> float:
-    """By how much a node's costs to the other stage are larger than those to its own."""
+    """Return a node's costs to the other stage less those to its own."""
     row = weights[node]
     return sum([row[other] for other in there]) - sum([row[other] for other in here])

@@ -1,11 +1,12 @@
-"""What a layout of nodes into pipeline stages costs on given links, in seconds of communication a step.
+"""The cost of a layout of nodes into pipeline stages, in seconds of communication per step.
 
-A planner is only as good as what it minimises, so the model is that of DT-FM (Yuan et al., arXiv:2206.01288, equations 1 to
-4), exactly: a sharded parameter server in each stage, the best partners between neighbouring stages, and stages in the order
-in which they cost least. Links are symmetrised, as there.
+A planner is only as good as its objective, so the model is exactly that of DT-FM (Yuan et al.,
+arXiv:2206.01288, equations 1 to 4): a sharded parameter server in each stage, the best partners
+between neighbouring stages, and stages in their cheapest order. Links are symmetrised, as there.
 
-Deviation: stages may differ in size. The paper has equal ones; between unequal ones each node of the larger has a partner,
-and no node of the smaller has more than the sizes force. With equal sizes this is the paper's perfect matching.
+Deviation: stages may differ in size. Between unequal stages each node of the larger has a partner,
+and no node of the smaller has more than the sizes force. With equal sizes this is the paper's
+perfect matching.
 """
 
 import functools
@@ -27,15 +28,18 @@ MAX_STAGES = 16  # Held and Karp's table has stages · 2^stages entries: here 8 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkCosts:
-    """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal says nothing."""
+    """One-way latency and bandwidth of each pair of nodes, symmetric; the diagonal is void."""
 
     latency_s: Matrix
     bandwidth: Matrix  # bytes a second
 
     @classmethod
     def of(cls, latency_s: ArrayLike, bandwidth: ArrayLike) -> "LinkCosts":
-        """Links from two matrices of measurements, where both directions count as their mean. `ValueError` unless they are
-        square, of the same size, with finite latencies of at least 0 and finite bandwidths above 0."""
+        """Return links from two matrices of measurements; the mean of both directions counts.
+
+        Raise `ValueError` unless they are square, of the same size, with finite latencies of at
+        least 0 and finite bandwidths above 0.
+        """
         latency, rate = np.asarray(latency_s, dtype=np.float64), np.asarray(bandwidth, dtype=np.float64)
         if latency.ndim != 2 or latency.shape[0] != latency.shape[1] or latency.shape != rate.shape:
             raise ValueError(
@@ -65,7 +69,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """Bytes that a step sends: a stage's gradient (`c_dp`), and what one node hands on to the next stage (`c_pp`)."""
+    """Bytes per step: a stage's gradient (`c_dp`), a node's output to the next stage (`c_pp`)."""
 
     gradient_bytes: float
     activation_bytes: float
@@ -78,7 +82,7 @@ class StepTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Stages in the order of the pipeline, and what they cost."""
+    """Stages in the order of the pipeline, and their cost."""
 
     stages: tuple[StageMembers, ...]
     data_parallel_s: float
@@ -86,12 +90,12 @@ class Layout:
 
     @property
     def seconds(self) -> float:
-        """COMM: what a planner minimises."""
+        """COMM: the planners' objective."""
         return self.data_parallel_s + self.pipeline_s
 
 
 class Costs:
-    """Equations 1 to 3 on given links: plain lists of what each pair of nodes costs, looked up by the hundred thousand."""
+    """Equations 1 to 3 on given links, as plain lists, since pairs are looked up very often."""
 
     def __init__(self, links: LinkCosts, traffic: StepTraffic) -> None:
         self.nodes = len(links)
@@ -100,24 +104,24 @@ class Costs:
         self._sharing_s: dict[int, list[list[float]]] = {}
 
     def sharing_s(self, size: int) -> list[list[float]]:
-        """What each pair costs inside a stage of `size` nodes, each of which keeps one part of `size`."""
+        """Return each pair's cost inside a stage of `size` nodes, each of which keeps 1/`size`."""
         if size not in self._sharing_s:
             self._sharing_s[size] = _pair(self._links, self._traffic.gradient_bytes / size).tolist()
         return self._sharing_s[size]
 
     def data_parallel(self, stage: Sequence[int]) -> float:
-        """DATAP of one stage: its slowest node's exchanges with all others, one after the other."""
+        """Return DATAP of one stage: its slowest node's exchanges with all others in sequence."""
         if len(stage) == 1:
             return 0.0
         pair, members = self.sharing_s(len(stage)), itemgetter(*stage)
         return float(max(sum(members(pair[node])) for node in stage))
 
     def match(self, one: Sequence[int], other: Sequence[int]) -> float:
-        """MATCH of two stages: the slowest of the best partners."""
+        """Return MATCH of two stages: the slowest of the best partners."""
         return bottleneck(self._between(one, other))[0]
 
     def layout(self, stages: Sequence[Sequence[int]]) -> Layout:
-        """COMM of a partition: its stages in their cheapest order."""
+        """Return COMM of a partition: its stages in their cheapest order."""
         count = len(stages)
         weights = np.zeros((count, count))
         for j in range(count):
@@ -137,22 +141,23 @@ class Costs:
 
 
 def _places(larger: Sequence[int], smaller: Sequence[int]) -> Sequence[int]:
-    """Each node of the smaller stage as often as it may be somebody's partner."""
+    """Return each node of the smaller stage as often as it may be a partner."""
     return smaller if len(larger) == len(smaller) else tuple(smaller) * math.ceil(len(larger) / len(smaller))
 
 
 def _pair(links: LinkCosts, size_bytes: float) -> Matrix:
-    """There and back: 2 · (latency + bytes / bandwidth), and nothing from a node to itself."""
+    """Return both ways' 2 · (latency + bytes / bandwidth), and 0 from a node to itself."""
     seconds: Matrix = 2 * (links.latency_s + size_bytes / links.bandwidth)
     np.fill_diagonal(seconds, 0.0)
     return seconds
 
 
 def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
-    """Of all assignments of a column of its own to each row, the smallest possible largest entry, and each row's column.
+    """Assign distinct columns to rows; return the least possible largest entry, and the columns.
 
-    `rows` has at least as many columns as rows. The limit starts at what any assignment must reach and is raised only as
-    far as the next entry that may let a row in which has no place (Gross, "The bottleneck assignment problem", 1959).
+    `rows` has at least as many columns as rows. The limit starts at what any assignment must reach
+    and rises only to the next entry that may admit a row without a place (Gross, "The bottleneck
+    assignment problem", 1959).
     """
     limit = max(map(min, rows))
     if len(rows) == len(rows[0]):
@@ -171,8 +176,7 @@ def bottleneck(rows: MatrixRows) -> tuple[float, list[int]]:
 
 
 def _place(row: int, rows: MatrixRows, limit: float, holders: dict[int, int], seen: set[int], tried: list[int]) -> bool:
-    """Give a row a column within the limit, moving others if that helps. Notes the columns it has seen and the rows that it
-    tried to move."""
+    """Give a row a column within the limit, moving others; extend `seen` (columns) and `tried`."""
     for column, entry in enumerate(rows[row]):
         if entry <= limit and column not in holders:
             holders[column] = row
@@ -188,9 +192,10 @@ def _place(row: int, rows: MatrixRows, limit: float, holders: dict[int, int], se
 
 
 def cheapest_order(weights: Matrix) -> tuple[float, tuple[int, ...]]:
-    """PIPEP: the cheapest path through all stages (open at both ends), and the order of its stages, the lower end first.
+    """Return PIPEP: the cost of the cheapest open path through all stages, and the stages' order.
 
-    Held and Karp's dynamic program over sets of stages; `weights` is symmetric. `ValueError` beyond `MAX_STAGES`.
+    The lower end comes first. Held and Karp's dynamic program over sets of stages; `weights` is
+    symmetric. Raise `ValueError` beyond `MAX_STAGES`.
     """
     count = len(weights)
     if not 1 <= count <= MAX_STAGES:
@@ -209,7 +214,7 @@ def cheapest_order(weights: Matrix) -> tuple[float, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=MAX_STAGES)
 def _extensions(count: int) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], ...]:
-    """For each size of set from 2: sets and their last stages, and each set without that one."""
+    """Return, per size of set from 2: sets and their last stages, and each set without its last."""
     every = np.arange(1 << count)
     member = (every[:, None] >> np.arange(count)) & 1
     sizes = member.sum(axis=1)

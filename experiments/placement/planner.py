@@ -1,12 +1,12 @@
-"""Who serves which stage, and in which order the stages come: a layout that costs little on measured links.
+"""A planner of cheap layouts on measured links: the machines of each stage, and the stages' order.
 
-The yardstick is experiments/placement/layout.py's. Few partitions are all tried. Of many, three starts and what random
-kicks make of them are first led by a smooth stand-in, then the best is annealed by the cost itself. A stand-in is
-needed because the cost is made of maxima: most exchanges of two nodes change nothing, so nothing tells a search where
-to go. With each maximum replaced by a mean it is a quadratic assignment of nodes to places (stage, replica), of which
-all exchanges are priced at once (Burkard, Dell'Amico and Martello, "Assignment Problems", 2009, section 8.2). The
-starts are the two ways in which a good layout can look, near nodes in one stage or near nodes in one pipeline, and one
-by chance.
+The cost is that of experiments/placement/layout.py. Few partitions are all tried. With many, three
+starts and their random kicks first follow a smooth surrogate, then the best is annealed by the cost
+itself. The cost is made of maxima, so most exchanges of two nodes change nothing, and a search has
+no direction. With each maximum replaced by a mean it is a quadratic assignment of nodes to places
+(stage, replica), of which all exchanges are priced at once (Burkard, Dell'Amico and Martello,
+"Assignment Problems", 2009, section 8.2). The starts are the two forms of a good layout, near nodes
+in one stage or in one pipeline, and a random one.
 
 Work is counted, never timed: the same seed and work give the same layout on the same machine.
 """
@@ -24,19 +24,19 @@ from farflock.experiments.placement.layout import MAX_STAGES, Costs, Layout, Mat
 
 Order = NDArray[np.int64]  # the node at each place
 
-WORK = 5_000  # exchanges of two nodes that are priced
+WORK = 5_000  # priced exchanges of two nodes
 
-_LED_SHARE = 0.4  # of the work, until annealing begins
+_LED_SHARE = 0.4  # of the work, before annealing
 _KICKED = 8  # nodes that change places between two descents
 _HOT, _COLD = 0.003, 0.0003  # temperatures of annealing, as shares of the cost
-_HOTTER = 0.03  # where a walk begins anywhere
-_SWEEPS = 2  # steps of a walk, over all exchanges there are: with less, it is not worth to begin another
+_HOTTER = 0.03  # for a walk from a random start
+_SWEEPS = 2  # least steps of a further walk, over all possible exchanges
 _REVERSALS = 0.1  # share of annealing's trials that turn a part of the pipeline around
 _NOTHING = 1e-9  # relative gains below are rounding
 
 
 def balanced(nodes: int, stages: int) -> tuple[int, ...]:
-    """Sizes of stages that differ by one at most; `ValueError` if a stage would have no node."""
+    """Return sizes that differ by one at most; raise `ValueError` if a stage would have no node."""
     if not 1 <= stages <= nodes:
         raise ValueError(
             f"{nodes} nodes cannot serve {stages} stages; take at least one stage and as many nodes as stages"
@@ -45,10 +45,10 @@ def balanced(nodes: int, stages: int) -> tuple[int, ...]:
 
 
 def plan(costs: Costs, sizes: Sequence[int], seed: int, work: int = WORK) -> Layout:
-    """A cheap layout of all nodes into stages of these sizes, in whatever order is cheapest: the optimum if the work suffices
-    to look at all partitions, else the best that was found. `work` bounds the time, at about 0.1 ms each.
+    """Return a cheap layout of all nodes into stages of these sizes, in their cheapest order.
 
-    `ValueError` for what cannot be planned.
+    It is the optimum if the work suffices for all partitions, else the best found. `work` bounds
+    the time, at about 0.1 ms each. Raise `ValueError` for what cannot be planned.
     """
     _require(costs.nodes, sizes, work)
     if partition_count(sizes) * _price(len(sizes)) <= work:
@@ -73,7 +73,7 @@ def _require(nodes: int, sizes: Sequence[int], work: int) -> None:
 
 
 def partition_count(sizes: Sequence[int]) -> int:
-    """How many partitions into stages of these sizes there are, whatever the order of the stages."""
+    """Return the number of partitions into stages of these sizes, in whatever order."""
     count = math.factorial(sum(sizes))
     for size in sizes:
         count //= math.factorial(size)
@@ -83,12 +83,12 @@ def partition_count(sizes: Sequence[int]) -> int:
 
 
 def partitions(sizes: Sequence[int]) -> Iterator[tuple[StageMembers, ...]]:
-    """Each partition of nodes 0, 1, 2 … into stages of these sizes, once."""
+    """Yield each partition of nodes 0, 1, 2 … into stages of these sizes, once."""
     yield from _partitions(tuple(range(sum(sizes))), tuple(sorted(sizes)))
 
 
 def _partitions(free: StageMembers, sizes: tuple[int, ...]) -> Iterator[tuple[StageMembers, ...]]:
-    """The first free node is in a stage of one size or another, with some of the others."""
+    """Put the first free node into a stage of each size, with each choice of others."""
     if not sizes:
         yield ()
     for size in sorted(set(sizes)):
@@ -100,13 +100,13 @@ def _partitions(free: StageMembers, sizes: tuple[int, ...]) -> Iterator[tuple[St
 
 
 def _price(stages: int) -> int:
-    """Of a whole layout, in exchanges of two nodes: these look at four pairs of stages, a layout at all."""
+    """Return a whole layout's price in exchanges, which look at four pairs of stages, it at all."""
     return 1 + math.comb(stages, 2) // 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flow:
-    """A part of a stand-in: which share of two nodes' cost counts when one is at one place and the other at another."""
+    """A part of the surrogate: the share of two nodes' cost that counts at each pair of places."""
 
     share: Matrix  # [place, place], symmetric, 0 from a place to itself
     cost_s: Matrix  # [node, node], likewise
@@ -114,7 +114,7 @@ class _Flow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Each place's stage and replica. Places of one replica, one in each stage, are a pipeline."""
+    """Each place's stage and replica; the places of one replica, one per stage, are a pipeline."""
 
     sizes: tuple[int, ...]
     stage: Order
@@ -125,15 +125,15 @@ class _Places:
         return cls(sizes, np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(size) for size in sizes]))
 
     def stages(self, order: Order) -> list[StageMembers]:
-        """The stages when these nodes are at the places."""
+        """Return the stages with these nodes at the places."""
         return [tuple(order[self.stage == stage].tolist()) for stage in range(len(self.sizes))]
 
     def same(self, label: Order) -> Matrix:
-        """1 for two places of the same label: stage or replica."""
+        """Return 1 for two places of the same label, stage or replica, else 0."""
         return np.asarray(label[:, None] == label, np.float64) - np.eye(len(label))
 
     def partners(self) -> Matrix:
-        """1 for two places of neighbouring stages that hand on to each other; in stages of unequal size replicas wrap."""
+        """Return 1 for partners in neighbouring stages; in unequal ones replicas wrap."""
         size = np.asarray(self.sizes)[self.stage]
         smaller = np.minimum(size[:, None], size)
         meet = self.replica[:, None] % smaller == self.replica % smaller
@@ -152,12 +152,12 @@ class _Search:
 
     @property
     def best(self) -> Layout:
-        """Only after something was looked at."""
+        """The best layout; there must have been one."""
         assert self._best is not None, "nothing was looked at"
         return self._best
 
     def lead(self, until: int) -> None:
-        """Descend on the stand-in from three starts, then from kicked copies of the best, until this much work is left."""
+        """Descend on the surrogate from three starts, then from kicks, to this much work left."""
         places = _Places.of(self.sizes)
         sharing = np.array(self.costs.sharing_s(max(self.sizes)))
         handing = np.array(self.costs.handing_s)
@@ -186,7 +186,7 @@ class _Search:
                 at_best = order
 
     def _look(self, stages: Sequence[StageMembers]) -> bool:
-        """Price these stages, keep them if none are better; whether they were kept."""
+        """Price these stages and keep them unless others are better; return whether kept."""
         layout = self.costs.layout(stages)
         self.left -= _price(len(stages))
         kept = self._best is None or layout.seconds <= self._best.seconds
@@ -195,10 +195,11 @@ class _Search:
         return kept
 
     def _descend(self, flows: Sequence[_Flow], order: Order) -> None:
-        """Exchange, in place, the two nodes that gain most by it, until none gain or no work is left.
+        """Exchange, in place, the best two nodes until none gain or no work is left.
 
-        With F a flow's shares and C the costs as the places see them, the sum of F · C changes by
-        2 · (M_rs + M_sr − M_rr − M_ss + 2 F_rs C_rs) when r and s change places, M = F C; M itself by an outer product.
+        With F a flow's shares and C the costs as the places see them, the sum of F · C changes by 2
+        · (M_rs + M_sr − M_rr − M_ss + 2 F_rs C_rs) when r and s change places, M = F C; M itself by
+        an outer product.
         """
         seen = [(flow.share, flow.cost_s[np.ix_(order, order)]) for flow in flows]
         mixed: Matrix = sum((share @ cost for share, cost in seen), np.zeros((len(order), len(order))))
@@ -218,8 +219,11 @@ class _Search:
                 cost[[r, s]] = cost[[s, r]]
 
     def anneal(self) -> None:
-        """Spend what is left on walks, ever colder (Kirkpatrick, Gelatt and Vecchi, 1983): the first from the best layout;
-        if there is work for more, every other one begins anywhere, and hotter."""
+        """Spend what is left on walks, ever colder (Kirkpatrick, Gelatt and Vecchi, 1983).
+
+        The first starts from the best layout; if there is work for more, every other one starts at
+        random, and hotter.
+        """
         if len(self.sizes) == 1 or self.left < 1:
             return
         walk, begin = _Walk(self.costs), self.best.stages
@@ -234,7 +238,7 @@ class _Search:
         return tuple(tuple(sorted(itertools.islice(nodes, size))) for size in self.sizes)
 
     def _cool(self, walk: "_Walk", begin: Sequence[StageMembers], hot: float, work: int) -> None:
-        """One walk of this many steps; keeps the best on its way."""
+        """Walk this many steps; keep the best on the way."""
         walk.start(begin)
         best_s, best, hot_s = walk.seconds, list(walk.stages), hot * walk.seconds
         for step in range(work):
@@ -247,8 +251,7 @@ class _Search:
 
 
 class _Walk:
-    """A layout that changes by one exchange at a time. What a stage or a pair of stages costs is looked up if it was priced
-    before, so that an exchange pays only for what it touches; each adds at most six entries."""
+    """A layout that changes by one exchange; prices are cached, at most six entries for each."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, 0.0
@@ -257,12 +260,12 @@ class _Walk:
         self._pairs: dict[tuple[StageMembers, StageMembers], float] = {}
 
     def start(self, stages: Sequence[StageMembers]) -> None:
-        """Go on from here."""
+        """Continue from these stages."""
         self.stages = list(stages)
         self.seconds = self._priced(self.stages, math.inf)
 
     def step(self, chance: random.Random, limit_s: float) -> None:
-        """Exchange two nodes of different stages, or turn a part of the pipeline around, if it then costs at most this."""
+        """Exchange two nodes of different stages or reverse a part, if within the limit."""
         stages = list(self.stages)
         j, k = sorted(chance.sample(range(len(stages)), 2))
         if chance.random() < _REVERSALS:
@@ -275,7 +278,7 @@ class _Walk:
             self.stages, self.seconds = stages, seconds
 
     def _priced(self, stages: list[StageMembers], limit_s: float) -> float:
-        """What these stages cost in this order, or any number above the limit once it is clear that they cost more."""
+        """Return the stages' cost in this order, or, beyond the limit, any number above it."""
         seconds = max([self._sharing(stage) for stage in stages])
         pairs = [pair if pair[0] <= pair[1] else pair[::-1] for pair in itertools.pairwise(stages)]
         seconds += sum([self._pairs.get(pair, 0.0) for pair in pairs])

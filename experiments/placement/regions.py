@@ -1,6 +1,6 @@
-"""Real links between data centres, read from regions.toml and checked: what planners and simulators are tried on.
+"""Real links between data centres, read from regions.toml and checked, for planners and simulators.
 
-Measurements of others, as their programs hold them; each table names its source.
+They are measurements of others, as in their programs; each table names its source.
 """
 
 import math
@@ -23,14 +23,14 @@ Table = list[list[float]]
 
 
 class Released(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bandwidth that the source has and that cannot be right."""
+    """A bandwidth of the source that cannot be right."""
 
     pair: tuple[str, str]
     bandwidth: float
 
 
 class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Latency (one way) and bandwidth of each two regions, and on the diagonal of two machines in one."""
+    """One-way latency and bandwidth of each two regions; on the diagonal, within one region."""
 
     source: Annotated[str, msgspec.Meta(min_length=1)]
     names: Annotated[list[str], msgspec.Meta(min_length=2)]
@@ -40,7 +40,7 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     released: list[Released] = []
 
     def links(self, where: Sequence[str], released: bool = False) -> LinkCosts:
-        """Links of machines in these regions, as many in each as it is named; `released` with the source's mistakes."""
+        """Return links of one machine per name; `released` keeps the source's mistakes."""
         for name in where:
             if name not in self.names:
                 raise Usage(f"region {name[:64]!r}", "there are no measurements of it", nearest(name, self.names))
@@ -52,17 +52,17 @@ class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return LinkCosts.of(latency[at], rate[at])
 
     def turns(self, machines: int) -> tuple[str, ...]:
-        """Regions of so many machines, one after the other and again from the first."""
+        """Return the regions of this many machines, in turn."""
         return tuple(self.names[machine % len(self.names)] for machine in range(machines))
 
 
 def load() -> dict[str, Regions]:
-    """All tables: `gcp` with 12 regions, `aws` with 10."""
+    """Return all tables: `gcp` with 12 regions, `aws` with 10."""
     return read((files("farflock.experiments.placement") / ORIGIN).read_text())
 
 
 def read(text: str) -> dict[str, Regions]:
-    """Tables from their text; `Usage` with the place unless they are square, symmetric, finite and above 0."""
+    """Parse tables; raise `Usage` with the place unless square, symmetric, finite and above 0."""
     try:
         tables = msgspec.convert(tomllib.loads(text), dict[str, Regions])
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

@@ -1,7 +1,7 @@
-"""What `farflock bench quality` tries, read from arms.toml and checked to the last word before anything runs.
+"""The arms of `farflock bench quality`, read from arms.toml and checked before anything runs.
 
-Each method has the same number of trials at each budget, written down beforehand with a reason, so that nobody's search is
-longer than another's; the two lines that all are held against have whole grids.
+Each method has the same number of trials at each budget, written down beforehand with a reason, so
+that no method is searched longer than another. The two lines beside them have whole grids.
 """
 
 import itertools
@@ -30,20 +30,20 @@ Shares = Annotated[list[Share], msgspec.Meta(min_length=1, max_length=16)]
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All combinations of these are tried: the rate's peak, the share of warm-up, and AdamW's second beta."""
+    """Values whose combinations are all tried: peak rate, share of warm-up, AdamW's second beta."""
 
     lr: Rates
     warmup: Shares
     beta2: Shares = msgspec.field(default_factory=lambda: [USUAL_BETA2])
 
     def trials(self) -> list["Trial"]:
-        """One for each combination."""
+        """Return one trial for each combination."""
         combinations = itertools.product(self.lr, self.warmup, self.beta2)
         return [Trial(lr, warmup, {}, "grid", beta2) for lr, warmup, beta2 in combinations]
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One configuration of a method, and why it is worth a trial. With `preset`, `options` are changes to the preset's."""
+    """One configuration of a method and the reason for it; `options` override those of `preset`."""
 
     lr: Rate
     warmup: Share
@@ -53,7 +53,7 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preset: str | None = None
 
     def spelt_out(self) -> "Trial":
-        """The same without a preset's name."""
+        """Return the same trial without a preset's name."""
         if self.preset is None:
             return self
         if self.preset not in PRESETS:
@@ -64,14 +64,14 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A method with its trials at each budget; `optimizer` and `clip` are the inner optimizer's where not those of all."""
+    """A method's trials at each budget; `optimizer` and `clip` if they differ from all others'."""
 
     trials: dict[Budget, list[Trial]]
     optimizer: Literal["adamw", "sgd"] = "adamw"
     clip: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
     def at(self, budget: int) -> list[Trial]:
-        """The trials at 1/`budget` of DDP's bytes."""
+        """Return the trials at 1/`budget` of DDP's bytes."""
         return [trial.spelt_out() for name, trials in self.trials.items() if int(name) == budget for trial in trials]
 
 
@@ -83,13 +83,16 @@ class Arms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load() -> Arms:
-    """The arms of this version; `Usage` if there is anything wrong with them."""
+    """Return the arms of this version; raise `Usage` for a mistake in them."""
     return read((files("farflock.experiments.quality") / ORIGIN).read_text())
 
 
 def read(text: str) -> Arms:
-    """Arms from their text, and of methods that are not in it from their classes, checked: every method of the catalogue, with
-    all its trials, and options that it takes."""
+    """Return the arms of a text and, for other methods, of their classes.
+
+    Raise `Usage` unless every method of the catalogue has all its trials, with options that it
+    takes.
+    """
     arms = convert(tables(text, ORIGIN), Arms)
     arms = msgspec.structs.replace(arms, arms=arms.arms | _beside(METHODS.keys() - arms.arms.keys()))
     _require_same(arms.lines, LINES, "line")
@@ -101,7 +104,7 @@ def read(text: str) -> Arms:
 
 
 def _beside(names: Iterable[str]) -> dict[str, Arm]:
-    """The arms that methods declare themselves."""
+    """Return the arms that methods declare themselves."""
     declared = {name: trial_of(METHODS[name]).quality for name in sorted(names)}
     found = {name: {"trials": trials} for name, trials in declared.items() if trials}
     return convert({"lines": {}, "arms": found}, Arms).arms

@@ -1,4 +1,4 @@
-"""`farflock bench quality`: the longest benchmark, with options of its own; it runs only when it is asked for by name.
+"""`farflock bench quality`: the longest benchmark, with its own options; it runs only by name.
 
 Every run is kept: after Ctrl-C the same command goes on where it stopped.
 """
@@ -104,7 +104,7 @@ def _sized(
 
 
 def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
-    """Of `quality.share.diloco.100`: `diloco.100`."""
+    """Return `diloco.100` for `quality.share.diloco.100`."""
     from farflock.experiments.quality.arms import BUDGETS
 
     known = [f"{PREFIX}{arm}.{budget}" for budget in BUDGETS for arm in arms.arms]
@@ -115,7 +115,7 @@ def _only(names: tuple[str, ...], arms: "Arms") -> tuple[str, ...]:
 
 
 def _run(out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool) -> "Scores | None":
-    """Say how long it will take, then do it."""
+    """Print an estimate of the time, then run."""
     from farflock.experiments.measure.metric import load
     from farflock.experiments.quality import pace as quality_pace
 
@@ -135,7 +135,7 @@ def _run(out: Output, bench: "Bench", shelf: "Kept", workers: int, dry_run: bool
 
 @contextmanager
 def _progress(out: Output) -> Iterator[Callable[[float, float], None]]:
-    """A bar with the time left on a terminal; elsewhere a line for each twentieth."""
+    """Show a bar with the time left on a terminal, elsewhere a line for each twentieth."""
     from farflock.experiments.quality.pace import Lines
 
     if not sys.stderr.isatty():

@@ -1,7 +1,8 @@
-"""How long `farflock bench quality` takes, told before it begins, and how far it is.
+"""The duration of `farflock bench quality`, estimated before it begins, and its progress.
 
-Jobs differ by two orders of magnitude in length, so they count by effort: about what a replica's step costs, fixed part and
-sequences, and what an exchange of all peers costs beside it. The unit is measured on this machine, then by the jobs that end.
+Jobs differ by two orders of magnitude in length, so they count by effort: roughly the cost of a
+replica's step, with a fixed part and its sequences, plus that of an exchange of all peers. The unit
+is measured on this machine, then by the jobs that end.
 """
 
 import time
@@ -12,23 +13,24 @@ import msgspec
 from farflock.experiments.reproduce.job import AnyJob, Line, Swarm
 from farflock.experiments.reproduce.line import run as run_line
 
-# Measured with the demo model and four peers, in steps of one sequence (4 ms): DDP 81 ms a step, one peer alone 35 ms, DiLoCo
-# 136 ms; a round 60 ms with int4 (a sixteenth of the values), 450 ms with ecsq, 600 to 680 ms with topk2.
-START = 500.0  # effort of beginning a job and measuring its end: of weight in a quick run alone
-STEP = 4.0  # effort of a replica's step beside that of its sequences
-PEER = 1.05  # what a simulated node's step costs beside the same step of a line
-ROUND = 25.0  # effort of a round of all peers
-CODED_ROUND = 130.0  # with a codec that looks for values and packs bits
+# Measured with the demo model and four peers, in steps of one sequence (4 ms): DDP 81 ms per step,
+# one peer alone 35 ms, DiLoCo 136 ms; a round 60 ms with int4 (a sixteenth of the values), 450 ms
+# with ecsq, 600 to 680 ms with topk2.
+START = 500.0  # to start a job and measure its end: matters only in quick runs
+STEP = 4.0  # of a replica's step beside its sequences
+PEER = 1.05  # a simulated node's step over a line's
+ROUND = 25.0  # of a round of all peers
+CODED_ROUND = 130.0  # with a codec that selects values and packs bits
 CODED = ("topk", "ecsq")
 PROBE_STEPS = 10
-SURE = 0.02  # of all effort: from there on the jobs themselves tell how long the rest takes
+SURE = 0.02  # of all effort: beyond it finished jobs predict the rest
 LINE_EVERY = 20  # lines of progress in all
 
-Told = Callable[[float, float], None]  # the share that is done, and seconds that are left
+Told = Callable[[float, float], None]  # finished share, seconds left
 
 
 def effort(job: AnyJob) -> float:
-    """About how long a job takes one core, in steps of a sequence; a swarm's depends on how often it exchanges."""
+    """Estimate a job's time on one core, exchanges included, in steps of a sequence."""
     if isinstance(job, Swarm):
         coded = str(job.options.get("codec", "")).startswith(CODED)
         rounds = (CODED_ROUND if coded else ROUND) / float(job.options.get("period", 1))
@@ -37,8 +39,7 @@ def effort(job: AnyJob) -> float:
 
 
 def unit_s(job: Line) -> float:
-    """Seconds of the processor for one effort, measured by a few steps of this line; the first time, which loads libraries,
-    does not count. On a busy machine it takes longer than that."""
+    """Return processor seconds per effort by a few steps, loading of libraries excluded."""
     probe = msgspec.structs.replace(job, steps=PROBE_STEPS, points=1, held_out=2)
     run_line(probe, lambda share: None)
     begin_s = time.process_time()
@@ -47,7 +48,7 @@ def unit_s(job: Line) -> float:
 
 
 def duration(seconds: float) -> str:
-    """`25 s`, `14 min`, or `1 h 50 min`."""
+    """Return `25 s`, `14 min`, or `1 h 50 min`."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"
@@ -55,22 +56,23 @@ def duration(seconds: float) -> str:
 
 
 class Pace:
-    """The share of all effort that is done, and how long the rest will take."""
+    """The finished share of all effort, and the time left."""
 
     def __init__(self, total: float, workers: int, unit_s: float, told: Told) -> None:
         self._total, self._told = total, told
         self._each_s = unit_s / workers
         self._begin_s = time.monotonic()
         self._kept = 0.0
-        self._run: dict[int, tuple[AnyJob, float]] = {}  # by identity, which a job that is gone would leave to another
+        # By identity; the job is kept, lest another one gets its identity.
+        self._run: dict[int, tuple[AnyJob, float]] = {}
 
     def keep(self, jobs: Iterable[AnyJob]) -> None:
-        """These were run before."""
+        """Count jobs that were run before."""
         self._kept += sum(map(effort, jobs))
         self._tell()
 
     def told(self, job: AnyJob, share: float) -> None:
-        """A job is so far."""
+        """Record a job's progress."""
         self._run[id(job)] = job, share * effort(job)
         self._tell()
 
@@ -82,7 +84,7 @@ class Pace:
 
 
 class Lines:
-    """Progress where there is no terminal: a line now and then."""
+    """Progress without a terminal: a line now and then."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._said = say, 0

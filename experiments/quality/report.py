@@ -1,6 +1,7 @@
-"""What `farflock bench quality` says: tables of the grids, the screen and the final, lines of JSON, and a page that keeps them.
+"""The report of `farflock bench quality`: tables of grids, screen and final, JSON, and a page.
 
-Nothing is left out of the page: trials that diverged or sent too much stay in it, with the reason why they do not count.
+The page omits nothing: trials that diverged or sent too much stay, with the reason why they do not
+count.
 """
 
 import math
@@ -31,7 +32,7 @@ NO_GAIN = "DDP is not better than no communication on every seed, so there is no
 
 
 def grid_table(scores: Scores) -> Table:
-    """Both lines over their grids, on the first seed."""
+    """Return both lines over their grids, on the first seed."""
     rows: list[Sequence[object]] = []
     for line in LINES:
         chosen, at_edge = best(scores.screen[line]), edges(scores.screen[line])
@@ -44,7 +45,7 @@ def grid_table(scores: Scores) -> Table:
 
 
 def screen_table(scores: Scores, budget: int) -> Table:
-    """Every trial at a budget, the best methods first."""
+    """Return every trial at a budget, the best methods first."""
     names = scores.at(budget)
     order = ranked(scores.screen, names)
     rows: list[Sequence[object]] = []
@@ -69,21 +70,20 @@ def screen_table(scores: Scores, budget: int) -> Table:
 
 
 def final_table(scores: Scores, budget: int) -> Table:
-    """The lines and a budget's finalists, over all seeds."""
+    """Return the lines and a budget's finalists, over all seeds."""
     names = [*(line for line in LINES if line in scores.finals), *finalists(scores, budget)]
     return FINAL, [_final_row(scores, name) for name in names]
 
 
 def finalists(scores: Scores, budget: int) -> list[str]:
-    """A budget's, the greatest share first; those without one last."""
+    """Return a budget's finalists, the greatest share first; those without one last."""
     names = [name for name, final in scores.finals.items() if final.runs[0].contender.budget == budget]
     means = {name: estimate(found).mean if (found := scores.shares(name)) else -math.inf for name in names}
     return sorted(names, key=lambda name: (-means[name], name))
 
 
 def metrics(scores: Scores, budget: int) -> Iterator[Metric]:
-    """`quality.share.METHOD.BUDGET`: value and ratio are the share of DDP's gain, the yardstick is DDP's own, 1. What has no
-    share has no number in both, and the note says why."""
+    """Yield `quality.share.METHOD.BUDGET`, over DDP's 1; NaN without a share, as noted."""
     for name in finalists(scores, budget):
         found, final = scores.shares(name), scores.finals[name]
         share = estimate(found).mean if found else math.nan
@@ -100,21 +100,21 @@ def metrics(scores: Scores, budget: int) -> Iterator[Metric]:
 
 
 def why_not(run: Run) -> str:
-    """Why a run does not count; empty if it does."""
+    """Return why a run does not count; empty if it does."""
     if not math.isfinite(run.loss):
         return "diverged"
     return f"{run.excess:.1%} above its budget" if run.excess else ""
 
 
 def options_text(run: Run) -> str:
-    """The options of a trial in one cell."""
+    """Return the options of a trial in one cell."""
     trial = run.contender.trial
     options = dict(trial.options) if trial.beta2 == USUAL_BETA2 else {**trial.options, "beta2": trial.beta2}
     return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
 
 
 def section(scores: Scores, size: Size, budget: int, date: str) -> str:
-    """All of a budget as a section of docs/quality.md."""
+    """Return all of a budget as a section of docs/quality.md."""
     lines = [
         f"## At 1/{budget}",
         "",
@@ -140,7 +140,7 @@ def section(scores: Scores, size: Size, budget: int, date: str) -> str:
 
 
 def record(page: Path, sections: dict[int, str]) -> None:
-    """Put sections, by budget, into the page's generated part; those of other budgets stay. `Usage` if it has no such part."""
+    """Put sections, by budget, into the page's generated part; `Usage` if there is none."""
 
     def made(inside: str) -> str:
         kept = {int(place[0]): text for place, text in pages.parsed(inside, _SECTION).items()} | sections
@@ -150,7 +150,7 @@ def record(page: Path, sections: dict[int, str]) -> None:
 
 
 def _setting(size: Size) -> str:
-    """What all runs had in common, in sentences."""
+    """Return the common settings of all runs, in sentences."""
     model, seeds = size.model, ", ".join(map(str, size.seeds))
     return (
         f"Model of {parameters_of(model):,} parameters (dim {model.dim}, {model.layers} layers); {size.peers} peers;"
@@ -183,7 +183,7 @@ def _final_row(scores: Scores, name: str) -> Sequence[object]:
 
 
 def _remark(scores: Scores, name: str) -> str:
-    """What a reader must know about a finalist."""
+    """Return the remarks on a finalist."""
     final = scores.finals[name]
     said = [f"seed {run.seed}: {why_not(run)}" for run in final.runs if not run.counts]
     if final.at_edge:
@@ -217,7 +217,7 @@ def _loss(run: Run) -> str:
 
 
 def _saving(runs: Sequence[Run]) -> str:
-    """The least of these runs', as the number under the line of 1/x."""
+    """Return the least saving of these runs, as the number under the line of 1/x."""
     found = [run.saving for run in runs if run.saving is not None]
     if not found:
         return "-"

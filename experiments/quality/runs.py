@@ -1,7 +1,7 @@
-"""Finished runs as lines of one file, to be published beside the page and taken up again on another machine.
+"""Finished runs as lines of one file, published beside the page and resumable on another machine.
 
-A line is a run: its key (which covers the code that it ran through), the job, the outcome, and when it ended. A measurement
-of hours can so go on elsewhere, and everybody can look behind a table's numbers.
+A line is a run: its key (which covers the code that it ran through), the job, the outcome, and its
+end. So a measurement of hours can continue elsewhere, and anyone can check a table's numbers.
 """
 
 import os
@@ -26,9 +26,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunsFile:
-    """Runs in a file of JSON lines; one process writes it. A line cut short by a crash is dropped when the file is next opened.
+    """Runs in a file of JSON lines, written by one process; raise `Usage` for any other content.
 
-    Raises Usage for a file that holds anything else."""
+    A line cut short by a crash is dropped at the next write.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,12 +50,12 @@ class RunsFile:
         self._entries[entry.key] = entry
 
     def find(self, job: AnyJob) -> Outcome | None:
-        """The outcome of exactly this job, if it is in the file."""
+        """Return the outcome of exactly this job, or None."""
         entry = self._entries.get(key(job))
         return None if entry is None else entry.outcome
 
     def keep(self, job: AnyJob, outcome: Outcome) -> None:
-        """Write it at the file's end, on the disk when this returns."""
+        """Append an outcome; it is on the disk on return."""
         entry = Entry(key=key(job), ended=round(time.time(), 3), job=job, outcome=outcome)
         line = msgspec.json.encode(entry) + b"\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ class RunsFile:
         self._entries[entry.key] = entry
 
     def kept_at(self, job: AnyJob) -> float:
-        """When a job that is here ended, in seconds since 1970."""
+        """Return when a job in the file ended, in seconds since 1970."""
         return self._entries[key(job)].ended
 
 

@@ -1,6 +1,6 @@
-"""From runs to shares: what counts, which trial is the best, which methods are in the final, and what they keep.
+"""From runs to shares: the runs that count, the best trials, the finalists, and what they keep.
 
-Nothing here trains, so that all of it can be tested on made-up losses.
+Nothing here trains, so all of it can be tested on made-up losses.
 """
 
 import math
@@ -27,13 +27,13 @@ class Contender:
         return self.arm if self.budget is None else f"{self.arm}.{self.budget}"
 
     def at(self, rate: float) -> "Contender":
-        """The same with another learning rate."""
+        """Return the same contender with another learning rate."""
         return replace(self, trial=msgspec.structs.replace(self.trial, lr=rate))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A contender's run on one seed. `ring_bytes` are what exact DDP sends a peer in as many steps."""
+    """A contender's run on one seed; `ring_bytes` are exact DDP's per peer in as many steps."""
 
     contender: Contender
     seed: int
@@ -42,81 +42,84 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """Held out, in nats a token; infinite if it diverged."""
+        """Held-out loss in nats per token; infinite if the run diverged."""
         return self.outcome.metrics.get("loss", math.inf)
 
     @property
     def sent_bytes(self) -> float | None:
-        """A peer's, mean over peers: the ring's for DDP, else the transport's counter; None if it diverged."""
+        """Mean bytes sent by a peer: the ring's for DDP, else the transport's; None if diverged."""
         return self.ring_bytes if self.contender.arm == "ddp" else self.outcome.metrics.get("bytes")
 
     @property
     def saving(self) -> float | None:
-        """How many times fewer bytes than DDP's (infinite for none); None if it diverged."""
+        """DDP's bytes over the run's (infinite for none); None if it diverged."""
         sent = self.sent_bytes
         return None if sent is None else self.ring_bytes / sent if sent else math.inf
 
     @property
     def excess(self) -> float:
-        """Its bytes over those that its budget allows, less one; 0 for what stays within. Above 0 the run does not count."""
+        """Bytes over the budget, less one; 0 within it. A run above 0 does not count."""
         sent, budget = self.sent_bytes, self.contender.budget
         return 0.0 if sent is None or budget is None else max(sent * budget / self.ring_bytes - 1, 0.0)
 
     @property
     def counts(self) -> bool:
-        """Whether it ended, within its budget."""
+        """True if the run ended within its budget."""
         return math.isfinite(self.loss) and not self.excess
 
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """A finalist: the rates that were tried at full length on the first seed, and all seeds at the best of them."""
+    """A finalist: rates tried at full length on the first seed, and all seeds at the best one."""
 
     ladder: tuple[Run, ...]
     runs: tuple[Run, ...]
 
     @property
     def rate(self) -> float:
-        """The best one."""
+        """The best learning rate."""
         return self.runs[0].contender.trial.lr
 
     @property
     def at_edge(self) -> bool:
-        """Whether it is the least or the greatest that was tried: a better one may lie outside."""
+        """True if the best rate is at an end of those tried: a better one may lie outside."""
         rates = [run.contender.trial.lr for run in self.ladder]
         return len(rates) > 1 and self.rate in (min(rates), max(rates))
 
     @property
     def losses(self) -> list[float]:
-        """Of each seed; empty if a run does not count."""
+        """Losses of each seed; empty if a run does not count."""
         return [run.loss for run in self.runs] if all(run.counts for run in self.runs) else []
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What came of it all, by name of the contender: the screen's runs in their order, and the finalists."""
+    """All results by name of the contender: the screen's runs in order, and the finalists."""
 
     screen: Mapping[str, Sequence[Run]]
     finals: Mapping[str, Final]
 
     def at(self, budget: int) -> list[str]:
-        """The names that were screened at a budget."""
+        """Return the names screened at a budget."""
         return [name for name, runs in self.screen.items() if runs[0].contender.budget == budget]
 
     def shares(self, name: str) -> list[float]:
-        """A finalist's, of each seed; empty if a run does not count, or where DDP gains nothing."""
+        """Return a finalist's share per seed; empty if a run does not count or DDP has no gain."""
         return shares(*(self.finals[arm].losses for arm in ("none", "ddp", name)))
 
     def screen_share(self, run: Run) -> float | None:
-        """Of one run of the screen, beside the best of both lines; None if it does not count."""
+        """Return the share of a screened run, by both lines' best; None if it does not count."""
         lines = [best(self.screen[line]) for line in ("none", "ddp")]
         found = shares(*([one.loss] if one is not None and one.counts else [] for one in (*lines, run)))
         return found[0] if found else None
 
 
 def shares(none: Sequence[float], ddp: Sequence[float], method: Sequence[float]) -> list[float]:
-    """The share of DDP's gain over no communication that a method keeps, seed by seed: runs of one seed have the same data
-    and initial weights. Empty if a seed is lacking, or if on one DDP is not better than none: there is nothing to keep."""
+    """Return the share of DDP's gain over no communication that a method keeps, seed by seed.
+
+    Runs of one seed have the same data and initial weights. Empty if a seed is missing, or if DDP
+    is not better on one of them: then there is no gain to keep.
+    """
     if not len(none) == len(ddp) == len(method):
         return []
     if any(alone <= exact for alone, exact in zip(none, ddp, strict=True)):
@@ -125,18 +128,18 @@ def shares(none: Sequence[float], ddp: Sequence[float], method: Sequence[float])
 
 
 def best(runs: Iterable[Run]) -> Run | None:
-    """The lowest loss among those that count; the earlier of two equal ones, None if none counts."""
+    """Return the run with the lowest loss of those that count, the first of equals, or None."""
     return min((run for run in runs if run.counts), key=lambda run: run.loss, default=None)
 
 
 def ranked(screen: Mapping[str, Sequence[Run]], names: Iterable[str]) -> list[str]:
-    """Those of the names with a run that counts, the lowest loss first."""
+    """Return the names with a run that counts, the lowest loss first."""
     found = {name: one.loss for name in names if (one := best(screen[name])) is not None}
     return sorted(found, key=lambda name: (found[name], name))
 
 
 def edges(runs: Sequence[Run]) -> list[str]:
-    """Of a line's grid: the settings (`lr`, `warmup`) whose best value is the least or the greatest that was tried."""
+    """Return the settings (`lr`, `warmup`) of a line's grid whose best value is at an end."""
     found, chosen = [], best(runs)
     for setting in ("lr", "warmup"):
         values = {getattr(run.contender.trial, setting) for run in runs}

@@ -1,10 +1,12 @@
-"""How much of what communication gains does a method keep at 1/100 or 1/500 of the bytes? (`farflock bench quality`)
+"""The share of communication's gain that a method keeps at 1/100 or 1/500 of the bytes.
 
-Screen: each method's trials and both lines' grids, short, on one seed. Final: the best methods and the lines, long, on all
-seeds. Share of the gain = (none - method) / (none - DDP), of the held-out losses of one seed; then mean and standard error.
+Screen: each method's trials and both lines' grids, short, on one seed. Final: the best methods and
+the lines, long, on all seeds. Share of the gain = (none - method) / (none - DDP), of the held-out
+losses of one seed; then mean and standard error.
 
-Runs are those of `farflock reproduce`: the product's own nodes, codecs and links on the simulator, with bytes counted at the
-transport, control messages included; the lines are one process each. What was run is kept, so nothing is run twice.
+Runs are those of `farflock reproduce`: the product's own nodes, codecs and links on the simulator,
+with bytes counted at the transport, control messages included; each line is one process. Runs are
+kept, so nothing runs twice.
 """
 
 import functools
@@ -25,15 +27,18 @@ from farflock.experiments.reproduce.study import job_of
 from farflock.experiments.reproduce.workers import outcomes
 from farflock.node.model.llama import PRESETS, ModelConfig, build
 
-RUNG = 0.6  # from one learning rate of a finalist's ladder to the next
+RUNG = 0.6  # factor between the learning rates of a finalist's ladder
 LADDER = 3  # rates of a ladder
 STEP_S = 0.5  # of virtual time; no result depends on it
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What all runs share. A step takes `batch` sequences of `seq` tokens, shared evenly by the peers; DDP takes them all, no
-    communication one peer's part. `held_out` sequences are measured when a run ends."""
+    """Settings of all runs.
+
+    A step takes `batch` sequences of `seq` tokens, shared evenly by the peers; DDP takes them all,
+    no communication one peer's part. `held_out` sequences are measured when a run ends.
+    """
 
     model: ModelConfig = PRESETS["demo"]
     peers: int = 4
@@ -43,7 +48,7 @@ class Size:
     steps: int = 2000
     seeds: tuple[int, ...] = (1, 2, 3)
     finalists: int = 5
-    trials: int = 4  # of each method; with fewer, the lines' grids are cut down to their ends, too
+    trials: int = 4  # per method; with one, the lines' grids shrink to their ends
     held_out: int = 512
     floor: float = 0.1
     weight_decay: float = 0.1
@@ -56,24 +61,23 @@ QUICK = Size(batch=8, seq=32, screen_steps=32, steps=48, seeds=(1, 2), finalists
 
 @functools.cache
 def parameters_of(model: ModelConfig) -> int:
-    """How many values a gradient of this model has."""
+    """Return the number of values in a gradient of this model."""
     return sum(parameter.numel() for parameter in build(model, 0).parameters())
 
 
 def ring_bytes(size: Size, steps: int) -> float:
-    """What a peer sends in so many exact all-reduces in a ring: 2(M-1)/M gradients in fp32 a step."""
+    """Return the bytes a peer sends in exact ring all-reduces: 2(M-1)/M fp32 gradients per step."""
     return 2 * (size.peers - 1) / size.peers * EXACT_BYTES * parameters_of(size.model) * steps
 
 
 class Bench:
-    """What is run, in stages, and what comes of it. `only` are names such as `diloco.100`: those alone are screened, and all
-    of them are in the final."""
+    """All runs, in stages; with `only`, names such as `diloco.100`, just those, all finalists."""
 
     def __init__(self, size: Size, arms: Arms, budgets: Sequence[int], only: Sequence[str] = ()) -> None:
         self.size, self.budgets, self.only, self._arms = size, tuple(budgets), tuple(only), arms
 
     def run(self, shelf: Kept, workers: int, pace: Pace) -> Scores:
-        """Run what is not on the shelf yet. Interrupted, it loses only the jobs that were running."""
+        """Run all jobs that the shelf lacks; an interruption loses only those that were running."""
         size = self.size
         runs = functools.partial(self._runs, shelf, workers, pace)
         screen = _by_name(runs(self.screened(), size.seeds[:1], size.screen_steps))
@@ -91,7 +95,7 @@ class Bench:
         return Scores(screen, {name: Final(ladders[name], seeds[name]) for name in seeds})
 
     def screened(self) -> list[Contender]:
-        """The lines' grids and the methods' trials, those of one name together."""
+        """Return the lines' grids and the methods' trials, grouped by name."""
         found = []
         for line in LINES:
             grid = self._arms.lines[line].trials()
@@ -102,7 +106,7 @@ class Bench:
         return found
 
     def job(self, contender: Contender, seed: int, steps: int) -> Line | Swarm:
-        """One run of one contender."""
+        """Return one run of one contender."""
         size, name, trial, arm = self.size, contender.arm, contender.trial, None
         sizes = Sizes(
             **{field: getattr(size, field) for field in _COMMON},
@@ -119,8 +123,7 @@ class Bench:
         return job_of(sizes, name, arm, seed, (trial.lr, trial.warmup))
 
     def efforts(self) -> tuple[list[Line | Swarm], float]:
-        """The screen's jobs, and about the effort of everything, in the unit of quality_pace.py: who will be in the final is
-        not known before, so its methods count like the one in the middle."""
+        """Return the screen's jobs, and the whole effort with median methods as finalists."""
         size, screened = self.size, self.screened()
         jobs = [self.job(one, size.seeds[0], size.screen_steps) for one in screened]
         longer, runs = size.steps / size.screen_steps, LADDER - 1 + len(size.seeds)
@@ -131,24 +134,24 @@ class Bench:
         return jobs, sum(map(effort, jobs)) + longer * runs * (lines + entrants * usual)
 
     def foreseen(self, shelf: Kept, unit_s: float, workers: int) -> float:
-        """About how many seconds it will take without what is on the shelf, finals of earlier times not counted."""
+        """Estimate the seconds without jobs on the shelf; earlier finals are not considered."""
         jobs, total = self.efforts()
         kept = sum(effort(job) for job in jobs if shelf.find(job) is not None)
         return (total - kept) * unit_s / workers
 
     def probe(self) -> Line:
-        """A job whose first steps tell how fast this machine is: one peer's, without communication."""
+        """Return a job that measures this machine's speed: one peer's, without communication."""
         job = self.job(next(one for one in self.screened() if one.arm == "none"), self.size.seeds[0], 1)
         assert isinstance(job, Line)
         return job
 
     def measured_at(self, shelf: Kept, scores: Scores) -> float:
-        """When the last of the finals' runs ended, in seconds since 1970."""
+        """Return when the last of the finals' runs ended, in seconds since 1970."""
         runs = [run for final in scores.finals.values() for run in final.runs]
         return max(shelf.kept_at(self.job(run.contender, run.seed, self.size.steps)) for run in runs)
 
     def _finalists(self, screen: Mapping[str, Sequence[Run]]) -> list[str]:
-        """The lines, and the best methods of each budget."""
+        """Return the lines, and the best methods of each budget."""
         if self.only:
             return [*LINES, *self.only]
         budgets = ([name for name in screen if name.endswith(f".{budget}")] for budget in self.budgets)
@@ -157,7 +160,7 @@ class Bench:
     def _runs(
         self, shelf: Kept, workers: int, pace: Pace, contenders: Iterable[Contender], seeds: Sequence[int], steps: int
     ) -> list[Run]:
-        """The contenders' runs in their order, each with its seeds in order."""
+        """Return the contenders' runs in order, each with its seeds in order."""
         wanted = [(one, seed, self.job(one, seed, steps)) for one in contenders for seed in seeds]
         longest_first = sorted(
             (job for _, _, job in wanted), key=effort, reverse=True
@@ -168,7 +171,7 @@ class Bench:
 
 
 def further(ladder: Sequence[Run]) -> Contender:
-    """The third rate, beyond the better of two: then the best one lies between others, or is reported to be at the edge."""
+    """Return the third rate, beyond the better of two, to get the best between two others."""
     above, below = ladder
     down = below.counts and below.loss < above.loss
     rate = below.contender.trial.lr * RUNG if down else above.contender.trial.lr / RUNG

@@ -1,6 +1,7 @@
-"""What all recipes have in common: a claim with its source, sizes for three tiers, and rules that compare numbers.
+"""The common part of all recipes: a claim with its source, sizes for three tiers, and rules.
 
-One kind of recipe trains (recipe.py), the other computes or simulates (computation.py); a reader meets one form of both.
+One kind of recipe trains (recipe.py), the other computes or simulates (computation.py); both have
+the same form.
 """
 
 import math
@@ -19,7 +20,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Claim(Entry, frozen=True, kw_only=True):
-    """What is claimed, where, of which method, and what would count. `tiers` replace entries of `common`."""
+    """A claim, its source and method, and the condition that counts; `tiers` override `common`."""
 
     question: str
     claim: str
@@ -31,7 +32,7 @@ class Claim(Entry, frozen=True, kw_only=True):
     name: str = ""
 
     def section(self, tier: str, kind: type[Section]) -> Section:
-        """What holds in a tier; `Usage` if the recipe has no such tier, or for what is wrong there."""
+        """Return the settings of a tier; raise `Usage` if it is missing or has a mistake."""
         if tier not in self.tiers:
             raise Usage(f"{self.name} has no tier {tier!r}", "", nearest(tier, list(self.tiers)))
         return section({**self.common, **self.tiers[tier]}, kind, f"{self.name}.toml, tiers.{tier}")
@@ -40,9 +41,10 @@ class Claim(Entry, frozen=True, kw_only=True):
 class Rule(Entry, frozen=True, kw_only=True):
     """One comparison that the claim comes down to.
 
-    `ordering`: the metric rises from arm to arm. `within`: low <= first - second <= high. `ratio`: the same of first / second.
-    `bound`: the same of one arm's value. `optimum`: the best value of the arms' sweeps rises from arm to arm. Each must hold
-    by `tolerance` standard errors over seeds, of the differences between runs of the same seed.
+    `ordering`: the metric rises from arm to arm. `within`: low <= first - second <= high. `ratio`:
+    the same of first / second. `bound`: the same of one arm's value. `optimum`: the best value of
+    the arms' sweeps rises from arm to arm. Each must hold by `tolerance` standard errors over
+    seeds, of the differences between runs of the same seed.
     """
 
     kind: Literal["ordering", "within", "ratio", "bound", "optimum"]
@@ -55,7 +57,7 @@ class Rule(Entry, frozen=True, kw_only=True):
     tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 3.0
 
     def require_sound(self, place: str) -> None:
-        """`Usage` unless it has as many arms, and such limits, as its kind takes."""
+        """Raise `Usage` unless the numbers of arms and limits suit the kind."""
         wanted = {"within": 2, "ratio": 2, "bound": 1}.get(self.kind)
         if wanted is not None and len(self.arms) != wanted:
             raise Usage(place, f"{self.kind} compares {wanted} arms, not {len(self.arms)}", "correct `arms`")
@@ -69,7 +71,7 @@ class Rule(Entry, frozen=True, kw_only=True):
 
 
 def section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
-    """A table checked to the last word; `Usage` with its place."""
+    """Convert a table strictly; raise `Usage` with its place."""
     try:
         return convert(table, kind)
     except Usage as error:
@@ -77,7 +79,7 @@ def section(table: dict[str, Any], kind: type[Section], place: str) -> Section:
 
 
 def sections(table: dict[str, Any], name: str, kind: type[Section], origin: str) -> list[Section]:
-    """The tables of an array of them, `[[name]]`, each checked; none if there is no such array."""
+    """Convert the tables of an array `[[name]]` strictly; none if there is no such array."""
     found = table.get(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise Usage(f"{origin}, {name}", "each rule is a table", f"write it as [[{name}]]")

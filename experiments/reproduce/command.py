@@ -1,4 +1,4 @@
-"""`farflock reproduce`: paper experiments, scaled to this machine, with the paper's number beside ours."""
+"""`farflock reproduce`: paper experiments, scaled to this machine, beside the paper's numbers."""
 
 import hashlib
 import os
@@ -59,7 +59,8 @@ def command(
         if record:
             _record(record, shelf)
         return
-    workers = workers or (1 if tier == "ci" else os.cpu_count() or 1)  # the runs of ci are over before a process is up
+    # Runs of tier ci end before another process has started.
+    workers = workers or (1 if tier == "ci" else os.cpu_count() or 1)
     loaded = [recipe.load(name) for name in chosen]
     if dry_run:
         for one in loaded:
@@ -82,7 +83,7 @@ def command(
 
 
 def _list(out: Output, shelf: "Shelf") -> None:
-    """The recipes with their last verdicts."""
+    """Print the recipes with their last verdicts."""
     from farflock.experiments.reproduce import recipe
 
     rows, listed = [], []
@@ -112,7 +113,7 @@ def _verdicts(by_tier: dict[str, Any]) -> str:
     return ", ".join(f"{tier}: {word or 'ran'}" for tier, word in by_tier.items()) or "never run"
 
 
-def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Recipe, whose module is heavy
+def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Recipe: a heavy import
     from farflock.experiments.reproduce.computation import Computation
     from farflock.experiments.reproduce.recipe import explanation
     from farflock.experiments.reproduce.study import Study
@@ -123,7 +124,7 @@ def _describe(out: Output, one: Any, tier: str) -> None:  # noqa: ANN401 - a Rec
 
 
 def _require_device(tier: str, loaded: list[Any]) -> None:
-    """A GPU tier without a GPU is refused before anything runs."""
+    """Refuse a GPU tier without a GPU before anything runs."""
     import torch
 
     for one in loaded:
@@ -133,7 +134,7 @@ def _require_device(tier: str, loaded: list[Any]) -> None:
 
 
 def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -> None:  # noqa: ANN401 - a Recipe
-    """Run a recipe, write its table, plot and JSON, and say what came of it."""
+    """Run a recipe, write its table, plot and JSON, and print the result."""
     import torch
 
     from farflock.experiments.reproduce import report
@@ -163,7 +164,7 @@ def _reproduce(out: Output, shelf: "Shelf", one: Any, tier: str, workers: int) -
 def _trained(
     shelf: "Shelf", one: "Recipe", tier: str, workers: int, progress: Callable[[float], None]
 ) -> dict[str, Any]:
-    """Run the arms of a recipe that trains and draw them."""
+    """Run the arms of a recipe that trains, and plot them."""
     from farflock.experiments.reproduce import report
     from farflock.experiments.reproduce.plot import draw
     from farflock.experiments.reproduce.study import Study

@@ -1,7 +1,8 @@
-"""A recipe that trains nothing: its numbers are computed or simulated (experiments/pipelines), each set beside the paper's.
+"""A recipe that trains nothing: its numbers are computed or simulated (experiments/pipelines).
 
-It reads like a recipe that trains, and its rules become the same rules; only, a number that no chance has part in needs no
-second seed. A table is kept under the hash of its parameters and of the code that computes it, like an arm.
+Its form and its rules are those of a recipe that trains, but a number without randomness needs no
+second seed. A table is kept under the hash of its parameters and of the code that computes it, like
+an arm.
 """
 
 import hashlib
@@ -22,8 +23,11 @@ from farflock.node.run.sections import tables
 
 
 class Comparison(Entry, frozen=True, kw_only=True):
-    """Rows of the table against what the paper says. `near`: each row lies within `within` of its number in `paper`. The
-    other kinds are those of `Rule`, for which `paper` is words."""
+    """Rows of the table against the paper.
+
+    `near`: each row lies within `within` of its number in `paper`. The other kinds are those of
+    `Rule`, for which `paper` is words.
+    """
 
     kind: Literal["near", "ordering", "bound", "within", "ratio"]
     rows: Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -35,7 +39,7 @@ class Comparison(Entry, frozen=True, kw_only=True):
     tolerance: Annotated[float, msgspec.Meta(ge=0, le=10)] = 3.0
 
     def rules(self, place: str) -> list[Rule]:
-        """What is judged, a rule for each row of `near`; `Usage` for what does not go together."""
+        """Return the rules, one per row of `near`; raise `Usage` for an inconsistent comparison."""
         if (self.kind == "near") != isinstance(self.paper, list) or (self.kind == "near") != (self.within is not None):
             raise Usage(
                 place, "near takes a list of the paper's numbers and `within`, all else words", "correct `paper`"
@@ -64,25 +68,24 @@ class Comparison(Entry, frozen=True, kw_only=True):
 
 
 class Computation(Claim, frozen=True, kw_only=True):
-    """A claim about what can be computed. `computation` names it in the catalogue, `quantity` what its rows are, with the
-    unit."""
+    """A claim about a `computation` of the catalogue; `quantity` names its rows, with the unit."""
 
     computation: str
     quantity: str
     verdict: Annotated[list[Comparison], msgspec.Meta(min_length=1)]
 
     def parameters(self, tier: str) -> msgspec.Struct:
-        """What is computed in a tier; `Usage` for what the computation does not know."""
+        """Return a tier's parameters; raise `Usage` for any that the computation does not know."""
         return self.section(tier, COMPUTATIONS[self.computation].parameters)
 
     def needs_gpu(self, tier: str) -> bool:
-        """Never; `Usage` as `parameters`."""
+        """Return False; raise `Usage` as `parameters` does."""
         self.parameters(tier)
         return False
 
     @property
     def rules(self) -> list[Rule]:
-        """All that is judged, in order."""
+        """All rules, in order."""
         return [
             rule
             for number, one in enumerate(self.verdict, 1)
@@ -90,7 +93,7 @@ class Computation(Claim, frozen=True, kw_only=True):
         ]
 
     def described(self, tier: str) -> dict[str, Any]:
-        """The resolved configuration, for `--dry-run`."""
+        """Return the resolved configuration, for `--dry-run`."""
         return {
             "recipe": self.name,
             "tier": tier,
@@ -100,13 +103,13 @@ class Computation(Claim, frozen=True, kw_only=True):
         }
 
     def key(self, tier: str) -> str:
-        """64 hex digits: equal exactly if the same code computes from the same parameters, whatever they are compared to."""
+        """Return 64 hex digits, equal only if code and parameters are, whatever the comparisons."""
         code = sources_hash((COMPUTATIONS[self.computation].compute.__module__,))
         facts = [self.computation, self.parameters(tier), code, torch.__version__.partition("+")[0]]
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
 
     def table(self, tier: str, shelf: Shelf, progress: Progress) -> Table:
-        """Its table, computed if it is not on the shelf yet."""
+        """Return the table, computed unless the shelf has it."""
         key = self.key(tier)
         found = shelf.find_table(key)
         if found is None:
@@ -115,7 +118,7 @@ class Computation(Claim, frozen=True, kw_only=True):
         return found
 
     def judged(self, table: Table) -> list[Finding]:
-        """What each rule comes to."""
+        """Return the finding of each rule."""
         rows = {row.name: row for row in table.rows}
         return [self._judged(rule, [self._named(name, rows) for name in rule.arms]) for rule in self.rules]
 
@@ -131,7 +134,7 @@ class Computation(Claim, frozen=True, kw_only=True):
 
 
 def read(name: str, text: str) -> Computation:
-    """A recipe from its text, checked."""
+    """Parse and check a recipe."""
     origin = f"{name}.toml"
     table = tables(text, origin)
     compared = sections(table, "verdict", Comparison, origin)

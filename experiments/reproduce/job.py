@@ -1,6 +1,7 @@
-"""One run of one arm as data: everything that its numbers depend on, and what came of it.
+"""One run of one arm as data: everything that its numbers depend on, and its outcome.
 
-Two recipes that ask for the same run get the same job, so it is run once. Its key covers the code that it runs through, too.
+Two recipes that ask for the same run get the same job, so it runs once. Its key also covers the
+code that it runs through.
 """
 
 import hashlib
@@ -14,12 +15,12 @@ from farflock.node.run.terms import RunPlan
 from farflock.optimizers.parts.inner import InnerConfig
 from farflock.optimizers.parts.schedule import Schedule
 
-RUN = "run"  # the stream that the sequences of every step are drawn from, whoever trains on them
-EXACT_BYTES = 4  # a gradient's value in the DDP line's ring: it is exact, so it is sent in fp32
+RUN = "run"  # the data stream of every step, whoever trains on it
+EXACT_BYTES = 4  # per gradient value in the DDP line's ring, which is exact: fp32
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
-    """A run. `batch` is the sequences of one step of all peers together."""
+    """A run; `batch` is the number of sequences in one step of all peers together."""
 
     seed: int
     model: ModelConfig
@@ -40,11 +41,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="what"):
 
     @property
     def total_tokens(self) -> int:
-        """Of all peers."""
+        """Tokens of all peers."""
         return self.steps * self.batch * self.seq
 
     def plan(self, method: str, options: dict[str, Any], sequences: int) -> RunPlan:
-        """What a node does in this run with its `sequences` of each step."""
+        """Return the plan of a node with `sequences` sequences of each step."""
         return RunPlan(
             run_seed=self.seed,
             model=self.model,
@@ -63,12 +64,12 @@ class Line(Job, frozen=True, kw_only=True, tag="line"):
 
     @property
     def title(self) -> str:
-        """For progress."""
+        """A name for progress."""
         return "line"
 
 
 class Swarm(Job, frozen=True, kw_only=True, tag="swarm"):
-    """A simulated swarm (experiments/reproduce/swarm_arm.py). `options` are plain, as the recipe has them."""
+    """A simulated swarm (experiments/reproduce/swarm_arm.py); `options` as in the recipe."""
 
     method: str
     options: dict[str, Any]
@@ -79,7 +80,7 @@ class Swarm(Job, frozen=True, kw_only=True, tag="swarm"):
 
     @property
     def title(self) -> str:
-        """For progress."""
+        """A name for progress."""
         return self.method
 
 
@@ -94,7 +95,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True, tag_field="what", tag="no
 
     @property
     def title(self) -> str:
-        """For progress."""
+        """A name for progress."""
         return "noise"
 
 
@@ -102,8 +103,12 @@ AnyJob = Line | Swarm | Noise
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment: the run's tokens, mean bytes sent by a peer, seconds without any transfer, held-out loss in nats a
-    token, learning rate, and the standard deviation over replicas of a weight (root mean square over weights)."""
+    """A run at one moment.
+
+    The run's tokens, mean bytes sent by a peer, seconds without any transfer, held-out loss in nats
+    per token, learning rate, and the standard deviation over replicas of a weight (root mean square
+    over weights).
+    """
 
     tokens: int
     sent_bytes: float
@@ -114,8 +119,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a job. `metrics` are what rules compare; a run that diverged has none. `overlaps`: its exchanges run beside
-    the training, so their transfer does not add to its time."""
+    """The outcome of a job; `metrics` are compared by rules, and empty if the run diverged.
+
+    `overlaps`: exchanges run beside the training, so their transfer does not add to its time.
+    """
 
     metrics: dict[str, float]
     curve: list[Point] = []
@@ -126,9 +133,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diverged(Exception):
-    """A loss that is no number any more."""
+    """A loss is no longer finite."""
 
 
 def key(job: AnyJob) -> str:
-    """64 hex digits: equal for two jobs exactly if the same code runs the same configuration."""
+    """Return 64 hex digits, equal for two jobs exactly if code and configuration are."""
     return hashlib.sha256(msgspec.json.encode([job, code_version(job)], order="sorted")).hexdigest()

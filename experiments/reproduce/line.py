@@ -1,7 +1,8 @@
-"""The lines that an arm is held against, in one process: exact data parallelism is one model on the whole batch of each
-step, and no communication is one model on one peer's part of it.
+"""The lines beside the arms, each in one process.
 
-The same model, batches, schedule and inner optimizer as in the swarm; only what lies between replicas is not there.
+Exact data parallelism is one model on the whole batch of each step; no communication is one model
+on one peer's part of it. Model, batches, schedule and inner optimizer are the swarm's; only the
+communication between replicas is missing.
 """
 
 import math
@@ -18,7 +19,7 @@ from farflock.optimizers.method import Progress
 
 
 def run(job: Line, progress: Callable[[float], None]) -> Outcome:
-    """Train it; raise `Diverged` when the loss is no number any more."""
+    """Train; raise `Diverged` when the loss is no longer finite."""
     plan = job.plan("local", {}, job.batch)
     model = build(plan.model, plan.run_seed).to(job.device)
     replica = PlainReplica(model, plan.inner.build(model), plan.clip_norm)

@@ -1,7 +1,7 @@
-"""Do replicas draw together when nothing but the outer step moves them? NoLoCo's own arithmetic without any gradient.
+"""Consensus of replicas moved by the outer step alone: NoLoCo's arithmetic without any gradient.
 
-Replicas begin apart and are paired at random each round; what is measured is by which factor the mean square of their
-distance from the mean changes in a round. Nothing is trained, so theta is phi.
+Replicas begin apart and are paired at random each round. The result is the factor per round of the
+mean square of their distance from the mean. Nothing is trained, so theta is phi.
 """
 
 import math
@@ -17,8 +17,8 @@ from farflock.optimizers.noloco import NoLoCo, stability_bound
 
 WEIGHTS = 256
 NAME = "weights"
-GONE = 1e-10  # of the distance that they began with: below it float32 rounding is all that is left
-SETTLING = 10  # rounds that are left out: momentum starts at rest
+GONE = 1e-10  # of the initial distance: below it only float32 rounding is left
+SETTLING = 10  # rounds left out: momentum starts at rest
 
 
 class Still:
@@ -31,19 +31,19 @@ class Still:
         self._weights = weights.clone()
 
     def read(self, names: Sequence[str], what: What) -> dict[str, Tensor]:
-        """A copy."""
+        """Return a copy."""
         return {NAME: self._weights.clone()}
 
     def write(self, tensors: Tensors, what: What, mix: float = 1.0) -> None:
-        """Take the new values; nobody mixes here."""
+        """Take the new values; `mix` is not used."""
         self._weights = tensors[NAME].clone()
 
     def inner_step(self, lr: float | None = None) -> None:
-        """There is no gradient."""
+        """Do nothing: there is no gradient."""
 
 
 def run(job: Noise, progress: Callable[[float], None]) -> Outcome:
-    """`growth`: the factor of the mean square distance a round; `bound` is the largest gamma that contracts."""
+    """Return `growth`, the mean square distance's factor per round, and gamma's upper `bound`."""
     chance = torch.Generator().manual_seed(job.seed)
     replicas = [Still(torch.randn(WEIGHTS, generator=chance)) for _ in range(job.peers)]
     methods = [_method(job) for _ in replicas]
@@ -65,14 +65,14 @@ def run(job: Noise, progress: Callable[[float], None]) -> Outcome:
 
 
 def _method(job: Noise) -> NoLoCo:
-    """With gamma set after construction: the constructor rightly refuses what this experiment is to show."""
+    """Return a method with a gamma that the constructor rightly refuses, set afterwards."""
     method = NoLoCo(period=1, alpha=job.alpha, beta=0.1, gamma=0.1, codec="fp32")
     method.beta = method.gamma = job.gamma
     return method
 
 
 def _round(number: int, replicas: Sequence[Still], methods: Sequence[NoLoCo], pairs: random.Random) -> None:
-    """One outer step of everybody, each with the partner that chance gives it; who is left over steps alone."""
+    """Take one outer step of each replica with a random partner; one left over steps alone."""
     asked: list[Exchange] = []
     for replica, method in zip(replicas, methods, strict=True):
         method.local_step(replica, Progress(number))
@@ -95,6 +95,6 @@ def _round(number: int, replicas: Sequence[Still], methods: Sequence[NoLoCo], pa
 
 
 def _distance(replicas: Sequence[Still]) -> float:
-    """Mean square distance of a weight from its mean over replicas, in float64."""
+    """Return the mean square distance of a weight from its mean over replicas, in float64."""
     together = torch.stack([replica.read((NAME,), "param")[NAME].double() for replica in replicas])
     return float((together - together.mean(dim=0)).square().mean())

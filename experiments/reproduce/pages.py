@@ -1,5 +1,7 @@
-"""docs/reproductions.md: all verdicts in one page. The part between its two marks is written by `farflock reproduce --record`,
-section by section; a section stays until the same recipe and tier are recorded again, and failures stay like everything.
+"""docs/reproductions.md: all verdicts in one page.
+
+`farflock reproduce --record` writes the part between two marks, section by section. A section stays
+until the same recipe and tier are recorded again; failures stay like any other result.
 """
 
 import re
@@ -15,7 +17,7 @@ _HEADING = re.compile(r"^### (\S+) \((ci|cpu|gpu)\)$", re.M)
 
 
 def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
-    """Put sections, by recipe and tier, into the generated part; `Usage` if the page has none."""
+    """Put sections, by recipe and tier, into the generated part; raise `Usage` if there is none."""
 
     def made(inside: str) -> str:
         kept = {(place[0], place[1]): text for place, text in parsed(inside, _HEADING).items()} | sections
@@ -25,7 +27,7 @@ def record(page: Path, sections: dict[tuple[str, str], str]) -> None:
 
 
 def rewrite(page: Path, begin: str, end: str, made: Callable[[str], str]) -> None:
-    """Make the part between two marks anew from what it was; `Usage` if the page has no such part."""
+    """Rewrite the part between two marks from its old text; raise `Usage` if there is none."""
     try:
         text = page.read_text()
     except OSError as error:
@@ -40,20 +42,20 @@ def rewrite(page: Path, begin: str, end: str, made: Callable[[str], str]) -> Non
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Return the lines of a Markdown table."""
     cells = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in cells]
 
 
 def parsed(text: str, heading: re.Pattern[str]) -> dict[tuple[str, ...], str]:
-    """The sections of a generated part, by what their headings name."""
+    """Return the sections of a generated part, by the names in their headings."""
     found = list(heading.finditer(text))
     ends = [match.start() for match in found[1:]] + [len(text)] * bool(found)
     return {match.groups(): text[match.start() : end] for match, end in zip(found, ends, strict=True)}
 
 
 def _summary(sections: dict[tuple[str, str], str]) -> str:
-    """The verdicts at a glance."""
+    """Return a table of all verdicts."""
     lines = ["| recipe | tier | verdict |", "|---|---|---|"]
     for (recipe, tier), text in sorted(sections.items()):
         said = re.search(r"^\*\*([^*]+)\.\*\*", text, re.M)

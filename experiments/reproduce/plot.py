@@ -1,4 +1,4 @@
-"""A study as one picture: the held-out loss against tokens, against bytes, and against simulated time at three rates."""
+"""A study as one picture: held-out loss against tokens, bytes, and simulated time at each rate."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ Axis = Callable[[Outcome, Point], float]
 
 
 def panels() -> list[tuple[str, Axis]]:
-    """The horizontal axes, each with its name."""
+    """Return the horizontal axes with their names."""
     by_time: list[tuple[str, Axis]] = [
         (f"hours at {rate} Mbit/s", lambda outcome, point, rate=rate: time_s(point, outcome.overlaps, rate) / 3600)  # type: ignore[misc]
         for rate in RATES
@@ -25,7 +25,7 @@ def panels() -> list[tuple[str, Axis]]:
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
-    """Write the picture: each arm is its mean over seeds, with a band from the least to the greatest."""
+    """Write the picture: each arm's mean over seeds, with a band from the least to the greatest."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""A recipe that trains: arms that train alike, sizes for three tiers, and rules that turn losses into a verdict.
+"""A recipe that trains: its arms, sizes for three tiers, and rules that turn losses into a verdict.
 
-Recipes are TOML files, checked to the last word before anything runs: a misspelt option that is silently ignored would give
-a verdict about another experiment.
+Recipes are TOML files, checked strictly before anything runs: a misspelt option that is silently
+ignored would give a verdict about another experiment.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from farflock.node.run.manifest import override
 from farflock.node.run.sections import ExchangeSection, MethodSection, constructor_options, require_method, tables
 from farflock.optimizers.catalog import METHODS, method, unfolded
 
-LINES = ("ddp", "none")  # are in every recipe that trains, and not written into it
+LINES = ("ddp", "none")  # part of every recipe that trains, not written in it
 METRICS = ("loss", "perplexity", "bytes", "tokens", "spread", "spread_lr", "missed", "growth", "virtual_s")
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_.-]{0,31}$")]
@@ -32,15 +32,18 @@ Rates = Annotated[list[Rate], msgspec.Meta(min_length=1, max_length=16)]
 
 
 class Sweep(Entry, frozen=True, kw_only=True):
-    """An arm for each value of one option (`outer.lr` names one inside a table)."""
+    """An arm for each value of one option (`outer.lr` is an option inside a table)."""
 
     option: str
     values: Annotated[list[float], msgspec.Meta(min_length=2, max_length=16)]
 
 
 class Arm(Entry, frozen=True, kw_only=True):
-    """One line of the experiment. Without `peers`, `lr` and `clip` it has those of all; `late` is the share of its
-    rounds for which a peer comes too late, and `speeds` how many times longer a step takes each peer."""
+    """One line of the experiment; `peers`, `lr` and `clip` default to those of all.
+
+    `late` is the share of its rounds for which a peer comes too late; `speeds` are factors by which
+    each peer's step is longer.
+    """
 
     label: str
     method: str
@@ -55,9 +58,12 @@ class Arm(Entry, frozen=True, kw_only=True):
 
 
 class Sizes(Entry, frozen=True, kw_only=True):
-    """What all arms share in one tier. A step of the run takes `batch` sequences of `seq` tokens, shared evenly by the peers.
-    `lr` and `warmup` (a share of the steps) are grids, searched for each arm on the first seed; `options` replaces those of
-    arms that have such an option; `step_s` is the time that a step is modelled to take."""
+    """Settings that all arms share in one tier.
+
+    A step of the run takes `batch` sequences of `seq` tokens, shared evenly by the peers. `lr` and
+    `warmup` (a share of the steps) are grids, searched for each arm on the first seed; `options`
+    replaces those of arms that have such an option; `step_s` is the modelled time of a step.
+    """
 
     model: str | dict[str, Any] = "demo"
     peers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
@@ -87,31 +93,30 @@ class Sizes(Entry, frozen=True, kw_only=True):
 
 
 class Recipe(Claim, frozen=True, kw_only=True):
-    """A claim, where it is made, and how it is put to the test. `experiment` is `training`, or `noise` for consensus without
-    any gradient (experiments/reproduce/noise.py)."""
+    """A claim and its test: `training`, or `noise` without gradients (noise.py)."""
 
     experiment: Literal["training", "noise"] = "training"
     arms: dict[Name, Arm]
     verdict: Annotated[list[Rule], msgspec.Meta(min_length=1)]
 
     def sizes(self, tier: str) -> Sizes:
-        """What all arms share in a tier; `Usage` if the recipe has no such tier or its numbers do not fit each other."""
+        """Return a tier's common settings; raise `Usage` if it is missing or inconsistent."""
         sizes = self.section(tier, Sizes)
         if self.experiment == "training":
             _require_fit(self, sizes, f"{self.name}.toml, tiers.{tier}")
         return sizes
 
     def needs_gpu(self, tier: str) -> bool:
-        """Whether this tier needs a GPU; `Usage` as `sizes`."""
+        """Return whether this tier needs a GPU; raise `Usage` as `sizes` does."""
         return self.sizes(tier).device == "cuda"
 
     def expanded(self) -> dict[str, Arm]:
-        """The arms that run: for a sweep one for each of its values, named NAME@VALUE."""
+        """Return the arms that run; a sweep gives one per value, named NAME@VALUE."""
         return {name: arm for base, arm in self.arms.items() for name, arm in swept(base, arm).items()}
 
 
 def swept(name: str, arm: Arm) -> dict[str, Arm]:
-    """An arm, or those of its sweep."""
+    """Return an arm, or those of its sweep."""
     if arm.sweep is None:
         return {name: arm}
     made = {}
@@ -124,12 +129,12 @@ def swept(name: str, arm: Arm) -> dict[str, Arm]:
 
 
 def names() -> list[str]:
-    """The recipes that there are."""
+    """Return the names of all recipes."""
     return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
 
 
 def load(name: str) -> Recipe | Computation:
-    """A recipe by name; `Usage` if there is none, or if there is anything wrong with it."""
+    """Return a recipe by name; raise `Usage` if there is none or it has a mistake."""
     if name not in names():
         raise Usage(f"recipe {name[:64]!r}", "there is none of this name", nearest(name, names()))
     text, origin = (_folder() / f"{name}.toml").read_text(), f"{name}.toml"
@@ -137,7 +142,7 @@ def load(name: str) -> Recipe | Computation:
 
 
 def read(name: str, text: str) -> Recipe:
-    """A recipe that trains from its text, checked."""
+    """Parse and check a recipe that trains."""
     table, origin = tables(text, f"{name}.toml"), f"{name}.toml"
     arms = table.get("arms", {})
     if not isinstance(arms, dict) or not all(isinstance(arm, dict) for arm in arms.values()):
@@ -153,20 +158,20 @@ def read(name: str, text: str) -> Recipe:
 
 
 def _spelt_out(arm: Arm) -> Arm:
-    """An arm of a preset is one of the preset's method, so that both share their runs."""
+    """Replace a preset by its method and options, so that both share their runs."""
     base, preset = unfolded(arm.method)
     return msgspec.structs.replace(arm, method=base, options=preset | arm.options)
 
 
 def missing(recipe: Recipe | Computation) -> list[str]:
-    """Methods that its arms name and this version does not have."""
+    """Return the methods of its arms that this version does not have."""
     if isinstance(recipe, Computation) or recipe.experiment != "training":
         return []
     return sorted({arm.method for arm in recipe.arms.values()} - set(METHODS))
 
 
 def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """What the arm's method is constructed with; `Usage` if the method refuses it."""
+    """Return the constructor arguments of the arm's method; raise `Usage` if it refuses them."""
     described = MethodSection(arm.method, dict(options))
     require_method(described)
     try:
@@ -178,7 +183,7 @@ def built(arm: Arm, options: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def options_of(arm: Arm, sizes: Sizes) -> dict[str, Any]:
-    """An arm's options in a tier."""
+    """Return an arm's options in a tier."""
     return arm.options | {name: value for name, value in sizes.options.items() if name in arm.options}
 
 
@@ -214,7 +219,7 @@ def _require_rule(recipe: Recipe, rule: Rule, place: str) -> None:
 
 
 def _require_fit(recipe: Recipe, sizes: Sizes, place: str) -> None:
-    """All arms of a recipe see the same data, so their peers must be able to share a step's sequences evenly."""
+    """Raise `Usage` if sizes do not fit; peers must share a step's sequences evenly."""
     if isinstance(sizes.model, str) and sizes.model not in PRESETS:
         raise Usage(f"{place}: model", f"{sizes.model!r} is not known", nearest(sizes.model, PRESETS))
     try:
@@ -238,5 +243,5 @@ def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explanation(name: str) -> str:
-    """The half page beside a recipe: what is asked, what the paper says, what would count."""
+    """Return the page beside a recipe: the question, the paper's answer, what would count."""
     return (_folder() / f"{name}.md").read_text()

@@ -1,7 +1,8 @@
-"""What a recipe says: a table of its arms or rows, its rules with the paper's number beside ours, and all of it as JSON.
+"""The report of a recipe: a table of arms or rows, its rules with the paper's numbers, and JSON.
 
-Simulated time is the time without transfers plus the transfers' at a given rate; where exchanges run beside the training
-(`overlaps`), it is the longer of the two. So it is neither a measurement nor kinder to a method than a line of that rate.
+Simulated time is the time without transfers plus the transfers' at a given rate; where exchanges
+run beside the training (`overlaps`), it is the longer of the two. So it is no measurement, but no
+kinder to a method than a line of that rate.
 """
 
 import datetime
@@ -28,13 +29,13 @@ CI = "tier ci checks that it runs; its sizes say nothing about the claim"
 
 
 def time_s(point: Point, overlaps: bool, mbit: float) -> float:
-    """Seconds until this point of a run on lines of so many Mbit/s."""
+    """Return the seconds until this point of a run on lines of `mbit` Mbit/s."""
     transfer_s = point.sent_bytes * 8 / (mbit * 1e6)
     return max(point.compute_s, transfer_s) if overlaps else point.compute_s + transfer_s
 
 
 def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) -> dict[str, Any]:
-    """Everything, as JSON has it: numbers of each seed, too."""
+    """Return everything as JSON data, with the numbers of each seed."""
     return {
         **_said(study.recipe, study.tier, study.recipe.verdict, findings),
         "arms": [_arm(study, result, results) for result in results],
@@ -43,7 +44,7 @@ def facts(study: Study, results: Sequence[Result], findings: Sequence[Finding]) 
 
 
 def computed(recipe: Computation, tier: str, found: Table, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The same of what was computed."""
+    """Return everything about a computation as JSON data."""
     return {
         **_said(recipe, tier, recipe.rules, findings),
         "quantity": recipe.quantity,
@@ -72,7 +73,7 @@ def _said(recipe: Claim, tier: str, rules: Sequence[Rule], findings: Sequence[Fi
 
 
 def arm_rows(told: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Columns and rows of the table of arms, or of what was computed, from `facts` or `computed`."""
+    """Return columns and rows of the table of arms, or of a computation, from its JSON data."""
     if "rows" in told:
         return ("row", told["quantity"], "± SE", "seeds"), [
             (row["name"], f"{row['mean']:.4g}", _shown(row["error"]), row["seeds"]) for row in told["rows"]
@@ -86,7 +87,7 @@ def arm_rows(told: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, 
 
 
 def rule_rows(told: dict[str, Any]) -> list[tuple[object, ...]]:
-    """Rows of the rules' table, from `facts`."""
+    """Return the rows of the rules' table, from `facts`."""
     return [
         (rule["says"], rule["paper"], rule["ours"], rule["verdict"] or "no verdict", rule["reason"])
         for rule in told["rules"]
@@ -94,7 +95,7 @@ def rule_rows(told: dict[str, Any]) -> list[tuple[object, ...]]:
 
 
 def markdown(told: dict[str, Any]) -> str:
-    """The study as a section of docs/reproductions.md."""
+    """Return the study as a section of docs/reproductions.md."""
     columns, rows = arm_rows(told)
     claim = f"**Claim**: {told['claim']} ({told['source']})"
     lines = [
@@ -169,7 +170,7 @@ def _point(point: Point, overlaps: bool) -> dict[str, float]:
 
 
 def _kept(result: Result, lines: dict[str, Result]) -> float | None:
-    """The share of DDP's gain over no communication, of the means."""
+    """Return the share of DDP's gain over no communication, of the means."""
     losses = [lines[name].values("loss") for name in ("none", "ddp") if name in lines] + [result.values("loss")]
     if len(losses) < 3 or not all(losses):
         return None

@@ -1,6 +1,7 @@
-"""The run's data cut for its peers: every step has one batch, whoever trains on it and however many they are.
+"""The run's data cut for its peers: every step has one batch, however many peers train on it.
 
-So arms with one, four or eight peers see the same sequences in the same steps, and so do the lines beside them.
+So arms with one, four or eight peers see the same sequences in the same steps, and so do the lines
+beside them.
 """
 
 from dataclasses import dataclass
@@ -14,19 +15,18 @@ from farflock.node.model.data import Batches
 
 @dataclass(frozen=True, slots=True)
 class Share(Batches):
-    """Part number `part` of `parts` equal ones of each batch that `peer` names; `batch_size` is the part's. Without parts it
-    is the beginning of that batch. Tensors are put on `device`."""
+    """Part `part` of `parts` of each batch named by `peer`; `batch_size` is the part's."""
 
     part: int = 0
     parts: int = 1
     device: str = "cpu"
 
     def batch(self, step: int, round: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and next tokens, both int64 (batch_size, seq), for this step."""
+        """Return inputs and next tokens for this step, both int64 (batch_size, seq)."""
         x, y = Batches.batch(self, step, round)
         return x.to(self.device), y.to(self.device)
 
     def starts(self, step: int, round: int = 0) -> NDArray[np.int64]:
-        """First positions of this part's sequences."""
+        """Return the first positions of this part's sequences."""
         whole = Batches(self.tokens, self.run_seed, self.peer, self.parts * self.batch_size, self.seq)
         return whole.starts(step, round)[self.part * self.batch_size :][: self.batch_size]

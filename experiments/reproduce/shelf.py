@@ -1,7 +1,7 @@
-"""Where finished runs and verdicts are kept, in the user's data folder: a run is never made twice, also after Ctrl-C.
+"""Finished runs and verdicts, in the user's data folder: no run is made twice, even after Ctrl-C.
 
-`arms/KEY/` holds one run (its job and its outcome), `tables/KEY/` what was computed, `NAME/TIER/` what was last said of a
-recipe. Files appear whole.
+`arms/KEY/` holds one run (its job and its outcome), `tables/KEY/` a computed table, `NAME/TIER/`
+the last report of a recipe. Files appear whole.
 """
 
 import os
@@ -16,64 +16,64 @@ from farflock.experiments.reproduce.job import AnyJob, Outcome, key
 
 
 class Kept(Protocol):
-    """Where finished runs are: a folder, or a file (experiments/quality/runs.py)."""
+    """A store of finished runs: a folder, or a file (experiments/quality/runs.py)."""
 
     def find(self, job: AnyJob) -> Outcome | None:
-        """The outcome of exactly this job, if it was run before."""
+        """Return the outcome of exactly this job, or None."""
 
     def keep(self, job: AnyJob, outcome: Outcome) -> None:
-        """Remember it."""
+        """Store an outcome."""
 
     def kept_at(self, job: AnyJob) -> float:
-        """When a job that is here was kept, in seconds since 1970."""
+        """Return when a job in the store was kept, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """Everything that `farflock reproduce` keeps. Nothing is made by naming it."""
+    """Everything that `farflock reproduce` keeps; creating a `Shelf` writes nothing."""
 
     folder: Path
 
     def find(self, job: AnyJob) -> Outcome | None:
-        """The outcome of exactly this job, if it was run before; a file that cannot be read counts as none."""
+        """Return the outcome of exactly this job; None if it is missing or unreadable."""
         try:
             return msgspec.json.decode((self._arm(job) / "outcome.json").read_bytes(), type=Outcome)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def keep(self, job: AnyJob, outcome: Outcome) -> None:
-        """Remember it; the job is written beside it for whoever looks."""
+        """Store an outcome, with its job beside it for human readers."""
         folder = self._arm(job)
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "job.json", msgspec.json.format(msgspec.json.encode(job), indent=1))
         write(folder / "outcome.json", msgspec.json.encode(outcome))
 
     def kept_at(self, job: AnyJob) -> float:
-        """When a job that is here was kept, in seconds since 1970."""
+        """Return when a job on the shelf was kept, in seconds since 1970."""
         return (self._arm(job) / "outcome.json").stat().st_mtime
 
     def find_table(self, key: str) -> Table | None:
-        """What was computed under this key before; a file that cannot be read counts as none."""
+        """Return the table computed under this key; None if it is missing or unreadable."""
         try:
             return msgspec.json.decode((self.folder / "tables" / key / "table.json").read_bytes(), type=Table)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def keep_table(self, key: str, described: dict[str, Any], table: Table) -> None:
-        """Remember it, with the configuration beside it for whoever looks."""
+        """Store a table, with its configuration beside it for human readers."""
         folder = self.folder / "tables" / key
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "computation.json", msgspec.json.format(msgspec.json.encode(described), indent=1))
         write(folder / "table.json", msgspec.json.encode(table))
 
     def place(self, recipe: str, tier: str) -> Path:
-        """The folder of a recipe's table, plot and verdict, made."""
+        """Return the folder of a recipe's table, plot and verdict, made if missing."""
         folder = self.folder / recipe / tier
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def said(self, recipe: str, tier: str) -> dict[str, Any] | None:
-        """What was last said of a recipe in a tier."""
+        """Return the last report of a recipe in a tier, or None."""
         try:
             found = msgspec.json.decode((self.folder / recipe / tier / "result.json").read_bytes())
         except (OSError, msgspec.MsgspecError):
@@ -81,7 +81,7 @@ class Shelf:
         return found if isinstance(found, dict) else None
 
     def sections(self) -> dict[tuple[str, str], str]:
-        """What was last said of every recipe, by recipe and tier, as docs/reproductions.md has it; tier ci says nothing."""
+        """Return all last reports as docs/reproductions.md sections, except those of tier ci."""
         found = sorted(self.folder.glob("*/*/table.md"))
         return {
             (path.parts[-3], path.parts[-2]): path.read_text() for path in found if path.parts[-2] in ("cpu", "gpu")
@@ -92,7 +92,7 @@ class Shelf:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file at once."""
+    """Replace a file atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)

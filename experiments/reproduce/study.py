@@ -1,8 +1,7 @@
-"""A recipe put into practice: its jobs, in two stages (search of each arm's rate, then all seeds at the best), and what
-they came to.
+"""A recipe in practice: search of each arm's rate, then all seeds at the best, and the results.
 
-Every arm and both lines get the same search over the same grid, on the first seed: an untuned line flatters whatever stands
-beside it.
+Every arm and both lines get the same search over the same grid, on the first seed: an untuned line
+flatters any arm beside it.
 """
 
 import itertools
@@ -22,13 +21,13 @@ from farflock.experiments.reproduce.workers import outcomes
 from farflock.node.errors import Failure, Usage
 
 Setting = tuple[float, float]  # learning rate, share of warm-up
-GAIN_ERRORS = 3.0  # by so many standard errors communication must help before anything can be said of how much is kept
+GAIN_ERRORS = 3.0  # standard errors by which communication must help before shares can be judged
 LABELS = {"ddp": "DDP, exact", "none": "no communication"}
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one arm came to: the outcomes of its seeds, in order, at the setting that was best in its grid."""
+    """One arm's result: the outcomes of its seeds, in order, at the best setting of its grid."""
 
     name: str
     label: str
@@ -37,13 +36,13 @@ class Result:
     outcomes: tuple[Outcome, ...]
 
     def values(self, metric: str) -> list[float]:
-        """The metric of each seed; empty if one of them has none."""
+        """Return the metric of each seed; empty if one of them has none."""
         found = [outcome.metrics[metric] for outcome in self.outcomes if metric in outcome.metrics]
         return found if len(found) == len(self.outcomes) else []
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best rate is the least or the greatest of its grid, so that a better one may lie outside."""
+        """True if the best rate is at an end of its grid, so that a better one may lie outside."""
         rates = sorted({rate for rate, _ in self.grid})
         return len(rates) > 1 and self.setting[0] in (rates[0], rates[-1])
 
@@ -62,7 +61,7 @@ class Study:
         self.arms: dict[str, Arm | None] = {**dict.fromkeys(lines), **recipe.expanded()}
 
     def described(self) -> dict[str, Any]:
-        """The resolved configuration, for `--dry-run`."""
+        """Return the resolved configuration, for `--dry-run`."""
         return {
             "recipe": self.recipe.name,
             "tier": self.tier,
@@ -72,7 +71,7 @@ class Study:
         }
 
     def run(self, shelf: Shelf, workers: int, progress: Callable[[float], None]) -> list[Result]:
-        """Run what is not on the shelf yet. Interrupted, it loses only the jobs that were running."""
+        """Run all jobs that the shelf lacks; an interruption loses only those that were running."""
         seeds = self.sizes.seeds
         search = {name: self._searched(name) for name in self.arms if len(self._grid(name)) > 1}
         steps = _Steps(sum(map(len, search.values())), len(self.arms) * len(seeds), progress)
@@ -88,7 +87,7 @@ class Study:
         return results
 
     def judged(self, results: Sequence[Result]) -> list[Finding]:
-        """What each rule of the recipe comes to."""
+        """Return the finding of each of the recipe's rules."""
         by_name = {result.name: result for result in results}
         sweeps = {
             name: {value: f"{name}@{value:g}" for value in arm.sweep.values}
@@ -105,7 +104,7 @@ class Study:
         return findings
 
     def job(self, name: str, seed: int, setting: Setting) -> AnyJob:
-        """One run of one arm."""
+        """Return one run of one arm."""
         arm, sizes = self.arms[name], self.sizes
         if self.recipe.experiment == "noise":
             assert arm is not None
@@ -128,7 +127,7 @@ class Study:
     def _best(
         self, name: str, search: Sequence[AnyJob], found: Mapping[str, Outcome]
     ) -> tuple[Setting, dict[Setting, float | None]]:
-        """The setting with the lowest loss on the first seed, and the whole grid."""
+        """Return the setting with the lowest loss on the first seed, and the whole grid."""
         grid = self._grid(name)
         if not search:
             return grid[0], {}
@@ -136,7 +135,7 @@ class Study:
         return min(grid, key=lambda setting: math.inf if (loss := losses[setting]) is None else loss), losses
 
     def _scaled(self, name: str, outcome: Outcome) -> Outcome:
-        """A line ran without peers: its bytes are a ring's, its tokens and its time those of the swarm that it stands for."""
+        """Give a line, which ran without peers, a ring's bytes and the swarm's tokens and time."""
         if name not in LINES or outcome.diverged:
             return outcome
         peers, sizes = self.sizes.peers, self.sizes
@@ -156,7 +155,7 @@ class Study:
         return msgspec.structs.replace(outcome, metrics=metrics, curve=[scaled(point) for point in outcome.curve])
 
     def _idle(self, results: Mapping[str, Result]) -> str:
-        """Why nothing can be said about communication: DDP is not clearly better than none. Empty if it is."""
+        """Return why communication cannot be judged, as DDP gains too little; empty if it can."""
         if self.recipe.experiment == "noise" or self.sizes.peers == 1:
             return ""
         both = results["none"].values("loss"), results["ddp"].values("loss")
@@ -170,7 +169,7 @@ class Study:
         )
 
     def _require_tokens(self, results: Iterable[Result]) -> None:
-        """Arms of one speed have trained exactly what was planned, or they cannot be compared."""
+        """Raise `Failure` unless arms of one speed trained exactly the planned tokens."""
         planned = self.sizes.steps * self.sizes.batch * self.sizes.seq
         for result in results:
             arm = self.arms[result.name]
@@ -184,7 +183,7 @@ class Study:
 
 
 def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting) -> Line | Swarm:
-    """One run of an arm, or of the line of this name."""
+    """Return one run of an arm, or of the line of this name."""
     common = {field: getattr(sizes, field) for field in _COMMON} | {
         "seed": seed,
         "lr": setting[0],
@@ -209,24 +208,24 @@ def job_of(sizes: Sizes, name: str, arm: Arm | None, seed: int, setting: Setting
 
 
 def verdict(tier: str, findings: Sequence[Finding]) -> str | None:
-    """The recipe's; None in tier ci, whose runs are too small to say anything."""
+    """Return the recipe's verdict; None in tier ci, whose runs are too small."""
     return None if tier == "ci" else together(findings)
 
 
 class _Steps:
-    """The share of a study that is done, over stages whose jobs may turn out to be the same."""
+    """The finished share of a study, over stages that may repeat jobs."""
 
     def __init__(self, search: int, final: int, progress: Callable[[float], None]) -> None:
         self._total, self._done, self._progress = search + final, 0, progress
         self._running: dict[int, float] = {}
 
     def keep(self, jobs: Sequence[AnyJob]) -> None:
-        """These were on the shelf."""
+        """Count jobs found on the shelf."""
         self._done += len(jobs)
         self._tell()
 
     def told(self, job: AnyJob, share: float) -> None:
-        """A job is so far."""
+        """Record a job's progress."""
         self._running[id(job)] = share
         self._tell()
 

@@ -1,8 +1,9 @@
-"""A swarm arm: the product's own nodes in virtual time, begun together and watched at a few points of the run.
+"""A swarm arm: the product's own nodes in virtual time, started together and measured on the way.
 
-Differences to `farflock sim`, for the sake of fair arms: nobody trains before all are members, so that all arms have the same
-tokens; the batches are parts of the run's own (experiments/reproduce/share.py); and the line is so fast that virtual time is
-computing and waiting for each other, to which the time of the transfers is added afterwards, for any rate.
+Unlike in `farflock sim`, for fair arms: no peer trains before all are members, so that all arms
+have the same tokens; the batches are parts of the run's own (experiments/reproduce/share.py); and
+the line is so fast that virtual time is computing and waiting only. The transfers' time is added
+afterwards, for any rate.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ from farflock.swarm.sim.network import LinkModel
 from farflock.swarm.sim.virtual_time import run_virtual
 
 FAST = LinkModel(1e9, 1e9, 0.001, 0.0)  # 8 Gbit/s, 1 ms: next to nothing beside a step
-LATE = 0.7  # of a deadline: the others have waited for half of it and gone on
-TOGETHER_S = 0.05  # between looks whether everybody is in
-FAR = 100  # times the run's tokens: peers of one speed end after their steps, whatever was counted by then
+LATE = 0.7  # of a deadline: the others waited for half of it and went on
+TOGETHER_S = 0.05  # between checks that all peers are members
+FAR = 100  # times the run's tokens: peers of one speed end after their steps, not by tokens
 
 
 class Measured(Simulation):
-    """A simulation whose nodes begin together, share the run's batches, are late where told, and are measured."""
+    """A simulation whose nodes start together, share the run's batches, and may be late."""
 
     def __init__(self, job: Swarm, progress: Callable[[float], None]) -> None:
         options = constructor_options(MethodSection(job.method, dict(job.options)), ExchangeSection())
@@ -45,7 +46,7 @@ class Measured(Simulation):
         until = job.total_tokens if job.speeds else FAR * job.total_tokens
         super().__init__(plan, world, texts()[0], progress, SegmentState(), {}, until)
         self._loss_of = measure(job.model, job.seed, job.seq, job.held_out, job.device)
-        self._began: tuple[float, float] | None = None  # virtual seconds and bytes when everybody was in
+        self._began: tuple[float, float] | None = None  # virtual seconds and bytes at the start
         self._looks = 0
         self.nodes: dict[int, ReplicaNode] = {}
 
@@ -64,7 +65,7 @@ class Measured(Simulation):
     def _gate(
         self, index: int, node: ReplicaNode, train: Callable[[Callable[[], float]], Awaitable[float | None]]
     ) -> Callable[[Callable[[], float]], Awaitable[float | None]]:
-        """A training step that waits for the start, takes as long as this peer needs, and comes too late where told."""
+        """Return a step that waits for the start, is as slow as its peer, and is late if told."""
         job, chance = self.job, random.Random(f"{self.job.seed}/late/{index}")
         slowness = job.speeds[index] if job.speeds else 1.0
         period = job.options.get("period", 0)
@@ -84,16 +85,17 @@ class Measured(Simulation):
         return step
 
     async def _together(self) -> None:
-        """Wait until everybody is a member; then the run begins."""
+        """Wait until every peer is a member; then the run begins."""
         while not self._complete():  # noqa: ASYNC110 - all nodes' condition
             await asyncio.sleep(TOGETHER_S)
         if self._began is None:
             self._began = asyncio.get_running_loop().time(), self._sent_bytes()
 
     async def _look(self) -> None:
-        """Have the run measured when another share of it has passed: half a step later, when all have applied what they got.
+        """Measure the run after each share, half a step later, when all have applied their results.
 
-        Whoever makes a share's last step asks: the first peer may be a moment ahead of others that it does not wait for.
+        The peer that makes a share's last step asks: the first peer may be ahead of those that it
+        does not wait for.
         """
         tokens = min(self.trained_tokens, self.job.total_tokens)
         if tokens * self.job.points // self.job.total_tokens > self._looks:
@@ -103,12 +105,12 @@ class Measured(Simulation):
 
     @property
     def trained_tokens(self) -> int:
-        """Of all peers."""
+        """Tokens trained by all peers."""
         steps = sum(node.loop.step for node in self.nodes.values())
         return steps * self.job.seq * self.job.batch // self.job.peers
 
     def look(self, tokens: int, now_s: float) -> None:
-        """Add a point to the curve: what the first peer would be evaluated with, and how far all are apart."""
+        """Add a point to the curve: the first peer's evaluation, and the spread of all."""
         assert self._began is not None, "nobody has begun"
         began_s, began_bytes = self._began
         models = [_model(node) for node in self.nodes.values()]
@@ -123,11 +125,11 @@ class Measured(Simulation):
         self.curve.append(point)
 
     def _sent_bytes(self) -> float:
-        """Mean over peers, counted at the transport."""
+        """Return the mean bytes sent by a peer, counted at the transport."""
         return sum(self.network.line(node.peer.me).sent_bytes for node in self.nodes.values()) / self.job.peers
 
     def final_loss(self) -> float:
-        """The mean over peers of what each would be evaluated with; equal models are measured once."""
+        """Return the mean over peers of their evaluation; equal models are measured once."""
         models = [_model(node) for node in self.nodes.values()]
         hashes = [state_hash(model) for model in models]
         losses = {digest: self._loss_of(model) for digest, model in dict(zip(hashes, models, strict=True)).items()}
@@ -135,13 +137,13 @@ class Measured(Simulation):
 
 
 class _Rounds:
-    """Who took part in which round, as the nodes report it."""
+    """The number of participants of each round, as reported by the nodes."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], int] = {}
 
     def watching(self, report: Callable[[str, dict[str, Any]], None]) -> Callable[[str, dict[str, Any]], None]:
-        """The report, looked at on its way."""
+        """Return a report function that also counts."""
 
         def seen(kind: str, fields: dict[str, Any]) -> None:
             if kind == "round":
@@ -153,13 +155,13 @@ class _Rounds:
 
     @property
     def missed(self) -> float:
-        """The share of contributions that were in no round: that of the whole group's, if groups are smaller."""
+        """The share of contributions in no round, relative to the largest group."""
         expected = len(self._seen) * max(self._seen.values(), default=1)
         return 1 - sum(self._seen.values()) / expected if expected else 0.0
 
 
 def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
-    """Simulate it; raise `Diverged` when a loss is no number any more."""
+    """Simulate the arm; raise `Diverged` when a loss is no longer finite."""
 
     async def whole() -> Measured:
         measured = Measured(job, progress)
@@ -187,7 +189,7 @@ def run(job: Swarm, progress: Callable[[float], None]) -> Outcome:
 
 
 def spread(models: Sequence[Tensors]) -> float:
-    """The standard deviation of a weight over replicas: root mean square over all weights, float64."""
+    """Return a weight's standard deviation over replicas, as root mean square over all weights."""
     total, count = 0.0, 0
     for name in models[0]:
         together = torch.stack([model[name].double() for model in models])
@@ -197,7 +199,7 @@ def spread(models: Sequence[Tensors]) -> float:
 
 
 def correlation(ours: list[float], others: list[float]) -> float | None:
-    """Pearson's, None where one of the two never changes."""
+    """Return Pearson's correlation; None where one of the two never changes."""
     if len(ours) < 3 or len(set(ours)) == 1 or len(set(others)) == 1:
         return None
     both = torch.tensor([ours, others], dtype=torch.float64)

@@ -1,8 +1,9 @@
-"""From numbers over seeds to a verdict. A rule holds, or its opposite does, only beyond its tolerance in standard errors;
-everything in between cannot be told at this scale.
+"""From numbers over seeds to a verdict.
 
-Differences are taken between runs of the same seed, which have the same data and initial weights, so most noise cancels.
-A number that no chance has part in, computed once, has no error.
+A rule holds, or its opposite does, only beyond its tolerance in standard errors; anything between
+cannot be told at this scale. Differences are taken between runs of the same seed, which share data
+and initial weights, so most noise cancels. A number without randomness, computed once, has no
+error.
 """
 
 import math
@@ -22,14 +23,14 @@ Values = Mapping[str, Sequence[float]]  # of each arm, by seed in the same order
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over seeds; the standard error is infinite for one seed."""
+    """A mean over seeds; the standard error is infinite for one seed, 0 for an exact number."""
 
     mean: float
     error: float
 
     @property
     def text(self) -> str:
-        """Mean ± standard error, which an exact number has none of."""
+        """Mean ± standard error; an exact number has none."""
         if not self.error:
             return f"{self.mean:.4g}"
         return f"{self.mean:.4g} ± {self.error:.2g}" if math.isfinite(self.error) else f"{self.mean:.4g} (one seed)"
@@ -37,7 +38,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rule came to: the word, our numbers, and why."""
+    """The finding of one rule: the word, our numbers, and the reason."""
 
     word: Word
     ours: str
@@ -45,7 +46,7 @@ class Finding:
 
 
 def estimate(values: Sequence[float], exact: bool = False) -> Estimate:
-    """Mean and standard error over seeds; the only value of what is exact."""
+    """Return mean and standard error over seeds; if `exact`, the only value without an error."""
     if exact:
         (value,) = values
         return Estimate(value, 0.0)
@@ -54,7 +55,7 @@ def estimate(values: Sequence[float], exact: bool = False) -> Estimate:
 
 
 def between(found: Estimate, low: float | None, high: float | None, tolerance: float) -> Word:
-    """Whether low <= the true value <= high, as far as it can be told."""
+    """Judge low <= the true value <= high, as far as it can be told."""
     least = -math.inf if low is None else low
     most = math.inf if high is None else high
     if not math.isfinite(found.error):
@@ -66,7 +67,7 @@ def between(found: Estimate, low: float | None, high: float | None, tolerance: f
 
 
 def rises(found: Estimate, tolerance: float) -> Word:
-    """Whether the true value is above nothing: exactly nothing is no rise, but no fall either."""
+    """Judge that the true value is above 0; exactly 0 neither rises nor falls."""
     if not math.isfinite(found.error):
         return UNKNOWN
     margin = tolerance * found.error
@@ -74,7 +75,7 @@ def rises(found: Estimate, tolerance: float) -> Word:
 
 
 def judge(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]], exact: bool = False) -> Finding:
-    """Put one rule to its numbers. `values` are the metric's; `sweeps` name the arm of each value of a swept arm."""
+    """Judge a rule by its metric's `values`; `sweeps` name the arm of each value of a swept arm."""
     if rule.kind == "optimum":
         return _optimum(rule, values, sweeps)
     lacking = [name for name in rule.arms if not values.get(name)]
@@ -95,7 +96,7 @@ def judge(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]],
 
 
 def together(findings: Sequence[Finding]) -> Word:
-    """The verdict of a recipe: every rule must hold, and one that does not is enough."""
+    """Return a recipe's verdict: every rule must hold, and one that fails is enough."""
     words = {finding.word for finding in findings}
     return NO if NO in words else UNKNOWN if UNKNOWN in words else YES
 
@@ -116,7 +117,7 @@ def _limits(rule: Rule) -> str:
 
 
 def _ordering(rule: Rule, values: Values, exact: bool) -> Finding:
-    """It rises from each arm to the next."""
+    """Judge that the metric rises from each arm to the next."""
     steps, rose = [], []
     for before, after in zip(rule.arms, rule.arms[1:], strict=False):
         each = estimate([late - early for early, late in zip(values[before], values[after], strict=True)], exact)
@@ -129,7 +130,7 @@ def _ordering(rule: Rule, values: Values, exact: bool) -> Finding:
 
 
 def _optimum(rule: Rule, values: Values, sweeps: Mapping[str, Mapping[float, str]]) -> Finding:
-    """The value with the lowest metric rises from arm to arm; seed by seed, as coarse as the grid is."""
+    """Judge that the value with the lowest metric rises from arm to arm, per seed and grid."""
     best: dict[str, list[float]] = {}
     for name in rule.arms:
         grid = {value: values[arm] for value, arm in sweeps[name].items() if values.get(arm)}

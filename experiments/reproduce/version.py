@@ -1,7 +1,8 @@
-"""Which code a job runs through: a hash over the sources of the modules that it imports, directly or through others.
+"""The code behind a job: a hash over the sources of all modules that it imports, transitively.
 
-So a change to a page or to another method leaves measured arms valid, and one to the loop, the links or this method's
-arithmetic does not. The catalogues import everything; of them only the named method and its codecs count.
+So a change to a page or to another method leaves measured arms valid; one to the loop, the links or
+this method's arithmetic does not. The catalogues import everything; of them only the named method
+and its codecs count.
 """
 
 import ast
@@ -39,7 +40,7 @@ def code_version(job: msgspec.Struct) -> str:
 
 @functools.cache
 def sources_hash(roots: tuple[str, ...]) -> str:
-    """SHA-256 over the sources that these modules are made of, by name."""
+    """Return the SHA-256 over the sources of these modules and their imports, by name."""
     digest = hashlib.sha256()
     for name, path in sorted(closure(roots).items()):
         source = path.read_bytes()
@@ -48,7 +49,7 @@ def sources_hash(roots: tuple[str, ...]) -> str:
 
 
 def closure(roots: Iterable[str]) -> dict[str, Path]:
-    """Our modules that these import, and the ones that those import, with their files; not what only the catalogues import."""
+    """Return our modules that these import, transitively, with files; catalogues excluded."""
     found: dict[str, Path] = {}
     waiting = list(roots)
     while waiting:
@@ -62,7 +63,7 @@ def closure(roots: Iterable[str]) -> dict[str, Path]:
 
 
 def _imported(path: Path) -> list[str]:
-    """Names that a module imports from ours, those inside functions too."""
+    """Return our names that a module imports, also inside functions."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("farflock."):
@@ -78,7 +79,7 @@ def _file(name: str) -> Path | None:
 
 
 def _codecs(method: str, options: dict[str, Any]) -> list[str]:
-    """The modules of the codecs that a method uses, by its options or its defaults."""
+    """Return the modules of a method's codecs, from its options or its defaults."""
     fields = {field.name: field.default for field in dataclasses.fields(METHODS[method])} | options
     named = [value for name, value in fields.items() if name.endswith("codec") and isinstance(value, str)]
     return [type(codec(part)).__module__ for name in named for part in (name, name.partition("+")[0])]

@@ -1,7 +1,7 @@
-"""Runs jobs in a few processes at once and takes their outcomes as they come; whatever ends it, no process is left behind.
+"""Runs jobs in a few processes and yields their outcomes; however it ends, no process is left.
 
-One job keeps one core busy, and a simulation cannot share its loop, so processes it is. A job is sent as JSON, and so is
-what comes back: no object of one process is rebuilt by another's bytes.
+One job keeps one core busy, and a simulation cannot share its loop, hence processes. Jobs and
+outcomes are sent as JSON: no process rebuilds objects from another's bytes.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from farflock.experiments.reproduce.shelf import Kept
 from farflock.node.errors import Failure, explained
 from farflock.node.process.worker_processes import warm
 
-LOOK_S = 0.5  # between looks at who has died
+LOOK_S = 0.5  # between checks for dead workers
 END_S = 5.0  # for a worker that was asked to end
 TELL_SHARE = 0.02  # of a job between two reports of its progress
 
-GONE = (Diverged, UnencodableTensor)  # a loss, or an update, that is no number any more
+GONE = (Diverged, UnencodableTensor)  # a loss, or an update, that is not finite
 
 Told = Callable[[AnyJob, float], None]
 
 
 class _Word(msgspec.Struct):
-    """What a worker says: how far it is, or what came of the job, or why nothing did."""
+    """A worker's message: its progress, or the outcome, or the reason for having none."""
 
     share: float = 0.0
     outcome: Outcome | None = None
@@ -45,7 +45,7 @@ class _Worker:
 
 
 def run(job: AnyJob, progress: Callable[[float], None]) -> Outcome:
-    """One job in this process; its metrics are empty if it diverged."""
+    """Run one job in this process; its metrics are empty if it diverged."""
     import time
 
     begin_s = time.monotonic()
@@ -59,7 +59,7 @@ def run(job: AnyJob, progress: Callable[[float], None]) -> Outcome:
 
 
 def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[AnyJob, Outcome]]:
-    """Outcomes as they come, each with its job. One worker is this process itself."""
+    """Yield outcomes as they come, each with its job; a single worker is this process."""
     if workers <= 1 or len(jobs) <= 1:
         for one in jobs:
             yield one, run(one, functools.partial(told, one))
@@ -84,7 +84,7 @@ def run_all(jobs: Sequence[AnyJob], workers: int, told: Told) -> Iterator[tuple[
 def outcomes(
     jobs: Iterable[AnyJob], shelf: Kept, workers: int, kept: Callable[[list[AnyJob]], None], told: Told
 ) -> dict[str, Outcome]:
-    """By key, those on the shelf, which `kept` hears of, and those that were not there yet, run in their order."""
+    """Return outcomes by key: those on the shelf, told to `kept`, and the rest, run in order."""
     wanted = {key(job): job for job in jobs}
     found = {name: outcome for name, job in wanted.items() if (outcome := shelf.find(job)) is not None}
     kept([wanted[name] for name in found])
@@ -95,7 +95,7 @@ def outcomes(
 
 
 def _runner(job: AnyJob) -> Callable[..., Outcome]:
-    """Imported here: the noise needs no swarm, and a command that only lists needs none of them."""
+    """Return the job's function; late imports, since a command that only lists needs none."""
     from farflock.experiments.reproduce import line, noise, swarm_arm
 
     if isinstance(job, Swarm):
@@ -104,7 +104,7 @@ def _runner(job: AnyJob) -> Callable[..., Outcome]:
 
 
 def _diverged(error: BaseException) -> bool:
-    """Whether divergence is all that this error tells of."""
+    """Return whether this error reports nothing but divergence."""
     if isinstance(error, BaseExceptionGroup):
         return all(_diverged(one) for one in error.exceptions)
     return isinstance(error, GONE)
@@ -112,7 +112,7 @@ def _diverged(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _crew(count: int) -> Iterator[list[_Worker]]:
-    """Workers that live as long as the block."""
+    """Run workers that live as long as the block."""
     context = warm("farflock.experiments.reproduce.swarm_arm")
     crew = []
     try:
@@ -137,7 +137,7 @@ def _crew(count: int) -> Iterator[list[_Worker]]:
 def _give(worker: _Worker, waiting: list[AnyJob]) -> None:
     worker.job = waiting.pop() if waiting else None
     if worker.job is not None:
-        with contextlib.suppress(BrokenPipeError):  # it is dead: whoever listens to it next hears so, and why
+        with contextlib.suppress(BrokenPipeError):  # it is dead, as `_hear` will report
             worker.line.send_bytes(msgspec.json.encode(worker.job))
 
 
@@ -152,7 +152,7 @@ def _hear(worker: _Worker) -> _Word:
 
 
 def _work(line: Connection) -> None:
-    """A worker's life. Ctrl-C is for the process that started it."""
+    """Serve jobs until the line closes; Ctrl-C is for the process that started us."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -173,7 +173,7 @@ def _work(line: Connection) -> None:
 
         try:
             word = _Word(share=1.0, outcome=run(job, tell))
-        except Exception as error:  # the border of the process: its parent says it
+        except Exception as error:  # the parent process reports it
             known = explained(error)
             word = _Word(failure=str(known) if known else f"{type(error).__name__}: {error}")
         line.send_bytes(msgspec.json.encode(word))

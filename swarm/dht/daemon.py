@@ -1,4 +1,4 @@
-"""hivemind's libp2p daemon as a child of this process: started with patience, and gone with the thread that started it."""
+"""hivemind's libp2p daemon as a child process that ends with the thread that started it."""
 
 import asyncio
 import contextvars
@@ -9,9 +9,12 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 CLOSE_TIMEOUT_S = 5.0
-DOOR_WAITS_S = (0.5, 2.0, 5.0)  # before the second attempt to reach somebody, the third and the fourth
-_NO_DOOR_OPENS = ("bootstrap", "failed to find any peer")  # what the daemon says last, in one of two orders
-_DIE_WITH_PARENT = (  # PR_SET_PDEATHSIG = 1, SIGKILL = 9; then the parent may already be gone. A terminal's Ctrl-C is for us.
+DOOR_WAITS_S = (0.5, 2.0, 5.0)  # before attempts two, three and four to reach a peer
+# Two wordings of the daemon's last message.
+_NO_DOOR_OPENS = ("bootstrap", "failed to find any peer")
+# prctl(PR_SET_PDEATHSIG, SIGKILL), then check that the parent still lives. The process group of its
+# own keeps a terminal's Ctrl-C from the daemon.
+_DIE_WITH_PARENT = (
     "import ctypes,os,sys;os.setpgid(0,0);ctypes.CDLL(None).prctl(1,9);"
     "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
 )
@@ -19,9 +22,10 @@ _starting: contextvars.ContextVar[list["BoundDaemon"]] = contextvars.ContextVar(
 
 
 class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's libp2p daemon, which on Linux is killed with the thread that started it, however that ends.
+    """hivemind's libp2p daemon; on Linux it is killed with the thread that started it.
 
-    Elsewhere the daemon ends with its client's connection, or after `DAEMON_IDLE_TIMEOUT_S` if there never was one."""
+    Elsewhere it ends with its client's connection, or after `DAEMON_IDLE_TIMEOUT_S` without one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +40,7 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     @classmethod
     async def start(cls, **options: object) -> "BoundDaemon":
-        """Start a daemon; whatever goes wrong, none is left behind."""
+        """Start a daemon; if anything fails, leave none behind."""
         started: list[BoundDaemon] = []
         token = _starting.set(started)
         try:
@@ -51,7 +55,7 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     @classmethod
     async def start_patiently(cls, **options: object) -> "BoundDaemon":
-        """As `start`, and again if no peer of the invite could be reached: one that is only busy opens later."""
+        """Start a daemon, and retry if no peer of the invite could be reached: it may be busy."""
         for wait_s in DOOR_WAITS_S:
             try:
                 return await cls.start(**options)
@@ -68,11 +72,11 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     @property
     def deaf(self) -> bool:
-        """Whether the daemon or the connection to it is gone, so that no call can ever be answered."""
+        """True once the daemon or the connection to it is gone, so that no call gets an answer."""
         return self._child.returncode is not None or self._client.control._read_task.done()
 
     async def stop(self) -> None:
-        """End all calls in flight, the daemon and the tasks that serve it; harmless when done twice."""
+        """End all calls in flight, the daemon and the tasks that serve it; idempotent."""
         control = self._client.control if self._client is not None else None
         if control is not None:
             for call in control._pending_calls.values():
@@ -98,5 +102,5 @@ class BoundDaemon(P2P):  # type: ignore[misc]  # hivemind is untyped
 
 
 def finds_no_door(error: BaseException) -> bool:
-    """Whether a daemon ended because it reached none of the peers that it was given."""
+    """Return whether a daemon ended because it reached none of the given peers."""
     return any(sign in str(error) for sign in _NO_DOOR_OPENS)

@@ -1,8 +1,7 @@
-"""What has to be looked after before a libp2p daemon starts: the lock on the identity's key file, the port it is to
-listen on, and the sockets that dead daemons left behind.
+"""Checks before a libp2p daemon starts: the key file's lock, the port, and dead daemons' sockets.
 
-The daemon checks neither: two with one identity start without complaint, and two on one port (it sets SO_REUSEPORT)
-get each other's connections.
+The daemon makes none of them: two with one identity start without complaint, and two on one port
+(it sets SO_REUSEPORT) get each other's connections.
 """
 
 import errno
@@ -14,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOCKET_PATTERN = "hivemind-p2p*.sock"
-SOCKET_MIN_AGE_S = 60.0  # a younger one may belong to a daemon that does not listen yet
+SOCKET_MIN_AGE_S = 60.0  # a younger one's daemon may not listen yet
 MAX_SOCKETS_PER_SWEEP = 1000
 PROBE_TIMEOUT_S = 0.1
 
@@ -24,14 +23,14 @@ class IdentityInUse(RuntimeError):
 
 
 class PortTaken(RuntimeError):
-    """Another program listens where this one should."""
+    """Another program listens on the requested port."""
 
 
 class IdentityLock:
-    """An exclusive lock on a key file, held until `release` or the end of the process (flock, so never stale)."""
+    """An exclusive flock on a key file, held until `release` or process exit, so never stale."""
 
     def __init__(self, path: Path) -> None:
-        """Raise `IdentityInUse` if somebody holds it, `OSError` if the file cannot be opened."""
+        """Raise `IdentityInUse` if the lock is held, `OSError` if the file cannot be opened."""
         self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,15 +43,17 @@ class IdentityLock:
             ) from None
 
     def release(self) -> None:
-        """Give the lock back; harmless when done twice."""
+        """Release the lock; idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def refuse_taken_ports(listen: Iterable[str]) -> None:
-    """Raise `PortTaken` if anybody listens on a TCP port of these multiaddresses (`/ip4/192.0.2.7/tcp/4001`); those of
-    another form, and port 0, are left to the daemon."""
+    """Raise `PortTaken` if a program listens on a TCP port of these multiaddresses.
+
+    Port 0 and addresses not like `/ip4/192.0.2.7/tcp/4001` are left to the daemon.
+    """
     for address in listen:
         match address.split("/"):
             case ["", "ip4" | "ip6" as version, host, "tcp", port, *_] if port.isascii() and port.isdigit():
@@ -61,9 +62,8 @@ def refuse_taken_ports(listen: Iterable[str]) -> None:
 
 def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # closed connections of a former run are no listener
+        # Closed connections of a former run do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
@@ -74,8 +74,10 @@ def _refuse_taken(family: socket.AddressFamily, host: str, port: int) -> None:
 
 
 def remove_dead_sockets(folder: Path, now_s: float) -> int:
-    """Remove sockets of daemons that are gone; returns how many. A socket is left alone unless it is ours, older than
-    `SOCKET_MIN_AGE_S`, and refuses a connection because nobody listens. `now_s` is wall-clock time."""
+    """Remove sockets of dead daemons; return how many. `now_s` is wall-clock time.
+
+    A socket stays unless it is ours, older than `SOCKET_MIN_AGE_S`, and refuses connections.
+    """
     removed = 0
     for _, path in zip(range(MAX_SOCKETS_PER_SWEEP), folder.glob(SOCKET_PATTERN), strict=False):
         if _is_old_and_ours(path, now_s) and _nobody_listens(path):

@@ -1,13 +1,13 @@
-"""What the first peers say when this one joins: whether they answer, what time it is, and whether they can dial back.
+"""The first peers' answers when this one joins: the time, and whether they can dial back.
 
-One lying peer among the addresses of an invite must not keep anybody out, so the majority of the answers decides.
+The majority decides, so that one lying peer in an invite cannot keep anyone out.
 """
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_SKEW_S = 3.0  # hivemind's own limit, applied by every peer of the table
+MAX_SKEW_S = 3.0  # hivemind's own limit, which every peer applies
 
 
 class DirectoryUnreachable(ConnectionError):
@@ -15,27 +15,26 @@ class DirectoryUnreachable(ConnectionError):
 
 
 class ClockSkew(DirectoryUnreachable):
-    """This machine's wall clock differs too much from the others'; the message names the remedy."""
+    """This machine's wall clock is too far off; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """One answer: how far this machine's clock is ahead of the peer's (at least, given the round trip), and whether
-    the peer could dial back."""
+    """One answer: our clock's certain lead over the peer's, and whether it could dial back."""
 
     ahead_s: float
     dialled_back: bool
 
 
 def clock_ahead_s(sent_s: float, received_s: float, their_s: float) -> float:
-    """How far our clock is certainly ahead (negative: behind) of a peer that read its own between the two times."""
+    """Return our clock's certain lead (lag if negative) over one read between the two times."""
     if their_s < sent_s:
         return sent_s - their_s
     return min(0.0, received_s - their_s)
 
 
 def judge(asked: int, greetings: Sequence[Greeting], client_mode: bool) -> None:
-    """Raise `ClockSkew` or `DirectoryUnreachable` with the remedy unless this peer may take part."""
+    """Raise `ClockSkew` or `DirectoryUnreachable`, with a remedy, if this peer cannot take part."""
     if not greetings:
         raise DirectoryUnreachable(
             f"none of the {asked} addresses answered; check this machine's network, or ask any member for a fresh invite"

@@ -1,7 +1,7 @@
-"""The items that this peer stores for others: bounded in number and bytes, in total and for each key.
+"""The items that this peer stores for others: bounded in number and bytes, in total and per key.
 
-hivemind's own storage has no such bounds, keeps a heap entry for every refused or repeated store, and lets a replayed
-older item shorten the life of a newer one; hence this one.
+hivemind's own storage has no such bounds, keeps a heap entry for every refused or repeated store,
+and lets a replayed older item shorten the life of a newer one.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ MAX_BYTES = 8 * 2**20
 
 
 class StoredItem(NamedTuple):
-    """One owner's value under a key. `expires_s` is wall-clock time, as everywhere in hivemind's DHT."""
+    """One owner's value under a key; `expires_s` is wall-clock time, as everywhere in the DHT."""
 
     subkey: bytes
     value: bytes
@@ -22,8 +22,10 @@ class StoredItem(NamedTuple):
 
 @dataclass(slots=True)
 class ItemStore:
-    """A table of key, owner and value. A later expiry replaces an earlier one of the same owner and never the other
-    way round. A full shelf refuses new owners (after dropping what has expired) and goes on serving known ones."""
+    """A table of values by key and owner; only a later expiry replaces a value.
+
+    A full store drops expired items, then refuses new owners but still serves known ones.
+    """
 
     max_items_per_key: int = MAX_ITEMS_PER_KEY
     max_items: int = MAX_ITEMS
@@ -33,7 +35,7 @@ class ItemStore:
     _keys: dict[bytes, dict[bytes, StoredItem]] = field(default_factory=dict)
 
     def put(self, key: bytes, item: StoredItem, now_s: float) -> bool:
-        """Keep the item; False if it has expired, is not newer than what is here, or finds no room."""
+        """Keep the item; False if it has expired, is not newer than ours, or finds no room."""
         known = self._keys.get(key, {}).get(item.subkey)
         if item.expires_s <= now_s or (known is not None and item.expires_s <= known.expires_s):
             return False
@@ -50,7 +52,7 @@ class ItemStore:
         return True
 
     def items(self, key: bytes, now_s: float) -> list[StoredItem]:
-        """The live items of a key."""
+        """Return the live items of a key."""
         return [item for item in self._keys.get(key, {}).values() if item.expires_s > now_s]
 
     def _has_room(self, key: bytes, item: StoredItem, known: StoredItem | None) -> bool:

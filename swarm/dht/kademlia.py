@@ -1,15 +1,16 @@
 """The directory over libp2p: hivemind's daemon and Kademlia protocol inside our own event loop.
 
-This module and the daemon's (`p2p_daemon`) alone import hivemind, and with it torch: import them as late as possible. What
-needs no hivemind lives beside them: the layout and rules of the table (`dht_validator`), what is stored (`dht_shelf`), quotas
-(`dht_quota`), the search (`dht_lookup`), the judgement of the first answers (`dht_greeting`), locks and sockets (`dht_files`).
+Only this module and `daemon` import hivemind, and with it torch: import them as late as possible.
+Beside them: layout and rules of the table (`validator`), stored items (`item_store`), the search
+(`lookup`), judgement of the first answers (`greeting`), locks and sockets (`files`).
 
-Of hivemind we take `P2P` (the libp2p daemon and its calls), the routing table and `DHTProtocol`'s messages, so that any
-hivemind peer can read the table. We do not take `hivemind.DHT` (a forked process that hangs on values from 16 kB) nor
-`DHTNode`: its search believes unsigned expiries and made-up neighbours, one exception in it makes a read wait for ever,
-and it cannot be given another protocol class without changing it for everybody in the process.
+Of hivemind we use `P2P` (the libp2p daemon and its calls), the routing table and `DHTProtocol`'s
+messages, so that any hivemind peer can read the table. We do not use `hivemind.DHT` (a forked
+process that hangs on values from 16 kB) nor `DHTNode`: its search believes unsigned expiries and
+made-up neighbours, one exception in it blocks a read for ever, and another protocol class would
+change it for the whole process.
 
-Everything here runs in the event loop that called `open`; the daemon dies with the thread of that loop.
+Everything here runs in the event loop that called `open`; the daemon dies with that loop's thread.
 """
 
 import asyncio
@@ -24,7 +25,9 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
-from hivemind.utils import get_dht_time as wall_s  # expiries are wall-clock times, as everywhere in hivemind's table
+
+# Expiries are wall-clock times, as everywhere in hivemind's table.
+from hivemind.utils import get_dht_time as wall_s
 from hivemind.utils.auth import AuthRPCWrapper
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -55,7 +58,7 @@ from farflock.swarm.record import BadRecord, unseal
 
 OPEN_TIMEOUT_S = 90.0
 DAEMON_START_TIMEOUT_S = 60.0
-DAEMON_IDLE_TIMEOUT_S = 30.0  # a daemon that nobody has connected to ends by itself after this time
+DAEMON_IDLE_TIMEOUT_S = 30.0  # a daemon without a client ends by itself after this time
 GREETING_TIMEOUT_S = 10.0  # longer than a call: the greeted peer dials back before it answers
 CALL_TIMEOUT_S = 3.0
 STORE_TIMEOUT_S = 15.0
@@ -80,13 +83,13 @@ _log = logging.getLogger(__name__)
 
 
 class RunValidator(RecordValidatorBase):  # type: ignore[misc]
-    """The rules of a run's table in hivemind's form, for our own protocol and for anybody else's `hivemind.DHT`."""
+    """The rules of a run's table as a hivemind validator, also for a plain `hivemind.DHT`."""
 
     def __init__(self, run: str) -> None:
         self._rules = Rules(run)
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether the record may be stored or believed."""
+        """Return whether the record may be stored or believed."""
         if record.subkey[:2] != pack_subkey(b"") or len(record.subkey) != 34:
             return False
         item = StoredItem(record.subkey[2:], record.value, record.expiration_time)
@@ -98,38 +101,40 @@ class RefusedCall(RuntimeError):
 
 
 class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
-    """hivemind's protocol with limits on what a stranger may store, ask and claim.
+    """hivemind's protocol with limits on what strangers may store, ask and claim.
 
-    The class's name is part of the calls' names on the wire, and hivemind reads the annotations of the `rpc_` methods:
-    keep both. hivemind's own `storage` and `cache` stay empty, so nothing is handed over to newly met peers: owners
-    announce again within seconds, and nobody can pull everything out by showing up under many names."""
+    The class's name is part of the calls' names on the wire, and hivemind reads the annotations of
+    the `rpc_` methods: keep both. hivemind's own `storage` and `cache` stay empty, so new peers are
+    handed nothing: owners re-announce within seconds, and nobody can collect all items by appearing
+    under many names.
+    """
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
         self.shelf, self.quota, self.closed = ItemStore(), Quota(), False
-        self.contacts: dict[PeerID, None] = {}  # the last peers heard, to find the way back after an outage
+        self.contacts: dict[PeerID, None] = {}  # the last peers heard, to reconnect after an outage
 
     def get_stub(self, peer: PeerID) -> AuthRPCWrapper:
-        """As hivemind's, but nothing is called once the directory is closing."""
+        """Return hivemind's stub; raise `RefusedCall` once the directory is closing."""
         if self.closed:
             raise RefusedCall("the directory is closed")
         return super().get_stub(peer)
 
     async def greet(self, peer: PeerID) -> Greeting | None:
-        """Introduce myself; None if the peer does not answer."""
+        """Introduce this peer; return the answer, or None without one."""
         request = dht_pb2.PingRequest(peer=self.node_info, validate=True)
         sent_s = wall_s()
         try:
             response = await self.get_stub(peer).rpc_ping(request, timeout=GREETING_TIMEOUT_S)
             node_id = DHTID.from_bytes(response.peer.node_id)
-        except Exception:  # whatever a stranger's answer breaks on its way here counts as no answer
+        except Exception:  # an answer that breaks anything is no answer
             _log.debug("no greeting from %s", peer, exc_info=True)
             return None
         await self.update_routing_table(node_id, peer)
         return Greeting(clock_ahead_s(sent_s, wall_s(), response.dht_time), bool(response.available))
 
     async def ask(self, peer: PeerID, key: bytes) -> LookupReply[PeerID] | None:
-        """What the peer stores under a key, each item checked, and whom it knows nearby; None if it does not answer."""
+        """Return the peer's checked items under a key and its neighbours; None if it is silent."""
         request = dht_pb2.FindRequest(keys=[key], peer=self.node_info)
         try:
             async with self.rpc_semaphore:
@@ -146,7 +151,8 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
     def _believe(self, key: bytes, result: dht_pb2.FindResult) -> LookupReply[PeerID]:
         found = unpack_items(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
         near = list(zip(result.nearest_node_ids[:WIDTH], result.nearest_peer_ids[:WIDTH], strict=True))
-        if any(len(peer) > MAX_PEER_ID_BYTES for _, peer in near):  # its base58 form takes quadratic time
+        # Base58 takes quadratic time.
+        if any(len(peer) > MAX_PEER_ID_BYTES for _, peer in near):
             raise BadItem("a neighbour's peer id is too long")
         return LookupReply(
             [item for item in found if self._allows(key, item)],
@@ -162,14 +168,14 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         return self._allows(key, item) and self.shelf.put(key, item, wall_s())
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
-        """Somebody introduces itself, or looks whether I live."""
+        """Answer a peer that introduces itself or checks that we are alive."""
         self._pay(context, 1, 0)
         if len(request.peer.node_id) not in (0, DHTID.HASH_NBYTES):
             raise RefusedCall(f"a node id has {DHTID.HASH_NBYTES} bytes, got {len(request.peer.node_id)}")
         return await super().rpc_ping(request, context)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        """Somebody wants items stored. Only single items are taken: no regular values, dictionaries or cache entries."""
+        """Store single items; refuse regular values, dictionaries and cache entries."""
         self._pay(context, len(request.keys), request.ByteSize())
         columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
         if len(request.keys) > MAX_KEYS_PER_CALL or len({len(column) for column in columns}) != 1:
@@ -182,7 +188,7 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
         return dht_pb2.StoreResponse(store_ok=kept, peer=self.node_info)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """Somebody looks for keys: what I store under each, and the peers I know near to it."""
+        """Answer a search: our items under each key, and the peers that we know near it."""
         if len(request.keys) > MAX_KEYS_PER_CALL or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
             raise RefusedCall(f"a search has at most {MAX_KEYS_PER_CALL} keys of {DHTID.HASH_NBYTES} bytes")
         found = [self.shelf.items(key, wall_s()) for key in request.keys]
@@ -216,15 +222,18 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
             await self.update_routing_table(DHTID.from_bytes(peer.node_id), context.remote_id)
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        """Add a peer that answered or called, remove one that did not answer.
+        """Add a peer that answered or called; remove one that did not answer.
 
-        A peer has one node id and a node id one peer: otherwise anybody could take or clear another's place in the
-        table by claiming its node id. The table's size is bounded (hivemind's list of replacements is not)."""
+        A peer has one node id and a node id one peer: otherwise anyone could take or clear
+        another's place by claiming its node id. Our table is bounded; hivemind's list of
+        replacements is not.
+        """
         table = self.routing_table
         known = table.get(peer_id=peer_id)
         if not responded:
             if known is not None:
-                with contextlib.suppress(KeyError):  # hivemind's buckets lose a node id that lies on a bucket's border
+                # hivemind's buckets lose a node id that lies on a bucket's border.
+                with contextlib.suppress(KeyError):
                     del table[known]
             return
         if self.closed or node_id is None or node_id == self.node_id:
@@ -241,9 +250,10 @@ class DHTProtocol(HivemindProtocol):  # type: ignore[misc]
 
 
 class DhtDirectory:
-    """`Directory` over a real libp2p table; one run, one identity, one event loop.
+    """`Directory` over a real libp2p table: one run, one identity, one event loop.
 
-    Every call ends by its deadline and gives what it has found or reached by then."""
+    Every call ends by its deadline and returns what it found or reached by then.
+    """
 
     def __init__(
         self,
@@ -278,14 +288,16 @@ class DhtDirectory:
         use_relay: bool = False,
         timeout_s: float = OPEN_TIMEOUT_S,
     ) -> "DhtDirectory":
-        """Start a daemon with the key in `identity_path` and join the table of `run` through `initial_peers`
-        (multiaddresses that end in `/p2p/ID`; none: found a new table).
+        """Start a daemon with the key in `identity_path` and join the table of `run`.
 
-        `listen` and `announce_as` are multiaddresses without id. `client_mode` is for peers that cannot be dialled:
-        they read and announce, and store nothing for others. `cells`: see `dht_validator`. Raises `BadIdentity`,
-        `IdentityInUse`, `PortTaken`, `ClockSkew`, `DirectoryUnreachable`; then nothing is left running."""
+        `initial_peers` are multiaddresses that end in `/p2p/ID` (none: start a new table), `listen`
+        and `announce_as` multiaddresses without id. A peer in `client_mode` cannot be dialled: it
+        reads and announces, but stores nothing for others. `cells`: see `validator`. Raise
+        `BadIdentity`, `IdentityInUse`, `PortTaken`, `ClockSkew` or `DirectoryUnreachable`; then
+        nothing is left running.
+        """
         identity = Identity.load(identity_path)
-        cell_of(identity.public, cells)  # refuses a wrong number before anything is started
+        cell_of(identity.public, cells)  # raises for a bad number before anything starts
         doors = _parse_doors(initial_peers, identity)
         refuse_taken_ports(() if client_mode else listen)
         lock = IdentityLock(identity_path)
@@ -296,7 +308,7 @@ class DhtDirectory:
                 daemon = await BoundDaemon.start_patiently(
                     initial_peers=[address for addresses in doors.values() for address in addresses],
                     identity_path=str(identity_path),
-                    check_if_identity_free=False,  # it reads RSA keys only; the lock does its work
+                    check_if_identity_free=False,  # it reads RSA keys only; the lock replaces it
                     host_maddrs=None if client_mode else list(listen),
                     announce_maddrs=list(announce_as) or None,
                     no_listen=client_mode,
@@ -321,7 +333,7 @@ class DhtDirectory:
         return self
 
     async def _join(self, client_mode: bool) -> None:
-        with contextlib.suppress(ValueError):  # hivemind's way of saying that there are none
+        with contextlib.suppress(ValueError):  # hivemind raises it if there are none
             self.addresses = tuple(str(address) for address in await self._daemon.get_visible_maddrs())
         if self._doors:
             greetings = await asyncio.gather(*map(self._protocol.greet, self._doors))
@@ -330,17 +342,19 @@ class DhtDirectory:
 
     @property
     def alive(self) -> bool:
-        """False once the daemon is gone: then nothing can be reached any more; close and open again."""
+        """False once the daemon is gone and nothing can be reached; close and open again."""
         return not self._protocol.closed and not self._daemon.deaf
 
     @property
     def daemon_pid(self) -> int:
-        """The process id of the libp2p daemon, for those who look after its end."""
+        """The process id of the libp2p daemon."""
         return self._daemon.pid
 
     async def announce(self, run: str, record: bytes, timeout_s: float = STORE_TIMEOUT_S) -> bool:
-        """Store my sealed record until its lifetime is over; False if no other peer took it (it is then held here
-        only). Raises `BadRecord` for a record that is not mine or not of this run."""
+        """Store my sealed record until it expires; False if no other peer took it, only this one.
+
+        Raise `BadRecord` for a record that is not mine or not of this run.
+        """
         self._only(run)
         mine = unseal(record, run)
         if mine.peer != self._identity.peer:
@@ -350,12 +364,12 @@ class DhtDirectory:
         return await self._put(name, self._announced, timeout_s)
 
     async def peers(self, run: str, timeout_s: float = READ_TIMEOUT_S) -> list[bytes]:
-        """The newest live record of each owner in all cells, my own included, ordered by public key."""
+        """Return each owner's newest live record in all cells, mine included, by public key."""
         self._only(run)
         return await self._read([cell_name(run, cell) for cell in range(self._cells)], timeout_s)
 
     async def publish_head(self, run: str, head: bytes, timeout_s: float = STORE_TIMEOUT_S) -> bool:
-        """Re-publish the manifest's head under my name for `HEAD_LIFETIME_S`; False if no other peer took it."""
+        """Publish the manifest's head for `HEAD_LIFETIME_S`; False if no other peer took it."""
         self._only(run)
         if not 1 <= len(head) <= MAX_HEAD_BYTES:
             raise ValueError(f"a manifest's head has 1 to {MAX_HEAD_BYTES} bytes, got {len(head)}")
@@ -363,12 +377,12 @@ class DhtDirectory:
         return await self._put(name, self._wrap(name, head, HEAD_LIFETIME_S), timeout_s)
 
     async def heads(self, run: str, timeout_s: float = READ_TIMEOUT_S) -> list[bytes]:
-        """Every different head that somebody publishes; whose signature they bear is the caller's to check."""
+        """Return every distinct published head; the caller checks their signatures."""
         self._only(run)
         return sorted(set(await self._read([head_name(run)], timeout_s)))
 
     async def confirm_visible(self, timeout_s: float = READ_TIMEOUT_S) -> bool:
-        """Whether another peer hands out the record that I announced last."""
+        """Return whether another peer hands out the record that I announced last."""
         if self._announced is None:
             return False
         name = cell_name(self._run, cell_of(self._identity.public, self._cells))
@@ -376,7 +390,7 @@ class DhtDirectory:
         return any(self._announced in reply.items for reply in walk.replies)
 
     async def close(self) -> None:
-        """End calls in flight (they give what they have), the daemon and all tasks; unlock the identity."""
+        """End calls in flight (they return what they have), daemon and tasks; unlock the key."""
         self._protocol.closed = True
         await self._daemon.stop()
         self._lock.release()
@@ -386,14 +400,14 @@ class DhtDirectory:
             raise ValueError(f"this directory was opened for run {self._run}, not for {run}; open another one")
 
     def _wrap(self, name: str, payload: bytes, lifetime_s: float) -> StoredItem:
-        """The expiry always rises, so that what is announced last wins also when its lifetime is shorter."""
+        """Sign with a rising expiry, so that the last announcement wins whatever its lifetime."""
         now_s = wall_s()
         expires_s = max(now_s + lifetime_s, self._expiries_s.get(name, 0.0) + 0.001)
         self._expiries_s[name] = min(expires_s, now_s + MAX_RECORD_AGE_S - CLOCK_SLACK_S)
         return wrap(self._identity, name, payload, self._expiries_s[name])
 
     async def _read(self, names: Sequence[str], timeout_s: float) -> list[bytes]:
-        """The newest item of each owner under any of the keys, here or at others."""
+        """Return each owner's newest item under any of the keys, stored here or elsewhere."""
         keys = [key_hash(name) for name in names]
         newest: dict[bytes, StoredItem] = {}
         walks = await asyncio.gather(*(self._walk(key, timeout_s) for key in keys))
@@ -405,7 +419,7 @@ class DhtDirectory:
         return [unwrap(newest[subkey]) for subkey in sorted(newest)]
 
     async def _put(self, name: str, item: StoredItem, timeout_s: float) -> bool:
-        """Store at the `REPLICAS` nearest peers that answer, this one among them; whether another one took it."""
+        """Store at the `REPLICAS` nearest answering peers; return whether another one took it."""
         key, loop = key_hash(name), asyncio.get_running_loop()
         ends_s = loop.time() + timeout_s
         walk = await self._walk(key, timeout_s / 2)
@@ -429,7 +443,7 @@ class DhtDirectory:
         return bool(answer) and answer[0] is True
 
     async def _walk(self, key: bytes, timeout_s: float) -> Walk[PeerID]:
-        """Search towards a key until the deadline; what was found by then is in the walk."""
+        """Search towards a key until the deadline; the walk holds what was found."""
         target, table = int.from_bytes(key), self._protocol.routing_table
         ends_s = asyncio.get_running_loop().time() + timeout_s
         if not table.uid_to_peer_id:
@@ -444,7 +458,7 @@ class DhtDirectory:
         return walk
 
     async def _knock_again(self) -> None:
-        """Find the way back after an outage, in which every peer that did not answer was taken from the table."""
+        """Reconnect after an outage, which removed every silent peer from the table."""
         others = [peer for peer in self._protocol.contacts if peer not in self._doors]
         await asyncio.gather(*map(self._knock, self._doors), *map(self._protocol.greet, others))
 
@@ -456,7 +470,7 @@ class DhtDirectory:
 
 
 def _parse_doors(addresses: Sequence[str], identity: Identity) -> dict[PeerID, list[str]]:
-    """The addresses of an invite by peer, without my own; raise `DirectoryUnreachable` for one of another form."""
+    """Return an invite's addresses by peer, without mine; `DirectoryUnreachable` for a bad one."""
     if len(addresses) > MAX_INITIAL_PEERS:
         raise DirectoryUnreachable(
             f"at most {MAX_INITIAL_PEERS} addresses, got {len(addresses)}; ask for a fresh invite"
@@ -493,7 +507,7 @@ def _explained(error: BaseException, timeout_s: float, doors: int) -> DirectoryU
 
 
 async def _speak(daemon: BoundDaemon, identity: Identity, run: str, client_mode: bool) -> DHTProtocol:
-    """The node id follows from the key, so that a restarted peer takes its own old place in the others' tables."""
+    """Create the protocol; a node id from the key gives a restarted peer its old place back."""
     protocol: DHTProtocol = await DHTProtocol.create(
         daemon,
         DHTID.generate(source=identity.public),

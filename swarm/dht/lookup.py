@@ -1,8 +1,8 @@
-"""The walk through the distributed table towards a key, asking peers and collecting what they answer.
+"""The walk through the distributed table towards a key: ask peers and collect their answers.
 
-hivemind's own search counts peers that somebody merely named: one reply that names twenty made-up peers close to the
-key hides all honest ones. Here only peers that answered count, the peers that we know ourselves are asked first, each
-peer is asked once, and what was found until the deadline is kept.
+hivemind's own search counts peers that were merely named: one reply with twenty made-up peers close
+to the key hides all honest ones. Here only peers that answered count, our own contacts come first,
+each peer is asked once, and results found by the deadline are kept.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ LookupPeer = TypeVar("LookupPeer", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class LookupReply(Generic[LookupPeer]):
-    """What one peer answered: its items under the key, and the peers it knows near to it, with their node ids."""
+    """One peer's answer: its items under the key, and the peers it knows near it, with node ids."""
 
     items: Sequence[StoredItem]
     near: Sequence[tuple[int, LookupPeer]]
 
 
 class Walk(Generic[LookupPeer]):
-    """One search for the peers nearest to `target` (by XOR of node ids) and for what they store there.
+    """One search for the peers nearest to `target` (by XOR of node ids) and the items they store.
 
-    `friends` are the peers of our own table: up to `WIDTH` of them are asked in any case. `ask` returns None for a
-    peer that does not answer; it must have a deadline of its own. Results may be read at any time, also when `run`
-    was cancelled.
+    `friends` are the peers of our own table; up to `WIDTH` of them are asked in any case. `ask`
+    returns None for a silent peer and must have a deadline of its own. Results may be read at any
+    time, even after `run` was cancelled.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Walk(Generic[LookupPeer]):
         return sorted(self._answered, key=self._distance)
 
     async def run(self) -> None:
-        """Ask until the `WIDTH` nearest peers known have answered, nobody is left, or `MAX_ASKED` were asked."""
+        """Ask until the `WIDTH` nearest peers answered, none is left, or `MAX_ASKED` were asked."""
         running: dict[asyncio.Task[LookupReply[LookupPeer] | None], tuple[int, LookupPeer]] = {}
         try:
             while True:
@@ -85,7 +85,7 @@ class Walk(Generic[LookupPeer]):
         return waiting.pop(0)
 
     def _wanted(self, stranger: tuple[int, LookupPeer], running: Iterable[tuple[int, LookupPeer]]) -> bool:
-        """Whether fewer than `WIDTH` peers that answered, or still may, are nearer than the stranger."""
+        """Return whether fewer than `WIDTH` peers that answered, or may yet, are nearer."""
         distance = self._distance(stranger)
         return sum(self._distance(contact) < distance for contact in (*self._answered, *running)) < WIDTH
 

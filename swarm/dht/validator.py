@@ -1,22 +1,23 @@
-"""What may stand in a run's distributed table: the names of its keys, the signed envelope of an item, and the rules.
+"""A run's distributed table: the names of its keys, the signed envelope of an item, and the rules.
 
 Any hivemind client can read the table without this code:
 
-    key      the text `RUN/peers/CELL` or `RUN/head`; on the wire SHA-1 of its msgpack form (20 bytes)
+    key      the text `RUN/peers/CELL` or `RUN/head`; on the wire SHA-1 of its msgpack (20 bytes)
     subkey   the writer's Ed25519 public key, 32 bytes (on the wire msgpack bin: c4 20 + key)
-    value    bytes (on the wire msgpack bin): signature (64) + payload; the payload is a sealed record
-             (swarm/record.py) under `peers`, the manifest's head as the caller made it under `head`
-    signature  by the subkey's owner, domain `dht`, over the key's hash (20) + expiry (float64, big-endian) + payload
+    value    bytes (on the wire msgpack bin): signature (64) + payload; the payload is a sealed
+             record (swarm/record.py) under `peers`, the manifest's head as made under `head`
+    signature  by the subkey's owner, domain `dht`, over the key's hash (20) + expiry (float64,
+             big-endian) + payload
 
-The envelope covers the expiry, because the table prefers later expiries: without it anybody could replay a victim's old
-record with a later expiry and so keep the new one out. Only readers that check are safe: a plain client also sees
-what a hostile storing peer makes up.
+The envelope covers the expiry because the table prefers later expiries: otherwise anyone could
+replay a victim's old record with a later expiry and so keep the new one out. Only readers that
+check are safe: a plain client also sees what a hostile storing peer makes up.
 
-Cells. A peer belongs to the cell `public key[0] mod cells`, cells a power of two chosen so that a cell has at most
-64 peers; the number is a slow fact of the manifest and starts at 1. It grows by doubling: cell c then splits into
-c and c + cells, so a reader that reads twice as many cells as a writer uses still finds everybody. Hence readers take
-a new number at once, and writers with their next announcement. Storing peers accept the owner's cell under every
-power of two, so they need not know the number.
+Cells. A peer belongs to the cell `public key[0] mod cells`. The number is a power of two, so chosen
+that a cell has at most 64 peers; it is a slow fact of the manifest and starts at 1. It grows by
+doubling: cell c splits into c and c + cells, so a reader with twice the writer's number still finds
+every peer. Hence readers adopt a new number at once, writers with their next announcement. Storing
+peers accept the owner's cell under every power of two, so they need not know the number.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ from farflock.swarm.record import BadRecord, unseal
 DOMAIN = b"dht"
 MAX_HEAD_BYTES = 2048
 MAX_CELLS = 64
-CLOCK_SLACK_S = 10.0  # writers stay this far below the greatest age, for clocks differ by up to 3 s
+CLOCK_SLACK_S = 10.0  # writers stay this far below the maximum age: clocks differ by up to 3 s
 MAX_REMEMBERED = 4096  # verified items whose signatures are not checked again
 
 MAX_VALUE_BYTES = 3 + SIGNATURE_BYTES + MAX_RECORD_BYTES
@@ -48,40 +49,40 @@ class BadItem(ValueError):
 
 
 def head_name(run: str) -> str:
-    """The key under which all peers re-publish the manifest's head."""
+    """Return the key under which all peers re-publish the manifest's head."""
     return f"{run}/head"
 
 
 def cell_name(run: str, cell: int) -> str:
-    """The key of a cell's records."""
+    """Return the key of a cell's records."""
     return f"{run}/peers/{cell}"
 
 
 def cell_of(public: bytes, cells: int) -> int:
-    """The cell of a peer when there are `cells` of them."""
+    """Return the cell of a peer when there are `cells` of them."""
     if cells not in (1, 2, 4, 8, 16, 32, 64):
         raise ValueError(f"the number of cells is a power of two up to {MAX_CELLS}, got {cells}")
     return public[0] % cells
 
 
 def key_hash(name: str) -> bytes:
-    """What hivemind makes of a key's name: SHA-1 of its msgpack form."""
+    """Return hivemind's hash of a key's name: SHA-1 of its msgpack form."""
     return hashlib.sha1(msgspec.msgpack.encode(name), usedforsecurity=False).digest()
 
 
 def pack_subkey(public: bytes) -> bytes:
-    """A subkey as it stands on the wire."""
+    """Return a subkey's wire form."""
     return _SUBKEY_HEAD + public
 
 
 def wrap(identity: Identity, name: str, payload: bytes, expires_s: float) -> StoredItem:
-    """Sign a payload of one's own for this key and this expiry."""
+    """Sign one's own payload for this key and expiry."""
     signature = identity.sign(DOMAIN, _signed(key_hash(name), expires_s, payload))
     return StoredItem(identity.public, msgspec.msgpack.encode(signature + payload), expires_s)
 
 
 def unwrap(item: StoredItem) -> bytes:
-    """The payload inside an item that was checked before."""
+    """Return the payload of an item that was already checked."""
     return msgspec.msgpack.decode(item.value, type=bytes)[SIGNATURE_BYTES:]
 
 
@@ -91,7 +92,7 @@ def _signed(key: bytes, expires_s: float, body: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Rules:
-    """Decides for one run whether an item may be stored or believed; remembers which signatures it has verified."""
+    """Decides whether an item of one run may be stored or believed; caches verified signatures."""
 
     run: str
     _cells: dict[bytes, int] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class Rules:
         self._head = key_hash(head_name(self.run))
 
     def check(self, key: bytes, item: StoredItem, now_s: float) -> None:
-        """Raise `BadItem` unless the item may stand under this key now. Cheap tests come first, signatures last."""
+        """Raise `BadItem` unless the item is valid under this key now; signatures come last."""
         if key not in self._cells and key != self._head:
             raise BadItem(f"no key of run {self.run[:16]}")
         if len(item.subkey) != 32:
@@ -118,7 +119,7 @@ class Rules:
             self._remember(memo)
 
     def allows(self, key: bytes, item: StoredItem, now_s: float) -> bool:
-        """Whether `check` is content; never raises on hostile input."""
+        """Return whether `check` passes; never raise on hostile input."""
         try:
             self.check(key, item, now_s)
         except BadItem:
@@ -170,17 +171,18 @@ _entry = msgspec.msgpack.Decoder(_Entry)
 
 
 def pack_items(items: list[StoredItem]) -> bytes:
-    """hivemind's form of a dictionary: extension 0x50 of [greatest size (inf), latest expiry, [[subkey, value, expiry]]]."""
+    """Return hivemind's extension 0x50 of [inf, latest expiry, [[subkey, value, expiry]]]."""
     latest = max((item.expires_s for item in items), default=float("-inf"))
     body = msgspec.msgpack.encode((float("inf"), latest, [tuple(item) for item in items]))
     return msgspec.msgpack.encode(msgspec.msgpack.Ext(_DICTIONARY, body))
 
 
 def unpack_items(raw: bytes) -> list[StoredItem]:
-    """The well-formed items of a peer's reply, not yet checked; raise `BadItem` if it is no dictionary or too long.
+    """Return a reply's well-formed items, unchecked; raise `BadItem` if no dictionary or too long.
 
-    The dictionary's own expiry is ignored: it is unsigned, and a reply that claims to last for ever would end the
-    reader's search. Entries of another form (other programs' subkeys) are left out one by one."""
+    The dictionary's own expiry is ignored: it is unsigned, and a reply that claims to last for ever
+    would end the reader's search. Entries of another form (other programs' subkeys) are skipped.
+    """
     try:
         extension = _extension.decode(raw)
         if extension.code != _DICTIONARY:

@@ -1,19 +1,25 @@
-"""CheckFree+'s swap: half of the microbatches visit the first two and the last two block stages in the other order, so that
-each stage of such a pair learns to stand in for the other, and a lost one can begin as its partner's copy (Blagoev et al.,
-"All is Not Lost: LLM Recovery without Checkpoints", arXiv:2506.15461).
+"""CheckFree+'s swap of neighbouring end stages.
 
-In the paper the embedding E and the head are stages of their own, and a swapped microbatch goes E, S2, S1, S3, …, Sn, Sn-1,
-head. Here the first stage embeds besides its layers and the last one has the norm and the head besides its own, and every
-microbatch must begin and end there. So the first and last stage are the paper's E and head (with a few layers, at best: their
-exact copies are the larger for them), and S1 to Sn are the stages between them:
+Half of the microbatches visit the first two and the last two block stages in the other order, so
+that each stage of such a pair learns to stand in for the other, and a lost one can begin as its
+partner's copy (Blagoev et al., "All is Not Lost: LLM Recovery without Checkpoints",
+arXiv:2506.15461).
+
+In the paper the embedding E and the head are stages of their own, and a swapped microbatch visits
+E, S2, S1, S3, …, Sn, Sn-1, head. Here the first stage has the embedding besides its layers, the
+last one the norm and the head, and every microbatch must begin and end there. So they are the
+paper's E and head (with a few layers at best: their exact copies are larger for them), and S1 to Sn
+are the stages between:
 
     swapped    0, 2, 1, 3, …, n, n-1, n+1          with stages 0 to n+1
 
-The layouts that allow it have n = 2 block stages (one pair, both the first and the last) or n ≥ 4 (two pairs; of three the
-middle one would be in both), and in each pair equally many layers. Others are refused as "swap of unequal stages".
+A layout needs n = 2 block stages (one pair, both first and last) or n ≥ 4 (two pairs; of three the
+middle one would be in both), and equally many layers within each pair. Others are refused as "swap
+of unequal stages".
 
-Activation codecs must have a common basis at all edges between permuted stages; codecs that remember an edge's last sample
-are out, since a lane's edges differ between its microbatches: `pinned` is false whatever is wrapped.
+Activation codecs need a common basis at all edges between permuted stages. Codecs that remember an
+edge's last sample cannot be used, since a lane's edges differ between its microbatches: `pinned` is
+false whatever policy is wrapped.
 """
 
 import hashlib
@@ -30,8 +36,7 @@ class BadSwap(ValueError):
 
 
 def partners(layers: Sequence[int]) -> dict[int, int]:
-    """By stage, the one that it changes places with; `layers[s]` is how many stage s has. `BadSwap` if this layout allows no
-    swap."""
+    """Map each swapped stage to its partner, given each stage's layers; else raise `BadSwap`."""
     between = len(layers) - 2
     if between < 2:
         raise BadSwap(
@@ -53,10 +58,10 @@ def partners(layers: Sequence[int]) -> dict[int, int]:
 class SwappedPaths(ReorderedPaths):
     """Any policy, with the swap for exactly n of each 2n consecutive microbatches of a lane's step.
 
-    Without a seed they alternate, over lanes and steps too: with one microbatch a step every second step is swapped. With
-    one, of each pair of consecutive microbatches chance takes one. Who serves a stage remains the wrapped policy's choice,
-    and the stages that its own order leaves out remain out, by place: a plan that counts on when a stage is visited must not
-    be wrapped.
+    Without a seed they alternate, over lanes and steps too: with one microbatch a step, every
+    second step is swapped. With a seed, chance takes one of each two consecutive microbatches. The
+    wrapped policy still chooses the servers, and the stages that it skips stay skipped, by place:
+    do not wrap a plan that counts on when a stage is visited.
     """
 
     def __init__(self, policy: PathPolicy, layers: Sequence[int], seed: int | None = None) -> None:
@@ -65,7 +70,7 @@ class SwappedPaths(ReorderedPaths):
         self._partners = partners(layers)
 
     def is_swapped(self, microbatch: Microbatch) -> bool:
-        """Whether this microbatch goes out of order."""
+        """Return whether this microbatch visits stages out of order."""
         turn = microbatch.index % 2
         if self._seed is None:
             return (turn + microbatch.lane + microbatch.step) % 2 == 1
@@ -83,6 +88,6 @@ class SwappedPaths(ReorderedPaths):
 
 
 def _drawn(seed: int, microbatch: Microbatch) -> int:
-    """Which of the pair that this microbatch is in is swapped: 0 or 1, the same on every machine."""
+    """Return which of a pair of microbatches is swapped, 0 or 1, the same on every machine."""
     words = f"farflock-swap-v1 {seed} {microbatch.step} {microbatch.lane} {microbatch.index // 2}"
     return hashlib.sha256(words.encode()).digest()[0] & 1

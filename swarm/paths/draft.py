@@ -1,7 +1,7 @@
-"""The paths of a plan while a planner changes them a little at a time, so that they keep to every rule at each step.
+"""A plan's paths while a planner changes them a little at a time, never breaking a rule.
 
-A planner that only ever holds paths that are allowed has nothing to mend: it changes one or two of them, asks what that is
-worth, and takes it back if it is not.
+The planner changes one or two paths, judges the result, and takes back what is not better: with
+only valid paths there is nothing to repair.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from farflock.swarm.links import PeerId
 from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, PlanTerms, Stop, require_order
 from farflock.swarm.paths.timetable import ComputeTimes, Timetable, TransferTimes, constant, timetable
 
-MAX_MICROBATCHES = 4096  # of a horizon
+MAX_MICROBATCHES = 4096  # per horizon
 
 Change = dict[int, Path]  # new paths by their place
 
@@ -24,9 +24,13 @@ _MOVES = (*_ALONE, "trade", "trade", "exchange")
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What is to be planned: `serving[stage]` are the servers; each of stage 0 begins a lane of `turns` microbatches, of which
-    `per_step` belong to a step. Seconds of a forward pass at each peer and of a microbatch from one to another; `memory`
-    microbatches fit a peer. `swaps` says whether two stages may change places."""
+    """A planning problem.
+
+    `serving[stage]` are a stage's servers; each server of stage 0 begins a lane of `turns`
+    microbatches, `per_step` of them a step. Times are the seconds of a forward pass at each peer
+    and of a microbatch between two peers. `memory` microbatches fit a peer. `swaps`: two stages may
+    change places.
+    """
 
     serving: tuple[tuple[PeerId, ...], ...]
     terms: PlanTerms
@@ -52,16 +56,16 @@ class Instance:
 
     @property
     def microbatches(self) -> int:
-        """Of the horizon."""
+        """The number of microbatches in the horizon."""
         return len(self.serving[0]) * self.turns
 
     def timetable(self, plan: PathPlan) -> Timetable:
-        """What the plan would do over these links."""
+        """Return what the plan would do over these links."""
         return timetable(plan, self.forward_s, self.memory, constant(self.transfer_s), self.head_is_first)
 
 
 class Draft:
-    """The paths of all lanes, `different` ones a lane, each used as often as it takes to fill the horizon."""
+    """The paths of all lanes, `different` per lane, each repeated until the horizon is full."""
 
     def __init__(self, instance: Instance, different: int, chance: random.Random) -> None:
         assert instance.turns % different == 0, f"{different} paths do not fill {instance.turns} turns"
@@ -73,19 +77,19 @@ class Draft:
         self._visits = _visits(self.paths)
 
     def plan(self) -> PathPlan:
-        """All lanes' paths over the horizon."""
+        """Return all lanes' paths over the horizon."""
         many, turns = self.different, range(self._instance.turns)
         lanes = [self.paths[start : start + many] for start in range(0, len(self.paths), many)]
         return PathPlan(tuple(tuple(lane[turn % many] for turn in turns) for lane in lanes), self._instance.per_step)
 
     def adopt(self, plan: PathPlan) -> None:
-        """Take the paths of a plan, and mend their balance with as little delay as may be."""
+        """Take the paths of a plan, and restore their balance at the least delay."""
         self.apply(dict(enumerate(plan.paths)))
         while change := self._mended():
             self.apply(change)
 
     def _mended(self) -> Change:
-        """A path that visits the stage with too few visits in place of the one with most, if any has too few or too many."""
+        """Return a path with the least visited stage for the most visited, or {} if balanced."""
         visits = {stage: self._visits[stage] for stage in self._instance.terms.optional}
         if not visits or max(abs(count - self._mean) for count in visits.values()) <= 1:
             return {}
@@ -107,13 +111,13 @@ class Draft:
         return sum(self._hops_s(path) - self._hops_s(self.paths[index]) for index, path in change.items())
 
     def _hops_s(self, path: Path) -> float:
-        """One way, and back to where it began if the head is there."""
+        """Return the seconds of all hops one way, and back to the start if the head is there."""
         peers = [stop.peer for stop in path] + [path[0].peer] * self._instance.head_is_first
         pairs = itertools.pairwise(peers)
         return sum(self._instance.transfer_s[here][there] for here, there in pairs if here != there)
 
     def apply(self, change: Change) -> Change:
-        """Put new paths in their places; returns what takes that back."""
+        """Put new paths in their places; return the change that undoes it."""
         before = {index: self.paths[index] for index in change}
         for index, path in change.items():
             for stop in self.paths[index]:
@@ -124,7 +128,7 @@ class Draft:
         return before
 
     def propose(self) -> Change:
-        """New paths for one or two places; empty if what was drawn does not fit."""
+        """Return new paths for one or two places; empty if the draw does not fit."""
         many = len(self.paths)
         one = self._chance.randrange(many)
         other = (one + self._chance.randrange(1, many)) % many if many > 1 else one
@@ -141,7 +145,7 @@ class Draft:
                 return self._exchange(one, other)
 
     def _mate(self, index: int) -> Change:
-        """Another server of the same stage."""
+        """Replace a server by another one of the same stage."""
         path = self.paths[index]
         place = self._place(path)
         stop = path[place]
@@ -149,7 +153,7 @@ class Draft:
         return {index: _replaced(path, place, Stop(stop.stage, peer))} if place and peer != stop.peer else {}
 
     def _trade(self, one: int, other: int) -> Change:
-        """Two microbatches trade a stop each; visits of stages stay what they are."""
+        """Let two microbatches trade a stop each; the visits of stages do not change."""
         here, there = self.paths[one], self.paths[other]
         give, take = self._place(here), self._place(there)
         if not give or here[give] == there[take]:
@@ -157,7 +161,7 @@ class Draft:
         return self._fitting({one: _replaced(here, give, there[take]), other: _replaced(there, take, here[give])})
 
     def _flip(self, index: int) -> Change:
-        """Two neighbouring stages the other way round, or all in their own order again."""
+        """Swap two neighbouring stages, or restore the stages' own order."""
         path = self.paths[index]
         ordered = _ordered(path)
         if ordered != path:
@@ -168,7 +172,7 @@ class Draft:
         return self._fitting({index: (*path[:place], path[place + 1], path[place], *path[place + 2 :])})
 
     def _shift(self, index: int) -> Change:
-        """Another stage in place of one, as far as balance allows."""
+        """Replace a stage by another one, as far as balance allows."""
         path, terms = self.paths[index], self._instance.terms
         place = self._place(path)
         if not place or len(terms.optional) < 2:
@@ -180,12 +184,12 @@ class Draft:
         return self._fitting({index: _replaced(path, place, Stop(new, peer))})
 
     def _exchange(self, one: int, other: int) -> Change:
-        """Two microbatches take each other's path after its first stop."""
+        """Let two microbatches exchange their paths after the first stop."""
         here, there = self.paths[one], self.paths[other]
         return {one: (here[0], *there[1:]), other: (there[0], *here[1:])} if here[1:] != there[1:] else {}
 
     def _place(self, path: Path) -> int:
-        """Any but the first; 0 if there is no other."""
+        """Return a random place but the first; 0 if there is no other."""
         return self._chance.randrange(1, len(path)) if len(path) > 1 else 0
 
     def _fitting(self, change: Change) -> Change:
@@ -198,7 +202,7 @@ class Draft:
 
 
 def even_paths(instance: Instance, different: int) -> list[Path]:
-    """Paths that visit the optional stages in turn, and the servers of each in turn: what looks at no cost."""
+    """Return paths that take the optional stages and their servers in turn, whatever the cost."""
     terms, serving = instance.terms, instance.serving
     optional, count = terms.optional, terms.visited - len(terms.needed)
     visits: Counter[int] = Counter()
@@ -213,7 +217,7 @@ def even_paths(instance: Instance, different: int) -> list[Path]:
 
 
 def _replaced(path: Path, place: int, stop: Stop) -> Path:
-    """Another stop in place of one; of another stage, all take their own order."""
+    """Replace one stop; if its stage differs, restore the stages' own order."""
     changed = (*path[:place], stop, *path[place + 1 :])
     return changed if path[place].stage == stop.stage else _ordered(changed)
 

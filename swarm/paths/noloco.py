@@ -1,16 +1,18 @@
-"""NoLoCo's random routing: a seeded permutation for every microbatch at every stage, that all peers compute without a word.
+"""NoLoCo's random routing: a seeded permutation per microbatch and stage that needs no messages.
 
-Replicas whose microbatches cross each other's stages mix through the data, so that they need to average their weights
-less often (NoLoCo, arXiv:2506.10911; DiPaCo's pipeline). SHA-256 gives the order, as in `groups.py`: the same on every
-machine.
+Replicas whose microbatches cross each other's stages mix through the data, so that they need to
+average their weights less often (NoLoCo, arXiv:2506.10911; DiPaCo's pipeline). SHA-256 gives the
+order, as in `groups.py`: the same on every machine.
 
-A *lane* is the number of the replica that a microbatch starts from; each (step, index) has one microbatch a lane.
+A *lane* is the number of the replica where a microbatch starts; each (step, index) has one
+microbatch per lane.
 
-Deviations from the released code: who holds which lane is drawn for each stage, and a boundary's map follows from its two
-stages, instead of the other way round. With equal stages the maps have the same distribution (uniform, independent of
-each other), but a hop needs no knowledge of those before it, and stages may differ in size: of any number of lanes, the
-servers of one stage hold as many each, up to one. The number of the membership is in the seed, so that a permutation over
-the survivors owes nothing to the dead.
+Deviations from the released code: the holder of a lane is drawn for each stage, and the map at a
+boundary follows from its two stages, not the other way round. With equal stages the maps have the
+same distribution (uniform, independent of each other), but a hop needs no knowledge of earlier
+ones, and stages may differ in size: of any number of lanes, a stage's servers hold equally many, up
+to one. The membership number is in the seed, so that a permutation over the survivors owes nothing
+to the dead.
 """
 
 import hashlib
@@ -22,8 +24,7 @@ from farflock.swarm.links import PeerId
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What all who take part agree on: the run's seed, the number of the membership, and which microbatches of which
-    step."""
+    """Inputs of a permutation, which all participants agree on; `membership` numbers the view."""
 
     seed: int
     membership: int
@@ -32,10 +33,10 @@ class Draw:
 
 
 def line(draw: Draw, peers: Sequence[PeerId], stage: int, lane: int) -> tuple[PeerId, ...]:
-    """The servers of a stage in the order in which they are asked to hold this lane: the first does, the others take over
-    if it cannot be reached. Stage 0 holds its own lanes, in the order of ids.
+    """Return a stage's servers in the order in which they are asked to hold this lane.
 
-    Each block of as many lanes as there are servers meets each server once.
+    The first holds it; the others take over if it cannot be reached. Stage 0 holds its own lanes,
+    in the order of ids. Each block of as many lanes as there are servers meets each server once.
     """
     if not peers:
         return ()

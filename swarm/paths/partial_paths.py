@@ -1,11 +1,13 @@
-"""Partial paths: each microbatch visits K of the S stages, so that it takes fewer hops and less compute. The model bears it,
-since residual blocks can stand in for each other when they are trained that way (SkipPipe, Blagoev et al., arXiv:2502.19913).
+"""Partial paths: each microbatch visits K of the S stages, for fewer hops and less compute.
 
-The first stage, which embeds, and the last, which has the loss, are on every path. Of those between, each is left out equally
-often: a lane's microbatches go by cycles of as many as there are stages between, in each of which every such stage is visited
-exactly K - 2 times, in an order that chance draws for each cycle. SkipPipe plans its paths beforehand, by measured links and
-for servers that all stay (swarm/paths/planner.py); here who serves a stage remains the wrapped policy's choice, so that servers
-may come and go.
+The model tolerates it, since residual blocks trained this way can stand in for each other
+(SkipPipe, Blagoev et al., arXiv:2502.19913).
+
+Every path has the first stage, which embeds, and the last, which has the loss. Those between are
+skipped equally often: a lane's microbatches go by cycles as long as there are stages between; each
+cycle visits every such stage exactly K - 2 times, in a random order of its own. SkipPipe plans
+paths beforehand, from measured links and for servers that all stay (swarm/paths/planner.py); here
+the wrapped policy still chooses the servers, so they may come and go.
 """
 
 import random
@@ -15,12 +17,11 @@ from farflock.swarm.paths.policy import Microbatch, PathPolicy, ReorderedPaths
 
 
 class BadSkip(ValueError):
-    """So many of these stages cannot be visited; the message says how many can."""
+    """That many of these stages cannot be visited; the message says how many can."""
 
 
 class PartialPaths(ReorderedPaths):
-    """Any policy, on paths of `visited` of its `stages`. `BadSkip` if that leaves out one of the ends, or stages between that
-    nobody would ever train."""
+    """Any policy, on paths of `visited` of its `stages`; `BadSkip` for too few or too many."""
 
     def __init__(self, policy: PathPolicy, stages: int, visited: int, seed: str) -> None:
         if not min(3, stages) <= visited <= stages:
@@ -39,8 +40,7 @@ class PartialPaths(ReorderedPaths):
         return inner * self._policy.share(stage)
 
     def _left_out(self, microbatch: Microbatch) -> frozenset[int]:
-        """The stages between the ends of which this microbatch visits none: in a cycle's order, laid out as a ring, each
-        microbatch takes the stretch after the one before it."""
+        """Return the inner stages left out; microbatches visit a ring's stretches in turn."""
         cycle, place = divmod(microbatch.step + microbatch.index, self._between)
         ring = list(range(1, self._last))
         random.Random(f"{self._seed}/{microbatch.lane}/{cycle}").shuffle(ring)

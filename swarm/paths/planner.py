@@ -1,14 +1,16 @@
-"""A planner of paths that skip and reorder stages: which servers each microbatch visits, so that the last is back early.
+"""A planner of paths that skip and reorder stages, so that the last microbatch is back early.
 
-SkipPipe (arXiv:2502.19913) searches each path alone and then resolves conflicts, branch by branch, which takes factorial time
-in places. Here all paths are there from the start and are changed a little at a time (swarm/paths/draft.py): another server of
-a stage, two microbatches that trade a stop, two stages the other way round. Simulated annealing, led at first by an estimate
-that costs microseconds, then by the timetable (swarm/paths/timetable.py) or any other judge. First with one path for all
-microbatches of a lane, which is a small problem whose answer keeps lanes on their servers, then with each on its own, from
+SkipPipe (arXiv:2502.19913) searches each path alone and then resolves conflicts branch by branch,
+in places in factorial time. Here all paths exist from the start and change a little at a time
+(swarm/paths/draft.py): another server of a stage, two microbatches that trade a stop, two stages
+swapped. Simulated annealing follows an estimate that costs microseconds, then the timetable
+(swarm/paths/timetable.py) or any other judge. It begins with one path for all microbatches of a
+lane, a small problem whose answer keeps lanes on their servers, then plans each on its own, from
 there or from the plan that takes all in turn, whichever is better.
 
-The estimate: a server with room for m microbatches needs at least the time for which it holds all of its own, over m, and the
-time for which it computes. For the servers that lanes begin at, a microbatch is held for its whole round trip.
+The estimate: a server with room for m microbatches needs at least the time for which it holds all
+of its own, over m, and the time for which it computes. The server where a lane begins holds a
+microbatch for its whole round trip.
 
 Work is counted, never timed: the same seed and work give the same plan.
 """
@@ -22,20 +24,23 @@ from farflock.swarm.paths.draft import Draft, Instance
 from farflock.swarm.paths.skippipe import BadPlan, Path, PathPlan, require_paths, require_timetable
 from farflock.swarm.paths.timetable import BACKWARD_SHARE, LOSS_SHARE
 
-WORK, LEAST_WORK = 600, 4  # plans that are judged
+WORK, LEAST_WORK = 600, 4  # judged plans
 
-_LEADS, _MIN_LEADS = 1_000, 12_000  # estimates for each stop of the lanes' paths, and at least
-_SHARED_PART = 0.3  # of the work, while lanes have few paths
-_MEAN_SHARE = 0.1  # of the mean in what is minimised: most changes do not touch what takes longest
-_HOT, _WARM, _COLD = 0.3, 0.01, 0.001  # temperatures, as shares of what the start costs: estimates, timetables, the end
+_LEADS, _MIN_LEADS = 1_000, 12_000  # estimates per stop of the lanes' paths, and the minimum
+_SHARED_PART = 0.3  # of the work, spent with one path per lane
+_MEAN_SHARE = 0.1  # of the mean in the cost: most changes leave the slowest alone
+# Temperatures as shares of the start's cost: for estimates, for timetables, at the end.
+_HOT, _WARM, _COLD = 0.3, 0.01, 0.001
 
 PlanCost = Callable[[PathPlan], float]  # the seconds that a plan takes
-_Stays = tuple[tuple[PeerId, float, float], ...]  # servers; how long they hold a microbatch, and compute on it
+_Stays = tuple[tuple[PeerId, float, float], ...]  # server, seconds held, seconds computed
 
 
 def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: PlanCost | None = None) -> PathPlan:
-    """A plan that keeps to all rules and takes little time by `judge`, or by its own timetable; never more by that than the
-    plan that takes stages and servers in turn."""
+    """Return a valid plan that takes little time by `judge`, else by its own timetable.
+
+    By that measure it is never worse than the plan that takes stages and servers in turn.
+    """
     if work < LEAST_WORK:
         raise ValueError(f"no plan comes of a work of {work}; allow at least {LEAST_WORK}, usually {WORK}")
     chance, judged = random.Random(seed), judge or _timed(instance)
@@ -52,7 +57,7 @@ def plan_paths(instance: Instance, seed: int, work: int = WORK, judge: PlanCost 
 
 
 def require(plan: PathPlan, instance: Instance) -> None:
-    """`BadPlan` unless paths, balance and timetable keep to all rules."""
+    """Raise `BadPlan` unless paths, balance and timetable keep all rules."""
     require_paths(plan, instance.serving, instance.terms)
     times = instance.timetable(plan)
     if not math.isfinite(times.makespan_s):
@@ -73,7 +78,7 @@ def _timed(instance: Instance) -> PlanCost:
 
 
 def _lead(draft: Draft, estimate: "LaneBounds", chance: random.Random, steps: int) -> None:
-    """Anneal by the estimate; the draft ends as the best that was seen."""
+    """Anneal by the estimate, and leave the best paths seen in the draft."""
     cost = best_cost = scale = estimate(draft.paths)
     best = list(draft.paths)
     for step in range(steps):
@@ -92,7 +97,7 @@ def _lead(draft: Draft, estimate: "LaneBounds", chance: random.Random, steps: in
 
 
 def _anneal(draft: Draft, judge: PlanCost, chance: random.Random, work: int) -> PathPlan:
-    """Anneal by the judge, which is asked `work` times at most; the best that was seen."""
+    """Anneal by the judge, asked at most `work` times; return the best plan seen."""
     best = draft.plan()
     cost = best_cost = judge(best)
     scale = cost if math.isfinite(cost) else 1.0
@@ -117,7 +122,7 @@ def _is_taken(worse_by: float, heat: float, chance: random.Random) -> bool:
 
 
 class LaneBounds:
-    """How long the slowest lane takes at least, and for how long others may be in its way, if each lane has one path."""
+    """A lower bound on the slowest lane's time plus its delay by others, with one path per lane."""
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
@@ -125,7 +130,7 @@ class LaneBounds:
         self._known: dict[Path, _Stays] = {}
 
     def __call__(self, paths: Sequence[Path]) -> float:
-        """Seconds, for one path a lane."""
+        """Return the seconds for one path per lane."""
         known = [self._known.get(path) or self._learn(path) for path in paths]
         held_s = dict.fromkeys(self._instance.forward_s, 0.0)
         computed_s = held_s.copy()
@@ -133,7 +138,7 @@ class LaneBounds:
             for peer, held, computed in stays:
                 held_s[peer] += held
                 computed_s[peer] += computed
-        # the first server of a path holds its microbatch from end to end; whoever else visits a server may be in the way
+        # A path's first server holds its microbatch from end to end; other visitors may delay it.
         lanes_s = [stays[-1][1] + sum([held_s[peer] - held for peer, held, _ in stays]) for stays in known]
         longest_s = max(
             max(lanes_s) / self._at_once, max(held_s.values()) / self._instance.memory, max(computed_s.values())
@@ -141,7 +146,7 @@ class LaneBounds:
         return self._instance.turns * (longest_s + _MEAN_SHARE * sum(lanes_s) / len(lanes_s) / self._at_once)
 
     def _learn(self, path: Path) -> _Stays:
-        """For each stop, the last first: for how long it holds a microbatch that waits nowhere, and computes on it."""
+        """Return each stop's server, seconds held without waits, seconds computed; last first."""
         forward_s, transfer_s = self._instance.forward_s, self._instance.transfer_s
         first, last = path[0].peer, path[-1].peer
         loss_at = first if self._instance.head_is_first else last

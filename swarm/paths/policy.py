@@ -1,8 +1,7 @@
-"""Who gets a microbatch next: the seam between a trainer that walks a microbatch through the stages and what it knows of
-their servers.
+"""Path policies: the seam that decides which server gets a microbatch next.
 
-Lazy next hops (SWARM), fixed maps (GPipe, 1F1B) and seeded permutations (NoLoCo) are functions from (microbatch, stage,
-who serves what) to a peer; nothing else of a pipeline depends on which of them is in use.
+Lazy next hops (SWARM), fixed maps (GPipe, 1F1B) and seeded permutations (NoLoCo) are functions from
+(microbatch, stage, servers) to a peer; nothing else in a pipeline depends on the choice of policy.
 """
 
 import random
@@ -20,8 +19,7 @@ CallOutcome = Literal["done", "busy"] | CallFailure
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Which microbatch: the `index`-th of its lane in this step; the lane is the number of the replica that it starts
-    from."""
+    """The `index`-th microbatch of its lane in a step; a lane is its starting replica's number."""
 
     step: int
     index: int
@@ -30,28 +28,29 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class StageServers:
-    """Who serves which stage: `stages[s]` in any order. `membership` numbers the agreed member list behind it, equal
-    for all who read the same one; `seniority[s]` has that list's servers of a stage in its own order, also those that are
-    known to be gone since, so that it is the same for all of them too."""
+    """The servers of each stage: `stages[s]` in any order.
+
+    `membership` numbers the agreed member list behind it. `seniority[s]` are that list's servers of
+    a stage in its own order, including those known to be gone, so that it is equal for all readers.
+    """
 
     membership: int
     stages: tuple[tuple[Announced, ...], ...]
     seniority: tuple[tuple[PeerId, ...], ...] = ()
 
     def peers(self, stage: int) -> list[PeerId]:
-        """The servers of a stage in the order of their ids."""
+        """Return the servers of a stage in the order of their ids."""
         return sorted({server.peer for server in self.stages[stage]})
 
     def at(self, stage: int, place: int) -> PeerId | None:
-        """Who has this place among the stage's servers, 0 the first to have come; they are in the order of their ids where
-        that is not known. None if there are fewer."""
+        """Return the server at this place, by seniority or else by id; None if there are fewer."""
         servers = self.seniority[stage] if self.seniority else self.peers(stage)
         return servers[place] if place < len(servers) else None
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call that was made: `size` in samples, backward times `wiring.BACKWARD_SIZE`; and what the server says that it took."""
+    """A call of `size` samples (backward times `BACKWARD_SIZE`); the server reports `took_s`."""
 
     peer: PeerId
     stage: int
@@ -61,24 +60,27 @@ class FinishedCall:
 
 
 class PathPolicy(Protocol):
-    """How microbatches find their way.
+    """The routing of microbatches.
 
-    Law (tests/swarm/paths/test_policy.py): `stage_order` names stages of the pipeline, each at most once, stage 0
-    first, and over many microbatches of a lane each as often as `share` says. `next_hop` is a server of that stage in
-    `serving` that is not excluded; None if there is none, or none that may be asked yet: then `retry_s` is when to ask
-    again, or None if only another `serving` or fewer exclusions can help. With the same history and inputs the answer
-    is the same, in whatever order servers are listed. `pinned` promises that a lane keeps its servers as long as
-    `serving` stays and nothing is excluded, which codecs that remember an edge's last sample need."""
+    Law (tests/swarm/paths/test_policy.py): `stage_order` names stages of the pipeline, each at most
+    once, stage 0 first, and over many microbatches of a lane each as often as `share` says.
+    `next_hop` is a server of that stage in `serving` that is not excluded. It is None if there is
+    none, or none that may be asked yet: then `retry_s` is when to ask again, or None if only
+    another `serving` or fewer exclusions can help. The same history and inputs give the same
+    answer, in whatever order servers are listed. `pinned` promises that a lane keeps its servers
+    while `serving` stays and nothing is excluded, which codecs that remember an edge's last sample
+    need.
+    """
 
     @property
     def pinned(self) -> bool: ...
 
     def stage_order(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """The stages that this microbatch goes through, in order."""
+        """Return the stages that this microbatch visits, in order."""
         ...
 
     def share(self, stage: int) -> Fraction:
-        """Of all microbatches, how many visit this stage."""
+        """Return the fraction of all microbatches that visit this stage."""
         ...
 
     def next_hop(
@@ -90,20 +92,20 @@ class PathPolicy(Protocol):
         size: float = 1.0,
         exclude: Collection[PeerId] = (),
     ) -> PeerId | None:
-        """Who should do this stage of the microbatch, a call of `size` samples (backward times `wiring.BACKWARD_SIZE`)."""
+        """Return the server for this stage of the microbatch; `size` as in `FinishedCall`."""
         ...
 
     def on_result(self, call: FinishedCall, outcome: CallOutcome, now_s: float) -> None:
-        """What became of a call."""
+        """Take in the outcome of a call."""
         ...
 
     def retry_s(self, stage: int) -> float | None:
-        """When a stage whose servers are all shunned has one again that may be asked."""
+        """Return when a stage whose servers are all shunned has one that may be asked again."""
         ...
 
 
 class SwarmPaths:
-    """Lazy next hops by interleaved weighted round-robin, one balancer a stage (SWARM)."""
+    """Lazy next hops by interleaved weighted round-robin, one balancer per stage (SWARM)."""
 
     pinned = False
 
@@ -148,8 +150,7 @@ class SwarmPaths:
 
 
 class ReorderedPaths:
-    """What policies have in common that change the stages of a microbatch's path, and leave to another one who serves them. A
-    lane's edges then differ between its microbatches."""
+    """Base of policies that change a path's stages, and so its edges, but not who serves them."""
 
     pinned = False
 
@@ -175,8 +176,7 @@ class ReorderedPaths:
 
 
 class FixedPaths:
-    """A line of servers that follows from the microbatch alone: results teach it nothing, and the first of the line that is
-    not excluded is next. Made by `fixed` and `mixed`."""
+    """A fixed line of servers per microbatch; the first that is not excluded is next."""
 
     def __init__(
         self, stages: int, line: Callable[[Microbatch, int, StageServers], Sequence[PeerId]], pinned: bool
@@ -212,8 +212,10 @@ class FixedPaths:
 
 
 def fixed(stages: int) -> FixedPaths:
-    """GPipe's and 1F1B's map: at each stage a lane has the server of its number, modulo how many there are; the next ones
-    take over where that one is excluded."""
+    """Return GPipe's and 1F1B's map: a lane takes the server of its number, modulo their count.
+
+    Where that one is excluded, the next ones take over.
+    """
 
     def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
         peers = serving.peers(stage)
@@ -224,8 +226,7 @@ def fixed(stages: int) -> FixedPaths:
 
 
 def mixed(stages: int, seed: int) -> FixedPaths:
-    """NoLoCo's seeded permutation for each (step, index) at each stage (swarm/paths/noloco.py). Evaluation, which mixes
-    nothing, takes `fixed`."""
+    """Return NoLoCo's permutation for each (step, index) and stage; evaluation takes `fixed`."""
 
     def line(microbatch: Microbatch, stage: int, serving: StageServers) -> Sequence[PeerId]:
         draw = mixing.Draw(seed, serving.membership, microbatch.step, microbatch.index)

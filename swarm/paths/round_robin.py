@@ -1,10 +1,10 @@
-"""Interleaved weighted round-robin: which server of one stage gets a trainer's next microbatch.
+"""Interleaved weighted round-robin: the server of one stage that gets a trainer's next microbatch.
 
-Every server is charged the seconds that its tasks are expected to take, and the least charged one is next, so that visits
-become proportional to speed without a plan and without a word between trainers (SWARM, arXiv:2301.11913, section 3.2 and
-its released `balancer.py`).
+Every server is charged the seconds that its tasks are expected to take, and the least charged one
+is next, so that visits become proportional to speed without a plan and without messages between
+trainers (SWARM, arXiv:2301.11913, section 3.2 and its released `balancer.py`).
 
-Sans I/O: the caller says what it chose for, what came back and when; every refusal is a value.
+Sans I/O: the caller reports tasks, outcomes and times; every refusal is a value.
 """
 
 import heapq
@@ -18,27 +18,27 @@ from typing import Literal, assert_never
 from farflock.swarm.links import PeerId
 
 ALPHA = 0.1
-BACKWARD_SIZE = 2.5  # a backward call counts as so many forward calls of the same samples
-INITIAL_RATE = 1.0  # samples per second, where nobody told or measured anything
+BACKWARD_SIZE = 2.5  # forward calls that a backward call of the same samples counts as
+INITIAL_RATE = 1.0  # samples per second, with nothing announced or measured
 TRUST = 4.0  # an announced rate counts within this factor of the typical one, until it is measured
-TOLD_TRUST = 16.0  # and the time that a server tells of a call within this one of what that took, with ways and queues
-MIN_SECONDS = 1e-9  # a sample; calls that end at one moment would otherwise be infinitely fast
+TOLD_TRUST = 16.0  # a reported time counts within this factor of the round trip's
+MIN_SECONDS = 1e-9  # per sample; otherwise calls that end at one moment would be infinitely fast
 MAX_RATE = 1e12  # samples per second, as in a record
 DIAL_BAN_S = 60.0
 RPC_BAN_S = 3600.0
-MAX_DOUBLINGS = 6  # of the charge of a server that lets one call after the other run out
+MAX_DOUBLINGS = 6  # of the charge of a server whose calls time out in a row
 MAX_PEERS = 1024  # servers of one stage; as many bans are remembered
-STALE_SLACK = 16  # at most so many stale heap entries, or as many as there are servers
+STALE_SLACK = 16  # maximum of stale heap entries, or the number of servers if more
 
 CallFailure = Literal["dial", "rpc", "deadline"]
 JoinCharge = Literal["min", "max", "median"]
 
-_Entry = tuple[float, float, PeerId]  # charge, a random tie-break, whose
+_Entry = tuple[float, float, PeerId]  # charge, random tie-break, peer
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What a server's newest record says: `rate` in samples per second, 0 if it does not tell."""
+    """A server's newest record; `rate` in samples per second, 0 if not announced."""
 
     peer: PeerId
     sequence: int
@@ -47,12 +47,13 @@ class Announced:
 
 @dataclass(slots=True)
 class Ema:
-    """Exponential mean of the seconds that a sample takes, bias corrected: one sample gives exactly that sample.
+    """Exponential mean of the seconds per sample, bias corrected: one sample gives exactly itself.
 
-    Calls may overlap. Time counts from the last update on if that is later than the call's start, so that this measures
-    throughput, not latency (`performance_ema.py` of the released code). That is the way to it and back where a server has
-    nothing to do: it seems slow, and never gets the work that would show how fast it is. So what it says that it took counts
-    (deviation), down to a share of what was measured: who says too little gets more than it can do, but not everything.
+    Calls may overlap. Time counts from the later of the last update and the call's start, so this
+    measures throughput, not latency (`performance_ema.py` of the released code). For an idle server
+    that is mostly the way there and back: it seems slow, and never gets the work that would show
+    its speed. So the time that it reports counts (deviation), down to a share of what was measured:
+    a server that reports too little gets more than it can do, but not everything.
     """
 
     alpha: float = ALPHA
@@ -61,7 +62,7 @@ class Ema:
     _updated_s: float = -math.inf
 
     def update(self, samples: float, started_s: float, now_s: float, took_s: float | None = None) -> None:
-        """Take in a call of `samples` that ran from `started_s` until now, and of which the server says that it `took_s`."""
+        """Add a call of `samples` from `started_s` to now; `took_s` is the server's own report."""
         taken_s = max(0.0, now_s - max(started_s, self._updated_s))
         if took_s is not None:
             taken_s = max(min(took_s, now_s - started_s), taken_s / TOLD_TRUST)
@@ -71,7 +72,7 @@ class Ema:
 
     @property
     def seconds(self) -> float | None:
-        """A sample; None before the first call."""
+        """Seconds per sample; None before the first call."""
         return self._mean if self._weight else None
 
     @property
@@ -89,8 +90,8 @@ class _Server:
     entry: _Entry | None = None  # its only valid heap entry; None while it is banned
     ema: Ema = field(default_factory=Ema)
     deadlines: int = 0  # in a row
-    guessed: float = 0.0  # of its charge, what was charged before anything was measured
-    guessed_samples: float = 0.0  # for so many
+    guessed: float = 0.0  # part of the charge made before any measurement
+    guessed_samples: float = 0.0  # samples behind that part
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +103,16 @@ class _Ban:
 class Balancer:
     """The servers of one stage as one trainer sees them.
 
-    A ban ends with its time, or as soon as a newer record of the peer is seen. Who comes back from a ban keeps its charge
-    unless newcomers would get a higher one, so that nobody who was away draws a burst of work.
+    A ban ends with its time, or once a newer record of the peer is seen. A server that returns from
+    a ban keeps its charge unless newcomers would get a higher one, so that absence earns no burst
+    of work.
 
-    Deviations from the released code: a newcomer joins at the median charge, not at the minimum, and its first tasks count
-    double; what was charged by a guess is charged anew at the first measurement, or one task more at first would cost a fast
-    server the next hundreds; an announced rate is believed within a factor of the typical one; deadlines in a row double the
-    charge, since neither a ban nor a measurement would take work from a server that only lets calls run out; a ban for a failed
-    call also ends by time, so that there always is a moment at which to try again.
+    Deviations from the released code: a newcomer joins at the median charge, not the minimum, and
+    its first tasks count double; charges made by a guess are made anew at the first measurement,
+    otherwise one early extra task would cost a fast server the next hundreds; an announced rate is
+    believed within a factor of the typical one; deadlines in a row double the charge, since neither
+    a ban nor a measurement would take work from a server that only lets calls time out; a ban for a
+    failed call also ends by time, so that there is always a moment to try again.
     """
 
     def __init__(
@@ -128,8 +131,11 @@ class Balancer:
         self._heap: list[_Entry] = []
 
     def choose(self, task_size: float, now_s: float, exclude: Collection[PeerId] = ()) -> PeerId | None:
-        """The server for a task of `task_size` samples (backward: times `BACKWARD_SIZE`), charged for it at once and for good.
-        None if all are banned or excluded: `next_ban_ends_s` is when it is worth asking again."""
+        """Return the server for a task of `task_size` samples, charged at once and for good.
+
+        A backward task counts `BACKWARD_SIZE` times. None if all are banned or excluded:
+        `next_ban_ends_s` is when it is worth asking again.
+        """
         if not 0 < task_size < math.inf:
             raise ValueError(f"a task has a positive, finite number of samples, got {task_size}")
         self._end_bans(now_s)
@@ -144,8 +150,7 @@ class Balancer:
     def finished(
         self, peer: PeerId, task_size: float, started_s: float, now_s: float, took_s: float | None = None
     ) -> None:
-        """A call came back well, and took the server `took_s`, if it says. A peer that left meanwhile is not remembered for
-        it."""
+        """Record a successful call, which by the server `took_s`; ignore a peer that left."""
         if (server := self._servers.get(peer)) is not None:
             server.ema.update(task_size, started_s, now_s, took_s)
             server.deadlines = 0
@@ -155,8 +160,11 @@ class Balancer:
                 self._enter(peer)
 
     def failed(self, peer: PeerId, reason: CallFailure, now_s: float) -> None:
-        """A call failed; its charge stays. A failed dial bans for a short time, a failed call for a long one; a call that ran
-        out of time may have been ours to blame and bans nobody."""
+        """Record a failed call; its charge stays.
+
+        A failed dial bans for a short time, a failed call for a long one. A call out of time does
+        not: that may be our fault.
+        """
         if (server := self._servers.get(peer)) is None:
             return
         match reason:
@@ -170,12 +178,12 @@ class Balancer:
                 assert_never(reason)
 
     def busy(self, peer: PeerId) -> None:
-        """A server refused for want of room: no ban, and its charge stays. It answers, so its deadlines are forgiven."""
+        """Record a refusal for lack of room: no ban, the charge stays, deadlines are forgiven."""
         if (server := self._servers.get(peer)) is not None:
             server.deadlines = 0
 
     def refresh(self, records: Iterable[Announced], now_s: float) -> None:
-        """The records that are valid now, in any order: others are forgotten, newcomers join, newer records end bans."""
+        """Take the valid records: forget other servers, admit newcomers, end bans by newer ones."""
         self._end_bans(now_s)
         newest = self._newest(records)
         for peer in [peer for peer in self._servers if peer not in newest]:
@@ -195,7 +203,7 @@ class Balancer:
 
     @property
     def next_ban_ends_s(self) -> float | None:
-        """When the first of the banned servers may be chosen again; None if no server is banned."""
+        """The time of the first banned server's return; None if no server is banned."""
         return min((ban.until_s for peer, ban in self._bans.items() if peer in self._servers), default=None)
 
     @property
@@ -205,7 +213,7 @@ class Balancer:
 
     @property
     def rates(self) -> dict[PeerId, float]:
-        """Samples per second that each known server is taken to do."""
+        """Assumed samples per second of each known server."""
         return {peer: self._rate(server) for peer, server in self._servers.items()}
 
     def _pop(self, exclude: Collection[PeerId], passed_over: list[_Entry]) -> PeerId | None:
@@ -213,7 +221,7 @@ class Balancer:
             entry = heapq.heappop(self._heap)
             server = self._servers.get(entry[2])
             if server is None or server.entry is not entry:
-                continue  # stale: it left, was banned or came anew since
+                continue  # stale: it left, was banned or rejoined since
             if entry[2] not in exclude:
                 return entry[2]
             passed_over.append(entry)
@@ -250,7 +258,7 @@ class Balancer:
         return min(max(server.announced or typical, typical / TRUST), typical * TRUST)
 
     def _level(self) -> float:
-        """The charge of a newcomer."""
+        """Return the charge of a newcomer."""
         charges = list(self.charges.values()) or [server.charge for server in self._servers.values()] or [0.0]
         match self._join_charge:
             case "min":
@@ -282,7 +290,7 @@ class Balancer:
             self._unban(peer, self._level())
 
     def _newest(self, records: Iterable[Announced]) -> dict[PeerId, Announced]:
-        """One record a peer, in an order that all input orders share; of too many peers, those known are kept."""
+        """Return one record per peer in a reproducible order; above the limit, known peers stay."""
         newest: dict[PeerId, Announced] = {}
         for record in records:
             if record.peer not in newest or record.sequence > newest[record.peer].sequence:

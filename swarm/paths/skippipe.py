@@ -1,14 +1,15 @@
-"""Plans of paths that leave stages out or take two of them the other way round: what a plan is, what makes one bad, and the
-policy that follows it.
+"""Plans of paths that skip stages or swap two of them: their form, their rules, and their policy.
 
-Where a stage has several servers, a microbatch may visit K of S stages, so that its hops are fewer and avoid slow links
-(SkipPipe, arXiv:2502.19913). The model bears it if every stage is trained equally often and stages only change places with a
-neighbour; servers bear it if nobody holds more microbatches than fit or is wanted twice at a time. A plan that breaks one of
-these rules is refused here, before anything runs.
+Where a stage has several servers, a microbatch may visit K of S stages, for fewer hops that avoid
+slow links (SkipPipe, arXiv:2502.19913). The model tolerates it if every stage is trained equally
+often and stages only change places with a neighbour; servers do if none holds more microbatches
+than fit or is needed twice at a time. A plan that breaks a rule is refused here, before anything
+runs.
 
-Deviations from the released code: visits of a stage are held to the mean ± 1, not only below a cap; its further limit on how
-far a path may run ahead (four stages) is left out, since it forbids nothing that the rules for swaps and skips allow but
-skips of more than three stages; and a path need not come back to where it began, if the last stage has the head.
+Deviations from the released code: visits of a stage are held to the mean ± 1, not only below a cap;
+its further limit on how far a path may run ahead (four stages) is left out, since among paths that
+the rules for swaps and skips allow it only forbids skips of more than three stages; and a path need
+not return to its start if the last stage has the head.
 """
 
 import collections
@@ -23,9 +24,9 @@ import msgspec
 from farflock.swarm.links import PeerId
 from farflock.swarm.paths.policy import FixedPaths, Microbatch, StageServers
 
-MAX_DISPLACED = 2  # stages of a path that are not in their place among those visited
+MAX_DISPLACED = 2  # stages of a path out of their place among those visited
 MAX_DISPLACEMENT = 1  # places that each of them is away
-_ROUNDING_S = 1e-9  # what two ends of a sum of seconds may differ by
+_ROUNDING_S = 1e-9  # rounding error of sums of seconds
 
 PlanRule = Literal[
     "horizon",
@@ -43,7 +44,7 @@ PlanRule = Literal[
 
 
 class BadPlan(ValueError):
-    """A plan breaks a rule; the message names it, says how, and what to do."""
+    """A plan breaks a rule; the message names it, says how, and gives a remedy."""
 
     def __init__(self, rule: PlanRule, why: str, remedy: str) -> None:
         super().__init__(f"{rule}: {why}; {remedy}")
@@ -52,7 +53,7 @@ class BadPlan(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """What tells stages apart that may not change places: what goes in, what comes out, and the shapes of their weights."""
+    """A stage's input, output and weight shapes; only stages of equal kind may change places."""
 
     takes: str
     gives: str
@@ -60,20 +61,19 @@ class StageKind:
 
 
 class Stop(msgspec.Struct, frozen=True, gc=False):
-    """A stage of a path, and who should do it: a peer, or in plans that are made before anybody is there whoever has a place
-    among the stage's servers (`place_name`)."""
+    """A stage of a path and its server: a peer, or a place among the stage's servers."""
 
     stage: int
     peer: PeerId
 
     def server(self, serving: StageServers) -> PeerId | None:
-        """The peer that this is; None if nobody has that place."""
+        """Return the peer of this stop; None if no server has that place."""
         _, colon, place = self.peer.partition(":")
         return serving.at(self.stage, int(place)) if colon else self.peer
 
 
 def place_name(stage: int, place: int) -> str:
-    """What stands for a peer that is known by its place alone; no peer's id has a colon."""
+    """Return the stand-in for a peer known only by its place; no peer's id has a colon."""
     return f"{stage}:{place}"
 
 
@@ -82,8 +82,11 @@ Path = tuple[Stop, ...]
 
 @dataclass(frozen=True, slots=True)
 class PathPlan:
-    """`lanes[lane][turn]` is the path of a lane's microbatch. A lane starts `per_step` microbatches a step; they take its
-    paths in turn, and begin again after the last, which is the horizon over which visits are balanced."""
+    """A plan: `lanes[lane][turn]` is the path of a lane's microbatch.
+
+    A lane starts `per_step` microbatches a step on its paths in turn, over and over. One pass over
+    them is the horizon over which visits are balanced.
+    """
 
     lanes: tuple[tuple[Path, ...], ...]
     per_step: int
@@ -98,24 +101,24 @@ class PathPlan:
             )
 
     def path(self, microbatch: Microbatch) -> Path:
-        """The way of a microbatch; lanes beyond those planned take the paths of others."""
+        """Return the path of a microbatch; lanes beyond those planned share the paths of others."""
         paths = self.lanes[microbatch.lane % len(self.lanes)]
         return paths[(microbatch.step * self.per_step + microbatch.index) % len(paths)]
 
     @property
     def paths(self) -> list[Path]:
-        """All of the horizon."""
+        """All paths of the horizon."""
         return [path for paths in self.lanes for path in paths]
 
     @property
     def pinned(self) -> bool:
-        """Whether a lane's microbatches all take one path."""
+        """True if a lane's microbatches all take one path."""
         return all(len(set(paths)) == 1 for paths in self.lanes)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTerms:
-    """What plans have to keep to: the stages, and how many of them a path visits (K)."""
+    """Terms of a plan: the stages, and how many of them a path visits (K)."""
 
     kinds: tuple[StageKind, ...]
     visited: int
@@ -130,23 +133,23 @@ class PlanTerms:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Stages that no path may leave out: the first, and whatever gives something else than it takes, as a head does."""
+        """Stages on every path: the first, and any whose output and input differ in kind."""
         return tuple(stage for stage, kind in enumerate(self.kinds) if stage == 0 or kind.takes != kind.gives)
 
     @property
     def optional(self) -> tuple[int, ...]:
-        """All others."""
+        """All other stages."""
         needed = self.needed
         return tuple(stage for stage in range(len(self.kinds)) if stage not in needed)
 
     def mean_visits(self, microbatches: int) -> float:
-        """How often each optional stage is visited if all are trained equally: M (K - needed) / (S - needed)."""
+        """Return the equal visits of each optional stage: M (K - needed) / (S - needed)."""
         optional = len(self.optional)
         return microbatches * (self.visited - len(self.needed)) / optional if optional else 0.0
 
 
 def require_paths(plan: PathPlan, serving: Sequence[Collection[PeerId]], terms: PlanTerms) -> None:
-    """`BadPlan` unless every path and their balance keep to the rules; `serving[stage]` are the stage's servers."""
+    """Raise `BadPlan` if a path or the balance breaks a rule; `serving[stage]` are its servers."""
     for path in plan.paths:
         for stop in path:
             if not 0 <= stop.stage < len(serving) or stop.peer not in serving[stop.stage]:
@@ -160,7 +163,7 @@ def require_paths(plan: PathPlan, serving: Sequence[Collection[PeerId]], terms: 
 
 
 def require_order(order: Sequence[int], terms: PlanTerms) -> None:
-    """`BadPlan` unless these stages make a path."""
+    """Raise `BadPlan` unless these stages make a path."""
     if not order or order[0] != 0:
         raise BadPlan("first stage", f"a path takes stages {list(order)}", "begin with stage 0, which embeds")
     if len(set(order)) != len(order):
@@ -213,7 +216,7 @@ def _require_balance(plan: PathPlan, terms: PlanTerms) -> None:
 
 
 class ScheduledPass(msgspec.Struct, frozen=True, gc=False):
-    """A peer computes on a microbatch, named as (lane, turn)."""
+    """One computation of a peer on a microbatch, named as (lane, turn)."""
 
     peer: PeerId
     microbatch: tuple[int, int]
@@ -222,8 +225,10 @@ class ScheduledPass(msgspec.Struct, frozen=True, gc=False):
 
 
 def require_timetable(works: Iterable[ScheduledPass], memory: int) -> None:
-    """`BadPlan` if a peer is to do two things at a time, or to hold more than `memory` microbatches. One is held from the
-    start of the peer's first work on it to the end of the last."""
+    """Raise `BadPlan` if a peer does two things at a time or holds more than `memory` microbatches.
+
+    One is held from the start of the peer's first work on it to the end of the last.
+    """
     by_peer: dict[PeerId, list[ScheduledPass]] = collections.defaultdict(list)
     for work in works:
         by_peer[work.peer].append(work)
@@ -263,10 +268,11 @@ def _require_memory(peer: PeerId, works: Sequence[ScheduledPass], memory: int) -
 
 
 class PlannedPaths(FixedPaths):
-    """The policy that follows a plan. Where the planned server is gone or excluded, its stage mates take over, beginning at a
-    place that lanes and turns have shared out, so that one server does not inherit all.
+    """The policy that follows a plan.
 
-    At a stage that the microbatch's path leaves out, which nobody should ask for, any of its servers is an answer.
+    Where the planned server is gone or excluded, its stage mates take over, from a start that lanes
+    and turns spread out, so that one server does not inherit all. At a stage that the path skips,
+    which should not be asked for, any of its servers is an answer.
     """
 
     def __init__(self, plan: PathPlan, stages: int) -> None:

@@ -1,9 +1,10 @@
-"""When everything of a plan would happen, if servers work first come, first served: what a planner minimises.
+"""The timetable of a plan if servers work first come, first served: what a planner minimises.
 
-A microbatch goes forward along its path, then to whoever has the head for its loss, and back the same way. A server does one
-thing at a time, what is on its way back first, since that frees memory; it begins no forward pass without room for what is
-to be kept for the backward pass. How long messages take is handed in, so that the same code runs over links that carry any
-number at once (SkipPipe, arXiv:2502.19913, plans with those) and over links that queue.
+A microbatch goes forward along its path, then to the head for its loss, and back the same way. A
+server does one thing at a time, returning microbatches first, since that frees memory; it begins no
+forward pass without room for the activations that the backward pass needs. Message times are passed
+in, so that the same code covers links that carry any number at once (SkipPipe, arXiv:2502.19913,
+plans with those) and links that queue.
 """
 
 import heapq
@@ -16,15 +17,15 @@ from farflock.swarm.paths.skippipe import Path, PathPlan, ScheduledPass
 
 LOSS_SHARE, BACKWARD_SHARE = 0.25, 1.5  # of a forward pass, as in SkipPipe's simulation
 
-# sender, receiver, now_s -> when it arrives; called in the order of time
+# sender, receiver, now_s -> arrival time; called in the order of time
 SendTime = Callable[[PeerId, PeerId, float], float]
 ComputeTimes = Mapping[PeerId, float]  # seconds of a forward pass
-TransferTimes = Mapping[PeerId, Mapping[PeerId, float]]  # seconds that a microbatch takes from one peer to another
+TransferTimes = Mapping[PeerId, Mapping[PeerId, float]]  # seconds of a microbatch between two peers
 
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """Who works on what, and when each microbatch, named as (lane, turn), is back."""
+    """All work, and when each microbatch, named as (lane, turn), is back."""
 
     works: tuple[ScheduledPass, ...]
     finished_s: Mapping[tuple[int, int], float]
@@ -32,17 +33,17 @@ class Timetable:
 
     @property
     def makespan_s(self) -> float:
-        """Infinite if some wait for each other's memory for ever."""
+        """The end of the last microbatch; infinite if some wait for each other's memory."""
         return max(self.finished_s.values()) if len(self.finished_s) == self.microbatches else float("inf")
 
     @property
     def mean_s(self) -> float:
-        """When a microbatch is back on average; infinite as the makespan."""
+        """The mean time at which a microbatch is back; infinite if the makespan is."""
         return sum(self.finished_s.values()) / self.microbatches if self.makespan_s < float("inf") else float("inf")
 
 
 def constant(transfer_s: TransferTimes) -> SendTime:
-    """Links that carry any number of messages at once, as SkipPipe's cost model has them."""
+    """Return links that carry any number of messages at once, as in SkipPipe's cost model."""
 
     def send(sender: PeerId, receiver: PeerId, now_s: float) -> float:
         return now_s + transfer_s[sender][receiver]
@@ -53,8 +54,10 @@ def constant(transfer_s: TransferTimes) -> SendTime:
 def timetable(
     plan: PathPlan, forward_s: ComputeTimes, memory: int, send: SendTime, head_is_first: bool = True
 ) -> Timetable:
-    """Run a plan's horizon with all microbatches there at 0, each lane's in turn. `head_is_first` says that the first stop
-    also computes the loss, as SkipPipe's data nodes do; else the last one does."""
+    """Run a plan's horizon with all microbatches present at 0, each lane's in turn.
+
+    The loss is the first stop's if `head_is_first`, as in SkipPipe, else the last one's.
+    """
     run = _Run(forward_s, memory, send)
     for turn in range(len(plan.lanes[0])):
         for lane, paths in enumerate(plan.lanes):
@@ -64,7 +67,7 @@ def timetable(
 
 
 def _legs(path: Path, head_is_first: bool) -> tuple[PeerId, ...]:
-    """Who has the microbatch after each hop: K forward, the loss, K back."""
+    """Return the holder of the microbatch after each hop: K forward, the loss, K back."""
     peers = [stop.peer for stop in path]
     return (*peers, peers[0] if head_is_first else peers[-1], *reversed(peers))
 
@@ -85,7 +88,7 @@ class _Server:
     returning: deque[_Trip] = field(default_factory=deque)
 
     def next(self) -> _Trip | None:
-        """What it begins now, if anything."""
+        """Return the trip that the server begins now, or None."""
         if self.is_busy:
             return None
         if self.returning:
@@ -100,17 +103,17 @@ class _Run:
     def __init__(self, forward_s: ComputeTimes, memory: int, send: SendTime) -> None:
         self._forward_s, self._send = forward_s, send
         self._servers = {peer: _Server(memory) for peer in forward_s}
-        self._heap: list[tuple[float, int, bool, _Trip]] = []  # when, order of events, whether work ends, of what
+        self._heap: list[tuple[float, int, bool, _Trip]] = []  # time, order, is end, trip
         self._events = 0
         self.works: list[ScheduledPass] = []
         self.finished_s: dict[tuple[int, int], float] = {}
 
     def begin(self, trip: _Trip) -> None:
-        """A microbatch that is there from the start."""
+        """Add a microbatch that is present from the start."""
         self._push(0.0, False, trip)
 
     def play(self) -> None:
-        """Until nothing happens any more."""
+        """Run until no event is left."""
         while self._heap:
             now_s, _, ends, trip = heapq.heappop(self._heap)
             peer = trip.legs[trip.leg]

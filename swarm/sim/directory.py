@@ -1,7 +1,7 @@
-"""A directory in memory, for simulations and tests: what the real one may do wrong, it does here as a seed says.
+"""An in-memory directory for simulations and tests, with the real one's faults drawn from a seed.
 
-Callers must live with stale reads, lost stores and split views, so these happen where they can be repeated: nothing here
-has a clock or chance of its own.
+Callers must live with stale reads, lost stores and split views, so these happen reproducibly here:
+nothing in this module has a clock or randomness of its own.
 """
 
 import collections
@@ -14,15 +14,14 @@ from farflock.swarm.dht.validator import MAX_HEAD_BYTES
 from farflock.swarm.links import PeerId
 from farflock.swarm.record import BadRecord, unseal
 
-HEAD_LIFETIME_S = 300.0  # as in the real one, which cannot be imported without hivemind
+HEAD_LIFETIME_S = 300.0  # as in kademlia.py, whose import needs hivemind
 
 TableName = Literal["records", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryFaults:
-    """`stale_s`: a read shows the table as it was at a moment drawn from the last so many seconds. `lost`: the share of
-    stores that are answered with True and kept nowhere."""
+    """Reads show a moment of the last `stale_s`; the share `lost` of stores is not kept."""
 
     stale_s: float = 0.0
     lost: float = 0.0
@@ -35,10 +34,11 @@ class _Version(NamedTuple):
 
 
 class MemoryTable:
-    """What all directories of one run share. `now` is the clock of its world: in virtual time the event loop's.
+    """The state that all directories of one run share; `now` is the clock of the simulation.
 
-    Each peer draws from its own generator, so what one of them does not shift the fate of others. `fired` counts the
-    stores that were lost and the entries that were read stale."""
+    Each peer draws from its own generator, so that no peer's actions change another's faults.
+    `fired` counts lost stores and stale entries read.
+    """
 
     def __init__(self, run: str, seed: int, now: Callable[[], float], faults: DirectoryFaults | None = None) -> None:
         self.run, self.faults = run, faults or DirectoryFaults()
@@ -47,32 +47,32 @@ class MemoryTable:
         self._randoms: dict[PeerId, random.Random] = {}
         self._open: dict[PeerId, MemoryDirectory] = {}
         self._islands: tuple[frozenset[PeerId], ...] = ()
-        self._versions: dict[tuple[TableName, PeerId], list[_Version]] = {}  # by writer, oldest first
+        self._versions: dict[tuple[TableName, PeerId], list[_Version]] = {}  # oldest first
 
     def directory(self, peer: PeerId) -> "MemoryDirectory":
-        """The directory as this peer uses it; for one that was here before, its next life."""
+        """Return this peer's directory; for a peer seen before, that of its next life."""
         self._randoms.setdefault(peer, random.Random(f"{self._seed}/directory/{peer}"))
         self._open[peer] = MemoryDirectory(self, peer)
         return self._open[peer]
 
     def close(self, peer: PeerId) -> None:
-        """Nobody can store at this peer any more; what it has stored itself lasts until it expires."""
+        """Close a peer's directory: it holds nothing for others, but its own items last."""
         del self._open[peer]
 
     def is_open(self, directory: "MemoryDirectory") -> bool:
-        """Whether this is its peer's present life."""
+        """Return whether this directory belongs to its peer's present life."""
         return self._open.get(directory.me) is directory
 
     def split(self, *islands: Collection[PeerId]) -> None:
-        """Only peers of one island see what the others of it have stored; who is in none stands alone."""
+        """Let peers see only the items of their own island; a peer in none stands alone."""
         self._islands = tuple(frozenset(island) for island in islands)
 
     def heal(self) -> None:
-        """End the split; what was stored meanwhile and has not expired is seen by everybody."""
+        """End the split; all peers see unexpired items stored meanwhile."""
         self._islands = ()
 
     def put(self, shelf: TableName, writer: PeerId, payload: bytes, lifetime_s: float) -> bool:
-        """Store a writer's newest payload; False if it is alone: then it is seen once others are there."""
+        """Store a writer's newest payload; False if it is alone: others see it once they come."""
         if self._randoms[writer].random() < self.faults.lost:
             self.fired["lost"] += 1
         else:
@@ -80,7 +80,7 @@ class MemoryTable:
         return any(other != writer and self._connected(other, writer) for other in self._open)
 
     def seen(self, shelf: TableName, reader: PeerId) -> list[bytes]:
-        """What a reader sees of the table as it was a while ago; what has expired by now is left out."""
+        """Return a reader's possibly stale view of the table, without items expired by now."""
         now_s = self._now()
         then_s = now_s - self._randoms[reader].uniform(0, self.faults.stale_s)
         found = []
@@ -93,7 +93,7 @@ class MemoryTable:
         return found
 
     def _append(self, shelf: TableName, writer: PeerId, payload: bytes, lifetime_s: float) -> None:
-        """Add a version and drop those that no stale read can show any more."""
+        """Add a version; drop those too old for any stale read."""
         now_s, known = self._now(), self._versions.get((shelf, writer), [])
         known = [*known, _Version(payload, now_s, now_s + lifetime_s)]
         replaced_s = [after.stored_s for after in known[1:]] + [now_s]
@@ -108,15 +108,17 @@ class MemoryTable:
 
 
 class MemoryDirectory:
-    """`Directory` over a `MemoryTable`: one run, one peer. It refuses what `dht.DhtDirectory` refuses."""
+    """`Directory` over a `MemoryTable`: one run, one peer. Refuses what `DhtDirectory` refuses."""
 
     def __init__(self, table: MemoryTable, me: PeerId) -> None:
         """Use `MemoryTable.directory`."""
         self._table, self.me = table, me
 
     async def announce(self, run: str, record: bytes) -> bool:
-        """Store my sealed record until its lifetime is over; False if nobody else is there to hold it. Raises `BadRecord`
-        for a record that is not mine or not of this run."""
+        """Store my sealed record until it expires; False if no other peer is there to hold it.
+
+        Raise `BadRecord` for a record that is not mine or not of this run.
+        """
         self._only(run)
         mine = unseal(record, run)
         if mine.peer != self.me:
@@ -124,7 +126,7 @@ class MemoryDirectory:
         return self._put("records", record, mine.lifetime_s)
 
     async def peers(self, run: str) -> list[bytes]:
-        """The newest live record of each owner that can be seen from here, my own included."""
+        """Return each owner's newest live record visible from here, mine included."""
         self._only(run)
         return self._read("records")
 
@@ -136,12 +138,12 @@ class MemoryDirectory:
         return self._put("heads", head, HEAD_LIFETIME_S)
 
     async def heads(self, run: str) -> list[bytes]:
-        """Every different head that somebody publishes."""
+        """Return every distinct published head."""
         self._only(run)
         return sorted(set(self._read("heads")))
 
     async def close(self) -> None:
-        """From now on nothing is stored or seen from here."""
+        """Store and see nothing from here from now on."""
         if self._table.is_open(self):
             self._table.close(self.me)
 

@@ -1,7 +1,7 @@
-"""A network in virtual time: frames take as long as bytes, rates and distances say, and get lost as the seed says.
+"""A network in virtual time: bytes, rates and distances set the delay of frames, a seed their loss.
 
-`SimLinks` is an implementation of `Links`; everything above it is the product's own code. Each directed pair of peers
-draws from its own generator, so what happens between two of them does not shift the fate of others.
+`SimLinks` implements `Links`; everything above it is the product's own code. Each directed pair of
+peers draws from its own generator, so that pairs do not change each other's faults.
 """
 
 import asyncio
@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 
 from farflock.swarm.links import MAX_FRAME_BYTES, Liveness, PeerId, Transport
 
-SUSPECT_S = 0.9  # after a silent cut; a closed connection is noticed at once (measured on ZMTP heartbeats)
-NOTICE_S = 0.1
+SUSPECT_S = 0.9  # after a silent cut, as measured on ZMTP heartbeats
+NOTICE_S = 0.1  # after a closed connection
 DEAD_S = 5.0
 INBOX_FRAMES = 4096
-OUTBOX_BYTES = 8 * 1024 * 1024  # unsent bulk of one peer; more makes `send_bulk` wait
+OUTBOX_BYTES = 8 * 1024 * 1024  # unsent bulk of one peer; beyond it `send_bulk` waits
 HELD_FRAMES = 2048  # of a stopped peer
-GRAIN_S = 1e-4  # what a line takes less time for arrives at once: an event of its own costs more than it tells
+GRAIN_S = 1e-4  # shorter transfers arrive at once: not worth an event of their own
 
 Tap = Callable[[float, PeerId, PeerId, bytes], bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """One peer's line: rates in bytes a second, one-way latency in seconds, and the share of frames that get lost."""
+    """One peer's line: rates in bytes per second, one-way seconds, and the share of lost frames."""
 
     up_bytes_per_s: float = 12.5e6
     down_bytes_per_s: float = 12.5e6
@@ -36,24 +36,25 @@ class LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What else happens to a share of all frames, whoever sends them."""
+    """Faults that hit a share of all frames, whoever sends them."""
 
     loss: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0  # held back by up to `delay_s`
-    corrupt: float = 0.0  # one byte is altered: deliberately more than links promise
+    corrupt: float = 0.0  # one bit is flipped: deliberately worse than links promise
     delay_s: float = 0.5
 
 
 class SimNetwork:
-    """All peers' lines and what goes wrong with them."""
+    """All peers' lines and their faults."""
 
     def __init__(self, seed: int, link: LinkModel | None = None) -> None:
         self._seed, self._link = seed, link or LinkModel()
         self._models: dict[PeerId, LinkModel] = {}
         self._lines: dict[PeerId, SimLinks] = {}
         self._randoms: dict[tuple[PeerId, PeerId], random.Random] = {}
-        self._unreachable_s: dict[tuple[PeerId, PeerId], tuple[float, bool]] = {}  # since when, and closed or silent
+        # Since when, and whether the connection closed (else it is silent).
+        self._unreachable_s: dict[tuple[PeerId, PeerId], tuple[float, bool]] = {}
         self._islands: tuple[frozenset[PeerId], ...] = ()
         self._cuts: set[tuple[PeerId, PeerId]] = set()
         self._killed: dict[PeerId, float] = {}
@@ -61,15 +62,13 @@ class SimNetwork:
         self.faults = Faults()
         self.tap: Tap | None = None
         self.fired: collections.Counter[str] = collections.Counter()
-        self.bytes: collections.Counter[str] = (
-            collections.Counter()
-        )  # what became of all that was sent; see `missing_bytes`
+        self.bytes: collections.Counter[str] = collections.Counter()  # see `missing_bytes`
         self.flying_bytes = 0
 
     # peers
 
     def links(self, peer: PeerId) -> "SimLinks":
-        """A live endpoint; for a peer that was killed, its next life with empty queues."""
+        """Return a live endpoint; for a killed peer, its next life with empty queues."""
         self._killed.pop(peer, None)
         self._stopped.pop(peer, None)
         self._touch()
@@ -83,11 +82,11 @@ class SimNetwork:
         self._models[peer] = model
 
     def model(self, peer: PeerId) -> LinkModel:
-        """A peer's line."""
+        """Return a peer's line."""
         return self._models.get(peer, self._link)
 
     def slow(self, peer: PeerId, factor: float) -> None:
-        """Make a peer's line slower: rates divided, latency multiplied."""
+        """Slow a peer's line down: divide its rates, multiply its latency."""
         line = self.model(peer)
         self._models[peer] = replace(
             line,
@@ -99,7 +98,7 @@ class SimNetwork:
     # what goes wrong
 
     def kill(self, peer: PeerId) -> None:
-        """End a peer as SIGKILL does: nothing more goes in or out, and its partners see the connection close."""
+        """End a peer as SIGKILL does: its frames stop, and partners see the connection close."""
         self._killed[peer] = _now()
         self._touch()
 
@@ -109,14 +108,14 @@ class SimNetwork:
         self._touch()
 
     def cont(self, peer: PeerId) -> None:
-        """Let a stopped peer run on; what was held flows."""
+        """Resume a stopped peer and release its held frames."""
         if self._stopped.pop(peer, None) is not None:
             self._touch()
             for line in self._lines.values():
                 line.release(peer)
 
     def partition(self, *islands: Collection[PeerId]) -> None:
-        """Only peers of one island hear each other; who is in none stands alone."""
+        """Let only peers of one island hear each other; a peer in none stands alone."""
         self._islands = tuple(frozenset(island) for island in islands)
         self._touch()
 
@@ -132,24 +131,24 @@ class SimNetwork:
         self._touch()
 
     def missing_bytes(self) -> int:
-        """Bytes sent, and copied on the way, that neither arrived nor are on their way nor are known to be lost: always 0."""
+        """Return bytes neither arrived, nor on their way, nor known to be lost: always 0."""
         ended = sum(self.bytes[end] for end in ("delivered", "lost", "cut", "overflowed", "held"))
         return self.bytes["sent"] + self.bytes["copied"] - ended - self.flying_bytes
 
     # what the links ask
 
     def reachable(self, one: PeerId, other: PeerId) -> bool:
-        """Whether frames from one to the other arrive now (a stopped peer is not reached, but its frames are kept)."""
+        """Return whether frames arrive now; a stopped peer counts, since its frames are kept."""
         if other not in self._lines or one in self._killed or other in self._killed or (one, other) in self._cuts:
             return False
         return not self._islands or any(one in island and other in island for island in self._islands)
 
     def stopped(self, peer: PeerId) -> bool:
-        """Whether a peer is frozen."""
+        """Return whether a peer is frozen."""
         return peer in self._stopped
 
     def life(self, me: PeerId, peer: PeerId) -> Liveness:
-        """What ZMTP heartbeats would have told `me` by now."""
+        """Return what ZMTP heartbeats would have told `me` by now."""
         if peer not in self._lines:
             return "unknown"
         entry = self._unreachable_s.get((me, peer))
@@ -162,18 +161,18 @@ class SimNetwork:
         return "suspect" if silent_s >= (NOTICE_S if closed else SUSPECT_S) else "alive"
 
     def random(self, sender: PeerId, receiver: PeerId) -> random.Random:
-        """The generator of one direction."""
+        """Return the generator of one direction."""
         key = (sender, receiver)
         if key not in self._randoms:
             self._randoms[key] = random.Random(f"{self._seed}/{sender}/{receiver}")
         return self._randoms[key]
 
     def line(self, peer: PeerId) -> "SimLinks":
-        """A peer's current endpoint."""
+        """Return a peer's current endpoint."""
         return self._lines[peer]
 
     def _touch(self) -> None:
-        """Note since when each pair cannot hear each other; heartbeats need both directions."""
+        """Record since when each pair is cut off; heartbeats need both directions."""
         for one in self._lines:
             for other in self._lines:
                 both = self.reachable(one, other) and self.reachable(other, one)
@@ -201,7 +200,7 @@ class SimLinks:
         return self._me
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
-        """Control frames overtake queued bulk: they wait for their own bytes only."""
+        """Send a control frame, which overtakes queued bulk: it waits for its own bytes only."""
         now_s = _now()
         return self._transmit(peer, frame, now_s + len(frame) / self._model.up_bytes_per_s)
 
@@ -217,7 +216,7 @@ class SimLinks:
         return self._transmit(peer, frame, self._up_free_s)
 
     async def receive(self) -> tuple[PeerId, bytes]:
-        """The next frame."""
+        """Return the next sender and frame."""
         return await self._inbox.get()
 
     def life(self, peer: PeerId) -> Liveness:
@@ -225,26 +224,26 @@ class SimLinks:
         return self._network.life(self._me, peer)
 
     def road(self, peer: PeerId) -> Transport:
-        """Direct, or none."""
+        """Return "direct" or "none"."""
         return "direct" if self._network.reachable(self._me, peer) else "none"
 
     def rtt_s(self, peer: PeerId) -> float | None:
-        """Both lines' latencies, twice."""
+        """Return twice the sum of both lines' latencies."""
         return 2 * (self._model.latency_s + self._network.model(peer).latency_s)
 
     def learn(self, record: bytes) -> bool:
-        """Everybody is known here."""
+        """Accept any record: every peer is known here."""
         return True
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     @property
     def _model(self) -> LinkModel:
         return self._network.model(self._me)
 
     def _transmit(self, peer: PeerId, frame: bytes, leaves_s: float) -> bool:
-        """Send a frame that leaves this peer's line at `leaves_s`, through whatever is to happen to it."""
+        """Send a frame that leaves this peer's line at `leaves_s`, subject to faults."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
         network = self._network
@@ -266,7 +265,7 @@ class SimLinks:
         return True
 
     def _fates(self, peer: PeerId, frame: bytes) -> list[tuple[bytes, float]]:
-        """What becomes of a frame: the copies that arrive, and how long after leaving."""
+        """Return the copies of a frame that arrive, each with its delay after leaving."""
         network, faults, draw = self._network, self._network.faults, self._network.random(self._me, peer)
         there = network.model(peer)
         if draw.random() < 1 - (1 - self._model.loss) * (1 - there.loss) * (1 - faults.loss):
@@ -289,7 +288,7 @@ class SimLinks:
         return [(frame, late_s)]
 
     def _arrive(self, there: "SimLinks", frame: bytes) -> None:
-        """At the other end of the wire: if both are still the ones they were, through its downlink."""
+        """Pass a frame on to the receiver's downlink, if both ends still live the same life."""
         network, now_s = self._network, _now()
         alive = network.line(self._me) is self and network.line(there.me) is there
         if not alive or not network.reachable(self._me, there.me):
@@ -328,13 +327,13 @@ class SimLinks:
         self._network.bytes["overflowed"] += len(frame)
 
     def release(self, peer: PeerId) -> None:
-        """A stopped peer runs on: deliver what was held for it or of it."""
+        """Deliver the frames held for or from a peer that runs again."""
         for sender, frame in self._held.pop(peer, ()):
             self._network.bytes["held"] -= len(frame)
             self._deliver(sender, frame)
 
     def forget(self, peer: PeerId) -> None:
-        """A stopped peer died: what was held for it, or of it, is lost with it."""
+        """Drop the frames held for or from a stopped peer that died."""
         for _, frame in self._held.pop(peer, ()):
             self._network.bytes["held"] -= len(frame)
             self._network.bytes["cut"] += len(frame)

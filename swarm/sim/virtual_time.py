@@ -1,6 +1,6 @@
 """Virtual time: an asyncio loop whose clock jumps to the next timer instead of sleeping.
 
-The product's own coroutines run on it unchanged; hours of a swarm pass in seconds, the same way each time.
+The product's own coroutines run on it unchanged; hours of a swarm pass reproducibly in seconds.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 STANDSTILL = 100_000  # turns of the loop without progress of the clock
-RESOLUTION_S = 1e-6  # above one step of a double at any time shown here: a timer that is due must not be missed by it
+# Above one step of a double at any time shown here, so that no due timer is missed.
+RESOLUTION_S = 1e-6
 
 
 class Deadlock(RuntimeError):
@@ -19,7 +20,7 @@ class Deadlock(RuntimeError):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits for no file: it moves the clock to where the loop would have slept until."""
+    """A selector that waits for no file, but moves the clock by the time the loop would sleep."""
 
     def __init__(self, start_s: float) -> None:
         super().__init__()
@@ -48,6 +49,6 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
-    """Run a coroutine in virtual time that begins at `start_s`; raise `Deadlock` where a real loop would hang."""
+    """Run a coroutine in virtual time; raise `Deadlock` where a real loop would hang."""
     with asyncio.Runner(loop_factory=lambda: _VirtualLoop(start_s)) as runner:
         return runner.run(main)

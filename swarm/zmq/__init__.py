@@ -1,4 +1,4 @@
-"""Links over TCP: CURVE-encrypted ZeroMQ, and sealed frames through a third peer where two cannot dial each other.
+"""Links over TCP: CURVE-encrypted ZeroMQ, or sealed frames through a third peer.
 
 May import swarm's seams alone.
 Start reading at links.py.

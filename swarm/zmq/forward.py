@@ -1,13 +1,13 @@
-"""The forwarded road: two peers that cannot see each other send sealed frames through a third that sees both.
+"""The forwarded transport: sealed frames through a third peer that both ends are connected to.
 
-Own relaying instead of libp2p's: it is known at once (no wait for relay reservations), metered, and carries the same
-frames. The relay learns who talks to whom, when and how much, and can drop; everything else it does is refused by the
-seal. No I/O here: bytes and `now_s` in, bytes out.
+Unlike libp2p's circuit relay it is available at once (no reservations), is metered, and carries the
+same frames. The relay learns who talks to whom, when and how much, and can drop frames; the seal
+defeats anything else. No I/O here: bytes and `now_s` in, bytes out.
 
-On the way to the relay: destination key (32) + payload; from the relay: the authenticated sender's key (32) + payload.
-Payload: 0x01 + hello, or 0x02 + sealed frame (swarm/zmq/sealed.py). Inside the seal, after one kind byte: a control frame;
-a bulk frame behind its end position in the stream of bulk bytes (8); ping or pong with a token (8); the bulk position
-that was received (8).
+To the relay: destination key (32) + payload. From the relay: the authenticated sender's key (32) +
+payload. Payload: 0x01 + hello, or 0x02 + sealed frame (swarm/zmq/sealed.py). Inside the seal, after
+one kind byte: a control frame; the end position in the stream of bulk bytes (8) and a bulk frame;
+a ping or pong with a token (8); or the bulk position received so far (8).
 """
 
 import math
@@ -23,15 +23,15 @@ from farflock.swarm.links import MAX_FRAME_BYTES, PeerId
 from farflock.swarm.zmq.outbox import BULK, CONTROL
 from farflock.swarm.zmq.sealed import SEAL_BYTES, BadSeal, Sealed
 
-WINDOW_BYTES = 2 * 1024 * 1024  # bulk on its way that the partner has not confirmed
+WINDOW_BYTES = 2 * 1024 * 1024  # unconfirmed bulk bytes on their way
 ACK_EVERY_BYTES = WINDOW_BYTES // 8
-WINDOW_STALL_S = 2.0  # without news for so long, what is on its way counts as lost
+WINDOW_STALL_S = 2.0  # without news for this long, bytes on their way count as lost
 HELLO_RETRY_S = 0.5
 HELLO_GIVE_UP_S = 5.0
 HELLOS_PER_S = 20.0  # each costs a signature check
 PING_EVERY_S = 0.25
-FORWARD_BYTES_PER_S = 32 * 1024 * 1024  # by default, for one sender
-MAX_SENDERS = 1024  # whose use a relay remembers
+FORWARD_BYTES_PER_S = 32 * 1024 * 1024  # default for one sender
+MAX_SENDERS = 1024  # whose allowance a relay remembers
 MAX_FORWARD_BYTES = 32 + 1 + SEAL_BYTES + 1 + 8 + MAX_FRAME_BYTES
 
 _public_key = lru_cache(MAX_SENDERS)(public_key)  # base58 in Python, for each frame
@@ -47,14 +47,14 @@ def pack_forward(kind: bytes, peer: PeerId, payload: bytes | memoryview) -> byte
 
 
 def unpack_forward(body: bytes | memoryview) -> tuple[PeerId, memoryview]:
-    """The addressed peer and the payload; raise `BadSeal` for a wrong length."""
+    """Return the addressed peer and the payload; raise `BadSeal` for a wrong length."""
     if not 32 < len(body) <= MAX_FORWARD_BYTES:
         raise BadSeal(f"a forwarded frame has 33 to {MAX_FORWARD_BYTES} bytes, got {len(body)}")
     return _peer_id(bytes(body[:32])), memoryview(body)[32:]
 
 
 def is_hello(payload: bytes | memoryview) -> bool:
-    """Whether this payload may begin a session."""
+    """Return whether this payload may begin a session."""
     return payload[:1] == _HELLO
 
 
@@ -69,7 +69,7 @@ class _Allowance:
 
 
 class Meter:
-    """What a relay gives away: units a second for each sender, four times that for all, one second's worth at once."""
+    """A relay's budget per second for each sender, four times that in total; bursts of 1 s."""
 
     def __init__(self, rate_per_s: float) -> None:
         self._rate = rate_per_s
@@ -77,9 +77,9 @@ class Meter:
         self._senders: dict[PeerId, _Allowance] = {}
 
     def take(self, sender: PeerId, amount: float, now_s: float) -> bool:
-        """Whether `sender` may use `amount` now; if not, nothing is used."""
+        """Take `amount` from the sender's budget; if it is too much, take nothing, return False."""
         mine = self._senders.pop(sender, None) or _Allowance(self._rate, now_s)
-        self._senders[sender] = mine  # newest last, so that the least recent one is forgotten first
+        self._senders[sender] = mine  # newest last: the least recent sender is forgotten first
         if len(self._senders) > MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
         mine.refill(self._rate, self._rate, now_s)
@@ -93,7 +93,7 @@ class Meter:
 
 @dataclass(slots=True)
 class CreditWindow:
-    """Flow control of bulk bytes from end to end: the relay's queues stay short, so it need not drop."""
+    """End-to-end flow control of bulk bytes: the relay's queues stay short, so it need not drop."""
 
     sent: int = 0
     acked: int = 0
@@ -102,25 +102,25 @@ class CreditWindow:
     acknowledged: int = 0
 
     def room(self, now_s: float) -> bool:
-        """Whether another frame may go; bytes that were lost on the way stop counting after a while."""
+        """Return whether a frame may go; `WINDOW_STALL_S` without news counts bytes as lost."""
         if self.sent - self.acked >= WINDOW_BYTES and now_s - self.news_s >= WINDOW_STALL_S:
             self.acked = self.sent
         return self.sent - self.acked < WINDOW_BYTES
 
     def send(self, size: int, now_s: float) -> int:
-        """Count a frame out; its end position."""
+        """Count a frame as sent; return its end position."""
         if self.sent == self.acked:
             self.news_s = now_s
         self.sent += size
         return self.sent
 
     def heard(self, position: int, now_s: float) -> None:
-        """The partner has received up to `position`."""
+        """Record that the partner received everything up to `position`."""
         if self.acked < position <= self.sent:
             self.acked, self.news_s = position, now_s
 
     def due(self, least_bytes: int) -> int | None:
-        """The position to confirm, if at least so much came since the last time."""
+        """Return the position to confirm; None while fewer than `least_bytes` are due."""
         if self.received - self.acknowledged < least_bytes:
             return None
         self.acknowledged = self.received
@@ -132,13 +132,13 @@ class _Session:
     seal: Sealed
     begun_s: float
     window: CreditWindow = field(default_factory=CreditWindow)
-    confirmed: bool = False  # the partner has the keys too: a frame of it was opened
+    confirmed: bool = False  # a frame of the partner was opened, so it has the keys
 
 
 class Tunnel:
-    """The forwarded road to one partner: handshake with retries, rekeying when the partner starts anew, pings, window.
+    """The forwarded transport to one partner: handshake, rekeying, pings and flow control.
 
-    Payloads for the partner that are no data gather in `outgoing`; whoever drives it carries them after each call.
+    Payloads other than data collect in `outgoing`; the caller sends them after each call.
     """
 
     def __init__(self, identity: Identity, partner: PeerId, run: str) -> None:
@@ -156,33 +156,33 @@ class Tunnel:
 
     @property
     def confirmed(self) -> bool:
-        """Whether both sides hold keys, so that data can go."""
+        """True once both sides hold keys, so that data can be sent."""
         return self._sender() is not None
 
     def over(self, now_s: float, silence_s: float) -> bool:
-        """Whether there is neither an attempt nor a session, or one that has been silent for so long."""
+        """Return whether there is no session or attempt, or a session silent for too long."""
         if self.confirmed:
             return self.silence_s(now_s) > silence_s
         return self._current is None and self._pending is None
 
     def silence_s(self, now_s: float) -> float:
-        """Seconds since the partner was heard, infinite if it never was."""
+        """Return the seconds since the partner was last heard, infinite if it never was."""
         return math.inf if self.heard_s is None else now_s - self.heard_s
 
     def excuse(self, late_s: float) -> None:
-        """Our own loop stood still for so long: the partner's silence meanwhile proves nothing."""
+        """Extend the partner's deadline by the time that our own loop was blocked."""
         if self.heard_s is not None:
             self.heard_s += late_s
 
     def _sender(self) -> _Session | None:
-        """The session to seal with: after a rekeying the old one, until the partner is known to hold the new keys."""
+        """Return the session to seal with: the old one until the partner has the new keys."""
         for session in (self._current, self._previous):
             if session and session.confirmed:
                 return session
         return None
 
     def knock(self, now_s: float) -> None:
-        """Begin a handshake, if none is going on."""
+        """Begin a handshake unless one is pending."""
         if self._pending is None:
             self._pending = self._fresh(now_s)
             self._say_hello(self._pending, now_s)
@@ -207,7 +207,7 @@ class Tunnel:
             self._confirm(self._current, 1)
 
     def _retire(self, now_s: float) -> None:
-        """After a while the older of two sessions goes, or the newer if the partner never took it up."""
+        """After a while drop the older of two sessions, or the newer if it was never used."""
         if self._current and now_s - self._current.begun_s > HELLO_GIVE_UP_S:
             if not self._current.confirmed:
                 self._current = self._previous
@@ -227,7 +227,7 @@ class Tunnel:
             self._say(session, _ACK, position)
 
     def carry(self, lane: int, frame: bytes, now_s: float) -> bytes | None:
-        """A frame as payload for the partner; None without a session or, for bulk, without room in the window."""
+        """Return a frame as a payload, or None without a session or, for bulk, without room."""
         session = self._sender()
         if session is None:
             return None
@@ -239,7 +239,7 @@ class Tunnel:
         return _SEALED + session.seal.seal(bytes([_BULK]) + _NUMBER.pack(position) + frame, BULK)
 
     def take(self, payload: bytes | memoryview, now_s: float) -> tuple[int, bytes] | None:
-        """A payload that claims to be the partner's: its data frame with the lane, or None if it held none.
+        """Take a payload in the partner's name; return the lane and data frame in it, or None.
 
         Raise `BadSeal` for anything that the partner did not make for this session.
         """
@@ -273,7 +273,7 @@ class Tunnel:
             return
         session = self._pending or self._fresh(now_s)
         heard = session.seal.theirs
-        agreed = session.seal.meet(hello)  # raises before anything is kept
+        agreed = session.seal.meet(hello)  # raises before any state changes
         self._pending = None if agreed else session
         if not agreed or heard != session.seal.theirs:
             self._say_hello(session, now_s)
@@ -282,7 +282,7 @@ class Tunnel:
             self._ping(session, now_s)
 
     def _is_of(self, session: _Session, hello: bytes) -> bool:
-        """Whether this hello repeats the session that we have."""
+        """Return whether this hello repeats the session that we have."""
         try:
             return session.seal.meet(hello)
         except BadSeal:
@@ -302,7 +302,7 @@ class Tunnel:
         if kind == _PING:
             self._say(session, _PONG, number)
         elif kind == _PONG:
-            if number == self._pings:  # the newest: of an older one the time was not kept
+            if number == self._pings:  # only the newest ping's time is kept
                 self.rtt_s = now_s - self._ping_s
         elif kind == _ACK:
             session.window.heard(number, now_s)

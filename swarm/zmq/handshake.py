@@ -1,7 +1,7 @@
-"""Who is at the other end of a connection: the first frame must prove it.
+"""Authentication of connections by their first frame.
 
 The first frame on every connection, both ways, is the sender's signed record. It binds the CURVE
-key that the handshake proved to an identity, and only that identity is ever given as the sender.
+key that the handshake proved to an identity, and only that identity is reported as the sender.
 """
 
 import asyncio
@@ -14,43 +14,40 @@ from farflock.swarm.zmq.outbox import CONTROL
 from farflock.swarm.zmq.partner import Dial, Partner, PartnerTable, Route
 from farflock.swarm.zmq.socket import ZmqSocket
 
-MAX_ROUTES_PER_PEER = 2  # of one class, accepted from one identity
-GONE_S = 1.0  # for so long the last frames of a closed connection are taken
+MAX_ROUTES_PER_PEER = 2  # accepted per traffic class from one identity
+GONE_S = 1.0  # how long frames of a closed connection are still accepted
 
 
 class Handshakes:
-    """Introduces us on every connection, and makes routes of those whose owner is proven."""
+    """Introduces us on every connection and makes routes of connections with a proven owner."""
 
     def __init__(self, table: PartnerTable) -> None:
         self.greeting = b""  # the first message on each connection: our signed record
         self._table = table
         self._loop = asyncio.get_running_loop()
-        self._inbound: dict[tuple[int, bytes], Route] = {}  # by class and routing id
+        self._inbound: dict[tuple[int, bytes], Route] = {}  # by traffic class and routing id
 
     def introduce(self, port: ZmqSocket) -> None:
-        """A connection is up: if we dialled it, say first who we are."""
+        """Send our record first on a new connection that we dialled."""
         dial = self._dial(port)
         if dial and not port.write(None, self.greeting):
             dial.ungreeted.add(port.lane)
 
     def introduce_again(self, port: ZmqSocket) -> None:
-        """There may be room now for the greeting that did not fit."""
+        """Retry a greeting that did not fit before."""
         dial = self._dial(port)
         if dial and port.lane in dial.ungreeted and port.write(None, self.greeting):
             dial.ungreeted.discard(port.lane)
 
     def refused(self, port: ZmqSocket) -> None:
-        """The other end's ZAP refused us: dial again, later."""
+        """Redial later: the other end's ZAP handler refused us."""
         self._table.counters["refused by partner"] += 1
         dial = self._dial(port)
         if dial:
             dial.refused(self._loop.time())
 
     def proven(self, port: ZmqSocket, address: bytes | None, frame: zmq.Frame) -> Route | None:
-        """The connection that a frame came on, even if it has closed since.
-
-        None if its owner is not proven.
-        """
+        """Return a frame's route, even if closed since; None if its owner is not proven."""
         if address is not None:
             known = self._inbound.get((port.lane, address))
             return known if known and known.key == frame.get("User-Id") else None
@@ -61,10 +58,7 @@ class Handshakes:
         return None
 
     def prove(self, port: ZmqSocket, address: bytes | None, frame: zmq.Frame) -> Partner | None:
-        """Take the record that a connection begins with, and answer it with ours.
-
-        Return the owner of the connection, or None after cutting it off.
-        """
+        """Check a connection's first record, answer with ours; return its owner or cut it off."""
         descriptor = int(frame.get(zmq.SRCFD))
         dial = self._dial(port)
         key = dial.record.curve if dial else bytes.fromhex(str(frame.get("User-Id")))
@@ -102,7 +96,7 @@ class Handshakes:
         partner.next_ping_s = 0.0
 
     def lost(self, port: ZmqSocket, descriptor: int, owner: str) -> None:
-        """A proven connection ended."""
+        """Remove the route of a proven connection that ended."""
         partner = self._table.partners.get(owner)
         if partner is None:
             return
@@ -118,7 +112,7 @@ class Handshakes:
             partner.dial.lost(now_s)
 
     def forget_closed(self, now_s: float) -> None:
-        """Forget accepted connections that closed `GONE_S` ago: their last frames have come."""
+        """Forget accepted connections that closed `GONE_S` ago: their last frames have arrived."""
         for address, route in list(self._inbound.items()):
             owner = self._table.partners.get(route.owner)
             if owner and route in owner.routes[route.port.lane]:
@@ -128,6 +122,6 @@ class Handshakes:
                 del self._inbound[address]
 
     def _dial(self, port: ZmqSocket) -> Dial | None:
-        """The dial that a socket belongs to; None for a socket that listens."""
+        """Return the dial that a socket belongs to; None for a listening socket."""
         partner = self._table.partners.get(port.owner) if port.owner else None
         return partner.dial if partner else None

@@ -1,9 +1,9 @@
 """Links over TCP: CURVE-encrypted ZMQ, or sealed frames through a third peer.
 
-Each peer that listens has two ROUTERs, one for control and one for bulk; each dial makes one DEALER
-of each kind (`zmq_sockets`). A connection counts once its first frame has proved its owner
-(`zmq_handshake`). Frames go out through `zmq_sending` and come in through `zmq_receiving`, and
-`zmq_upkeep` dials, pings and gives up. What goes over the wire is in `zmq_message`.
+Each listening peer has two ROUTERs, one for control and one for bulk; each dial makes one DEALER
+of each kind (`sockets`). A connection counts once its first frame has proved its owner
+(`handshake`). Frames leave through `sending` and arrive through `receiving`; `upkeep` dials, pings
+and gives up. The wire format is in `message`.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ from farflock.swarm.zmq.zap import Gate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
-    """What `ZmqLinks` are opened with; `ValueError` for a rate that lets no frame through."""
+    """Options of `ZmqLinks`; raise `ValueError` for a forwarding rate below one frame."""
 
     incarnation: int
-    sequence: int = 0  # at least any that this identity has published
+    sequence: int = 0  # no less than this identity has ever published
     # Control is bound here, bulk on the next port (any two for port 0); None: only dial.
     listen: str | None = "tcp://127.0.0.1:0"
     advertise: Sequence[str] = ()  # numeric hosts to publish instead of the one in `listen`
-    doors: Sequence[str] = ()  # addresses of my directory, published in my record
+    doors: Sequence[str] = ()  # my directory's addresses, published in my record
     relay: bool = True  # forward for others
     refuse: Collection[PeerId] = ()  # a block list
-    suspect_after_s: float = 0.85  # of silence; 2 to 3 s where the round trip is above 200 ms
-    forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # for each peer; four times that for all
+    suspect_after_s: float = 0.85  # of silence; use 2 to 3 s above 200 ms round trip
+    forward_bytes_per_s: float = FORWARD_BYTES_PER_S  # per peer; four times that in total
 
     def __post_init__(self) -> None:
         if self.relay and self.forward_bytes_per_s < MAX_FORWARD_BYTES:
@@ -53,10 +53,7 @@ class LinkOptions:
 
 
 class ZmqLinks:
-    """`Links` over real sockets on the running loop; every call belongs in the loop's thread.
-
-    Make it with `open`.
-    """
+    """`Links` over real sockets, made with `open`; call it only from the running loop's thread."""
 
     def __init__(self, identity: Identity, run: str, options: LinkOptions) -> None:
         """See `open`."""
@@ -90,10 +87,7 @@ class ZmqLinks:
 
     @classmethod
     async def open(cls, identity: Identity, run: str, options: LinkOptions) -> "ZmqLinks":
-        """Bind and begin.
-
-        Raise `OSError` if the port is taken, `ValueError` for an address that cannot be dialled.
-        """
+        """Bind and start; `OSError` if the port is taken, `ValueError` if it cannot be dialled."""
         return cls(identity, run, options)
 
     @property
@@ -103,10 +97,7 @@ class ZmqLinks:
     def record(
         self, *, role: str | None = None, speed: float | None = None, relays: Iterable[PeerId] | None = None
     ) -> bytes:
-        """My record for the directory, signed anew with the next sequence number.
-
-        What is given replaces what the record said before.
-        """
+        """Return my record, signed with the next sequence number and updated by the arguments."""
         self._record = msgspec.structs.replace(
             self._record,
             sequence=self._record.sequence + 1,
@@ -121,11 +112,11 @@ class ZmqLinks:
 
     @property
     def counters(self) -> Counter[str]:
-        """How many frames were dropped and connections refused, by reason."""
+        """Counts of dropped frames and refused connections, by reason."""
         return self._table.counters
 
     def learn(self, record: bytes) -> bool:
-        """Take in a peer's signed record; False if it was refused or is not newer."""
+        """Take in a peer's signed record; return False if it is refused or not newer."""
         try:
             return self._table.note(unseal(record, self._run), self._loop.time())
         except BadRecord:
@@ -141,7 +132,7 @@ class ZmqLinks:
         return partner is not None and await self._sender.put_bulk(partner, frame, timeout_s)
 
     def _reach(self, peer: PeerId, frame: bytes) -> Partner | None:
-        """The partner to queue a frame for; None if there is no hope of a road."""
+        """Return the partner to queue a frame for; None if no transport to it can be hoped for."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame has at most {MAX_FRAME_BYTES} bytes, got {len(frame)}; cut it")
         now_s = self._loop.time()
@@ -156,7 +147,7 @@ class ZmqLinks:
         return partner
 
     async def receive(self) -> tuple[PeerId, bytes]:
-        """The next frame, whoever sent it; raise `ConnectionError` once closed."""
+        """Return the next sender and frame; raise `ConnectionError` once closed."""
         lane, peer, frame = await self._receiver.inbox.get()
         if self._receiver.resumes(lane):
             self._sockets.wake(lane)
@@ -179,25 +170,25 @@ class ZmqLinks:
         return partner.rtt_s
 
     def _asked(self, peer: PeerId) -> Partner | None:
-        """The partner that is asked about: it stays wanted, but no question makes us dial."""
+        """Return the partner, if any, and keep it wanted; a question alone never makes us dial."""
         partner = self._table.partners.get(peer)
         if partner:
             partner.wanted_s = self._loop.time()
         return partner
 
     def traffic(self, peer: PeerId) -> Mapping[Transport, Traffic]:
-        """Bytes to and from this peer by road, since it became a partner."""
+        """Return the bytes to and from this peer by transport, since it became a partner."""
         partner = self._table.partners.get(peer)
         return dict(partner.traffic) if partner else {}
 
     def total_bytes(self) -> tuple[int, int]:
-        """Bytes sent to and received from everybody, on all roads, since the start."""
+        """Return the bytes sent and received so far, over all peers and transports."""
         roads = [road for partner in self._table.partners.values() for road in partner.traffic.values()]
         roads.append(self._table.past)
         return sum(road.sent for road in roads), sum(road.received for road in roads)
 
     def relayed_bytes(self, peer: PeerId) -> int:
-        """Bytes forwarded here on behalf of this peer."""
+        """Return the bytes forwarded here on behalf of this peer."""
         partner = self._table.partners.get(peer)
         return partner.relayed_bytes if partner else 0
 
@@ -212,7 +203,7 @@ class ZmqLinks:
             self._upkeep.drop(partner, self._loop.time())
 
     async def close(self) -> None:
-        """Close every socket, timer and thread and drop queued frames; harmless when repeated."""
+        """Close every socket, timer and thread and drop queued frames; idempotent."""
         if not self._closed:
             self._upkeep.cancel()
             for partner in list(self._table.partners.values()):

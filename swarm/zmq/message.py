@@ -1,4 +1,4 @@
-"""What a message on a ZMQ connection begins with.
+"""The kinds of messages on a ZMQ connection.
 
 Message (always a single part): one kind byte, then its content.
 

@@ -1,6 +1,7 @@
-"""Bounded queues between the callers of links and their sockets: frames that wait to be sent, frames not yet received.
+"""Bounded queues between links and sockets: frames to be sent, and frames not yet received.
 
-ZMQ's high-water marks count messages; memory is bytes. So sockets hold a few frames, and the rest waits here, counted.
+ZMQ's high-water marks count messages, but memory is bytes: sockets hold few frames, the rest waits
+here, counted in bytes.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ MAX_TOTAL_BYTES = 64 * 1024 * 1024  # bulk of all peers together
 MAX_TOTAL_CONTROL_BYTES = 16 * 1024 * 1024  # control of all peers together
 MAX_WAITERS = 256
 INBOX_BYTES = (8 * 1024 * 1024, 32 * 1024 * 1024)  # control, bulk
-FRAME_COST_BYTES = 128  # what an object in a queue costs beside its bytes: many empty frames are not free
+FRAME_COST_BYTES = 128  # overhead per queued object: empty frames are not free
 
 _PEER_LIMITS = (MAX_CONTROL_BYTES, MAX_BULK_BYTES)
 
@@ -33,14 +34,14 @@ class _Waiter:
 
 @dataclass(slots=True)
 class Pool:
-    """Bytes of all outboxes together, and who waits for room, served in order of arrival."""
+    """Bytes of all outboxes together, and callers waiting for room, in order of arrival."""
 
     limits: tuple[int, int] = (MAX_TOTAL_CONTROL_BYTES, MAX_TOTAL_BYTES)
     used: list[int] = field(default_factory=lambda: [0, 0])
     waiters: deque[_Waiter] = field(default_factory=deque)
 
     def serve(self) -> None:
-        """Queue the frames of those waiters for whom there is room now."""
+        """Queue the frames of waiting callers while there is room."""
         if not self.waiters or self.used[BULK] >= self.limits[BULK]:
             return
         still = deque[_Waiter]()
@@ -55,7 +56,7 @@ class Pool:
 
 
 class Outbox:
-    """Frames that wait for one peer, in order, control apart from bulk; never more bytes than its limits."""
+    """Frames waiting for one peer, in order, control apart from bulk, within limits in bytes."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -66,7 +67,7 @@ class Outbox:
         return bool(self._queues[CONTROL] or self._queues[BULK])
 
     def put(self, lane: int, frame: bytes) -> bool:
-        """Queue a frame; False if it does not fit this peer's limit or the total."""
+        """Queue a frame; return False if it exceeds this peer's limit or the total."""
         cost = len(frame) + FRAME_COST_BYTES
         pool = self._pool
         if self._used[lane] + cost > _PEER_LIMITS[lane] or pool.used[lane] + cost > pool.limits[lane]:
@@ -77,7 +78,7 @@ class Outbox:
         return True
 
     async def put_bulk(self, frame: bytes, timeout_s: float) -> bool:
-        """Queue a bulk frame, waiting for room; False after the time, or when the outbox was cleared meanwhile."""
+        """Queue a bulk frame, waiting for room; False on timeout or if the outbox is cleared."""
         if self.put(BULK, frame):
             return True
         if len(self._pool.waiters) >= MAX_WAITERS:
@@ -93,16 +94,16 @@ class Outbox:
                 self._pool.waiters.remove(waiter)
 
     def head(self, lane: int) -> bytes | None:
-        """The oldest waiting frame."""
+        """Return the oldest waiting frame, or None."""
         return self._queues[lane][0] if self._queues[lane] else None
 
     def pop(self, lane: int) -> None:
-        """The oldest frame was sent: free its room."""
+        """Remove the oldest frame, which was sent, and free its room."""
         self._free(lane, self._queues[lane].popleft())
         self._pool.serve()
 
     def clear(self) -> int:
-        """Drop everything, the waiting callers too (they get False); how many frames were dropped."""
+        """Drop all frames, and those of waiting callers (who get False); return how many."""
         mine = [waiter for waiter in self._pool.waiters if waiter.outbox is self and not waiter.queued.done()]
         for waiter in mine:
             waiter.queued.set_result(False)
@@ -121,7 +122,7 @@ class Outbox:
 
 
 class Inbox:
-    """Received frames of everybody; whoever fills it asks `full` first and stops reading its sockets meanwhile."""
+    """Received frames of all peers; a writer stops reading its sockets while it is `full`."""
 
     def __init__(self) -> None:
         self._queues: tuple[deque[tuple[PeerId, bytes]], deque[tuple[PeerId, bytes]]] = (deque(), deque())
@@ -130,21 +131,21 @@ class Inbox:
         self._closed = False
 
     def full(self, lane: int) -> bool:
-        """Whether this class of traffic has used its bytes."""
+        """Return whether this lane has used up its bytes."""
         return self._used[lane] >= INBOX_BYTES[lane]
 
     def half_empty(self, lane: int) -> bool:
-        """Whether reading may go on after it was full: later than at once, or every frame would wake all sockets."""
+        """Return whether a full lane may be read again; earlier, each frame would wake sockets."""
         return self._used[lane] <= INBOX_BYTES[lane] // 2
 
     def put(self, lane: int, peer: PeerId, frame: bytes) -> None:
-        """Hand a frame in; may exceed the limit by this one frame."""
+        """Add a frame; it may exceed the limit by this one frame."""
         self._used[lane] += len(frame) + FRAME_COST_BYTES
         self._queues[lane].append((peer, frame))
         self._arrived.set()
 
     async def get(self) -> tuple[int, PeerId, bytes]:
-        """The next frame and its lane, control before bulk; raise `ConnectionError` once closed."""
+        """Return the next lane, sender and frame, control first; `ConnectionError` once closed."""
         while True:
             if self._closed:
                 raise ConnectionError("the links are closed")
@@ -157,6 +158,6 @@ class Inbox:
             await self._arrived.wait()
 
     def close(self) -> None:
-        """Wake whoever waits."""
+        """Wake waiting readers, which raise."""
         self._closed = True
         self._arrived.set()

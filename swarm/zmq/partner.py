@@ -1,6 +1,6 @@
-"""What the links hold of one partner: its connections and ours, its queue, how alive it is.
+"""State of one partner in the links: connections both ways, queue, liveness.
 
-A connection counts whoever dialled it: a peer behind a NAT dials out, and is answered on that same connection.
+A connection counts whoever dialled it: a peer behind a NAT dials out and is answered on it.
 """
 
 import math
@@ -19,16 +19,16 @@ from farflock.swarm.zmq.zap import Gate
 MAX_KNOWN = 4096  # records in the address book
 MAX_PARTNERS = 512
 DEAD_S = 5.0
-WANTED_S = 60.0  # a partner whom nobody has asked for is not dialled again
-DIAL_S = 3.0  # a dial that takes longer has failed: the next endpoint, and the forwarded road meanwhile
+WANTED_S = 60.0  # a partner not asked for in this time is not redialled
+# A slower dial has failed: try the next endpoint, and forward meanwhile.
+DIAL_S = 3.0
 MAX_DIAL_S = 15.0
 REDIAL_S = 0.5  # after a refusal, doubling
 MAX_REDIAL_S = 8.0
 
 
 def endpoint_pairs(record: Record) -> list[tuple[str, str]]:
-    """The ZMQ endpoints of a record: its addresses come in twos, first for control, then for bulk. What cannot be
-    read is left out: a newer build may know other kinds."""
+    """Return a record's ZMQ endpoints as (control, bulk) pairs, without kinds of newer builds."""
     pairs = []
     for control, bulk in zip(record.endpoints[::2], record.endpoints[1::2], strict=False):
         try:
@@ -40,7 +40,7 @@ def endpoint_pairs(record: Record) -> list[tuple[str, str]]:
 
 @dataclass(eq=False, slots=True)
 class Route:
-    """A connection whose owner is proven: `address` is a ROUTER's routing id, None on a DEALER."""
+    """A connection with a proven owner; `address` is a ROUTER's routing id, None on a DEALER."""
 
     port: ZmqSocket
     address: bytes | None
@@ -50,24 +50,24 @@ class Route:
     gone_s: float | None = None
 
     def write(self, payload: bytes) -> bool:
-        """Hand a message over; False if there is no room."""
+        """Send a message; return False if there is no room."""
         return self.port.write(self.address, payload)
 
     def kick(self, reason: str) -> None:
-        """Cut it off."""
+        """Cut this connection off."""
         self.port.kick(self.descriptor, reason)
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of frames on one road, headers of the links included."""
+    """Bytes of frames on one transport, headers of the links included."""
 
     sent: int = 0
     received: int = 0
 
 
 class Dial:
-    """Our own two connections to a partner; its endpoints are tried one pair after another."""
+    """Our own two connections to a partner; pairs of endpoints are tried in turn."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Dial:
     ) -> None:
         self.record = record
         self.down_s: float | None = now_s  # since when control is not connected
-        self.ungreeted: set[int] = set()  # lanes that are connected and have not sent our record
+        self.ungreeted: set[int] = set()  # connected lanes that have not sent our record
         self._pairs = endpoint_pairs(record)
         self._index = 0
         self._tries = 0
@@ -92,29 +92,29 @@ class Dial:
             port.socket.connect(self._pairs[0][port.lane])
 
     def outdated(self, record: Record) -> bool:
-        """Whether the partner has moved away from where we try in vain."""
+        """Return whether the partner has moved away from an endpoint that does not connect."""
         there = (self.record.endpoints, self.record.curve)
         return self.down_s is not None and there != (record.endpoints, record.curve)
 
     def failed(self, now_s: float) -> bool:
-        """Whether control has not been connected for as long as a dial may take."""
+        """Return whether control has been down for longer than a dial may take."""
         return self.down_s is not None and now_s - self.down_s >= DIAL_S
 
     def refused(self, now_s: float) -> None:
-        """ZAP said no, and libzmq gave up: dial again, later each time."""
+        """Schedule a redial, later each time: after a refusal by ZAP libzmq has given up."""
         self._next_s = now_s + min(REDIAL_S * 2**self._refusals, MAX_REDIAL_S)
         self._refusals = min(self._refusals + 1, 10)
 
     def connected(self) -> None:
-        """Control is proven."""
+        """Reset the retries: the control connection is proven."""
         self.down_s, self._tries, self._refusals = None, 0, 0
 
     def lost(self, now_s: float) -> None:
-        """Control went down; libzmq dials again by itself for the time being."""
+        """Note that control went down; for now libzmq redials by itself."""
         self.down_s, self._next_s = now_s, now_s + DIAL_S
 
     def tend(self, now_s: float) -> None:
-        """Try the next pair of endpoints when it is time."""
+        """Try the next pair of endpoints when it is due."""
         if self.down_s is None or now_s < self._next_s:
             return
         old, self._index = self._pairs[self._index], (self._index + 1) % len(self._pairs)
@@ -125,50 +125,51 @@ class Dial:
             port.socket.connect(self._pairs[self._index][port.lane])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close both connections."""
         for port in self.ports:
             port.close()
 
 
 @dataclass(eq=False, slots=True)
 class Partner:
-    """One peer with whom we have, had or want a connection."""
+    """One peer that we have, had or want a connection with."""
 
     peer: PeerId
     outbox: Outbox
-    wanted_s: float = -math.inf  # when somebody here last asked for it
+    wanted_s: float = -math.inf  # when this node last asked for it
     record: Record | None = None
     routes: tuple[list[Route], list[Route]] = field(default_factory=lambda: ([], []))
     dial: Dial | None = None
     tunnel: Tunnel | None = None
     via: PeerId | None = None  # the relay in use
-    via_s: float = 0.0  # since when it is tried
-    stuck: list[bytes | None] = field(default_factory=lambda: [None, None])  # sealed heads of the queue
+    via_s: float = 0.0  # when we began to try it
+    # The sealed first frame of each lane that found no room.
+    stuck: list[bytes | None] = field(default_factory=lambda: [None, None])
     lost_s: float | None = None  # when the last control connection went down
-    roadless_s: float | None = None  # since when there has been no road at all
+    roadless_s: float | None = None  # since when there has been no transport at all
     traffic: dict[Transport, Traffic] = field(default_factory=dict)
-    relayed_bytes: int = 0  # what we forwarded for it
+    relayed_bytes: int = 0  # forwarded here for it
     rtt_s: float | None = None
     pings: int = 0
     ping_s: float = 0.0
     next_ping_s: float = 0.0
 
     def wanted(self, now_s: float) -> bool:
-        """Whether somebody here asked for it lately."""
+        """Return whether this node asked for the peer within `WANTED_S`."""
         return now_s - self.wanted_s < WANTED_S
 
     def best(self, lane: int) -> Route | None:
-        """The newest connection of this class."""
+        """Return the newest connection of this lane, or None."""
         return self.routes[lane][-1] if self.routes[lane] else None
 
     def road(self) -> Transport:
-        """Which road the next control frame takes."""
+        """Return the transport that the next control frame takes."""
         if self.best(CONTROL):
             return "direct"
         return "forwarded" if self.tunnel and self.tunnel.confirmed else "none"
 
     def life(self, now_s: float, suspect_after_s: float) -> Liveness:
-        """Judged by connections on the direct road, by sealed pings on the forwarded one."""
+        """Judge liveness by connections when direct, by sealed pings when forwarded."""
         if self.best(CONTROL):
             return "alive"
         heard_s = self.tunnel.heard_s if self.tunnel else None
@@ -180,7 +181,7 @@ class Partner:
         return "suspect" if now_s - max(known) < DEAD_S else "dead"
 
     def count(self, road: Transport, sent: int = 0, received: int = 0) -> None:
-        """Add to the traffic of a road."""
+        """Add to the traffic of a transport."""
         traffic = self.traffic.setdefault(road, Traffic())
         traffic.sent += sent
         traffic.received += received
@@ -198,24 +199,24 @@ class Partner:
         self.dial = None
 
     def forget_queue(self) -> int:
-        """Drop what waits; how many frames it was."""
+        """Drop all waiting frames; return how many."""
         self.stuck = [None, None]
         return self.outbox.clear()
 
 
 class PartnerTable:
-    """The address book and the partners. `counters` counts by reason what was refused or dropped."""
+    """The address book and the partners. `counters` counts refusals and drops by reason."""
 
     def __init__(self, me: PeerId, gate: Gate) -> None:
         self.me, self.gate = me, gate
         self.counters: Counter[str] = Counter()
         self.pool = Pool()
-        self.known: dict[PeerId, tuple[Record, float]] = {}  # record, and until when on our clock
+        self.known: dict[PeerId, tuple[Record, float]] = {}  # record, and its expiry on our clock
         self.partners: dict[PeerId, Partner] = {}
-        self.past = Traffic()  # with partners that are none any more
+        self.past = Traffic()  # with former partners
 
     def note(self, record: Record, now_s: float) -> bool:
-        """Keep a verified record; False if it is refused or not newer."""
+        """Keep a verified record; return False if it is refused or not newer."""
         peer = record.peer
         known = self.known.get(peer)
         if peer == self.me or peer in self.gate.refused or not newer(record, known[0] if known else None):
@@ -234,10 +235,10 @@ class PartnerTable:
         return True
 
     def begin(self, peer: PeerId, now_s: float) -> Partner | None:
-        """Make a partner of a peer that was heard, though nobody here has asked for it; None if there is no room.
+        """Make a partner of a peer that contacted us; None if it is refused or there is no room.
 
-        The one that was asked for longest ago makes room, unless it is still wanted: identities cost nothing, so
-        strangers may displace strangers only.
+        A full table drops the partner wanted longest ago, but never one that is still wanted:
+        identities are free, so strangers may displace only strangers.
         """
         if peer in self.gate.refused:
             return None
@@ -252,7 +253,7 @@ class PartnerTable:
         return partner
 
     def drop(self, partner: Partner, now_s: float) -> None:
-        """Have done with a partner: cut its connections, forget its queue."""
+        """Cut a partner's connections, clear its queue and remove it."""
         for route in [*partner.routes[CONTROL], *partner.routes[BULK]]:
             route.kick("dropped partner")
         partner.hang_up(now_s)
@@ -265,7 +266,7 @@ class PartnerTable:
                 self.past.received += traffic.received
 
     def want(self, peer: PeerId, now_s: float) -> Partner | None:
-        """The partner to be reached; None if nothing is known of it."""
+        """Return the partner to be reached, marked as wanted; None if nothing is known of it."""
         partner = self.partners.get(peer)
         if partner is None and self.record(peer, now_s):
             partner = self.begin(peer, now_s)
@@ -274,12 +275,12 @@ class PartnerTable:
         return partner
 
     def record(self, peer: PeerId, now_s: float) -> Record | None:
-        """The peer's newest record, while it lives."""
+        """Return the peer's newest record unless it has expired."""
         record, until_s = self.known.get(peer, (None, 0.0))
         return record if now_s < until_s else None
 
     def _forget_expired(self, now_s: float) -> None:
-        """Only when room is needed: until then an expired record keeps older ones from coming back."""
+        """Forget expired records. Until room is needed they keep older ones from coming back."""
         for peer, (_record, until_s) in list(self.known.items()):
             if now_s >= until_s:
                 del self.known[peer]

@@ -1,4 +1,4 @@
-"""What comes in from the sockets: connections to be proven, and frames of those that are."""
+"""Input from the sockets: connections to be proven, and frames of proven ones."""
 
 import asyncio
 
@@ -24,51 +24,51 @@ from farflock.swarm.zmq.socket import ZmqSocket
 
 
 class Receiver:
-    """The `Events` of all ports: passes them on, and takes in frames of proven connections."""
+    """The `Events` of all sockets: passes them on, and takes frames from proven connections."""
 
     def __init__(self, table: PartnerTable, handshakes: Handshakes, sender: Sender, detours: Relays) -> None:
         self.inbox = Inbox()
         self._table, self._handshakes = table, handshakes
         self._sender, self._detours = sender, detours
         self._loop = asyncio.get_running_loop()
-        self._stopped = [False, False]  # classes that are not read until the inbox is half empty
+        self._stopped = [False, False]  # lanes not read until the inbox is half empty
 
     def paused(self, lane: int) -> bool:
-        """Whether this class is not read for now: back-pressure reaches the senders through TCP."""
+        """Return whether this lane is not read for now; TCP passes the back-pressure to senders."""
         if self.inbox.full(lane):
             self._stopped[lane] = True
         return self._stopped[lane]
 
     def resumes(self, lane: int) -> bool:
-        """Whether this class was not read, and is from now on: its sockets must be woken."""
+        """Return whether reading of this lane resumes now, so that its sockets must be woken."""
         if not self._stopped[lane] or not self.inbox.half_empty(lane):
             return False
         self._stopped[lane] = False
         return True
 
     def on_drop(self, reason: str) -> None:
-        """Something was refused."""
+        """Count a refusal."""
         self._table.counters[reason] += 1
 
     def on_up(self, port: ZmqSocket) -> None:
-        """A CURVE handshake succeeded."""
+        """Greet: a CURVE handshake succeeded."""
         self._handshakes.introduce(port)
 
     def on_refused(self, port: ZmqSocket) -> None:
-        """The other end's ZAP refused us."""
+        """Redial later: the other end's ZAP handler refused us."""
         self._handshakes.refused(port)
 
     def on_down(self, port: ZmqSocket, descriptor: int, owner: PeerId) -> None:
-        """A proven connection ended."""
+        """Remove the route of a proven connection that ended."""
         self._handshakes.lost(port, descriptor, owner)
 
     def on_room(self, port: ZmqSocket) -> None:
-        """There may be room to write on this port."""
+        """Write greetings and queued frames: this socket may have room."""
         self._handshakes.introduce_again(port)
         self._sender.flush_all(port)
 
     def on_frame(self, port: ZmqSocket, route: bytes | None, frame: zmq.Frame) -> None:
-        """A message came: of a proven connection, or else it must be the record that proves it."""
+        """Take a message of a proven connection; on others, only a record that proves the owner."""
         proven = self._handshakes.proven(port, route, frame)
         body = frame.buffer
         kind = bytes(body[:1])
@@ -110,4 +110,4 @@ class Receiver:
         sender, data = taken
         if data:
             self.inbox.put(data[0], sender.peer, data[1])
-        self._sender.flush(sender)  # there may be a session, or room in its window, now
+        self._sender.flush(sender)  # there may now be a session, or room in its window

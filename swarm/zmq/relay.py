@@ -1,7 +1,8 @@
-"""The forwarded road over the connections that exist: as its sender, as its receiver, and as the relay between two.
+"""The forwarded transport over existing connections: sender, receiver, and relay between two.
 
-Who relays for whom: first those that the partner's record names (it keeps connections to them), then our own, then a
-few peers that we are connected to anyway; each is tried for a moment, and the one that answers is kept.
+Relays are tried in this order: those that the partner's record names (it keeps connections to
+them), our own, then a few peers that we are connected to anyway. Each is tried for `RELAY_TRY_S`;
+the one that answers is kept.
 """
 
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from farflock.swarm.zmq.sealed import BadSeal
 
 RELAY_TRY_S = 1.0
 RELAY_SILENT_S = 2.0
-MAX_GUESSES = 4  # partners tried as relays although nobody named them
-MAX_UNCONFIRMED = 32  # sessions that a stranger began and has not shown to hold the keys of
+MAX_GUESSES = 4  # partners tried as relays that no record names
+MAX_UNCONFIRMED = 32  # tunnels whose partner has not yet proved that it holds the keys
 
 
 class Relays:
@@ -32,13 +33,13 @@ class Relays:
         self._hellos = Meter(HELLOS_PER_S)
 
     def forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> None:
-        """As relay: pass a frame on, with its authenticated sender in place of its destination, or drop it."""
+        """As relay: pass a frame on with its authenticated sender as address, or count the drop."""
         reason = self._forward(sender, lane, body, now_s) if self._relay else "forward: not a relay"
         if reason:
             self._table.counters[reason] += 1
 
     def _forward(self, sender: Partner, lane: int, body: bytes | memoryview, now_s: float) -> str | None:
-        """Why the frame was dropped, if it was."""
+        """Forward the frame; return the reason if it was dropped."""
         try:
             peer, payload = unpack_forward(body)
         except BadSeal:
@@ -57,7 +58,7 @@ class Relays:
     def take(
         self, relay: Partner, body: bytes | memoryview, now_s: float
     ) -> tuple[Partner, tuple[int, bytes] | None] | None:
-        """As receiver: whose frame it is and what was inside, None if it was refused."""
+        """As receiver: return the sender, and the lane and frame if any; None if refused."""
         try:
             return self._take(relay.peer, *unpack_forward(body), now_s)
         except BadSeal:
@@ -78,7 +79,8 @@ class Relays:
         if partner is None:
             raise BadSeal("no room for another partner")
         partner.tunnel = tunnel
-        if not is_hello(payload) or not tunnel.confirmed:  # anybody can repeat an old hello, nobody a sealed frame
+        # Anyone can replay an old hello, but nobody a sealed frame.
+        if not is_hello(payload) or not tunnel.confirmed:
             partner.via = relay
         if taken:
             partner.count("forwarded", received=len(payload))
@@ -87,19 +89,19 @@ class Relays:
         return partner, taken
 
     def _answer(self, relay: PeerId, sender: PeerId, payload: memoryview, now_s: float) -> Tunnel:
-        """A tunnel for a peer that begins one; it is kept only if its hello proves right."""
+        """Return a new tunnel for a peer that begins one; keep it only if its hello is valid."""
         unconfirmed = sum(bool(p.tunnel and not p.tunnel.confirmed) for p in self._table.partners.values())
         if not is_hello(payload) or unconfirmed >= MAX_UNCONFIRMED or not self._hellos.take(relay, 1, now_s):
             raise BadSeal("a sealed frame without a session, or too many hellos")
         return Tunnel(self._identity, sender, self._run)
 
     def route(self, partner: Partner, lane: int) -> Route | None:
-        """The connection to the relay in use."""
+        """Return the connection to the relay in use, or None."""
         via = self._table.partners.get(partner.via) if partner.via else None
         return via.best(lane) if via else None
 
     def carry(self, partner: Partner) -> None:
-        """Send what a tunnel wants to say; what does not fit now is lost and said again later."""
+        """Send a tunnel's own payloads; what finds no room is lost and repeated later."""
         route = self.route(partner, CONTROL)
         while partner.tunnel and partner.tunnel.outgoing:
             message = pack_forward(FORWARD, partner.peer, partner.tunnel.outgoing.popleft())
@@ -107,7 +109,7 @@ class Relays:
                 partner.count("forwarded", sent=len(message))
 
     def tend(self, partner: Partner, needed: bool, now_s: float) -> None:
-        """Begin, keep up or end a partner's tunnel; `needed`: it is wanted and cannot be dialled."""
+        """Begin, keep up or end a partner's tunnel; `needed`: wanted and not dialable."""
         tunnel = partner.tunnel
         if tunnel is None:
             if not needed:
@@ -128,7 +130,7 @@ class Relays:
             tunnel.knock(now_s)
 
     def _candidates(self, partner: Partner, now_s: float) -> Iterator[PeerId]:
-        """Relays that we are connected to, best guess first; those that were named are dialled for the next time."""
+        """Yield connected relays, best first; dial the named ones for the next time."""
         partners = self._table.partners
         named = [*(partner.record.relays if partner.record else ()), *self.relays]
         for peer in named:

@@ -1,12 +1,13 @@
-"""A session between two identities that holds over a carrier which reads, drops, replays, reorders or changes frames.
+"""An end-to-end session over a carrier that may read, drop, replay, reorder or change frames.
 
-Forwarded frames pass through a third peer, and the CURVE links end there: what is inside must be sealed end to end.
+Forwarded frames pass through a third peer, where the CURVE links end.
 
-Hello (192 bytes): my key, your key, my ephemeral X25519 key, the ephemeral key that I heard from you (zeros at first),
-Ed25519 signature over run and all of these. A side derives keys only from a hello that names its own ephemeral key, so
-an old hello opens nothing and changes nothing. Keys: HKDF-SHA256 of the shared secret, one for each direction.
-Sealed frame: lane (1 byte), counter (8 bytes, big endian), AES-256-GCM ciphertext and tag; the nonce is lane and
-counter. Each lane has its own rising counter, because the two classes of traffic travel on separate connections.
+Hello (192 bytes): my key, your key, my ephemeral X25519 key, the ephemeral key that I heard from
+you (zeros at first), Ed25519 signature over run and all of these. A side derives keys only from a
+hello that names its own ephemeral key, so an old hello has no effect. Keys: HKDF-SHA256 of the
+shared secret, one for each direction. Sealed frame: lane (1 byte), counter (8 bytes, big endian),
+AES-256-GCM ciphertext and tag; the nonce is lane and counter. Each lane has its own rising counter,
+because control and bulk travel on separate connections.
 """
 
 import struct
@@ -23,7 +24,7 @@ from farflock.swarm.links import PeerId
 
 LANES = 2
 HELLO_BYTES = 4 * 32 + SIGNATURE_BYTES
-REORDER = 64  # a frame may come after at most this many newer ones of its lane
+REORDER = 64  # how many newer frames of its lane may overtake a frame
 SEAL_BYTES = 1 + 8 + 16  # what sealing adds to a frame
 
 _HELLO_DOMAIN = b"sealed-hello"
@@ -38,7 +39,7 @@ class BadSeal(ValueError):
 
 @dataclass(slots=True)
 class _Seen:
-    """Which counters of a lane were opened: the highest, and a bit for each of the `REORDER` below it."""
+    """Opened counters of a lane: the highest plus one, and a bit for each of the last `REORDER`."""
 
     next: int = 0
     bits: int = 0
@@ -57,7 +58,7 @@ class _Seen:
 
 
 def read_hello(hello: bytes, me: PeerId, partner: PeerId, run: str) -> tuple[bytes, bytes]:
-    """The partner's ephemeral key and the one that it heard from me; raise `BadSeal` if it is not its hello to me."""
+    """Return the partner's ephemeral key and the one it heard from me; else raise `BadSeal`."""
     if len(hello) != HELLO_BYTES:
         raise BadSeal(f"a hello has {HELLO_BYTES} bytes, got {len(hello)}")
     text, signature = hello[:-SIGNATURE_BYTES], hello[-SIGNATURE_BYTES:]
@@ -69,14 +70,16 @@ def read_hello(hello: bytes, me: PeerId, partner: PeerId, run: str) -> tuple[byt
 
 
 def _named(run: str) -> bytes:
-    """The run with its length, so that no two (run, text) pairs read the same."""
+    """Encode the run with its length, so that no two (run, text) pairs read the same."""
     raw = run.encode()
     return len(raw).to_bytes(2, "big") + raw
 
 
 class Sealed:
-    """One session with one partner. `hello()` goes to the partner, its hellos go to `meet`; when `ready`, frames are
-    sealed and opened. A session is keyed once; for a partner that starts anew, make a new session."""
+    """One session with one partner, keyed once; a partner that starts anew needs a new session.
+
+    Send it `hello()` and pass its hellos to `meet`; once `ready`, frames can be sealed and opened.
+    """
 
     def __init__(self, identity: Identity, partner: PeerId, run: str, ephemeral: X25519PrivateKey) -> None:
         self._identity = identity
@@ -92,16 +95,16 @@ class Sealed:
 
     @property
     def ready(self) -> bool:
-        """Whether keys are agreed."""
+        """True once keys are agreed."""
         return self._tx is not None
 
     def hello(self) -> bytes:
-        """192 bytes for the partner; they name what was heard from it so far."""
+        """Return 192 bytes for the partner that name the ephemeral key heard from it so far."""
         text = self._identity.public + public_key(self._partner) + self.mine + self.theirs
         return text + self._identity.sign(_HELLO_DOMAIN, _named(self._run) + text)
 
     def meet(self, hello: bytes) -> bool:
-        """Take the partner's hello in; True once keys are agreed. Raise `BadSeal` for any other bytes."""
+        """Take the partner's hello; return True once keys are agreed. Raise `BadSeal` otherwise."""
         theirs, echo = read_hello(hello, self._identity.peer, self._partner, self._run)
         if self.ready:
             if theirs != self.theirs:
@@ -124,14 +127,14 @@ class Sealed:
         self._tx, self._rx = (low, high) if me < you else (high, low)
 
     def seal(self, data: bytes, lane: int = 0) -> bytes:
-        """Encrypt for the partner; only after `ready`."""
+        """Encrypt for the partner; only once `ready`."""
         assert self._tx is not None, "seal before the hellos were exchanged"
         head = _HEAD.pack(lane, self._sent[lane])
         self._sent[lane] += 1
         return head + self._tx.encrypt(_nonce(head), data, None)
 
     def open(self, frame: bytes | memoryview) -> tuple[int, bytes]:
-        """The lane and the data; raise `BadSeal` if it was altered, seen before, or is too far behind."""
+        """Return the lane and the data; raise `BadSeal` if altered, seen before or too old."""
         if self._rx is None or len(frame) < SEAL_BYTES:
             raise BadSeal(f"{len(frame)} bytes cannot be opened here")
         head = bytes(frame[: _HEAD.size])

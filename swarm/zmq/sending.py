@@ -1,4 +1,4 @@
-"""Frames on their way out: queued by partner, written on the best road as far as there is room."""
+"""Output to the sockets: frames queued by partner, written as far as there is room."""
 
 import asyncio
 
@@ -20,11 +20,11 @@ class Sender:
 
     @property
     def waiting(self) -> int:
-        """How many partners have frames that wait."""
+        """The number of partners with queued frames."""
         return len(self._backlog)
 
     def put(self, partner: Partner, frame: bytes) -> bool:
-        """Send a control frame; False if its queue is full."""
+        """Send a control frame; return False if its queue is full."""
         if not partner.outbox.put(CONTROL, frame):
             self._table.counters["queue full"] += 1
             return False
@@ -32,14 +32,14 @@ class Sender:
         return True
 
     async def put_bulk(self, partner: Partner, frame: bytes, timeout_s: float) -> bool:
-        """Send a bulk frame, waiting for room in its queue; False if there was none in time."""
+        """Send a bulk frame, waiting for room in its queue; return False on timeout."""
         try:
             return await partner.outbox.put_bulk(frame, timeout_s)
         finally:
             self.flush(partner)
 
     def flush(self, partner: Partner, only: ZmqSocket | None = None) -> None:
-        """Write what waits for a partner, on one port if given, as far as there is room."""
+        """Write a partner's queued frames (only on `only`, if given) as far as there is room."""
         for lane in LANES:
             while (frame := partner.outbox.head(lane)) is not None:
                 if not self._write(partner, lane, frame, only):
@@ -52,7 +52,7 @@ class Sender:
             del self._backlog[partner.peer]
 
     def flush_all(self, port: ZmqSocket) -> None:
-        """There may be room to write on this port."""
+        """Write the frames of all partners that can go on this port."""
         for waiting in list(self._backlog.values()):
             self.flush(waiting, port)
 
@@ -76,13 +76,13 @@ class Sender:
             return False
         message = pack_forward(FORWARD, partner.peer, payload)
         if not relay.write(message):
-            partner.stuck[lane] = payload  # sealed once: its counter is used up
+            partner.stuck[lane] = payload  # keep it: sealing again would use another counter
             return False
         partner.count("forwarded", sent=len(message))
         return True
 
     def drop_stale(self, partner: Partner, now_s: float) -> None:
-        """Drop frames that have found no road for `DEAD_S`."""
+        """Drop frames that have found no transport for `DEAD_S`."""
         if partner.road() != "none":
             partner.roadless_s = None
         elif partner.roadless_s is None:
@@ -92,5 +92,5 @@ class Sender:
             self.flush(partner)
 
     def forget(self, partner: Partner) -> None:
-        """A partner was dropped, and its queue with it."""
+        """Forget a dropped partner."""
         self._backlog.pop(partner.peer, None)

@@ -1,9 +1,10 @@
-"""One ZMQ socket on the running asyncio loop: frames and connection events in the order in which they happened.
+"""One ZMQ socket on the running asyncio loop: frames and connection events in their true order.
 
-Raw sockets with a reader on their descriptor, so that sending is a plain call that never waits. Each TCP connection
-is watched through a duplicate of its descriptor: ZMQ counts messages, but a message of many parts passes its limits
-(measured: 190 MiB through a receive mark of 4 messages of 0.3 MB, nobody reading), so the kernel's byte counter is
-compared with what was read, and whoever is too far ahead is cut off (Linux; other systems give no such counter).
+Raw sockets with a reader on their descriptor make sending a plain call that never waits. ZMQ's
+limits count messages, and a message of many parts passes them (measured: 190 MiB through a receive
+mark of 4 messages of 0.3 MB, all unread). So each TCP connection is watched through a duplicate of
+its descriptor: the kernel's byte counter is compared with what was read, and a sender too far ahead
+is cut off (Linux; other systems give no such counter).
 """
 
 import asyncio
@@ -30,14 +31,15 @@ from farflock.swarm.zmq.outbox import BULK
 
 MAX_WIRE_BYTES = 1 + MAX_FORWARD_BYTES  # kind byte and the longest body
 SEND_MARKS = (16, 16)  # messages in libzmq for one connection: control, bulk
-# Where libzmq's own queue is full it stops reading, and if the connection ends meanwhile it aborts the process (libzmq
-# issues 3937, 4364, 4767). So the marks are above what a partner may have on its way to us while our loop stands still.
+# With its own queue full libzmq stops reading, and if the connection ends meanwhile it aborts the
+# process (libzmq issues 3937, 4364, 4767). So the marks exceed what a partner may send while our
+# loop is blocked.
 RECEIVE_MARKS = (4096, 64)
-MAX_CONNECTIONS = 128  # of one class; each takes two descriptors
-MAX_STRANGERS = 32  # connections whose first frame has not come
+MAX_CONNECTIONS = 128  # per lane; each takes two descriptors
+MAX_STRANGERS = 32  # connections whose first frame has not arrived
 STRANGER_S = 5.0
 STRANGER_WIRE_BYTES = 2 * MAX_RECORD_BYTES  # first frame, CURVE handshake and framing
-# Of control and bulk, taken by libzmq since the last message that we read: bulk's mark alone allows 16 MiB.
+# Control and bulk, taken by libzmq since our last read; bulk's mark alone allows 16 MiB.
 UNREAD_BYTES = (8 * 1024 * 1024, 24 * 1024 * 1024)
 SILENT_S = 30.0  # every live partner pings every connection every 2 s
 BATCH = 64  # frames read before others get their turn
@@ -56,7 +58,7 @@ ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
 
 def zmq_endpoint(multiaddress: str) -> str:
-    """`/ip4/192.0.2.7/tcp/4001` as `tcp://192.0.2.7:4001`; raise `ValueError` for any other kind of address."""
+    """Convert a multiaddress `/ip4/A/tcp/P` or `/ip6/A/tcp/P`; raise `ValueError` for any other."""
     match = _MULTIADDRESS.fullmatch(multiaddress)
     if match is None or not 0 < int(match[3]) < 65536:
         raise ValueError(f"{multiaddress[:128]!r} is not of the form /ip4/A/tcp/P or /ip6/A/tcp/P")
@@ -66,7 +68,7 @@ def zmq_endpoint(multiaddress: str) -> str:
 
 
 def multiaddress(host: str, port: int) -> str:
-    """The multiaddress of a numeric host; raise `ValueError` for a name."""
+    """Return the multiaddress of a numeric host; raise `ValueError` for a name."""
     address = ipaddress.ip_address(host.strip("[]"))
     return f"/ip{address.version}/{address}/tcp/{port}"
 
@@ -74,10 +76,11 @@ def multiaddress(host: str, port: int) -> str:
 def configure(
     zmq_socket: zmq.Socket[bytes], lane: int, key: X25519PrivateKey, server: bytes | None, suspect_after_s: float
 ) -> None:
-    """Set what must be set before a socket binds (`server` None) or dials the owner of CURVE key `server`.
+    """Set a socket's options before it binds (`server` None) or dials `server`, a CURVE key.
 
-    Heartbeats come from libzmq's own thread, so a held GIL raises no false alarm; silence shows after at most 0.9 of
-    `suspect_after_s`. Bulk connections get four times as much: a full queue in a home router delays them.
+    Heartbeats come from libzmq's own thread, so a held GIL raises no false alarm; silence shows
+    after at most 0.9 of `suspect_after_s`. Bulk gets four times as much: a full queue in a home
+    router delays it.
     """
     period_ms = int(suspect_after_s * 1000) * (4 if lane == BULK else 1)
     zmq_socket.linger = 0
@@ -112,16 +115,16 @@ class Connection:
         self._unread_bytes = self._read_bytes = 0
 
     def read(self, size_bytes: int, now_s: float) -> None:
-        """A whole message of it was read."""
+        """Count a whole message as read."""
         self._read_s = now_s
         self._read_bytes += size_bytes
 
     def excuse(self, now_s: float) -> None:
-        """Its silence may be our own: we did not read."""
+        """Restart the silence timer: we did not read."""
         self._read_s = now_s
 
     def fault(self, now_s: float, lane: int) -> str | None:
-        """Why this connection must be cut off, if it must: called every tick."""
+        """Return why this connection must be cut off, or None; call it every tick."""
         taken = self._count()
         before = 0 if self._read_bytes else self._unread_bytes
         self._unread_bytes = max(0, before + taken - self._taken_bytes - self._read_bytes)
@@ -135,7 +138,7 @@ class Connection:
         return "silent" if now_s - self._read_s > SILENT_S else None
 
     def _count(self) -> int:
-        """Bytes that libzmq has taken from the kernel so far, ciphertext and framing included."""
+        """Return the bytes libzmq took from the kernel so far, with ciphertext and framing."""
         if not sys.platform.startswith("linux"):
             return 0
         info = self._handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
@@ -145,18 +148,18 @@ class Connection:
         return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]) - int(waiting)
 
     def kick(self) -> None:
-        """Cut it off: libzmq sees the end of the stream. ZAP is asked only at the handshake, so this is the one way."""
+        """Shut the connection down; ZAP acts only at the handshake, so there is no other way."""
         self.kicked = True
         with contextlib.suppress(OSError):
             self._handle.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the duplicate back."""
+        """Close the duplicate descriptor."""
         self._handle.close()
 
 
 class Events(Protocol):
-    """What a port tells its owner."""
+    """Events that a socket reports to its owner."""
 
     def on_frame(self, port: "ZmqSocket", route: bytes | None, frame: zmq.Frame) -> None: ...
 
@@ -174,7 +177,7 @@ class Events(Protocol):
 
 
 class ZmqSocket:
-    """A ROUTER that listens (`owner` None) or a DEALER that dials `owner`, for one class of traffic."""
+    """A ROUTER that listens (`owner` None) or a DEALER that dials `owner`, for one lane."""
 
     def __init__(self, context: ZmqContext, lane: int, owner: PeerId | None, events: Events) -> None:
         self.lane = lane
@@ -190,7 +193,7 @@ class ZmqSocket:
             self._loop.add_reader(watched, self.pump)
 
     def write(self, route: bytes | None, payload: bytes) -> bool:
-        """Hand one message to libzmq; False if it has no room or the connection is gone."""
+        """Hand one message to libzmq; return False if it has no room or the connection is gone."""
         try:
             if route is None:
                 self.socket.send(payload, zmq.NOBLOCK)
@@ -202,7 +205,7 @@ class ZmqSocket:
             return False
         finally:
             if not self._pumping:
-                self.wake()  # sending eats the wake-up of what arrived meanwhile
+                self.wake()  # sending consumes the wake-up of messages that arrived
         return True
 
     def wake(self) -> None:
@@ -211,7 +214,7 @@ class ZmqSocket:
             self._again = self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Read what there is, up to a batch, and offer room to write."""
+        """Read up to a batch of messages, and offer room to write."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -231,11 +234,11 @@ class ZmqSocket:
     def _readable(self) -> bool:
         if self.socket.closed:
             return False
-        events = int(self.socket.get(zmq.EVENTS))  # also clears the wake-up, so it comes first
+        events = int(self.socket.get(zmq.EVENTS))  # first: this also clears the wake-up
         return bool(events & zmq.POLLIN) and not self._events.paused(self.lane)
 
     def _read(self) -> None:
-        """One message. Events are taken in first, so that a descriptor is never mistaken for its predecessor."""
+        """Read one message; events come first, so that a reused descriptor is not mistaken."""
         try:
             route = None if self.owner else self.socket.recv(zmq.NOBLOCK)
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -251,21 +254,21 @@ class ZmqSocket:
         self._events.on_frame(self, route, frame)
 
     def _refuse_parts(self, frame: zmq.Frame) -> None:
-        """Throw a message of several parts away, one part at a time, and its sender out."""
+        """Discard a message of several parts, one part at a time, and cut its sender off."""
         descriptor = frame.get(zmq.SRCFD)
         while frame.more:
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         self.kick(descriptor, "several parts")
 
     def kick(self, descriptor: int, reason: str) -> None:
-        """Cut a connection off, if it is still there."""
+        """Cut a connection off if it still exists."""
         connection = self.connections.get(descriptor)
         if connection and not connection.kicked:
             self._events.on_drop(reason)
             connection.kick()
 
     def _watch(self) -> None:
-        """Take in the monitor's events."""
+        """Process the monitor's events."""
         while not self.socket.closed:
             try:
                 head, _endpoint = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -296,7 +299,7 @@ class ZmqSocket:
                 self._events.on_down(self, descriptor, connection.owner)
 
     def tick(self, now_s: float, late: bool) -> None:
-        """Cut off who breaks a limit. After a late tick silence proves nothing: it was our own."""
+        """Cut off connections that break a limit; a late tick excuses silence, which was ours."""
         self.pump()
         for descriptor, connection in list(self.connections.items()):
             if late or self._events.paused(self.lane):
@@ -306,11 +309,12 @@ class ZmqSocket:
                 self.kick(descriptor, fault)
         strangers = [fd for fd, connection in self.connections.items() if connection.owner is None]
         crowd = max(len(strangers) - MAX_STRANGERS, len(self.connections) - MAX_CONNECTIONS)
-        for descriptor in strangers[: max(0, crowd)]:  # the oldest: an honest first frame takes two round trips
+        # The oldest go first: an honest first frame takes two round trips.
+        for descriptor in strangers[: max(0, crowd)]:
             self.kick(descriptor, "stranger: too many")
 
     def close(self) -> None:
-        """Leave the loop, close sockets and duplicates."""
+        """Leave the loop; close sockets and duplicates."""
         if self._again is not None:
             self._again.cancel()
         for watched in (self.socket, self._monitor):

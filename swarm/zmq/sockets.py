@@ -12,11 +12,11 @@ from farflock.swarm.zmq.partner import Dial, PartnerTable
 from farflock.swarm.zmq.socket import Events, ZmqContext, ZmqSocket, configure, multiaddress
 from farflock.swarm.zmq.zap import ZapHandler
 
-MAX_SOCKETS = 8192  # of one ZMQ context: more than the limits on dials and connections allow
+MAX_SOCKETS = 8192  # per ZMQ context: more than the limits on dials and connections allow
 
 
 class Sockets:
-    """Makes the sockets and closes them; reports what happens on them to `events`."""
+    """Makes and closes the sockets, which report to `events`."""
 
     def __init__(self, table: PartnerTable, key: X25519PrivateKey, events: Events, suspect_after_s: float) -> None:
         self.routers: list[ZmqSocket] = []
@@ -27,7 +27,7 @@ class Sockets:
         self._zap = ZapHandler(self._context, table.gate)
 
     def listen(self, address: str, advertise: Sequence[str]) -> tuple[str, ...]:
-        """Bind both ROUTERs; return the addresses to publish, in twos: control, bulk.
+        """Bind both ROUTERs; return the addresses to publish, in pairs: control, bulk.
 
         Raise `OSError` if a port is taken, `ValueError` if the addresses could not be dialled.
         """
@@ -38,7 +38,7 @@ class Sockets:
         return tuple(multiaddress(name, port) for name in advertise or (host,) for port in bound)
 
     def _bind(self, lane: int, endpoint: str) -> int:
-        """Make one ROUTER; return the TCP port that it got."""
+        """Make one ROUTER; return its TCP port."""
         router = ZmqSocket(self._context, lane, None, self._events)
         self.routers.append(router)  # before it binds, so that `close` finds it if that fails
         configure(router.socket, lane, self._key, None, self._suspect_after_s)
@@ -54,14 +54,14 @@ class Sockets:
         return Dial(self._context, self._events, self._key, record, self._suspect_after_s, now_s)
 
     def ports(self) -> Iterator[ZmqSocket]:
-        """Every socket that is open now."""
+        """Yield every open socket."""
         yield from self.routers
         for partner in self._table.partners.values():
             if partner.dial:
                 yield from partner.dial.ports
 
     def wake(self, lane: int) -> None:
-        """Read the sockets of this class again, in the loop's next turn."""
+        """Read the sockets of this lane again, in the loop's next turn."""
         for port in self.ports():
             if port.lane == lane:
                 port.wake()

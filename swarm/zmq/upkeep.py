@@ -1,4 +1,4 @@
-"""What is done for partners from time to time: dial, ping, look for a detour, give up."""
+"""Periodic work for partners: dial, ping, find a relay, give up."""
 
 import asyncio
 
@@ -13,12 +13,12 @@ from farflock.swarm.zmq.sockets import Sockets
 MAX_DIALS = 96  # a cell has 64 members; each dial takes about ten descriptors
 TICK_S = 0.05
 UPKEEP_S = 0.25
-LATE_S = 1.0  # a tick that comes so late was held up by us: nobody's silence counts
+LATE_S = 1.0  # a tick this late was blocked by us: no partner's silence counts
 PING_EVERY_S = 2.0
 
 
 class Upkeep:
-    """Keeps up the connections to partners; ticks on the running loop until it is cancelled."""
+    """Keeps up the connections to partners; ticks on the running loop until cancelled."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Upkeep:
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def cancel(self) -> None:
-        """Tick no more."""
+        """Stop ticking."""
         self._timer.cancel()
 
     def _tick(self) -> None:
@@ -59,7 +59,7 @@ class Upkeep:
         self._handshakes.forget_closed(now_s)
 
     def tend(self, partner: Partner, now_s: float) -> None:
-        """Dial, ping, detour, give up: whatever is due for one partner."""
+        """Do whatever is due for one partner: dial, ping, forward, give up."""
         wanted = partner.wanted(now_s)
         self._tend_dial(partner, wanted, now_s)
         connected = partner.best(CONTROL) is not None
@@ -91,7 +91,7 @@ class Upkeep:
         partner.dial = self._sockets.dial(partner.record, now_s)
 
     def _ping(self, partner: Partner, now_s: float) -> None:
-        """Both ends ping all connections: to measure the round trip, and to show that they read."""
+        """Ping all connections: it measures the round trip and shows that both ends read."""
         if now_s < partner.next_ping_s:
             return
         partner.next_ping_s, partner.ping_s = now_s + PING_EVERY_S, now_s
@@ -101,6 +101,6 @@ class Upkeep:
                 route.write(PING + partner.pings.to_bytes(TOKEN_BYTES, "big"))
 
     def drop(self, partner: Partner, now_s: float) -> None:
-        """Have done with a partner: cut its connections, drop its frames."""
+        """Cut a partner's connections and drop its frames."""
         self._table.drop(partner, now_s)
         self._sender.forget(partner)

@@ -1,8 +1,8 @@
-"""Who may connect: ZMQ asks here (ZAP, RFC 27) for every CURVE handshake, and a first frame is checked here.
+"""Admission of connections: ZAP (RFC 27) for every CURVE handshake, then the first frame.
 
-The handshake proves that the other end holds a CURVE key, but not whose it is, and a stranger's record may not have
-come yet. So every key that is not banned is let in, and its first frame must be the signed record that names the key:
-the record alone would be a claim, the handshake alone a nameless key, both together bind the connection to an identity.
+The handshake proves that the other end holds a CURVE key, not whose it is, and a stranger's record
+may not have arrived yet. So every key that is not banned is admitted, and its first frame must be
+the signed record that names the key: only both together bind the connection to an identity.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ class Gate:
         self._run = run
         self._me = me
         self.refused = set(refuse)
-        self._banned: dict[bytes, None] = {}  # insertion-ordered set; the oldest leaves when it is full
+        self._banned: dict[bytes, None] = {}  # ordered set: the oldest leaves first
 
     def admits(self, key: bytes) -> bool:
-        """Whether a connection with this CURVE key may go on to its first frame."""
+        """Return whether a connection with this CURVE key may go on to its first frame."""
         return len(key) == 32 and key not in self._banned
 
     def prove(self, key: bytes, blob: bytes) -> Record:
-        """The record in a connection's first frame; raise `BadRecord` if it does not bind `key` to its signer."""
+        """Return the record in a first frame; `BadRecord` unless it binds `key` to its signer."""
         record = unseal(blob, self._run)
         if record.curve != key:
             raise BadRecord(f"the record of {record.peer} names another CURVE key than the connection uses")
@@ -50,7 +50,7 @@ class Gate:
 
 
 class ZapHandler:
-    """Answers libzmq's ZAP requests of one context on the running loop; the User-Id it sets is the CURVE key in hex."""
+    """Answers one context's ZAP requests; the User-Id that it sets is the CURVE key in hex."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], gate: Gate) -> None:
         self._gate = gate
@@ -69,7 +69,7 @@ class ZapHandler:
             self._socket.send_multipart(self._reply(request))
 
     def _reply(self, request: list[bytes]) -> list[bytes]:
-        """200 or 400; after a 400 libzmq ends the dialler's session for good, so the dialler redials by itself."""
+        """Return 200 or 400. After a 400 libzmq never retries, so the dialler must redial."""
         curve = len(request) == _REQUEST_PARTS and request[5] == b"CURVE"
         key = request[6] if curve else b""
         if curve and self._gate.admits(key):
