@@ -84,8 +84,7 @@ def unfolded(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Return a method's or preset's options and plain defaults (`dataclasses.MISSING` if without).
-    """
+    """Return a method's or preset's options and plain defaults (`dataclasses.MISSING` if none)."""
     base, preset = unfolded(name)
     fields = {field.name: field.default for field in dataclasses.fields(METHODS[base])}
     return {option: value for option, value in fields.items() if not option.startswith("_")} | preset

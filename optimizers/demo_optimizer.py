@@ -32,8 +32,7 @@ STREAM = "dct"
 
 @dataclass(slots=True)
 class DeMo(Decoupled):
-    """Chunks of at most `chunk` × `chunk`. A sparse `codec` must have granules of `chunk`² values.
-    """
+    """Chunks of at most `chunk` × `chunk`. A sparse `codec` needs granules of `chunk`² values."""
 
     chunk: int = 64
     codec: str = "topk:32/4096"

@@ -121,8 +121,8 @@ class Lean(PeriodicMethod):
             self._correct(replica, mean, result)
 
     def _correct(self, replica: Replica, mean: Tensors, result: Result) -> None:
-        """Remove from exp_avg the noise that the exchange removed from theta, where work was taken.
-        """
+        """Remove from exp_avg, where work was taken, the noise that the exchange removed from
+        theta."""
         assert result.sent is not None
         names = [name for name in result.taken if float(self._rates.get(name, 0.0)) > SLOWEST]
         first, second = (replica.read(names, what) for what in ("exp_avg", "exp_avg_sq"))

@@ -210,8 +210,8 @@ class Method(Protocol):
         ...
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over a snapshot: `adopt` resets the replica to it, `carry` keeps local work on top.
-        """
+        """Take over a snapshot: `adopt` resets the replica to it, `carry` adds local work on
+        top."""
         ...
 
     def personal(self, replica: Replica) -> State:
@@ -231,6 +231,5 @@ class Method(Protocol):
         ...
 
     def eval_params(self, replica: Replica) -> Tensors:
-        """Return the parameters to evaluate and export: the outer ones, if any, else the replica's.
-        """
+        """Return the parameters to evaluate and export: outer ones, if any, else the replica's."""
         ...

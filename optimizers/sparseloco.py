@@ -2,7 +2,8 @@
 (arXiv:2508.15706, algorithm 1; Covenant-72B, arXiv:2603.08163). The residual of what was not sent
 replaces outer momentum.
 
-    a = beta·e + (phi - theta); sent = a as others decode it; e = a - sent; phi <- phi - lr·mean(sent)
+    a = beta·e + (phi - theta);   sent = what others decode of a
+    e = a - sent;   phi <- phi - lr·mean(sent)
 
 Deviations: `e` is settled when the result is known, against `sent` with its quantiser's error. A
 peer whose work was not taken keeps it in its replica, which moves along with phi: theta <- phi_new
@@ -76,8 +77,7 @@ class SparseLoCo(PeriodicMethod):
         return []
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """Move the replica to the new phi, with work on top that was not taken or was done since.
-        """
+        """Move the replica to the new phi, keeping work that was not taken or was done since."""
         mean = mean_of(exchange, result) if self.denominator == "participants" else _mean_of_selectors(result)
         theta = replica.read(replica.names, "param")
         replica.write({name: self._follow(name, theta[name], mean[name], result) for name in theta}, "param")
