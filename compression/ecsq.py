@@ -107,7 +107,7 @@ class Ecsq:
         if step and not _MIN_STEP_BITS <= step <= BF16_MAX_BITS:
             raise CorruptPayload(f"a step of {self.name} is neither 0 nor within its limits")
         places, codes = _read_codes(payload, many, few, count)
-        values = codes * float(from_bf16(np.array([step], dtype=np.uint16))[0])  # exact, also in float32
+        values = codes * float(from_bf16(np.array([step], dtype=np.uint16))[0])  # exact in float32
         if len(values) and float(np.abs(values).max()) > FLOAT_MAX:
             raise CorruptPayload(f"a code of {self.name} times its step is infinite")
         out.zero_()
@@ -116,9 +116,9 @@ class Ecsq:
     def _step(self, size: NDArray[np.float32]) -> int:
         """Return the smallest step, as bf16 bits, at which the lists surely fit; else the
         largest."""
-        counts = np.bincount(size.view(np.uint32) >> 16)  # by the leading 16 bits, i.e. truncated bf16
+        counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
-        above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # a bin's upper bound
+        above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds
         counts, most = counts[bins], len(size) * self.rate // 100
         high = int(bf16_bits(size.max(keepdims=True))[0])
         low = max(high - _MAX_CODE_BITS, _MIN_STEP_BITS)

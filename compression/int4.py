@@ -33,7 +33,8 @@ class Int4(BlockCodec):
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and packed codes."""
         scales, codes = quantise(x, self.block, 7)
-        pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]  # 0x0B0A for codes A, B
+        # 0x0B0A for codes A, B
+        pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]
         return scales, ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8)
 
     def codes(self, payload: Buffer, start: int, count: int) -> Tensor:

@@ -142,5 +142,6 @@ def _unpack(packed: Tensor, count: int, bits: int) -> Tensor:
         raise CorruptPayload("a bit after the last position is set")
     start = torch.arange(count) * bits
     at, shift = start >> 3, start & 7
-    wide = torch.cat((packed, packed.new_zeros(2))).to(torch.int32)  # a number of 16 bits lies in at most 3 bytes
+    # a number of 16 bits lies in at most 3 bytes
+    wide = torch.cat((packed, packed.new_zeros(2))).to(torch.int32)
     return ((wide[at] | (wide[at + 1] << 8) | (wide[at + 2] << 16)) >> shift) & ((1 << bits) - 1)

@@ -81,7 +81,8 @@ def _decompress(payload: Buffer, limit_bytes: int) -> bytes:
     """Return a one-frame payload's content; its claims are checked before allocating memory."""
     if not payload and not limit_bytes:
         return b""
-    window_bytes_max = max(2 * limit_bytes, _MIN_WINDOW_BYTES)  # zstd rounds the content's size up to a power of two
+    # zstd rounds the content's size up to a power of two
+    window_bytes_max = max(2 * limit_bytes, _MIN_WINDOW_BYTES)
     try:
         frame = zstandard.get_frame_parameters(payload)
         if frame.content_size > limit_bytes or frame.window_size > window_bytes_max:
