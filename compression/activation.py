@@ -42,8 +42,7 @@ EXACT_LENGTH = ("fp32", "fp16", "bf16", "int8", "int4", "fp4", "sign", "topk", "
 
 
 class Incompatible(Exception):
-    """Raised if two peers' codecs, or a payload and its receiver, do not fit; names the codec and
-    the remedy."""
+    """Raised if two peers' codecs, or a payload and its receiver, do not fit; names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,14 +134,12 @@ class ActivationCodec(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the format or of the shared state; peers with different versions are
-        incompatible."""
+        """Version of the format or shared state; peers of different versions are incompatible."""
         ...
 
     @property
     def digest(self) -> bytes:
-        """Digest of the shared state, empty if there is none; both ends must have the same to
-        decode."""
+        """Digest of the shared state, equal at both ends; empty if nothing is shared."""
         ...
 
     def offers(self, epoch: int) -> "tuple[CodecOffer, ...]":
@@ -381,8 +378,7 @@ class Exact(_Memoryless):
 
 
 def require_exact_length(codec: Codec) -> Codec:
-    """Return `codec`; raise `ValueError` unless the number of values determines its payloads'
-    length."""
+    """Return `codec`; raise `ValueError` unless the number of values determines payload length."""
     if "+" in codec.name or codec.name.partition(":")[0] not in EXACT_LENGTH:
         raise ValueError(
             f"codec {codec.name!r} writes payloads whose length varies, which activations do not use; choose one of"
@@ -392,7 +388,7 @@ def require_exact_length(codec: Codec) -> Codec:
 
 
 def require_direction(ctx: ActivationContext, direction: Direction) -> None:
-    """Raise `ValueError` if the context has the other direction: the two ends would then
+    """Raise `ValueError` if the context has the other direction, so that the ends would
     disagree."""
     if ctx.direction != direction:
         raise ValueError(f"a context of direction {ctx.direction!r} was given where {direction!r} goes")
@@ -407,8 +403,7 @@ def require_fitting(x: Tensor, ctx: ActivationContext) -> None:
 
 
 def require_token_ids(tokens: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` unless `tokens` are integers of this shape; bf16 is exact only up to
-    256."""
+    """Raise `ValueError` unless `tokens` are integers of this shape; bf16 holds ids to 256 only."""
     if tokens.dtype not in ID_TYPES or tuple(tokens.shape) != shape:
         raise ValueError(f"token ids must be integers of shape {shape}, got {tokens.dtype} {tuple(tokens.shape)}")
 
@@ -430,8 +425,7 @@ def decoded(codec: Codec, payload: Buffer, ctx: ActivationContext, direction: Di
 
 
 def restored(values: Tensor, ctx: ActivationContext) -> Tensor:
-    """Return flat float32 values in the context's shape and dtype, clamped so that none rounds to
-    infinity."""
+    """Return flat float32 values in the context's shape and dtype, clamped to stay finite."""
     if ctx.dtype in (torch.float16, torch.bfloat16):
         limit = torch.finfo(ctx.dtype).max
         values = values.clamp(-limit, limit)

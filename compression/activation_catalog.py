@@ -102,8 +102,7 @@ def _is_known(name: str) -> bool:
 
 
 def flat_codec(name: str) -> Codec:
-    """Return a codec of `catalog` with payloads of exact length, or Hadamard tiles: `hadamard4`,
-    `hadamard8:32`."""
+    """Return a `catalog` codec of exact length, or Hadamard tiles: `hadamard4`, `hadamard8:32`."""
     if match := re.fullmatch("hadamard([48])(?::([1-9][0-9]{0,3}))?", name):
         return Hadamard(4 if match[1] == "4" else 8, int(match[2] or 64))
     return require_exact_length(catalog.codec(name))
@@ -111,8 +110,7 @@ def flat_codec(name: str) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class SubspaceTerms:
-    """A subspace codec's name, parsed: the rank, and the coordinates' codecs (None: as they
-    are)."""
+    """A parsed subspace codec's name: the rank, and the coordinates' codecs (None: as they are)."""
 
     rank: int
     forward: Codec | None
@@ -124,7 +122,7 @@ class SubspaceTerms:
 
 
 def subspace_terms(spec: str) -> SubspaceTerms | None:
-    """Return a subspace codec's terms; None for another codec. `ValueError` for a malformed
+    """Return a subspace codec's terms, None for another codec; `ValueError` for a malformed
     name."""
     forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
     if re.split("[:+]", forward)[0] != "subspace":
@@ -137,8 +135,8 @@ def subspace_terms(spec: str) -> SubspaceTerms | None:
 
 
 def most_bytes(spec: str, ctx: ActivationContext) -> int:
-    """Return the most bytes of a payload for a codec's name or its `alternatives`. `ValueError` if
-    none is known."""
+    """Return the most bytes of a payload for a name or its `alternatives`; `ValueError` if
+    unknown."""
     terms = subspace_terms(spec)
     if terms is not None:
         return terms.max_bytes(ctx)

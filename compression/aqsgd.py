@@ -57,8 +57,8 @@ _WHOLE = Half("fp16")
 
 
 class ResyncNeeded(Exception):
-    """Raised if the receiver lacks the base of these samples' differences: `forget` them at the
-    sender and encode again."""
+    """Raised if the receiver does not hold the base of these samples' differences: the sender must
+    `forget` them and encode again."""
 
     def __init__(self, samples: tuple[int, ...]) -> None:
         super().__init__(f"the differences of samples {samples[:8]} are to values not held here; send them whole")
@@ -67,8 +67,7 @@ class ResyncNeeded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The value that both ends last used for a sample, float16 (L, D), its tag, and the time of
-    use."""
+    """The value, float16 (L, D), that both ends last used for a sample, its tag, and the time."""
 
     values: Tensor
     tag: bytes
@@ -77,8 +76,7 @@ class CacheEntry:
 
 @dataclass(slots=True)
 class Cache:
-    """Samples in the order of last use, bounded in number and in bytes of values; the least recent
-    leave first."""
+    """Samples by last use, bounded in number and bytes of values; the least recent leave first."""
 
     max_samples: int
     max_bytes: int
@@ -185,8 +183,8 @@ class AqSgd(FlatGradient):
         return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Return, forward, the larger of all samples whole and all as differences; backward
-        exactly."""
+        """Return, forward, the larger of all samples whole and all as differences; backward the
+        exact length."""
         if ctx.direction == "backward":
             return self.gradient.max_bytes(ctx.count)
         each = ctx.shape[1] * ctx.shape[2]
@@ -281,8 +279,7 @@ class AqSgd(FlatGradient):
         return parts
 
     def _read(self, part: SampleDelta, ctx: ActivationContext, row: Tensor) -> None:
-        """Fill `row` (L, D) with the whole sample or its difference, if sent; refuse what no sender
-        writes."""
+        """Fill `row` (L, D) with the sample or its difference, if sent; refuse what is invalid."""
         if part.kind == HELD:
             if part.before != part.after:
                 raise CorruptPayload(f"a sample of {self.name} that is held as it is has two tags")
@@ -316,16 +313,14 @@ def written(parts: Sequence[SampleDelta]) -> bytes:
 
 
 def whole(values: Tensor, tag: bytes, kept: bool) -> SampleDelta:
-    """Return a sample's value, float16 (L, D), for a receiver without a base; `kept` asks it to
-    hold it."""
+    """Return a part with a sample's value, float16 (L, D); `kept` asks the receiver to hold it."""
     payload = bytearray()
     append(payload, values.reshape(-1))
     return SampleDelta(KEPT if kept else FULL, NO_TAG, tag, payload)
 
 
 def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor | None:
-    """Return m after a part whose content is in `row` (L, D); None if it does not follow from
-    `before`."""
+    """Return m after a part with content in `row` (L, D); None if it does not follow `before`."""
     if part.kind in (FULL, KEPT):
         return row.to(torch.float16)
     if before is None or before.values.shape != row.shape:
@@ -337,8 +332,7 @@ def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor 
 
 
 def _advanced(values: Tensor, change: Tensor) -> Tensor:
-    """Return m plus the decoded difference, as float16: separate operations, equal on every
-    machine."""
+    """Return m plus the decoded difference as float16, by operations equal on every machine."""
     moved = values.float() + change.view(values.shape)
     return moved.clamp_(-_LIMIT, _LIMIT).to(torch.float16)
 

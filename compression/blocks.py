@@ -97,8 +97,7 @@ def padded(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec(ExactCodec):
-    """A codec of blocks with a scale each; payloads are all scales (float32), then the packed
-    codes."""
+    """A codec of blocks with a scale each; a payload is all scales (float32), then packed codes."""
 
     block: int
 

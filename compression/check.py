@@ -51,8 +51,7 @@ class CodecLawBroken(AssertionError):
 
 @runtime_checkable
 class BoundedCodec(Protocol):
-    """A codec that states its bound in code: the largest error of each value of flat x, in
-    float64."""
+    """A codec with its bound in code: the largest error of each value of flat x, in float64."""
 
     def bound(self, x: Tensor) -> Tensor:
         """Return as many values as x has, none of them negative."""
@@ -68,8 +67,7 @@ def _require(kept: bool, law: int, counterexample: str) -> None:
 
 
 def _mixed_bits(count: int, seed: int) -> Bits:
-    """Return 32 well-mixed bits a value, by integers alone (MurmurHash3's finaliser on a
-    counter)."""
+    """Return 32 well-mixed bits a value, from integers (MurmurHash3's finaliser on a counter)."""
     with np.errstate(over="ignore"):
         h = np.arange(count, dtype=np.uint32) + np.uint32(seed % 2**32 * 0x9E3779B1 % 2**32)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -203,8 +201,7 @@ def _examples(codec: Codec) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def check_length(codec: Codec) -> None:
-    """Check that `encode` appends as many bytes as it returns, within `max_bytes`, changing no
-    others."""
+    """Check that `encode` only appends, returns the number of bytes, and respects `max_bytes`."""
     for kind, count, x in _examples(codec):
         out = bytearray(BEFORE)
         said, case = codec.encode(x, CONTEXT, out), f"{count} values ({kind})"
@@ -252,8 +249,7 @@ def check_zeros(codec: Codec) -> None:
 
 
 def check_bytes(codec: Codec, payload: Buffer, count: int) -> None:
-    """Check that any bytes decode to `count` finite values or are refused without a trace in
-    `out`."""
+    """Check that any bytes give `count` finite values or are refused, leaving no trace in `out`."""
     out = torch.full((count,), UNTOUCHED)
     case = f"{count} values from the {len(payload)} bytes {bytes(payload[:20]).hex()}"
     if _is_refused(codec, payload, out, case):
@@ -292,8 +288,7 @@ def check_cut_and_extended(codec: Codec) -> None:
 
 
 def check_memory(codec: Codec, multiple: int = 4) -> None:
-    """Check that `decode` takes tensors of at most `multiple` times `out`, and half that in
-    Python."""
+    """Check that `decode` takes tensors up to `multiple` times `out`, and half that in Python."""
     payload, out = encoded(codec, example("usual", LARGE)), torch.empty(LARGE)
     tensors, python = _memory_taken(lambda: codec.decode(payload, CONTEXT, out))
     for taken, limit, what in ((tensors, multiple, "in tensors"), (python, multiple // 2, "in Python")):
@@ -316,8 +311,8 @@ class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and torch would import its compiler for seconds only to
-        exclude it."""
+        """False: nothing is compiled, and torch would import its compiler, for seconds, to skip
+        it."""
         return False
 
     def __init__(self) -> None:
@@ -358,8 +353,7 @@ def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
 
 
 def check_pure(make: Callable[[], Codec]) -> None:
-    """Check that inputs are unchanged, and that equal codecs and any kind of buffer give equal
-    results."""
+    """Check that inputs do not change, and that equal codecs and all kinds of buffers agree."""
     codec = make()
     count = 2 * codec.granule(SHAPE) + 3
     x = example("usual", count)
@@ -379,8 +373,8 @@ def check_pure(make: Callable[[], Codec]) -> None:
 
 
 def check_cut_at_granules(codec: Codec) -> None:
-    """Check that three shards, the last short, decode as the whole, cut at two multiples of the
-    granule."""
+    """Check that three shards, the last one short, decode as the whole does, cut at the granule and
+    at a larger multiple of a small one."""
     granule = codec.granule(SHAPE)
     for cut in sorted({granule, granule * max(1, 64 // granule)}):
         x = example("usual", 3 * cut + cut // 2)

@@ -62,8 +62,7 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """True if decoding loses mass systematically (sparse, sign), so that a mean needs
-        feedback."""
+        """True if decoding loses mass systematically (sparse, sign): a mean then needs feedback."""
         ...
 
     def granule(self, shape: tuple[int, ...]) -> int:
@@ -75,8 +74,8 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append the payload of the flat float32 tensor `x` to `out`; return its number of
-        bytes."""
+        """Append the payload of the flat float32 tensor `x` to `out`; return the number of bytes
+        appended."""
         ...
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:

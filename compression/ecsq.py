@@ -114,8 +114,7 @@ class Ecsq:
         out.numpy()[places] = values
 
     def _step(self, size: NDArray[np.float32]) -> int:
-        """Return the smallest step, as bf16 bits, at which the lists surely fit; else the
-        largest."""
+        """Return, as bf16 bits, the smallest step at which the lists surely fit, or the largest."""
         counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
         above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds
@@ -137,8 +136,7 @@ _MAX_CODE_BITS = (MAX_CODE // 2).bit_length() - 1 << 7  # octaves below the larg
 
 
 def _codes(size: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-    """Return magnitudes in whole steps, as float32. Monotone: smaller values have no larger
-    code."""
+    """Return magnitudes in whole steps, as float32. Monotone: smaller values, no larger codes."""
     codes: NDArray[np.float32] = np.floor(size / from_bf16(np.array([step], dtype=np.uint16)) + _ROUND_UP)
     return codes
 
@@ -175,8 +173,7 @@ def _read_codes(payload: Buffer, many: int, few: int, count: int) -> tuple[rice.
 
 
 def _read_places(payload: Buffer, start: int, count: int, end: int) -> tuple[rice.Numbers, int]:
-    """Return `count` rising places below `end` from the gaps at byte `start`, and where they
-    end."""
+    """Return `count` rising places below `end` from the gaps at byte `start`, and their end."""
     gaps, after = rice.read(payload, start, count)
     places = np.cumsum(gaps + 1) - 1
     if count and int(places[-1]) >= end:

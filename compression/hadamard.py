@@ -94,8 +94,8 @@ class Hadamard:
 
 
 def signs(seed: int, tile: int) -> Tensor:
-    """Return 1 or -1 for each place in a tile (G), -1 for a set bit of SHAKE-128 of `hadamard
-    SEED`, lowest bits first."""
+    """Return 1 or -1 for each place in a tile (G): the bits of SHAKE-128 of `hadamard SEED`, lowest
+    first; a set bit is -1."""
     drawn = hashlib.shake_128(f"hadamard {seed}".encode()).digest(blocks_of(tile, 8))
     bits = np.unpackbits(np.frombuffer(drawn, dtype=np.uint8), count=tile, bitorder="little")
     return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float32))

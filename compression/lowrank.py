@@ -100,8 +100,7 @@ class LowRank:
 
 
 def leading(values_MN: Tensor, rank: int) -> Tensor:
-    """Return orthonormal (M, K), nearly the directions of largest columns; K = rank <= min(M,
-    N)."""
+    """Return nearly the largest columns' directions, orthonormal (M, K); K = rank <= min(M, N)."""
     columns, scale = values_MN.shape[1], float(values_MN.abs().amax())
     scaled_MN = values_MN / scale if scale > 0 else values_MN
     right_NK = torch.randn(columns, rank, generator=torch.Generator().manual_seed(rank))

@@ -27,28 +27,25 @@ class Kernel:
     instructions: str
 
     def encode(self, codec: str, x: Tensor, out: bytearray, block: int = 0, chunk: int = 0) -> bool:
-        """Append the payload of `x` to `out`; False, and no change, unless flat, float32 and
-        finite."""
+        """Append the payload of `x` to `out`; False, unchanged, unless flat, float32 and finite."""
         return _usual(x) and self.module.encode(self.instructions, codec, x.data_ptr(), x.numel(), block, chunk, out)
 
     def decode(
         self, codec: str, payload: bytes | bytearray | memoryview, out: Tensor, block: int = 0, chunk: int = 0
     ) -> bool:
-        """Overwrite flat float32 `out`; False, and no change, if no correct encoder wrote the
+        """Overwrite flat float32 `out`; False, unchanged, if no correct encoder wrote the
         payload."""
         return _usual(out) and self.module.decode(
             self.instructions, codec, payload, out.data_ptr(), out.numel(), block, chunk
         )
 
     def peak(self, x: Tensor) -> float | None:
-        """Return the largest magnitude, NaN if there is one, 0 if empty; None unless flat
-        float32."""
+        """Return the largest magnitude (NaN if any is, 0 if empty); None unless flat float32."""
         return self.module.peak(self.instructions, x.data_ptr(), x.numel()) if _usual(x) else None
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Return this processor's kernels, by instruction set, the fastest last; empty if none is
-    built."""
+    """Return this processor's kernels, one per instruction set, the fastest last; may be empty."""
     try:
         module = importlib.import_module("farflock.compression._kernel")
     except ImportError:
@@ -68,8 +65,7 @@ def active() -> Kernel | None:
 
 @contextmanager
 def using(kernel: Kernel | None) -> Iterator[None]:
-    """Make codecs use this kernel (None: torch) in this thread or task, for tests and
-    comparisons."""
+    """Make codecs use this kernel (None: torch) in this thread or task, for tests."""
     token = _ACTIVE.set(kernel)
     try:
         yield

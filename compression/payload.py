@@ -78,8 +78,8 @@ def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 class ExactCodec(Codec):
-    """A codec whose payloads have exactly `max_bytes` bytes; uses a kernel that has a loop for
-    it."""
+    """A codec whose payloads have exactly `max_bytes` bytes; uses a kernel's loop if there is
+    one."""
 
     __slots__ = ()
     kernel: ClassVar[bool] = False

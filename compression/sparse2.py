@@ -87,8 +87,8 @@ class TopK2(ChunkedTopK):
 
 
 def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16], rice.Numbers]:
-    """Return two levels per k values (fewer at the end), and codes: 1 if negative, plus 2 if
-    upper."""
+    """Return two levels for every k values (fewer at the end), and each value's code: 1 if
+    negative, plus 2 if upper."""
     sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
     parts = [_two_means(part) for part in (sizes[:whole].reshape(-1, k), sizes[None, whole:]) if part.size]
     if not parts:

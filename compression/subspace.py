@@ -102,8 +102,8 @@ class Basis:
 
     @classmethod
     def drawn(cls, width: int, rank: int, seed: int, version: int = 1) -> "Basis":
-        """Return a random basis without tables. One peer draws it and sends its bytes, as QR rounds
-        by machine."""
+        """Return a random basis without tables. One peer draws it and sends its bytes to the
+        others, because QR rounds differently from machine to machine."""
         chance = torch.Generator().manual_seed(seed)
         normal_DK = torch.randn(width, rank, dtype=torch.float64, generator=chance)
         empty = torch.empty(0, width)
@@ -227,8 +227,7 @@ def project(
 
 
 def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tensor:
-    """Return such a tensor projected, some rows at a time: float64 products take many times its
-    memory."""
+    """Return such a tensor projected, in parts: float64 products take many times its memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
     around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
     parts = zip(torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True)
@@ -247,8 +246,7 @@ def _inside_rows(rows_ND: Tensor, around_ND: Tensor, basis: Basis) -> Tensor:
 def outside(
     tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
 ) -> float:
-    """Return the largest ‖W(I − P)‖ / ‖W‖ (Frobenius) of the named tensors: 0 if `project` has
-    nothing to do."""
+    """Return the largest ‖W(I − P)‖ / ‖W‖ (Frobenius) of these tensors, about 0 once projected."""
     worst = 0.0
     for name, dim in names.items():
         wide, columns_DK = _residual_last(tensors, name, dim, basis).double(), basis.exact_DK
@@ -439,8 +437,7 @@ def payload_bytes(rank: int, codec: Codec | None, ctx: ActivationContext) -> int
 
 
 def stamp_of(payload: Buffer) -> tuple[int, bytes] | None:
-    """Return a payload's basis version and the first bytes of its digest; None if it is too
-    short."""
+    """Return a payload's basis version and its digest's first bytes; None if it is too short."""
     if len(payload) < STAMP.size:
         return None
     version, digest = STAMP.unpack_from(payload)
@@ -457,8 +454,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rows(x: Tensor, ctx: ActivationContext, direction: Direction) -> Tensor:
-    """Return the values to send, (N, D), as products take them; `UnencodableTensor` if
-    unsuitable."""
+    """Return the finite values to send, (N, D), in the precision of products."""
     narrow = require_finite(flattened(x, ctx, direction))
     wide = x.detach().cpu().reshape(-1) if ctx.dtype == torch.float64 else narrow
     return wide.view(-1, ctx.shape[2])
@@ -481,7 +477,7 @@ def id_bytes(vocabulary: int) -> int:
 
 def pack_tokens(tokens: Tensor, vocabulary: int) -> bytes:
     """Return integer ids row by row, `id_bytes(vocabulary)` bytes each: the envelope's side
-    channel, never floats."""
+    channel, never a float."""
     width = id_bytes(vocabulary)
     if tokens.is_floating_point():
         raise UnencodableTensor(f"token ids are integers, got {tokens.dtype}, which holds few of them exactly")

@@ -49,8 +49,7 @@ class SubspaceVersions:
         return MappingProxyType({version: codec.basis for version, codec in self._held.items()})
 
     def hold(self, basis: Basis) -> None:
-        """Read this version too, unless it is held already. `ValueError` for a basis of another
-        size."""
+        """Read this version too, if not held already; `ValueError` for a basis of another size."""
         mine = self.first.basis
         if (basis.rank, basis.width, basis.fixed_VD.shape) != (mine.rank, mine.width, mine.fixed_VD.shape):
             raise ValueError(f"version {basis.version} of a basis has another size than version {mine.version}")

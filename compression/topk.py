@@ -22,7 +22,7 @@ from farflock.compression.payload import ExactCodec, append, values_at, within
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTopK:
-    """The largest `k` of each `chunk` of values. Biased: the rest is lost, so a mean needs
+    """The largest `k` of each `chunk` values. Biased: the rest is lost, so a mean needs
     feedback."""
 
     k: int = 64
@@ -47,8 +47,7 @@ class ChunkedTopK:
         return self.chunk
 
     def places(self, x: Tensor, rest: int) -> Tensor:
-        """Return the rising flat positions of kept values, `rest` of them in a last, shorter
-        chunk."""
+        """Return rising flat positions of kept values, `rest` of them in a last, shorter chunk."""
         whole = within(x).numel() // self.chunk * self.chunk
         last = places_of_largest(x[whole:], rest, x.numel() - whole) + whole
         return torch.cat((places_of_largest(x[:whole], self.k, self.chunk), last))

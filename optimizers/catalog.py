@@ -63,7 +63,7 @@ _SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's m
 
 
 def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come from a manifest; the constructor checks them
-    """Return the method or preset; raise `ValueError` with the nearest valid name or option if
+    """Return the method or preset; raise `ValueError` with the nearest name or option if
     unknown."""
     if name not in NAMES:
         raise ValueError(f"method {name[:_SHOWN]!r} is not known; {_nearest(name, set(NAMES))}")
@@ -77,8 +77,7 @@ def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come 
 
 
 def unfolded(name: str) -> tuple[str, dict[str, Any]]:
-    """Return a preset's method and a copy of its options; any other name is itself, with no
-    options."""
+    """Return a preset's method and a copy of its options; any other name is itself, with none."""
     base, preset = PRESETS.get(name, (name, {}))
     return base, dict(preset)
 

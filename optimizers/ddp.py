@@ -99,7 +99,7 @@ class DDP(ReplicaMethod):
         self._weights = weight + sent_weight, sent_weight
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Take over all state; carry or drop the gradients that no mean contains, the pending one
+        """Take over all state; carry or drop the gradients that are in no mean, the pending one
         too."""
         carried = ReplicaMethod.move(self, replica, state, new, mode)
         if carried and new._pending:

@@ -84,8 +84,7 @@ class Decoupled(ReplicaMethod):
 
     @abstractmethod
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
-        """Return tensors of `shapes` with this part and zeros elsewhere: the transpose of
-        `_part`."""
+        """Return tensors of `shapes` with this part, zeros elsewhere: the transpose of `_part`."""
 
     @abstractmethod
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:

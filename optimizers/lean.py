@@ -101,8 +101,7 @@ class Lean(PeriodicMethod):
         return {name: x - self._state.phi[name] for name, x in theta.items()}
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """Move phi and replica by the mean; where own work was taken, keep on top what was not
-        sent."""
+        """Move phi and replica by the mean; where work was taken, add only what was not sent."""
         mean = mean_of(exchange, result)
         theta, moved = replica.read(replica.names, "param"), {}
         for name, now in theta.items():
@@ -121,7 +120,7 @@ class Lean(PeriodicMethod):
             self._correct(replica, mean, result)
 
     def _correct(self, replica: Replica, mean: Tensors, result: Result) -> None:
-        """Remove from exp_avg, where work was taken, the noise that the exchange removed from
+        """Remove from exp_avg, where work was taken, the noise that the exchange took from
         theta."""
         assert result.sent is not None
         names = [name for name in result.taken if float(self._rates.get(name, 0.0)) > SLOWEST]

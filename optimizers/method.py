@@ -181,8 +181,8 @@ class Method(Protocol):
 
     @property
     def equality(self) -> Literal["exact", "close", "per-peer"]:
-        """What the group may compare after a round: state hashes, values within a tolerance, or
-        only result hashes."""
+        """The comparison that holds after a round: equal state hashes, values within a tolerance,
+        or only equal result hashes."""
         ...
 
     def streams(self, replica: Replica) -> list[Exchange]:
@@ -210,17 +210,16 @@ class Method(Protocol):
         ...
 
     def restore(self, replica: Replica, state: State, mode: Literal["adopt", "carry"]) -> None:
-        """Take over a snapshot: `adopt` resets the replica to it, `carry` adds local work on
-        top."""
+        """Take over a snapshot: `adopt` resets the replica to it, `carry` keeps local work on
+        it."""
         ...
 
     def personal(self, replica: Replica) -> State:
-        """Return this peer's own state, which joiners do not get: counters, residuals, pending
-        data."""
+        """Return this peer's own state, which joiners do not get: counters, residuals, messages."""
         ...
 
     def resume(self, replica: Replica, state: State) -> None:
-        """Continue from this peer's merged `snapshot` and `personal`; the caller restores the
+        """Continue from the peer's merged `snapshot` and `personal`; the caller restores the
         replica."""
         ...
 

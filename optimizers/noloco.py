@@ -36,7 +36,7 @@ def stability_bound(alpha: float, group: int = 2) -> float:
 
 @dataclass(slots=True)
 class NoLoCo(PeriodicMethod):
-    """Rounds of `period` local steps; `alpha` outer momentum, `beta` outer rate, `gamma` pull to
+    """Rounds of `period` local steps; outer momentum `alpha`, rate `beta`, pull `gamma` to the
     mean."""
 
     period: int = 50

@@ -132,8 +132,7 @@ class Mixing:
 
 @dataclass(slots=True)
 class Sparta(ReplicaMethod):
-    """One value in `one_in` is averaged every `period` steps, `delay` steps late; moments stay
-    local."""
+    """One value in `one_in` is averaged every `period` steps, `delay` late; moments stay local."""
 
     selector: Selector = "random"
     one_in: int = 200
@@ -176,8 +175,7 @@ class Sparta(ReplicaMethod):
         return []
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Adopt a snapshot's parameters; `carry` keeps the own, as there is no outer state to
-        match."""
+        """Adopt a snapshot's parameters; `carry` keeps the own, as no outer state must match."""
         theta = unnamed("param", state, replica.shapes)
         if mode == "adopt":
             replica.write(theta, "param")

@@ -38,8 +38,8 @@ Fragments = tuple[tuple[str, ...], ...]
 
 def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided") -> Fragments:
     """Return the parameters' names by fragment, whole layers together, in the model's order. Layer
-    l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` if there are
-    too few layers."""
+    l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` for too few
+    layers."""
     groups = layers_of(shapes)
     if fragments > len(groups):
         raise ValueError(
@@ -186,7 +186,7 @@ class Streaming(OuterMethod):
             self._fragments = [Fragment(names, RoundBook(p, suffix=f".{p}")) for p, names in enumerate(parts)]
 
     def begun(self, replica: Replica) -> None:
-        """Start as if the round before the first had just been sent; the others keep their
+        """Start as if the round before the first had just been sent; others keep their
         distances."""
         self._cut(replica)
         books = [fragment.book for fragment in self._fragments]

@@ -55,13 +55,13 @@ def trial_of(method: type[Any]) -> TrialOptions:
 
 
 def law_options(method: type[Any]) -> dict[str, Any]:
-    """Return the options with which the law tests make a method; raise `TrialIncomplete` if too
-    few."""
+    """Return the options for a method's law tests; raise `TrialIncomplete` if they do not
+    suffice."""
     return _complete(method, LAW_PERIOD, trial_of(method).law, "law")
 
 
 def quick_options(method: type[Any]) -> dict[str, Any]:
-    """Return options for lossless rounds of two steps; raise `TrialIncomplete` if too few."""
+    """Return options for lossless rounds of two steps; raise `TrialIncomplete` if insufficient."""
     return _complete(method, QUICK_PERIOD, trial_of(method).quick, "quick")
 
 

@@ -149,8 +149,7 @@ class Async(OuterMethod):
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the pseudo-gradient when the local round is over, the old one again after a
-        failure."""
+        """Send the pseudo-gradient after the local round, or the old one again after a failure."""
         if self._book.pending:
             return []
         if not self._message:
@@ -256,8 +255,7 @@ class Async(OuterMethod):
         return Anchor(self._base).move(replica, new._state, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """Return phi and the counters, which soon reflect the rest; not more, as each request
-        hashes it."""
+        """Return phi and the counters, hashed at each request; the rest would soon show in them."""
         self.begin(replica)
         counts = {"round": self._book.number, "version": self._version, "arrived": self._arrived, "size": self._size}
         return named("phi", self._state.phi) | numbers(counts)

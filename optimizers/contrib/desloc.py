@@ -49,8 +49,8 @@ class AveragedMoment:
 @dataclass(slots=True)
 class DesLoc(StatefulMethod):
     """`period` is Kx in local steps; the moments' periods are multiples of it: None for the paper's
-    3 and 6, 0 for never. `clip` bounds each gradient value (the paper's rho, on which its drift
-    bound rests); `outer` steps x."""
+    3 and 6, 0 for never. `clip` bounds gradient values (the paper's rho, for its drift bound);
+    `outer` steps x."""
 
     period: int = 32
     exp_avg_period: int | None = None
@@ -153,9 +153,9 @@ class DesLoc(StatefulMethod):
         return next((one for one in self._moments if one.what == what), AveragedMoment(what, 0))
 
     def _set_steps(self, replica: Replica, steps: int) -> None:
-        """Set all peers' step count for the bias correction, where exp_avg_sq is not zero: there
-        nothing needs correction, and with the group's count its first value would seem tiny, the
-        next update huge."""
+        """Give all peers one step count for the bias correction. Parameters whose exp_avg_sq is
+        zero keep theirs: with the group's count, its first value would seem tiny and the next
+        update would be huge."""
         trained = [name for name, v in self._moment(SECOND).mean.items() if bool(v.any())]
         counts = replica.read(trained, "step")
         replica.write({name: torch.full_like(count, float(steps)) for name, count in counts.items()}, "step")
@@ -172,9 +172,8 @@ class DesLoc(StatefulMethod):
         return new
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Take over the outer state. `adopt` takes the moments too, once there is a mean of
-        exp_avg_sq: without it they would not fit a joiner's zeros. `carry` keeps the replica's
-        own."""
+        """Take over the outer state, and for `adopt` the moments, once exp_avg_sq has a mean:
+        without it they would not fit a joiner's zeros. `carry` keeps the replica's moments."""
         if mode == "adopt" and new._moment(SECOND).mean:
             for one in new._moments:
                 replica.write(one.mean, one.what)

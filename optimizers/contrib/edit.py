@@ -254,8 +254,8 @@ class EDiT(OuterMethod):
         return weights
 
     def _message(self, replica: Replica, norms: Result) -> Exchange:
-        """Return the pseudo-gradient times weight / mean weight, so that a plain mean is
-        weighted."""
+        """Return the pseudo-gradient times weight / mean weight in each layer, so that a mean over
+        all is the weighted one."""
         if not self._start:
             return self._delta_exchange(zeros(replica.shapes), ONLOOKER)
         weights = self._weights[self._delta_round]

@@ -85,8 +85,8 @@ def brake(gradient: Tensor, velocity: Tensor, rho: float) -> Tensor:
 
 class AdaptiveBraking:
     """`brake` before each step with late gradients, against SGD's velocity or Adam's first
-    moment. Deviation: the paper brakes at any delay; here gradients of the newest weights are
-    not changed."""
+    moment. Deviation: the paper brakes at any delay; here a gradient of the newest weights stays
+    as it is."""
 
     def __init__(self, inner: torch.optim.Optimizer, age: Age, rho: float = 2.0) -> None:
         if not 0 <= rho < math.inf:
@@ -169,8 +169,8 @@ def trend_decay(epochs: float, left: float = math.exp(-2)) -> float:
 
 def rescheduled(rate: float, delay: float, step: int, anneal_steps: int) -> float:
     """Return eta / D^p with p = 1 - min(step / anneal_steps, 1): lower for late gradients, early in
-    the run (arXiv:1910.05124, T1). Deviation: delays below 1 do not raise the rate, as they would
-    there."""
+    the run (arXiv:1910.05124, T1). Deviation: delays below 1 leave the rate as it is; the paper's
+    formula would raise it."""
     if anneal_steps < 1:
         raise ValueError(f"{anneal_steps} steps anneal nothing; choose 1 or more, usually a quarter of the run")
     power = 1 - min(step / anneal_steps, 1.0)
@@ -192,9 +192,9 @@ def nesterov(groups: Groups, rate: float, gamma: float = 0.99) -> torch.optim.SG
 def nadam(
     groups: Groups, rate: float, betas: tuple[float, float] = (0.99, 0.95), eps: float = 1e-8
 ) -> torch.optim.NAdam:
-    """Return the same correction in Adam's metric, as in AsyncPP's code: NAdam, decoupled decay,
-    momentum decay 0.004, first beta 0.99. The look-ahead is in the step; new gradients count
-    (1-mu)."""
+    """Return the same correction in Adam's metric, as in AsyncPP's code: NAdam with decoupled
+    decay, momentum decay 0.004 and a first beta of 0.99. Its look-ahead is in the step, and a new
+    gradient counts (1-mu) as above."""
     return torch.optim.NAdam(groups, lr=rate, betas=betas, eps=eps, momentum_decay=4e-3, decoupled_weight_decay=True)
 
 

@@ -29,8 +29,8 @@ def require_options(method: object, instead: str | None = None, returned: str | 
 
 
 def require_unbiased(role: str, name: str, instead: str) -> None:
-    """Raise `ValueError` if a codec loses mass systematically (sparse, sign), so that a mean is
-    wrong."""
+    """Raise `ValueError` if a codec loses mass systematically (sparse, sign): the mean of its
+    payloads alone is wrong."""
     if codec(name).biased:
         raise ValueError(f"{role} {name} is biased: what it leaves out would never arrive; {instead}")
 

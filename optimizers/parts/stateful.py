@@ -36,8 +36,8 @@ class StatefulMethod(ABC):
 
     @abstractmethod
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Move the replica to `new`, this method with the shared fields of `state`; return whether
-        own work is carried."""
+        """Move the replica to `new`, which is this method with the shared fields of `state`. Return
+        whether own work is carried."""
 
     def snapshot(self, replica: Replica) -> State:
         """Return the shared fields."""

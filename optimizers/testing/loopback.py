@@ -463,7 +463,7 @@ class Loopback:
         return self._rig.decoded(one.codec, one.tensors, one.key.round, self.seed)
 
     def _ranges(self, name: str, one: Exchange, sent: Tensors) -> dict[str, Ranges]:
-        """Return what was taken of a contribution; a gather and a `uniform` mean take all or
+        """Return what was taken of a contribution: of a gather or `uniform` mean, all or
         nothing."""
         if not self._strikes(one.key):
             return {what: whole(what, x.numel()) for what, x in sent.items()}
