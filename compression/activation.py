@@ -129,7 +129,7 @@ class ActivationCodec(Protocol):
 
     @property
     def scope(self) -> Scope:
-        """What the routes must grant."""
+        """Requirements on the routes."""
         ...
 
     @property

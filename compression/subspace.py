@@ -155,14 +155,16 @@ class Basis:
         return Basis(self.version, self.columns_DK, fixed_VD, self.fixed_LD if fixed_LD is None else fixed_LD)
 
     def moved(self, energy_DD: Tensor, rate: float, inside_VD: Tensor) -> tuple["Basis", Tensor]:
-        """Return the owner's next version, and the trainable part of the embedding that goes with
-        it.
+        """Return the owner's next version, and the embedding's trainable part for it.
 
         `energy_DD` is Σ GᵀG over gradients of the last compressed boundary before their projection.
-        One step of projected ascent on tr(UᵀCU), C = energy / its trace: U ← qr(U + rate·(I −
-        UUᵀ)CU), signs as in U. What of the embedding's trainable part lies outside the new subspace
-        moves to the frozen part, so their sum stays. The model's matrices must be projected onto
-        the new basis when it takes effect; only that changes the loss.
+        One step of projected ascent on tr(UᵀCU), where C = energy / its trace, with signs as in U:
+
+            U ← qr(U + rate·(I − UUᵀ)CU)
+
+        What of the embedding's trainable part lies outside the new subspace moves to the frozen
+        part, so their sum stays. The model's matrices must be projected onto the new basis when it
+        takes effect; only that changes the loss.
         """
         columns_DK, energy = self.columns_DK.double(), energy_DD.double()
         steep_DK = energy @ columns_DK / energy.trace().clamp_min(torch.finfo(torch.float64).tiny)
@@ -203,14 +205,14 @@ def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Te
 def project(
     tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Project the named tensors into the subspace, in place: after every step, averaging and state
-    download.
+    """Project the named tensors into the subspace, in place.
 
-    `names` gives the dimension of each tensor that is the residual stream's: 0 for weights and
-    biases of linear layers that write into it, 1 for an embedding. For a tensor in `around`, only
-    its difference from that is projected. `ValueError` if one is missing or that dimension is not D
-    long. Averages of projected tensors stay inside up to rounding; quantised and sparse ones, and
-    steps of weight decay and Adam, do not.
+    Call it after every step, averaging and state download. `names` gives the dimension of each
+    tensor that is the residual stream's: 0 for weights and biases of linear layers that write into
+    it, 1 for an embedding. For a tensor in `around`, only its difference from that is projected.
+    `ValueError` if one is missing or that dimension is not D long. Averages of projected tensors
+    stay inside up to rounding; quantised and sparse ones, and steps of weight decay and Adam, do
+    not.
 
     The result has the same bits on every machine, and a tensor that is inside within its precision
     is not changed: a tensor that one peer projected and sent keeps its bits when another projects

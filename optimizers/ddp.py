@@ -45,7 +45,7 @@ class DDP(ReplicaMethod):
     _steps: int = own(0, stays=True)  # gradients accumulated in the replica
     _sent_steps: int = own(0)
     _pending: bool = own(False)
-    # the weights of those two
+    # the weights of the accumulated and of the sent gradients
     _weights: tuple[float, float] = own(lambda: (0.0, 0.0), kind=WEIGHTS, stays=True)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class DDP(ReplicaMethod):
         self._weights = self._weights[0] + progress.weight, self._weights[1]
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the mean of the gradients since the last exchange, weighted by their number."""
+        """Request the mean of the gradients since the last exchange, weighted by their number."""
         if self._pending or not self._steps:
             return []
         sums = replica.read(replica.names, "grad")

@@ -105,7 +105,7 @@ class Decoupled(ReplicaMethod):
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send a part of the momentum, `period` local steps after the last; the sketch when due."""
+        """Request the exchange of a part `period` local steps after the last, and a due check."""
         if not self._book.is_due(self.period):
             return []
         self._book.leave()

@@ -77,7 +77,7 @@ class DiLoCo(PeriodicMethod):
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the pseudo-gradient when a round is over."""
+        """Request the mean pseudo-gradient when a round is over."""
         if self.pending or not self._sync_schedule.over(self._book.since, self._slot, progress):
             return []
         self._book.leave()

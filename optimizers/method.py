@@ -155,8 +155,8 @@ class Replica(Protocol):
 
 
 class Method(Protocol):
-    """How peers that train apart keep one model. A state machine without I/O, clock, rank, world
-    size or global random numbers.
+    """The way in which peers that train apart keep one model: a state machine without I/O, clock,
+    rank, world size or global random numbers.
 
     Catalog methods declare their state and inherit the state functions from
     optimizers/parts/stateful.py.

@@ -88,7 +88,7 @@ class Mixing:
         return self._exchange(0, torch.zeros(-(-_size(replica) // self.one_in)))
 
     def due(self, replica: Replica) -> list[Exchange]:
-        """Send the masked values, `period` local steps after the last ones."""
+        """Request the mean of the masked values, `period` local steps after the last one."""
         if self.since < self.period or self.pending:
             return []
         places = self._places(replica, self.round)
@@ -166,7 +166,7 @@ class Sparta(ReplicaMethod):
         self._mixing.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the masked values every `period` local steps."""
+        """Request the mean of the masked values every `period` local steps."""
         return self._mixing.due(replica)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:

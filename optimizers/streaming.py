@@ -136,7 +136,7 @@ class Streaming(OuterMethod):
         self._quiet += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the fragment whose turn it is.
+        """Request the mean of the fragment whose turn it is.
 
         That is the fragment with the lowest round of those not in flight, once its gap to the one
         before is over and `period` steps have passed since it was last sent. All peers send in this

@@ -149,7 +149,7 @@ class Async(OuterMethod):
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the pseudo-gradient after the local round, or the old one again after a failure."""
+        """Request the next exchange when the local round is over, or again after a failed one."""
         if self._book.pending:
             return []
         if not self._message:
@@ -184,7 +184,7 @@ class Async(OuterMethod):
         return []
 
     def _hear(self, gathered: Mapping[MemberId, Tensors]) -> None:
-        """Note who is present, and how fast."""
+        """Note which peers are present, and how fast they are."""
         for peer, payload in gathered.items():
             speed = float(payload["speed"])
             self._speeds[peer] = (self._version, speed if 0 < speed <= FASTEST else 0.0)

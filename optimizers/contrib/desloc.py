@@ -106,7 +106,8 @@ class DesLoc(StatefulMethod):
         self._x.local_step(replica, progress)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send x every `period` steps, and moments whose round has come: they never overtake x."""
+        """Request x every `period` steps, and moments whose round has come: they never overtake
+        x."""
         asked = [replace(x, key=replace(x.key, stream=PARAM)) for x in self._x.due(replica, progress)]
         for one in self._moments if asked else ():
             if not one.pending and one.round <= asked[0].key.round:

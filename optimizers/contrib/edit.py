@@ -124,7 +124,7 @@ class EDiT(OuterMethod):
     of it.
 
     `temperature` None weighs all alike, `relative` divides norms by their mean before the softmax,
-    `threshold` None rejects nobody, `clip` None clips nothing, `step_ratio` is the share of a
+    `threshold` None accepts every peer, `clip` None clips nothing, `step_ratio` is the share of a
     weight that follows the number of steps.
     """
 
@@ -190,7 +190,7 @@ class EDiT(OuterMethod):
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the norms when a round is over and nothing of the last one is open."""
+        """Request the norms when a round is over and nothing of the last one is open."""
         sync_schedule = self._sync_schedule
         open_round = self._start or self._round != self._delta_round
         if open_round or not sync_schedule.over(self._since, self._slot, progress):
@@ -334,7 +334,7 @@ class EDiT(OuterMethod):
 
 
 def _whose(norms: Result) -> MemberId:
-    """Return who sent what this peer sent: itself, or a peer with equal norms and weights."""
+    """Return the sender of what this peer sent: itself, or a peer with equal norms and weights."""
     assert norms.gathered is not None
     assert norms.sent is not None
     sent = norms.sent

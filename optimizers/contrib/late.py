@@ -54,7 +54,7 @@ class LateMethod(PeriodicMethod):
         self._start = dict(self._state.phi)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the round's work `period` local steps after the last, once phi has that result."""
+        """Request the exchange `period` local steps after the last, once phi has its result."""
         if not self._book.is_due(self.period):
             return []
         self._book.leave()

@@ -71,7 +71,7 @@ class SpartaDiLoCo(StatefulMethod):
         self._mixing.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send masked values every `mask_period` steps, the pseudo-gradient every `period`."""
+        """Request masked values every `mask_period` steps, the pseudo-gradient every `period`."""
         outer = [self._on_axis(one, one.key.round) for one in self._diloco.due(replica, progress)]
         asked = self._mixing.due(replica) + outer
         if self._diloco.pending:

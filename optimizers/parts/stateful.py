@@ -154,7 +154,8 @@ class PeriodicMethod(OuterMethod):
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Send the message `period` local steps after the last, unless its result is pending."""
+        """Request the exchange `period` local steps after the last, unless its result is
+        pending."""
         if not self._book.is_due(self.period):
             return []
         self._book.leave()

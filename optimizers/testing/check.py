@@ -31,7 +31,7 @@ LAWS = {
 TICKS, QUIET_TICKS = 20, 6  # steps with misfortune, then without
 SPECIMEN_TERMS = ("kind", "group", "codec", "return_codec", "stride", "enough", "apply_after", "deadline_s")
 NUDGE = 0.25  # a gradient that must not be forgotten
-MIN_TRACE = NUDGE / 2  # the least difference from its opposite; 4-bit rounding leaves less
+MIN_TRACE = NUDGE / 2  # the least difference that counts; 4-bit rounding leaves less
 
 
 class LawBroken(AssertionError):

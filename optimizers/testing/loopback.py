@@ -69,7 +69,7 @@ class LoopbackDriver(Protocol):
 
 
 class Rig(Protocol):
-    """What a node puts around its method."""
+    """The parts that a node puts around its method."""
 
     def driver(self, method: Method, replica: Replica) -> LoopbackDriver:
         """Return a driver with nothing pending."""
@@ -282,7 +282,7 @@ class Loopback:
         """Return the peers that are not asleep."""
         return [peer for peer in self.peers.values() if not peer.asleep]
 
-    # who comes, goes and stops
+    # joining, leaving, restarting
 
     def join(self, name: str, teacher: str) -> LoopbackPeer:
         """Add a joiner that adopts another peer's snapshot."""
@@ -450,7 +450,7 @@ class Loopback:
                 name: {what: mask(ranges[name].get(what, []), x) for what, x in sent[name].items()} for name in inside
             }
             mean = exact_mean([(weight, sent[name], masks[name]) for weight, name in zip(weights, inside, strict=True)])
-            if one.kind == "mean" and not paired:  # others have all payloads
+            if one.kind == "mean" and not paired:  # other groups have all payloads
                 mean = self._rig.decoded(one.return_codec, mean, key.round, self.seed)
             gathered = {name: sent[name] for name in inside} if one.kind == "gather" else None
             result = Result(status, result.next_round, tuple(inside), weights, mean=mean, gathered=gathered)
