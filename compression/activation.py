@@ -1,8 +1,10 @@
-"""The seam between a pipeline's activations and bytes: `ActivationCodec`, its law, and how two peers agree on one.
+"""The seam between a pipeline's activations and bytes: `ActivationCodec`, its law, and the
+agreement of two peers on one.
 
-Activations go forward over an edge between two stages and their gradients come back over it. Unlike a `Codec`, which sees
-flat tensors and remembers nothing, what is here may know tokens and samples, and says in `scope` what the routes must grant
-it. Wire formats are written down to the bit in docs/activation-format.md.
+Activations go forward over an edge between two stages and their gradients come back over it. Unlike
+a `Codec`, which sees flat tensors and is stateless, an activation codec may know tokens and
+samples; `scope` declares what routes must grant it. docs/activation-format.md defines the wire
+formats to the bit.
 
 Shapes: B sequences, L positions, D model width.
 """
@@ -30,9 +32,9 @@ from farflock.compression.payload import append, values_at
 Scope = Literal["memoryless", "shared_params", "edge_sample"]
 Direction = Literal["forward", "backward"]
 
-MAX_VALUES = 1 << 28  # of one activation: 1 GiB as float32
-MAX_OFFERS = 64  # that are looked at in a peer's record
-MAX_NAME = 64  # characters of a codec's name
+MAX_VALUES = 1 << 28  # per activation: 1 GiB as float32
+MAX_OFFERS = 64  # read from a peer's record
+MAX_NAME = 64  # characters in a codec's name
 MAX_DIGEST_BYTES = 32
 ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint16, torch.uint8)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -40,18 +42,19 @@ EXACT_LENGTH = ("fp32", "fp16", "bf16", "int8", "int4", "fp4", "sign", "topk", "
 
 
 class Incompatible(Exception):
-    """Two peers, or a payload and its receiver, whose codecs do not fit; the message names the codec and the remedy."""
+    """Raised if two peers' codecs, or a payload and its receiver, do not fit; names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationContext:
-    """Names one passage over an edge and says what will come. Equal on sender and receiver, from the checked header.
+    """One passage over an edge, equal on sender and receiver, from the checked header.
 
-    `shape` is (B, L, D) of values of `dtype`; `samples` are the ids of the B sequences, `tokens` their integer ids (B, L),
-    both only where a codec needs them. `edge` names the directed pair of peers or stages, `epoch` the optimizer step.
-    `arrived`, for a gradient, is the activation as `decode` gave it, which both ends know: its zeros are the forward mask.
-    `version` is the sender's own choice of what both ends share, for codecs that have several; a receiver reads it off the
-    payload. `ValueError` for what cannot be, before memory is taken for it.
+    `shape` is (B, L, D) of values of `dtype`; `samples` are the ids of the B sequences, `tokens`
+    their integer ids (B, L), both only if a codec needs them. `edge` names the directed pair of
+    peers or stages, `epoch` the optimizer step. `arrived`, for a gradient, is the activation as
+    `decode` returned it, known to both ends: its zeros are the forward mask. `version` is the
+    sender's choice among versions of what both ends share; a receiver reads it from the payload.
+    `ValueError` for impossible values, before memory is allocated.
     """
 
     shape: tuple[int, int, int]
@@ -85,60 +88,66 @@ class ActivationContext:
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """The number of values."""
         return math.prod(self.shape)
 
     def flat(self) -> Context:
-        """What a codec of flat tensors is told."""
+        """Return the context of a codec of flat tensors."""
         return Context(
             self.run_seed, self.epoch, f"{self.edge} {self.direction}", self.microbatch, columns=self.shape[2]
         )
 
 
 class ActivationCodec(Protocol):
-    """Turns an activation (B, L, D), and separately its gradient, into bytes and back.
+    """An encoder of activations (B, L, D), and separately of their gradients, to bytes, with its
+    decoders.
 
     Law, for every name of `activation_catalog` (tests/compression/test_activation.py):
 
-    1. `decode` of what `encode` wrote has the context's shape and dtype and finite values within the stated bound; so has
-       `decode_grad`. `encode` goes with contexts of direction forward, `encode_grad` with backward: else `ValueError`.
-    2. NaN or infinity anywhere, another shape or dtype than the context's: `UnencodableTensor`, `out` as it was.
-    3. Any bytes at all decode to finite values, or raise `CorruptPayload`, `Incompatible` or `ResyncNeeded`, and leave no
-       trace. No payload is longer than `max_bytes(ctx)`; its exact length follows from the context (and, of `aqsgd`, its
-       first bytes) and is checked before memory is taken for values.
-    4. Deterministic. Memoryless and edge-scoped ones decode the same bits on every machine (docs/architecture.md,
-       "portable arithmetic"); of `subspace`, matrix products round as this machine's do.
+    1. `decode` of what `encode` wrote has the context's shape and dtype and finite values within
+       the stated bound; so does `decode_grad`. `encode` takes contexts of direction forward,
+       `encode_grad` backward, else `ValueError`.
+    2. NaN or infinity anywhere, or another shape or dtype than the context's: `UnencodableTensor`,
+       `out` unchanged.
+    3. Any bytes at all decode to finite values, or raise `CorruptPayload`, `Incompatible` or
+       `ResyncNeeded` without a trace. No payload is longer than `max_bytes(ctx)`; its exact length
+       follows from the context (and for `aqsgd` its first bytes) and is checked before memory is
+       allocated for values.
+    4. Deterministic. Memoryless and edge-scoped ones decode the same bits on every machine
+       (docs/architecture.md, "portable arithmetic"); in `subspace`, matrix products round as the
+       machine's do.
 
-    `scope` says what the routes must grant: `memoryless` nothing; `shared_params` both ends with equal version and digest;
-    `edge_sample` one object for each end of one pinned edge, for it remembers.
+    `scope` declares what the routes must grant: `memoryless` nothing; `shared_params` both ends
+    with equal version and digest; `edge_sample` one object for each end of one pinned edge, because
+    it keeps state.
     """
 
     @property
     def name(self) -> str:
-        """`FORWARD,GRADIENT`, as the catalogue reads it: `int4,int8`."""
+        """`FORWARD,GRADIENT`, as the catalog reads it: `int4,int8`."""
         ...
 
     @property
     def scope(self) -> Scope:
-        """What the routes must grant."""
+        """Requirements on the routes."""
         ...
 
     @property
     def version(self) -> int:
-        """Of the format, or of what both ends share: peers of different versions do not understand each other."""
+        """Version of the format or shared state; peers of different versions are incompatible."""
         ...
 
     @property
     def digest(self) -> bytes:
-        """Of what both ends share: equal, or nothing may be decoded. Empty if nothing is shared."""
+        """Digest of the shared state, equal at both ends; empty if nothing is shared."""
         ...
 
     def offers(self, epoch: int) -> "tuple[CodecOffer, ...]":
-        """What is understood in messages of this epoch; the first is what is spoken."""
+        """Return what is understood in messages of this epoch; the first is what is sent."""
         ...
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """The most bytes that can be written in the context's direction."""
+        """Return the most bytes of a payload in the context's direction."""
         ...
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
@@ -146,21 +155,21 @@ class ActivationCodec(Protocol):
         ...
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """The activation (B, L, D), on the CPU, in the context's dtype."""
+        """Return the activation (B, L, D), on the CPU, in the context's dtype."""
         ...
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the payload of the gradient with respect to the decoded activation; return the bytes appended."""
+        """Append the payload of the decoded activation's gradient; return the bytes appended."""
         ...
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """The gradient (B, L, D) with respect to the activation that was encoded."""
+        """Return the gradient (B, L, D) with respect to the encoded activation."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CodecOffer:
-    """A codec that a peer can speak, as its record says and as every message repeats."""
+    """A codec that a peer can use, as in its record and in every message."""
 
     name: str
     version: int
@@ -175,16 +184,17 @@ class CodecOffer:
 
     @classmethod
     def of(cls, codec: ActivationCodec) -> "CodecOffer":
-        """The newest that this codec speaks."""
+        """Return the offer of a codec's newest version."""
         return cls(codec.name, codec.version, codec.digest)
 
 
 def agree(mine: Sequence[CodecOffer], theirs: Sequence[CodecOffer]) -> CodecOffer:
-    """The first of `mine`, what the sender can speak in order of preference, that is among what the receiver understands.
+    """Return the first of `mine`, what the sender can send in order of preference, that the
+    receiver understands.
 
-    Name, version and digest must be equal (spec 4.9). `mine` is `codec.offers(epoch)[:1]` of one or several codecs,
-    `theirs` the receiver's `offers`, from its record, of which the first 64 are looked at. `Incompatible` if there is
-    none: the edge cannot be used.
+    Name, version and digest must be equal. `mine` is `codec.offers(epoch)[:1]` of one or several
+    codecs, `theirs` the `offers` in the receiver's record, of which the first 64 are read. Raise
+    `Incompatible` if there is none: the edge cannot be used.
     """
     heard = theirs[:MAX_OFFERS]
     for offer in mine:
@@ -198,7 +208,7 @@ def agree(mine: Sequence[CodecOffer], theirs: Sequence[CodecOffer]) -> CodecOffe
 
 
 def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
-    """Why this offer is not among them, with what would help."""
+    """Return why this offer is not among them, with a remedy."""
     versions = sorted({other.version for other in heard if other.name == offer.name})
     if not versions:
         return f"{offer.name} is not known there"
@@ -211,7 +221,7 @@ def _difference(offer: CodecOffer, heard: Sequence[CodecOffer]) -> str:
 
 
 class _Memoryless:
-    """Activation codecs that remember nothing and share nothing."""
+    """Base of activation codecs that keep no state and share nothing."""
 
     __slots__ = ()
     scope: ClassVar[Scope] = "memoryless"
@@ -219,12 +229,12 @@ class _Memoryless:
     digest: ClassVar[bytes] = b""
 
     def offers(self: ActivationCodec, epoch: int) -> tuple[CodecOffer, ...]:
-        """Itself."""
+        """Return the codec itself."""
         return (CodecOffer.of(self),)
 
 
 class FlatGradient:
-    """The gradient through a codec of exact length, `gradient`, which remembers nothing."""
+    """Gradients through `gradient`, a stateless codec of exact length."""
 
     __slots__ = ()
     gradient: Codec
@@ -234,12 +244,12 @@ class FlatGradient:
         return self.gradient.encode(flattened(grad, ctx, "backward"), ctx.flat(), out)
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """What the codec reads, once its length is right."""
+        """Return the values, once the payload's length is right."""
         return restored(decoded(self.gradient, payload, ctx, "backward"), ctx)
 
 
 class _FlatForward(_Memoryless):
-    """The activation through a codec of exact length, `forward`."""
+    """Activations through `forward`, a codec of exact length."""
 
     __slots__ = ()
     forward: Codec
@@ -249,16 +259,15 @@ class _FlatForward(_Memoryless):
         return self.forward.encode(flattened(x, ctx, "forward"), ctx.flat(), out)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """What the codec reads, once its length is right."""
+        """Return the values, once the payload's length is right."""
         return restored(decoded(self.forward, payload, ctx, "forward"), ctx)
 
 
 @dataclass(frozen=True, slots=True)
 class Flat(_FlatForward, FlatGradient):
-    """Any codec of exact length for the activation's B·L·D values, row after row, and one for the gradient's.
-
-    The bounds are those of the codecs. Values are rounded to float32 before, and cut to the range of the context's dtype after.
-    """
+    """Any codec of exact length for an activation's B·L·D values, row by row, and one for its
+    gradient's. The bounds are the codecs'. Values are first rounded to float32, and at last clamped
+    to the range of the context's dtype."""
 
     forward: Codec
     gradient: Codec
@@ -273,18 +282,20 @@ class Flat(_FlatForward, FlatGradient):
         return f"{self.forward.name},{self.gradient.name}"
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Exactly this."""
+        """Return the exact length."""
         codec = self.forward if ctx.direction == "forward" else self.gradient
         return codec.max_bytes(ctx.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Masked(_FlatForward):
-    """A sparse codec forward; backward only what belongs to values that arrived, as int8 in blocks of 256 without positions.
+    """A sparse codec forward; backward only the gradient of values that arrived, as int8 in blocks
+    of 256 without positions.
 
-    The mask is where `ctx.arrived` is not 0. So the gradient is that of the function which was computed, exactly but for int8:
-    what was dropped had no influence on the loss. (Kept values so small that int8 made them 0 count as dropped.) The other
-    way, a gradient with a top-k of its own, is `Flat(TopK, TopK)`.
+    The mask is where `ctx.arrived` is not 0. So the gradient is that of the function that was
+    computed, exact except for int8: dropped values had no influence on the loss. (Kept values that
+    int8 rounded to 0 count as dropped.) The alternative, a gradient with a top-k of its own, is
+    `Flat(TopK, TopK)`.
     """
 
     forward: Codec
@@ -298,7 +309,7 @@ class Masked(_FlatForward):
         return f"{self.forward.name},mask"
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Forward exactly this; backward if nothing is masked, otherwise fewer."""
+        """Return the exact length forward; backward the length if nothing is masked."""
         return (self.forward if ctx.direction == "forward" else Int8()).max_bytes(ctx.count)
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
@@ -307,7 +318,7 @@ class Masked(_FlatForward):
         return Int8().encode(values[self._mask(ctx)], ctx.flat(), out)
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """The values at their places, 0 elsewhere."""
+        """Return the values in their places, 0 elsewhere."""
         require_direction(ctx, "backward")
         mask = self._mask(ctx)
         kept = int(mask.count_nonzero())
@@ -325,12 +336,12 @@ class Masked(_FlatForward):
 
 @dataclass(frozen=True, slots=True)
 class Exact(_Memoryless):
-    """The values as they are, in the context's dtype: for links that are fast and for comparisons."""
+    """The values as they are, in the context's dtype: for fast links and for comparisons."""
 
     name: ClassVar[str] = "raw,raw"
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Exactly this."""
+        """Return the exact length."""
         return ctx.count * ctx.dtype.itemsize
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
@@ -338,15 +349,15 @@ class Exact(_Memoryless):
         return self._write(x, ctx, out, "forward")
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """A copy of the values; NaN and infinity are refused."""
+        """Return a copy of the values; refuse NaN and infinity."""
         return self._read(payload, ctx, "forward")
 
     def encode_grad(self, grad: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """As `encode`."""
+        """Encode as `encode` does."""
         return self._write(grad, ctx, out, "backward")
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """As `decode`."""
+        """Decode as `decode` does."""
         return self._read(payload, ctx, "backward")
 
     def _write(self, x: Tensor, ctx: ActivationContext, out: bytearray, direction: Direction) -> int:
@@ -367,7 +378,7 @@ class Exact(_Memoryless):
 
 
 def require_exact_length(codec: Codec) -> Codec:
-    """Return `codec` if the number of values alone says how long its payloads are; `ValueError` otherwise."""
+    """Return `codec`; raise `ValueError` unless the number of values determines payload length."""
     if "+" in codec.name or codec.name.partition(":")[0] not in EXACT_LENGTH:
         raise ValueError(
             f"codec {codec.name!r} writes payloads whose length varies, which activations do not use; choose one of"
@@ -377,13 +388,14 @@ def require_exact_length(codec: Codec) -> Codec:
 
 
 def require_direction(ctx: ActivationContext, direction: Direction) -> None:
-    """Raise `ValueError` if this context is of the other direction: the two ends would then not mean the same."""
+    """Raise `ValueError` if the context has the other direction, so that the ends would
+    disagree."""
     if ctx.direction != direction:
         raise ValueError(f"a context of direction {ctx.direction!r} was given where {direction!r} goes")
 
 
 def require_fitting(x: Tensor, ctx: ActivationContext) -> None:
-    """Raise `UnencodableTensor` unless `x` has the shape and dtype that the header will say."""
+    """Raise `UnencodableTensor` unless `x` has the shape and dtype that the header will state."""
     if tuple(x.shape) != ctx.shape or x.dtype != ctx.dtype:
         raise UnencodableTensor(
             f"the header says {ctx.shape} of {ctx.dtype}, the tensor is {tuple(x.shape)} of {x.dtype}"
@@ -391,20 +403,20 @@ def require_fitting(x: Tensor, ctx: ActivationContext) -> None:
 
 
 def require_token_ids(tokens: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` unless `tokens` are integers of this shape: bf16 holds ids up to 256 only."""
+    """Raise `ValueError` unless `tokens` are integers of this shape; bf16 holds ids to 256 only."""
     if tokens.dtype not in ID_TYPES or tuple(tokens.shape) != shape:
         raise ValueError(f"token ids must be integers of shape {shape}, got {tokens.dtype} {tuple(tokens.shape)}")
 
 
 def flattened(x: Tensor, ctx: ActivationContext, direction: Direction) -> Tensor:
-    """The values of `x` as codecs take them: flat, float32, on the CPU. It may share memory with `x`."""
+    """Return `x` as codecs take it: flat, float32, on the CPU. It may share memory with `x`."""
     require_direction(ctx, direction)
     require_fitting(x, ctx)
     return x.detach().to("cpu", torch.float32).reshape(-1)
 
 
 def decoded(codec: Codec, payload: Buffer, ctx: ActivationContext, direction: Direction) -> Tensor:
-    """What `codec` reads, flat; the payload's length is checked before memory is taken."""
+    """Return the flat values; the payload's length is checked before memory is allocated."""
     require_direction(ctx, direction)
     require_length(payload, codec.max_bytes(ctx.count), f"{codec.name} for {ctx.shape} values")
     out = torch.empty(ctx.count)
@@ -413,7 +425,7 @@ def decoded(codec: Codec, payload: Buffer, ctx: ActivationContext, direction: Di
 
 
 def restored(values: Tensor, ctx: ActivationContext) -> Tensor:
-    """Flat float32 values in the context's shape and dtype, cut to its range: rounding must not make infinity of them."""
+    """Return flat float32 values in the context's shape and dtype, clamped to stay finite."""
     if ctx.dtype in (torch.float16, torch.bfloat16):
         limit = torch.finfo(ctx.dtype).max
         values = values.clamp(-limit, limit)

@@ -1,7 +1,7 @@
-"""The activation codecs by name: the only registry, a literal dict, and how `FORWARD,GRADIENT` is read.
+"""The registry of activation codecs by name, a literal dict, and the parser of `FORWARD,GRADIENT`.
 
-Gradients tolerate less than activations (spec 4.2), so each has a gradient codec of its own, and one that is not named is
-the usual one below: `int4` is `int4,int8`.
+Gradients tolerate less than activations, so each name has a gradient codec of its own; if it is
+omitted, it is the usual one below: `int4` is `int4,int8`.
 """
 
 import difflib
@@ -22,7 +22,7 @@ from farflock.compression.codec import Codec
 from farflock.compression.hadamard import Hadamard
 from farflock.compression.subspace import Basis, Subspace, payload_bytes
 
-ACTIVATIONS: dict[str, str] = {  # a usual name of each kind, and the usual gradient of that kind
+ACTIVATIONS: dict[str, str] = {  # a usual name of each kind: its usual gradient
     "raw": "raw",
     "fp32": "fp32",
     "fp16": "fp16",
@@ -40,14 +40,15 @@ ACTIVATIONS: dict[str, str] = {  # a usual name of each kind, and the usual grad
 
 _USUAL = {re.split("[:+]", name)[0]: gradient for name, gradient in ACTIVATIONS.items()}
 MAX_ALTERNATIVES = 8
-_SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's record
+_SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's record
 
 
 def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -> ActivationCodec:
-    """The activation codec of a name: a key of `ACTIVATIONS`, alone or as `int4,int8`, with other numbers, `subspace:K`.
+    """Return the activation codec of a name: a key of `ACTIVATIONS`, alone or as `int4,int8`, with
+    other numbers, `subspace:K`.
 
-    `edge` is what one of edge scope is pinned to; each call makes an end that remembers nothing yet. `basis` is what a
-    subspace one needs. `ValueError`, with the nearest choice or with what is missing, for anything else.
+    `edge` pins a codec of edge scope; each call returns an end without any state. A subspace codec
+    needs `basis`. Raise `ValueError` for anything else, with the nearest choice or what is missing.
     """
     forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
     kind = re.split("[:+]", forward)[0]
@@ -70,8 +71,8 @@ def activation_codec(spec: str, *, edge: str = "", basis: Basis | None = None) -
 
 
 def alternatives(spec: str) -> tuple[str, ...]:
-    """The names of `int4 | int8`, the preferred first; of one name, that one. `ValueError` if what is named beside another is
-    such that weights, or what an edge remembers, follow from it."""
+    """Return the names of `int4 | int8`, the preferred first. Raise `ValueError` if one of several
+    needs state at both ends (subspace, aqsgd), or for duplicates or more than 8 names."""
     names = tuple(name.strip() for name in spec.split("|"))
     for name in names if len(names) > 1 else ():
         kind = re.split("[:+,]", name)[0]
@@ -83,11 +84,12 @@ def alternatives(spec: str) -> tuple[str, ...]:
 
 
 def known_of(spec: str) -> tuple[str, ...]:
-    """The `alternatives` that are known here: of several, those of another release are left out. `ValueError` if none is."""
+    """Return the known `alternatives`; unknown ones, of another release, are left out. `ValueError`
+    if none is known."""
     names = alternatives(spec)
     known = [name for name in names if subspace_terms(name) is not None or _is_known(name)]
     if not known:
-        activation_codec(names[0])  # says what is wrong
+        activation_codec(names[0])  # raises with what is wrong
     return tuple(known)
 
 
@@ -100,7 +102,7 @@ def _is_known(name: str) -> bool:
 
 
 def flat_codec(name: str) -> Codec:
-    """A codec of `catalog` whose payloads have an exact length, or Hadamard tiles: `hadamard4`, `hadamard8:32`."""
+    """Return a `catalog` codec of exact length, or Hadamard tiles: `hadamard4`, `hadamard8:32`."""
     if match := re.fullmatch("hadamard([48])(?::([1-9][0-9]{0,3}))?", name):
         return Hadamard(4 if match[1] == "4" else 8, int(match[2] or 64))
     return require_exact_length(catalog.codec(name))
@@ -108,19 +110,20 @@ def flat_codec(name: str) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class SubspaceTerms:
-    """What a subspace codec's name says: the rank, and the codecs of coordinates (None: as they are)."""
+    """A parsed subspace codec's name: the rank, and the coordinates' codecs (None: as they are)."""
 
     rank: int
     forward: Codec | None
     gradient: Codec | None
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """As `Subspace.max_bytes`, which needs the basis."""
+        """Return `Subspace.max_bytes`, without needing the basis."""
         return payload_bytes(self.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx)
 
 
 def subspace_terms(spec: str) -> SubspaceTerms | None:
-    """What can be said of a subspace codec without its basis; None for another codec, `ValueError` for no codec."""
+    """Return a subspace codec's terms, None for another codec; `ValueError` for a malformed
+    name."""
     forward, comma, gradient = spec[: 2 * _SHOWN].partition(",")
     if re.split("[:+]", forward)[0] != "subspace":
         return None
@@ -132,7 +135,8 @@ def subspace_terms(spec: str) -> SubspaceTerms | None:
 
 
 def most_bytes(spec: str, ctx: ActivationContext) -> int:
-    """The most bytes of a payload, from the codec's name alone, or those of `alternatives`. `ValueError` if none is known."""
+    """Return the most bytes of a payload for a name or its `alternatives`; `ValueError` if
+    unknown."""
     terms = subspace_terms(spec)
     if terms is not None:
         return terms.max_bytes(ctx)

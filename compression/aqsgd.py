@@ -1,21 +1,23 @@
-"""AQ-SGD: of a sample that passed this edge before, only what changed since then is sent, in 4 bits.
+"""AQ-SGD: if a sample passed this edge before, only the change since then is sent, in 4 bits.
 
-A model changes slowly, so the second time the difference is small, and quantising it does less harm than quantising the
-activation (Wang et al., arXiv:2206.01299). Both ends keep, for each sample, the value m that the receiver last used; the
-difference is taken to that, so that no error adds up. It pays where samples come again (fine-tuning), and only on a pinned
-edge.
+A model changes slowly, so the second time the difference is small, and quantising it does less harm
+than quantising the activation (Wang et al., arXiv:2206.01299). Both ends keep, for each sample, the
+value m that the receiver last used; the difference is taken to m, so that errors do not add up. It
+pays where samples come again (fine-tuning), and only on a pinned edge.
 
-The two ends must hold the same m to the bit, whatever is lost, sent twice or restarted. So a message says of each sample
-what m was before and what it will be after, as 64 bits of its BLAKE2b. A receiver with another m before does not touch it
-and raises `ResyncNeeded`; the sender forgets these samples and sends them whole. Nothing else has to be remembered: after
-any history, what a receiver returns is the sender's m or nothing.
+The two ends must hold the same m to the bit, whatever is lost, sent twice or restarted. So a
+message states for each sample what m was before and what it will be after, as 64 bits of its
+BLAKE2b. A receiver with another m before leaves it alone and raises `ResyncNeeded`; the sender
+forgets these samples and sends them whole. This is all that is needed: after any history, a
+receiver returns the sender's m or nothing.
 
-Where somebody else carries messages between the two, and hands them in once more for a backward pass, a sample that is
-held there already goes as its tag alone; `written`, `parts` and `value` are for such a carrier
-(node/pipeline/contrib/sample_memory.py).
+If a third party carries messages between the two, and hands them in again for a backward pass, a
+sample that is already held goes as its tag alone; `written`, `parts` and `value` are for such a
+carrier (node/pipeline/contrib/sample_memory.py).
 
-Deviations from the paper's code: tags instead of trust; differences in blocks of 64 with a scale each instead of one scale a
-tensor; what no longer fits into the cache is sent whole instead of being an error.
+Deviations from the paper's code: tags instead of trust; differences in blocks of 64 with a scale
+each instead of one scale per tensor; a sample that does not fit into the cache is sent whole and is
+not an error.
 """
 
 import hashlib
@@ -43,19 +45,20 @@ from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
 from farflock.compression.payload import append
 
-MAX_SAMPLES = 20_000  # that one end remembers, as in the paper's code
+MAX_SAMPLES = 20_000  # held by one end, as in the paper's code
 MAX_CACHE_BYTES = 1 << 30
-PATIENCE = 4  # cachefuls of samples that pass before one that stayed away makes room
+PATIENCE = 4  # cachefuls of samples that pass before an absent one makes room
 FULL, KEPT, DIFFERENCE, HELD = 0, 1, 2, 3
 TAG_BYTES = 8
 NO_TAG = bytes(TAG_BYTES)
-_HEAD_BYTES = 1 + 2 * TAG_BYTES  # of a sample
+_HEAD_BYTES = 1 + 2 * TAG_BYTES  # per sample
 _LIMIT = torch.finfo(torch.float16).max
 _WHOLE = Half("fp16")
 
 
 class ResyncNeeded(Exception):
-    """The receiver does not hold what these samples' differences refer to: `forget` them at the sender and encode again."""
+    """Raised if the receiver does not hold the base of these samples' differences: the sender must
+    `forget` them and encode again."""
 
     def __init__(self, samples: tuple[int, ...]) -> None:
         super().__init__(f"the differences of samples {samples[:8]} are to values not held here; send them whole")
@@ -64,7 +67,7 @@ class ResyncNeeded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """What both ends last used for a sample: float16 (L, D), its tag, and when."""
+    """The value, float16 (L, D), that both ends last used for a sample, its tag, and the time."""
 
     values: Tensor
     tag: bytes
@@ -73,23 +76,23 @@ class CacheEntry:
 
 @dataclass(slots=True)
 class Cache:
-    """Samples in the order of their last use, at most so many and so many bytes of values; the first leave first."""
+    """Samples by last use, bounded in number and bytes of values; the least recent leave first."""
 
     max_samples: int
     max_bytes: int
     held_bytes: int = 0
-    clock: int = 0  # samples that have passed
+    clock: int = 0  # samples passed so far
     _held: dict[int, CacheEntry] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._held)
 
     def get(self, sample: int) -> CacheEntry | None:
-        """What is held of this sample."""
+        """Return the entry of this sample, or None."""
         return self._held.get(sample)
 
     def put(self, sample: int, values: Tensor, tag: bytes) -> None:
-        """Hold this, as the latest; the oldest make room. What does not fit at all is not held."""
+        """Hold a value as the latest; the oldest make room. A value that cannot fit is not held."""
         self.drop(sample)
         if values.nbytes > self.max_bytes or not self.max_samples:
             return
@@ -104,10 +107,11 @@ class Cache:
         self.held_bytes -= entry.values.nbytes if entry else 0
 
     def admits(self, size_bytes: int) -> bool:
-        """Whether a new sample should be held: there is room, or the oldest stayed away so long that they leave.
+        """Return whether to hold a new sample: there is room, or the oldest has been absent so long
+        that it leaves.
 
-        Samples come in shuffled epochs. If newcomers always displaced the oldest, a cache for half of them would hold hardly
-        one until it comes again; if they wait, it holds half.
+        Samples come in shuffled epochs. If newcomers always displaced the oldest, a cache for half
+        of them would keep hardly one until it comes again; if they wait, it keeps half.
         """
         while self._held and not self._fits(size_bytes):
             oldest = next(iter(self._held))
@@ -122,7 +126,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class SampleDelta:
-    """One sample in a message: m before and after, and what is sent, which is nothing of a sample that is held as it is."""
+    """One sample in a message: the tags of m before and after, and what is sent, if anything."""
 
     kind: int
     before: bytes
@@ -132,13 +136,15 @@ class SampleDelta:
 
 @dataclass(slots=True, eq=False)
 class AqSgd(FlatGradient):
-    """One end of one pinned edge. The sender calls `encode` and `decode_grad`, the receiver the other two.
+    """One end of a pinned edge. The sender calls `encode` and `decode_grad`, the receiver the other
+    two.
 
-    What `decode` returns is the sender's m, bit by bit: the first time the activation rounded to fp16, later within the
-    difference codec's bound, and a rounding to fp16, of it. Magnitudes above 65504 are cut down to it. `decode` raises
-    `ResyncNeeded` after it has taken over those samples of the message that fit; the same message, sent again, gives the
-    same values. Whether a sample is held is the sender's decision; who has less room asks for it again each time, so
-    the bounds are part of the digest. Gradients go through `gradient`, and nothing is remembered of them.
+    `decode` returns the sender's m, bit by bit: the first time the activation rounded to fp16,
+    later within the difference codec's bound, and a rounding to fp16, of it. Magnitudes above 65504
+    are clamped. `decode` raises `ResyncNeeded` after taking over those samples of the message that
+    fit; the same message, sent again, gives the same values. The sender decides whether a sample is
+    held; a receiver with less room would ask for it again each time, so the bounds are part of the
+    digest. Gradients go through `gradient`, without any state.
     """
 
     edge: str = ""
@@ -164,37 +170,38 @@ class AqSgd(FlatGradient):
 
     @property
     def digest(self) -> bytes:
-        """Of the cache's bounds."""
+        """Digest of the cache's bounds."""
         return hashlib.sha256(f"aqsgd {self.max_samples} {self.max_cache_bytes}".encode()).digest()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of values that are remembered."""
+        """Bytes of the held values."""
         return self._cache.held_bytes
 
     def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
-        """Itself, with its bounds."""
+        """Return the codec itself, with its bounds."""
         return (CodecOffer.of(self),)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Forward: all samples whole, or all as differences, whatever is more. Backward exactly this."""
+        """Return, forward, the larger of all samples whole and all as differences; backward the
+        exact length."""
         if ctx.direction == "backward":
             return self.gradient.max_bytes(ctx.count)
         each = ctx.shape[1] * ctx.shape[2]
         return ctx.shape[0] * (_HEAD_BYTES + max(_WHOLE.max_bytes(each), self.difference.max_bytes(each)))
 
     def tag(self, sample: int) -> bytes:
-        """That of what is held of this sample; 0 if nothing is."""
+        """Return the tag of what is held of this sample; 0 if nothing is."""
         entry = self._cache.get(sample)
         return NO_TAG if entry is None else entry.tag
 
     def forget(self, samples: Iterable[int]) -> None:
-        """Send these whole when they come next; a receiver that forgets asks for them."""
+        """Forget samples: a sender sends them whole next time, a receiver asks for them."""
         for sample in samples:
             self._cache.drop(sample)
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append kinds and tags of all samples, then what is sent of each; remember what the receiver will hold."""
+        """Append all kinds and tags, then all contents; hold what the receiver will hold."""
         self._require_pinned(ctx)
         rows = require_finite(flattened(x, ctx, "forward")).clamp(-_LIMIT, _LIMIT).view(ctx.shape)
         parts = [self._send(sample, row, ctx) for sample, row in zip(ctx.samples, rows, strict=True)]
@@ -203,7 +210,8 @@ class AqSgd(FlatGradient):
         return len(message)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """The sender's m of all samples. `ResyncNeeded` names those that cannot be had; the others are taken over."""
+        """Return the sender's m of all samples. `ResyncNeeded` names samples that cannot be
+        restored; others are taken over."""
         self._require_pinned(ctx)
         require_direction(ctx, "forward")
         parts = self.parts(payload, ctx)
@@ -228,7 +236,7 @@ class AqSgd(FlatGradient):
             raise ValueError(f"{self.name} needs the id of each of the {ctx.shape[0]} samples, got {len(ctx.samples)}")
 
     def _send(self, sample: int, row: Tensor, ctx: ActivationContext) -> SampleDelta:
-        """What travels of one sample (L, D), after which both ends hold the same of it."""
+        """Return what is sent of one sample (L, D), after which both ends hold the same."""
         self._cache.clock += 1
         entry, payload = self._cache.get(sample), bytearray()
         if entry is not None and entry.values.shape == row.shape:
@@ -246,14 +254,14 @@ class AqSgd(FlatGradient):
         return whole(values, _tag(values), keep)
 
     def value(self, part: SampleDelta, before: CacheEntry | None, ctx: ActivationContext) -> Tensor | None:
-        """m after this part, float16 (L, D), for who held `before`; None if it says nothing to them. `CorruptPayload` for
-        what no sender writes."""
+        """Return m after this part, float16 (L, D), for a holder of `before`; None if it does not
+        follow from that. Raise `CorruptPayload` for what no sender writes."""
         row = torch.empty(ctx.shape[1:])
         self._read(part, ctx, row)
         return _after(part, before, row)
 
     def parts(self, payload: Buffer, ctx: ActivationContext) -> list[SampleDelta]:
-        """The message cut into its samples; all lengths are right. Nothing is copied."""
+        """Return the message split into samples, with all lengths checked. Nothing is copied."""
         payload = memoryview(payload)
         count, each = ctx.shape[0], ctx.shape[1] * ctx.shape[2]
         kinds = bytes(payload[:count])
@@ -271,7 +279,7 @@ class AqSgd(FlatGradient):
         return parts
 
     def _read(self, part: SampleDelta, ctx: ActivationContext, row: Tensor) -> None:
-        """Fill `row` (L, D) with the whole sample or its difference, if either is sent; refuse what no sender writes."""
+        """Fill `row` (L, D) with the sample or its difference, if sent; refuse what is invalid."""
         if part.kind == HELD:
             if part.before != part.after:
                 raise CorruptPayload(f"a sample of {self.name} that is held as it is has two tags")
@@ -284,7 +292,7 @@ class AqSgd(FlatGradient):
             raise CorruptPayload(f"a whole sample of {self.name} does not have the value that its tag names")
 
     def _take_over(self, sample: int, part: SampleDelta, row: Tensor) -> bool:
-        """Hold what the sender holds and put it into `row`; False, with nothing changed, if that is not possible."""
+        """Hold what the sender holds and copy it to `row`; False, and no change, if impossible."""
         self._cache.clock += 1
         if part.kind == FULL:
             self._cache.drop(sample)
@@ -298,21 +306,21 @@ class AqSgd(FlatGradient):
 
 
 def written(parts: Sequence[SampleDelta]) -> bytes:
-    """A message of these samples: all kinds, all tags, then what is sent of each."""
+    """Return a message of these samples: all kinds, all tags, then all contents."""
     kinds = bytes(part.kind for part in parts)
     tags = b"".join(part.before + part.after for part in parts)
     return kinds + tags + b"".join(part.payload for part in parts)
 
 
 def whole(values: Tensor, tag: bytes, kept: bool) -> SampleDelta:
-    """A sample of this value, float16 (L, D), for who has nothing of it; `kept` asks them to hold it."""
+    """Return a part with a sample's value, float16 (L, D); `kept` asks the receiver to hold it."""
     payload = bytearray()
     append(payload, values.reshape(-1))
     return SampleDelta(KEPT if kept else FULL, NO_TAG, tag, payload)
 
 
 def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor | None:
-    """m after a part whose content was read into `row` (L, D); None if it does not follow from what was held before."""
+    """Return m after a part with content in `row` (L, D); None if it does not follow `before`."""
     if part.kind in (FULL, KEPT):
         return row.to(torch.float16)
     if before is None or before.values.shape != row.shape:
@@ -324,13 +332,13 @@ def _after(part: SampleDelta, before: CacheEntry | None, row: Tensor) -> Tensor 
 
 
 def _advanced(values: Tensor, change: Tensor) -> Tensor:
-    """m plus the decoded difference, rounded to float16: each step its own operation, equal on every machine."""
+    """Return m plus the decoded difference as float16, by operations equal on every machine."""
     moved = values.float() + change.view(values.shape)
     return moved.clamp_(-_LIMIT, _LIMIT).to(torch.float16)
 
 
 def _tag(values: Tensor) -> bytes:
-    """64 bits that name a value (L, D) to the bit."""
+    """Return 64 bits that identify a value (L, D) to the bit."""
     shape = struct.pack("<II", *values.shape)
     raw = values.contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(shape + raw.tobytes(), digest_size=TAG_BYTES).digest()

@@ -1,9 +1,10 @@
-"""Blocks of values that share a scale: what int8, int4, fp4 and sign have in common.
+"""Blocks of values that share a scale, as used by int8, int4, fp4 and sign.
 
-A scale is a float32 that is 0 or lies in [2^-126, the largest number that times the largest code is finite]. So no
-product of a code and a scale is infinite, and none is denormal: processors that flush denormals decode the same bits.
+A scale is a float32 that is 0 or lies in [2^-126, the largest number that times the largest code is
+finite]. So no product of a code and a scale is infinite or denormal: processors that flush
+denormals decode the same bits.
 
-Shapes: K blocks, B values a block.
+Shapes: K blocks, B values per block.
 """
 
 from abc import abstractmethod
@@ -17,7 +18,7 @@ from torch.nn import functional
 from farflock.compression.codec import Buffer, Context, CorruptPayload, require_finite
 from farflock.compression.payload import FLOAT_MAX, ExactCodec, append, flat, largest, values_at
 
-# As bit patterns: non-negative floats order as their bits do, also where a processor takes denormals for 0.
+# Bit patterns: non-negative floats order as their bits do, even if a processor flushes denormals.
 MIN_SCALE_BITS = 0x0080_0000  # 2^-126
 MAX_SCALE_BITS = {  # by largest code
     127: 0x7C01_0203,  # about 2.679e36
@@ -25,44 +26,40 @@ MAX_SCALE_BITS = {  # by largest code
     7: 0x7E12_4924,  # about 4.861e37
     1: 0x7F7F_FFFF,  # the largest float32
 }
-_UNIT = 2.0**24  # in which magnitudes are counted for a mean: a float32 holds all whole numbers up to it
+_UNIT = 2.0**24  # counting unit of magnitudes in a mean: float32 holds all whole numbers up to it
 
 
 def blocks_of(count: int, block: int) -> int:
-    """How many blocks `count` values make; the last may be short."""
+    """Return the number of blocks of `count` values; the last may be short."""
     return -(-count // block)
 
 
 def quantise(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
-    """The scales (K) and the codes (K·B, whole numbers in float32, the last block filled up with 0) of the flat `x`.
-
-    As `scaled`, with the ratios rounded, ties to even. Codes stay in [-top, top] by themselves.
-    """
+    """Return scales (K) and codes (K·B whole float32 numbers, the last block padded with 0) of
+    flat `x`: the ratios of `scaled`, rounded, ties to even. Codes stay in [-top, top] without
+    clamping."""
     scale_K, ratio_KB = scaled(x, block, top)
     return scale_K, ratio_KB.round_().view(-1)
 
 
 def scaled(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
-    """The scales (K) and x/scale (K, B, the last block filled up with 0) of the flat `x`.
-
-    scale = absmax/top within the limits above, or 0 if that is less than 2^-126, and all ratios 0. Ratios exceed top by
-    no more than float rounding.
-    """
+    """Return scales (K) and x/scale (K, B, the last block padded with 0) of the flat `x`. scale =
+    absmax/top within the limits above, or 0 if that is less than 2^-126, and all ratios 0. Ratios
+    exceed top by no more than float rounding."""
     x_KB = padded(flat(x), block)
     absmax_K = x_KB.abs().amax(dim=1)
-    if not largest(absmax_K) <= FLOAT_MAX:  # true for NaN, which amax hands on
+    if not largest(absmax_K) <= FLOAT_MAX:  # true for NaN, which amax passes on
         require_finite(x)
     bits_K = (absmax_K / top).view(torch.int32).clamp_(max=MAX_SCALE_BITS[top])
     tiny_K = bits_K < MIN_SCALE_BITS
-    divisor_K = bits_K.view(torch.float32).masked_fill(tiny_K, 1.0)  # makes all codes of such a block 0
+    divisor_K = bits_K.view(torch.float32).masked_fill(tiny_K, 1.0)  # makes its codes 0
     return bits_K.masked_fill_(tiny_K, 0).view(torch.float32), x_KB / divisor_K[:, None]
 
 
 def mean_magnitudes(x: Tensor, block: int) -> Tensor:
-    """The mean of |x| in each block (K), to about 2^-24 of the block's largest; 0 if less than 2^-126.
-
-    The sum is of whole numbers, so exact: no order of addition, which differs between processors, can change a bit.
-    """
+    """Return the mean of |x| in each block (K), to about 2^-24 of the block's largest; 0 if less
+    than 2^-126. It is a sum of whole numbers and so exact: the order of additions, which differs
+    between processors, changes no bit."""
     x_KB = padded(flat(x), block)
     size_KB = x_KB.abs()
     absmax_K = size_KB.amax(dim=1)
@@ -77,7 +74,7 @@ def mean_magnitudes(x: Tensor, block: int) -> Tensor:
 
 
 def require_scales(scale_K: Tensor, top: int) -> Tensor:
-    """Return the scales, or raise `CorruptPayload` if one is outside the limits (negative zero and NaN are)."""
+    """Return the scales; raise `CorruptPayload` if one is outside the limits, as -0 and NaN are."""
     bits_K = scale_K.view(torch.int32)
     good_K = (bits_K == 0) | ((bits_K >= MIN_SCALE_BITS) & (bits_K <= MAX_SCALE_BITS[top]))
     if not bool(good_K.all()):
@@ -89,18 +86,18 @@ def rescale(out: Tensor, scale_K: Tensor, block: int) -> None:
     """Multiply the codes in the flat `out` by their blocks' scales, in place."""
     whole = out.numel() // block
     out[: whole * block].view(whole, block).mul_(scale_K[:whole, None])
-    out[whole * block :].mul_(scale_K[whole:])  # the short block's one scale, or nothing times nothing
+    out[whole * block :].mul_(scale_K[whole:])  # the short block, if any
 
 
 def padded(x: Tensor, block: int) -> Tensor:
-    """The flat `x` as rows of `block` values, the last filled up with 0."""
+    """Return the flat `x` as rows of `block` values, the last padded with 0."""
     missing = -x.numel() % block
     return (functional.pad(x, (0, missing)) if missing else x).reshape(-1, block)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec(ExactCodec):
-    """A codec of blocks with a scale each. The payload is all scales (float32), then the codes, `per_byte` in each byte."""
+    """A codec of blocks with a scale each; a payload is all scales (float32), then packed codes."""
 
     block: int
 
@@ -117,15 +114,15 @@ class BlockCodec(ExactCodec):
 
     @abstractmethod
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales (K) and the codes as they travel."""
+        """Return the scales (K) and the codes as they are sent."""
 
     @abstractmethod
     def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
-        """The codes that stand at byte `start`; `CorruptPayload` for those that no encoder writes."""
+        """Return the codes at byte `start`; raise `CorruptPayload` if no encoder writes them."""
 
     @property
     def name(self) -> str:
-        """`KIND`, or `KIND:BLOCK` where the block is not the usual one."""
+        """`KIND`, or `KIND:BLOCK` if the block is not the usual one."""
         return self.kind if self == type(self)() else f"{self.kind}:{self.block}"  # type: ignore[call-arg]
 
     @property
@@ -134,11 +131,11 @@ class BlockCodec(ExactCodec):
         return (self.block,)
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Whole blocks."""
+        """Return a block."""
         return self.block
 
     def max_bytes(self, count: int) -> int:
-        """Exactly this."""
+        """Return the exact length."""
         return 4 * blocks_of(count, self.block) + blocks_of(count, self.per_byte)
 
     def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
@@ -147,6 +144,6 @@ class BlockCodec(ExactCodec):
         return append(out, scales) + append(out, codes)
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Write code · scale; scales outside their limits are refused."""
+        """Write code · scale; refuse scales outside their limits."""
         scales = require_scales(values_at(payload, 0, blocks_of(out.numel(), self.block), torch.float32), self.top)
         rescale(out.copy_(self.codes(payload, 4 * len(scales), out.numel())), scales, self.block)

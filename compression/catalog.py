@@ -1,4 +1,4 @@
-"""The codecs by name: the only registry, a literal dict; names with other numbers follow from it."""
+"""The registry of codecs by name, a literal dict; names with other numbers follow from it."""
 
 import dataclasses
 import difflib
@@ -32,15 +32,14 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "bf16+zstd": lambda: Zstd(Half("bf16")),
 }
 
-_NUMBER = "[1-9][0-9]{0,4}"  # of a codec with other numbers than the usual: as many as its class has fields
-_SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's manifest
+_NUMBER = "[1-9][0-9]{0,4}"  # a number in a codec's name, one for each field of its class
+_SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's manifest
 
 
 def codec(spec: str) -> Codec:
-    """The codec of a name: a key of `CODECS`, `int8:128`, `sign:64`, `topk2:8/512`, or one of these and `+zstd`.
-
-    `ValueError` with the nearest valid choice, or with what is wrong about the numbers, for anything else.
-    """
+    """Return the codec of a name: a key of `CODECS`, `int8:128`, `sign:64`, `topk2:8/512`, or one
+    of these and `+zstd`. Raise `ValueError` for anything else, with the nearest valid choice or
+    what is wrong about the numbers."""
     if spec in CODECS:
         return CODECS[spec]()
     inner, plus, packer = spec.partition("+")

@@ -1,7 +1,8 @@
-"""The laws of `Codec` (compression/codec.py) as functions that a test, or the author of a codec, can call.
+"""The laws of `Codec` (compression/codec.py) as functions for tests and for authors of codecs.
 
-Each function tries one codec on chosen values or bytes and raises `CodecLawBroken` with the law and a counterexample. The
-examples are the same in every process: `example` makes them from integers, and no generator is asked.
+Each function tries one codec on chosen values or bytes and raises `CodecLawBroken` with the law and
+a counterexample. The examples are the same in every process: `example` makes them from integers,
+without random generators.
 """
 
 import contextlib
@@ -28,20 +29,20 @@ LAWS = {
     6: "shards that are cut at multiples of `granule` decode as the whole tensor does",
 }
 CONTEXT = Context(run_seed=3, round=2, tensor="layers.0.weight", shard=1)
-SHAPE = (4096,)  # what `granule` is asked about
+SHAPE = (4096,)  # of tensors that `granule` is asked for
 LENGTHS = (0, 1, 3, 11, 70, 260)  # of tensors whose payloads are cut and extended at every byte
-LARGE = 3 * 65536 + 5  # values, where memory is counted
-FREE_BYTES = 10_000  # of Python's own memory that a refusal may take
+LARGE = 3 * 65536 + 5  # values, for counting memory
+FREE_BYTES = 10_000  # of Python's own memory for a refusal
 HOSTILE_TRIES = 30  # payloads with wrong bytes, of each length
-BEFORE = b"before"  # what `out` holds when a codec appends to it
-UNTOUCHED = 7.5  # what a tensor holds when a codec decodes into it
+BEFORE = b"before"  # content of `out` when a codec appends to it
+UNTOUCHED = 7.5  # content of a tensor when a codec decodes into it
 
 Bound = Callable[[Tensor], Tensor]
 Bits = NDArray[np.uint32]
 
 
 class CodecLawBroken(AssertionError):
-    """A codec does not keep a law: its number, its text, and what was seen."""
+    """Raised when a codec breaks a law, with the law's number, its text, and what was seen."""
 
     def __init__(self, law: int, counterexample: str) -> None:
         super().__init__(f"codec law {law} is broken: {LAWS[law]}. {counterexample}")
@@ -50,10 +51,10 @@ class CodecLawBroken(AssertionError):
 
 @runtime_checkable
 class BoundedCodec(Protocol):
-    """A codec that states its bound in code: the largest error of each value of the flat tensor x, in float64."""
+    """A codec with its bound in code: the largest error of each value of flat x, in float64."""
 
     def bound(self, x: Tensor) -> Tensor:
-        """As many values as x has, none of them negative."""
+        """Return as many values as x has, none of them negative."""
         ...
 
 
@@ -66,7 +67,7 @@ def _require(kept: bool, law: int, counterexample: str) -> None:
 
 
 def _mixed_bits(count: int, seed: int) -> Bits:
-    """32 well-mixed bits a value, by integers alone (the finaliser of MurmurHash3 on a counter)."""
+    """Return 32 well-mixed bits a value, from integers (MurmurHash3's finaliser on a counter)."""
     with np.errstate(over="ignore"):
         h = np.arange(count, dtype=np.uint32) + np.uint32(seed % 2**32 * 0x9E3779B1 % 2**32)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -75,7 +76,7 @@ def _mixed_bits(count: int, seed: int) -> Bits:
 
 
 def _exponents(low: int, high: int) -> Callable[[Bits], NDArray[np.float32]]:
-    """Values of any sign and fraction whose biased exponents lie in [low, high)."""
+    """Return a maker of values of any sign and fraction with biased exponents in [low, high)."""
 
     def make(bits: Bits) -> NDArray[np.float32]:
         exponent = np.uint32(low) + (bits >> np.uint32(8)) % np.uint32(high - low)
@@ -102,25 +103,25 @@ KINDS: Mapping[str, Callable[[Bits], NDArray[Any]]] = {
 
 
 def example(kind: str, count: int, seed: int = 0) -> Tensor:
-    """A flat finite float32 tensor of one of `KINDS`; the same bits on every machine."""
+    """Return a flat finite float32 tensor of one of `KINDS`; the same bits on every machine."""
     return torch.from_numpy(np.ascontiguousarray(KINDS[kind](_mixed_bits(count, seed)), dtype=np.float32))
 
 
 def sizes(codec: Codec) -> list[int]:
-    """0, 1, around one granule, several granules."""
+    """Return 0, 1, and sizes around one and several granules."""
     g = codec.granule(SHAPE)
     return sorted({0, 1, 2, 3, g - 1, g, g + 1, 2 * g, 3 * g - 1} - {-1})
 
 
 def encoded(codec: Codec, x: Tensor) -> bytes:
-    """The payload of x."""
+    """Return the payload of x."""
     out = bytearray()
     codec.encode(x, CONTEXT, out)
     return bytes(out)
 
 
 def decoded(codec: Codec, payload: Buffer, count: int) -> Tensor:
-    """The values of a payload; NaN where `decode` wrote none."""
+    """Return the values of a payload; NaN where `decode` wrote none."""
     out = torch.full((count,), float("nan"))
     codec.decode(payload, CONTEXT, out)
     return out
@@ -129,7 +130,8 @@ def decoded(codec: Codec, payload: Buffer, count: int) -> Tensor:
 def _refusal(
     law: int, action: Callable[[], object], allowed: type[Exception] | tuple[()], seen: str
 ) -> Exception | None:
-    """The allowed error that `action` raises, if it does; any other breaks the law, as `seen` says, which names it by `{}`."""
+    """Return the allowed error that `action` raises, or None. Any other error breaks the law;
+    `seen` describes it, with `{}` for its name."""
     try:
         action()
     except allowed as error:
@@ -140,7 +142,7 @@ def _refusal(
 
 
 def _round_trip(codec: Codec, x: Tensor, law: int) -> Tensor:
-    """decode(encode(x)), where any error breaks the law."""
+    """Return decode(encode(x)); any error breaks the law."""
     back: list[Tensor] = []
     case = f"{len(x)} finite values do not round-trip: {{}}."
     _refusal(law, lambda: back.append(decoded(codec, encoded(codec, x), len(x))), (), case)
@@ -148,7 +150,7 @@ def _round_trip(codec: Codec, x: Tensor, law: int) -> Tensor:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal to the bit: 0 is not -0."""
+    """Return whether the bits are equal: 0 is not -0."""
     return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
 
 
@@ -156,12 +158,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def check_frozen(make: Callable[[], Codec]) -> None:
-    """Two codecs made alike are equal, and neither can be changed."""
+    """Check that two codecs made alike are equal, and that neither can be changed."""
     codec, other = make(), make()
     _require(codec == other and hash(codec) == hash(other), 0, "Two codecs that were made alike are not equal.")
     advice = "write @dataclass(frozen=True, slots=True) before the class"
     _require(not hasattr(codec, "__dict__"), 0, f"It has a __dict__, which can hold anything: {advice}.")
-    with contextlib.suppress(AttributeError, TypeError):  # Python 3.11 trips over its own message for slotted classes
+    # Python 3.11 trips over its own message for slotted classes
+    with contextlib.suppress(AttributeError, TypeError):
         setattr(codec, "name", "other")  # noqa: B010 - the protocol says that it cannot be set
         raise CodecLawBroken(0, f"Its name could be set: {advice}.")
 
@@ -170,7 +173,7 @@ def check_frozen(make: Callable[[], Codec]) -> None:
 
 
 def check_bound(codec: Codec, x: Tensor, bound: Bound | None = None) -> None:
-    """The values come back finite and, where a bound is stated, within it."""
+    """Check that values come back finite and, if a bound is stated, within it."""
     back = _round_trip(codec, x, 1)
     wrong = int((~torch.isfinite(back)).sum())
     _require(not wrong, 1, f"{wrong} of {len(x)} decoded values are NaN, infinite or not written.")
@@ -183,7 +186,7 @@ def check_bound(codec: Codec, x: Tensor, bound: Bound | None = None) -> None:
 
 
 def check_every_kind(codec: Codec, bound: Bound | None = None) -> None:
-    """All kinds of values in all of the codec's sizes keep the bound."""
+    """Check the bound for all kinds of values in all of the codec's sizes."""
     for _, _, x in _examples(codec):
         check_bound(codec, x, bound)
 
@@ -198,7 +201,7 @@ def _examples(codec: Codec) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def check_length(codec: Codec) -> None:
-    """What is appended is counted, is within `max_bytes`, and leaves what was there before."""
+    """Check that `encode` only appends, returns the number of bytes, and respects `max_bytes`."""
     for kind, count, x in _examples(codec):
         out = bytearray(BEFORE)
         said, case = codec.encode(x, CONTEXT, out), f"{count} values ({kind})"
@@ -213,7 +216,7 @@ def check_length(codec: Codec) -> None:
 
 
 def check_only_finite(codec: Codec, bad: float) -> None:
-    """A value that is not finite is refused, wherever it stands, and nothing is written."""
+    """Check that a value that is not finite is refused anywhere, and nothing is written."""
     for count in (1, 2, codec.granule(SHAPE) + 1):
         for at in sorted({0, count // 2, count - 1}):
             x = example("usual", count)
@@ -222,7 +225,7 @@ def check_only_finite(codec: Codec, bad: float) -> None:
 
 
 def check_only_flat(codec: Codec, x: Tensor) -> None:
-    """A tensor of another type or shape is refused."""
+    """Check that a tensor of another type or shape is refused."""
     _require_unencodable(codec, x, "flat float32", f"a tensor of {x.dtype} and shape {tuple(x.shape)}")
 
 
@@ -236,7 +239,7 @@ def _require_unencodable(codec: Codec, x: Tensor, words: str, case: str) -> None
 
 
 def check_zeros(codec: Codec) -> None:
-    """Nothing and zeros come back exactly."""
+    """Check that empty and all-zero tensors come back exactly."""
     for count in sizes(codec):
         back = _round_trip(codec, torch.zeros(count), 3)
         _require(torch.equal(back, torch.zeros(count)), 3, f"{count} zeros came back as {back[:4].tolist()}.")
@@ -246,7 +249,7 @@ def check_zeros(codec: Codec) -> None:
 
 
 def check_bytes(codec: Codec, payload: Buffer, count: int) -> None:
-    """Any bytes are decoded to `count` finite values, or refused without a trace in `out`."""
+    """Check that any bytes give `count` finite values or are refused, leaving no trace in `out`."""
     out = torch.full((count,), UNTOUCHED)
     case = f"{count} values from the {len(payload)} bytes {bytes(payload[:20]).hex()}"
     if _is_refused(codec, payload, out, case):
@@ -260,7 +263,7 @@ def _is_refused(codec: Codec, payload: Buffer, out: Tensor, case: str) -> bool:
 
 
 def check_hostile_bytes(codec: Codec) -> None:
-    """Payloads with some bytes replaced, among them by those that make NaN and infinity."""
+    """Check payloads with some bytes replaced, also by those that make NaN and infinity."""
     chance = random.Random(0)
     for count in LENGTHS:
         for kind in ("usual", "any"):
@@ -274,7 +277,7 @@ def check_hostile_bytes(codec: Codec) -> None:
 
 
 def check_cut_and_extended(codec: Codec) -> None:
-    """A payload that lacks bytes, or has too many, is refused."""
+    """Check that a payload with missing or extra bytes is refused."""
     for count in LENGTHS:
         payload = encoded(codec, example("usual", count))
         cut = (payload[:stop] for stop in range(len(payload)))
@@ -285,7 +288,7 @@ def check_cut_and_extended(codec: Codec) -> None:
 
 
 def check_memory(codec: Codec, multiple: int = 4) -> None:
-    """`decode` takes tensors of at most `multiple` times `out`, and half as much of Python's own memory."""
+    """Check that `decode` takes tensors up to `multiple` times `out`, and half that in Python."""
     payload, out = encoded(codec, example("usual", LARGE)), torch.empty(LARGE)
     tensors, python = _memory_taken(lambda: codec.decode(payload, CONTEXT, out))
     for taken, limit, what in ((tensors, multiple, "in tensors"), (python, multiple // 2, "in Python")):
@@ -294,7 +297,7 @@ def check_memory(codec: Codec, multiple: int = 4) -> None:
 
 
 def check_refused_before_memory(codec: Codec) -> None:
-    """A payload of the wrong length is refused before anything is taken."""
+    """Check that a payload of the wrong length is refused before anything is allocated."""
     out = torch.empty(1_000_000)
     for payload in (b"", b"\x00" * 1000, bytes(codec.max_bytes(len(out)) + 1)):
         tensors, python = _memory_taken(lambda payload=payload: codec.decode(payload, CONTEXT, out))  # type: ignore[misc]
@@ -304,11 +307,12 @@ def check_refused_before_memory(codec: Codec) -> None:
 
 
 class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has not typed it
-    """Counts the bytes of all tensors made inside, also of those that are freed again: no less than the peak."""
+    """A count of the bytes of all tensors made inside, freed ones too: no less than the peak."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and torch would import its compiler, for seconds, only to be kept out of it."""
+        """False: nothing is compiled, and torch would import its compiler, for seconds, to skip
+        it."""
         return False
 
     def __init__(self) -> None:
@@ -326,15 +330,15 @@ class _TakenTensors(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.seen:
-                self.seen[x.untyped_storage().data_ptr()] = x  # kept, so that no address is given out twice
+                self.seen[x.untyped_storage().data_ptr()] = x  # keeps addresses unique
                 self.bytes += x.untyped_storage().nbytes()
         return result
 
 
 def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
-    """Bytes of tensors, and the peak of Python's own memory, while `action` runs; a refusal counts as an end."""
+    """Return bytes of tensors, and the peak of Python's own memory, of `action`, refused or not."""
     with _TakenTensors():
-        torch.empty(1)  # what torch imports when its calls are watched for the first time is no codec's memory
+        torch.empty(1)  # torch's imports at its first watched call are not the codec's memory
     tracemalloc.start()
     try:
         with _TakenTensors() as taken, contextlib.suppress(CorruptPayload):
@@ -349,7 +353,7 @@ def _memory_taken(action: Callable[[], None]) -> tuple[int, int]:
 
 
 def check_pure(make: Callable[[], Codec]) -> None:
-    """Nothing is changed that is only read, and the same goes in and out of any equal codec and any kind of buffer."""
+    """Check that inputs do not change, and that equal codecs and all kinds of buffers agree."""
     codec = make()
     count = 2 * codec.granule(SHAPE) + 3
     x = example("usual", count)
@@ -369,7 +373,8 @@ def check_pure(make: Callable[[], Codec]) -> None:
 
 
 def check_cut_at_granules(codec: Codec) -> None:
-    """Three shards, the last of them short, are the whole: cut at the granule, and at a larger multiple of a small one."""
+    """Check that three shards, the last one short, decode as the whole does, cut at the granule and
+    at a larger multiple of a small one."""
     granule = codec.granule(SHAPE)
     for cut in sorted({granule, granule * max(1, 64 // granule)}):
         x = example("usual", 3 * cut + cut // 2)
@@ -382,11 +387,13 @@ def check_cut_at_granules(codec: Codec) -> None:
 def check_codec(
     make: Callable[[], Codec], *, bound: Bound | None = None, memory: int = 4, of_whole: bool = False
 ) -> None:
-    """Raise `CodecLawBroken` unless the codecs that `make` returns, which may be a class, keep every law.
+    """Raise `CodecLawBroken` unless the codecs that `make` (a function or a class) returns keep
+    every law.
 
-    `bound` maps a flat tensor to the largest error of each value, in float64; without it the codec's own method `bound` is
-    asked, and without that law 1 asks for finite values only. `memory`: how many times `out` decoding may take. `of_whole`
-    is for a codec whose step is of all the values that it is given, so that law 6 cannot hold.
+    `bound` maps a flat tensor to the largest error of each value, in float64. Without it the
+    codec's method `bound` is used; without that, law 1 only requires finite values. `memory`: how
+    many times `out` decoding may take. `of_whole` is for a codec whose step depends on all the
+    values that it is given, so that law 6 cannot hold.
     """
     codec = make()
     if bound is None and isinstance(codec, BoundedCodec):

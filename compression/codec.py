@@ -1,7 +1,8 @@
-"""The seam between tensors and bytes: `Codec`, its law, and the one error a decoder may raise.
+"""The seam between tensors and bytes: `Codec`, its laws, and the one error that a decoder may
+raise.
 
-A codec is stateless and pure. What remembers something between calls (error feedback, caches, warm starts) belongs
-to a method. Every wire format is written down to the bit in docs/wire-format.md.
+A codec is stateless and pure. Whatever keeps state between calls (error feedback, caches, warm
+starts) belongs to a method. docs/wire-format.md defines every wire format to the bit.
 """
 
 from dataclasses import dataclass
@@ -14,19 +15,17 @@ Buffer = bytes | bytearray | memoryview
 
 
 class CorruptPayload(Exception):
-    """A payload that no correct encoder can have written; the message says what was expected and what came."""
+    """Raised for a payload that no correct encoder can have written, with what was expected."""
 
 
 class UnencodableTensor(ValueError):
-    """The sender's own tensor cannot be encoded (NaN, infinity, wrong type): a fault on this side, never sent."""
+    """Raised if the sender's own tensor cannot be encoded (NaN, infinity, wrong type)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Names one encoding: what codecs derive shared randomness from. Equal on sender and receiver.
-
-    `columns` are the values in a row of the tensor, 0 for a vector.
-    """
+    """The name of one encoding, equal on sender and receiver; codecs derive shared randomness from
+    it. `columns` is the number of values in a row of the tensor, 0 for a vector."""
 
     run_seed: int = 0
     round: int = 0
@@ -36,52 +35,56 @@ class Context:
 
 
 class Codec(Protocol):
-    """Turns a flat float32 tensor (one shard) into bytes and back.
+    """An encoder of flat float32 tensors (one shard each) to bytes, with its decoder.
 
     Laws, for every codec in `catalog.CODECS` (compression/check.py has them as functions):
 
-    0. A codec is a frozen value, and equal codecs stand for each other.
+    0. A codec is a frozen value, and equal codecs are interchangeable.
     1. `decode(encode(x))` fills `out` with finite values, within the codec's stated bound of `x`.
     2. `encode` writes exactly the number of bytes it returns, at most `max_bytes(len(x))`.
     3. NaN or infinity in `x`: `UnencodableTensor`. Empty and all-zero tensors round-trip.
-    4. `decode` of any bytes at all either fills `out` with finite values or raises `CorruptPayload`, and takes no
-       memory beyond a small multiple of `out`. A payload of the wrong length is refused before anything is taken.
-    5. Both are pure and deterministic; decode gives the same bits on every machine (docs/architecture.md,
-       "portable arithmetic": separately rounded + - * / sqrt, comparisons and integers in fp32, each its own call).
-    6. Shards that are cut at multiples of `granule` decode as the whole tensor does, unless a step is of all values (ecsq).
+    4. `decode` of any bytes at all either fills `out` with finite values or raises
+       `CorruptPayload`, and allocates at most a small multiple of `out`. A payload of the wrong
+       length is refused before anything is allocated.
+    5. Both are pure and deterministic; decode gives the same bits on every machine
+       (docs/architecture.md, "portable arithmetic": separately rounded + - * / sqrt, comparisons
+       and integers in fp32, each its own call).
+    6. Shards cut at multiples of `granule` decode as the whole tensor does, unless a step depends
+       on all values (ecsq).
     """
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """The catalogue's name, which travels in manifests: `int8`, `topk:64/4096`."""
+        """The catalog's name, as used in manifests: `int8`, `topk:64/4096`."""
         ...
 
     @property
     def biased(self) -> bool:
-        """True if decode(encode(x)) loses mass systematically (sparse, sign): a mean of these needs feedback."""
+        """True if decoding loses mass systematically (sparse, sign): a mean then needs feedback."""
         ...
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Values per indivisible group: a tensor of this shape may be cut into shards at its multiples only."""
+        """Return the values per indivisible group, at whose multiples such a tensor may be cut."""
         ...
 
     def max_bytes(self, count: int) -> int:
-        """The most bytes that `encode` can write for `count` values; receivers refuse anything longer unseen."""
+        """Return the most bytes for `count` values; receivers refuse longer payloads unread."""
         ...
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """Append the payload of the flat float32 tensor `x` to `out`; return the number of bytes appended."""
+        """Append the payload of the flat float32 tensor `x` to `out`; return the number of bytes
+        appended."""
         ...
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Overwrite the flat float32 tensor `out` with the decoded values; its length says how many there must be."""
+        """Overwrite the flat float32 tensor `out` with the values; its length says how many."""
         ...
 
 
 def require_finite(x: Tensor) -> Tensor:
-    """Return `x` if it is a flat, finite float32 tensor on the CPU; raise `UnencodableTensor` otherwise."""
+    """Return `x`; raise `UnencodableTensor` unless it is a flat, finite float32 CPU tensor."""
     if x.dtype != torch.float32 or x.dim() != 1 or x.device.type != "cpu":
         raise UnencodableTensor(f"a codec takes flat float32 CPU tensors, got {x.dtype} {tuple(x.shape)} on {x.device}")
     if not bool(torch.isfinite(x).all()):
@@ -91,7 +94,7 @@ def require_finite(x: Tensor) -> Tensor:
 
 
 def require_length(payload: Buffer, least: int, what: str, most: int | None = None) -> None:
-    """Raise `CorruptPayload` unless `payload` has so many bytes: exactly `least`, or any number up to `most`."""
+    """Raise `CorruptPayload` unless `payload` has `least` bytes, or `least` to `most`."""
     if not least <= len(payload) <= (least if most is None else most):
         expected = f"{least}" if most is None else f"{least} to {most}"
         raise CorruptPayload(f"{what} needs {expected} bytes, got {len(payload)}")

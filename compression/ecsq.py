@@ -1,12 +1,15 @@
-"""All values, coarsely, at a rate that is set: whole multiples of a step so wide that most are 0 and cost little.
+"""All values, coarsely, at a set rate: whole multiples of a step so wide that most are 0 and cost
+little.
 
-Entropy-coded scalar quantisation: around a bit a value it loses no more than the best code of fixed length, much less where
-values differ in size, and it goes far below one bit. The rate is given and the step follows from the values. A step relative
-to their size would not do where what is left out comes again: it grows with the residual, so that ever less travels.
+Entropy-coded scalar quantisation: around one bit a value it loses no more than the best code of
+fixed length, much less where values differ in size, and it goes far below one bit. The rate is
+given and the step follows from the values. A step relative to their size would fail where dropped
+values come back: it would grow with the residual, and ever less would be sent.
 
-The entropy coder is `rice`, on the gaps between the codes that are not 0 and, among those, between the ones beyond ±1. That
-takes no loop over values, is integers only, so that every machine reads the same, and costs 1 to 5 % more than the codes'
-order-0 entropy. Measured on 2^18 values, bits a value that were taken and squared error over that of sending nothing:
+The entropy coder is `rice`, on the gaps between nonzero codes and, among those, between the ones
+beyond ±1. This takes no loop over values and only integers, so that every machine reads the same,
+and costs 1 to 5 % more than the codes' order-0 entropy. Measured on 2^18 values, bits a value and
+squared error relative to that of sending nothing:
 
     rate           10          31          60          94         150         250
     normal     0.09 0.92   0.29 0.78   0.56 0.60   0.87 0.42   1.43 0.21   2.46 0.06
@@ -28,26 +31,29 @@ from farflock.compression.codec import Buffer, Context, CorruptPayload, require_
 from farflock.compression.payload import BF16_MAX_BITS, FLOAT_MAX, bf16_bits, from_bf16, within
 
 MAX_CODE = 4096
-_LARGEST = 2.0**127  # magnitudes above are cut down to it, so that no code times its step is infinite
-_ROUND_UP = np.float32(5 / 16)  # of a step: less than half makes more zeros; the bits saved buy a finer step
+_LARGEST = 2.0**127  # magnitudes are clamped to it, so that no code times its step is infinite
+_ROUND_UP = np.float32(5 / 16)  # of a step: below half makes more zeros; the bits buy a finer step
 _MIN_STEP_BITS = 0x0080  # 2^-126 as bf16, so that no product of a code and a step is denormal
-_HEAD = struct.Struct("<HII")  # the step as bf16, how many codes are not 0, how many of these are beyond ±1
-_ROUNDED_UP = 11  # bytes: the widths of three lists, and the signs' and the lists' parts of bytes
+_HEAD = struct.Struct("<HII")  # the step as bf16, the number of nonzero codes, of codes beyond ±1
+_ROUNDED_UP = 11  # bytes: the widths of three lists, and partial bytes of signs and lists
 
 
 @dataclass(frozen=True, slots=True)
 class Ecsq:
-    """|x - decode(encode(x))| <= 11/16 · step, and at most `rate`/100 bits a value and 21 bytes, where that is possible.
+    """|x - decode(encode(x))| <= 11/16 · step, and at most `rate`/100 bits a value plus 21 bytes,
+    where that is possible.
 
-    The step, a bf16 for all values of a payload, is the smallest for which the lists are sure to fit. It is never above the
-    largest magnitude: whatever the values, the largest travel, and a residual that is sent again and again shrinks. So values
-    of one magnitude, as the first update of Adam has, take two bits and arrive as they are, whatever the rate.
+    The step, one bf16 per payload, is the smallest for which the lists surely fit. It is never
+    above the largest magnitude: whatever the values, the largest are sent, and a residual that is
+    sent again and again shrinks. So values of one magnitude, as in Adam's first update, take two
+    bits and arrive exactly, whatever the rate.
 
-    Magnitudes above 2^127 are first cut down to it; where all are below 2^-126, all become 0. Biased: what is less than 11/16
-    of a step is lost, so a mean of these needs feedback.
+    Magnitudes above 2^127 are first clamped; if all are below 2^-126, all become 0. Biased: values
+    below 11/16 of a step are lost, so a mean needs feedback.
 
-    The payload is the step, two counts, the signs of the codes that are not 0, and three Rice-coded lists: the gaps before
-    those codes; among them, the gaps before the ones beyond ±1; what these exceed 2 by.
+    The payload is the step, two counts, the signs of the nonzero codes, and three Rice-coded lists:
+    the gaps before those codes; among them, the gaps before the ones beyond ±1; the excess of these
+    over 2.
     """
 
     rate: int = 100
@@ -66,11 +72,11 @@ class Ecsq:
         return f"ecsq:{self.rate}"
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Any cut will do; each part has its own step."""
+        """Return 1: any cut is fine; each part has its own step."""
         return 1
 
     def max_bytes(self, count: int) -> int:
-        """At the rate, or at the two bits that values of one magnitude take; each list has a width, and parts of bytes."""
+        """Return the length at the rate, or at the two bits of values of one magnitude, if more."""
         if not count:
             return 0
         return _HEAD.size + _ROUNDED_UP + blocks_of(count * max(self.rate, 200), 800)
@@ -92,7 +98,7 @@ class Ecsq:
         return len(out) - before
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Scatter code · step over zeros; a step outside its limits, places and codes beyond theirs are refused."""
+        """Scatter code · step over zeros; refuse a step, places and codes outside their limits."""
         count, least = out.numel(), _HEAD.size if out.numel() else 0
         require_length(payload, least, f"{self.name} for {count} values", most=self.max_bytes(count))
         if not count:
@@ -101,17 +107,17 @@ class Ecsq:
         if step and not _MIN_STEP_BITS <= step <= BF16_MAX_BITS:
             raise CorruptPayload(f"a step of {self.name} is neither 0 nor within its limits")
         places, codes = _read_codes(payload, many, few, count)
-        values = codes * float(from_bf16(np.array([step], dtype=np.uint16))[0])  # exact, also in float32
+        values = codes * float(from_bf16(np.array([step], dtype=np.uint16))[0])  # exact in float32
         if len(values) and float(np.abs(values).max()) > FLOAT_MAX:
             raise CorruptPayload(f"a code of {self.name} times its step is infinite")
         out.zero_()
         out.numpy()[places] = values
 
     def _step(self, size: NDArray[np.float32]) -> int:
-        """The smallest step, as bf16 bits, at which the lists are sure to fit; the largest magnitude if none is."""
-        counts = np.bincount(size.view(np.uint32) >> 16)  # by the leading 16 bits: as bf16, cut off
+        """Return, as bf16 bits, the smallest step at which the lists surely fit, or the largest."""
+        counts = np.bincount(size.view(np.uint32) >> 16)  # by truncated bf16
         bins = np.flatnonzero(counts)
-        above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # what is in a bin is below this
+        above = from_bf16(np.minimum(bins + 1, BF16_MAX_BITS).astype(np.uint16))  # upper bounds
         counts, most = counts[bins], len(size) * self.rate // 100
         high = int(bf16_bits(size.max(keepdims=True))[0])
         low = max(high - _MAX_CODE_BITS, _MIN_STEP_BITS)
@@ -126,17 +132,17 @@ class Ecsq:
         return high
 
 
-_MAX_CODE_BITS = (MAX_CODE // 2).bit_length() - 1 << 7  # so many octaves below the largest, in bf16 bits
+_MAX_CODE_BITS = (MAX_CODE // 2).bit_length() - 1 << 7  # octaves below the largest, in bf16 bits
 
 
 def _codes(size: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-    """How many steps a magnitude is: whole numbers, in float32. Monotone, so what is below a bound has no larger code."""
+    """Return magnitudes in whole steps, as float32. Monotone: smaller values, no larger codes."""
     codes: NDArray[np.float32] = np.floor(size / from_bf16(np.array([step], dtype=np.uint16)) + _ROUND_UP)
     return codes
 
 
 def _bits(counts: rice.Numbers, codes: rice.Numbers) -> int:
-    """The most bits that so many values of each code take."""
+    """Return the most bits that these counts of each code take."""
     many, few = int(counts[codes > 0].sum()), int(counts[codes > 1].sum())
     excess = int((counts * (codes - 2))[codes > 1].sum())
     gaps = rice.max_bits(many, int(counts.sum()) - many) + rice.max_bits(few, many - few)
@@ -148,7 +154,7 @@ def _gaps(places: rice.Numbers) -> rice.Numbers:
 
 
 def _read_codes(payload: Buffer, many: int, few: int, count: int) -> tuple[rice.Numbers, rice.Numbers]:
-    """Where codes are not 0, and these codes."""
+    """Return the places of nonzero codes, and these codes."""
     if not few <= many <= count or len(payload) < _HEAD.size + blocks_of(many, 8):
         raise CorruptPayload(
             f"{len(payload)} bytes cannot hold {many} codes for {count} values, {few} of them beyond 1"
@@ -167,7 +173,7 @@ def _read_codes(payload: Buffer, many: int, few: int, count: int) -> tuple[rice.
 
 
 def _read_places(payload: Buffer, start: int, count: int, end: int) -> tuple[rice.Numbers, int]:
-    """`count` rising places below `end`, from the gaps at byte `start`; and the byte after them."""
+    """Return `count` rising places below `end` from the gaps at byte `start`, and their end."""
     gaps, after = rice.read(payload, start, count)
     places = np.cumsum(gaps + 1) - 1
     if count and int(places[-1]) >= end:

@@ -1,10 +1,11 @@
-"""Products of matrices that have the same bits on every machine, at nearly the speed of the machine's own.
+"""Matrix products with the same bits on every machine, at nearly the speed of the machine's own.
 
-A matrix product adds in whatever order its library likes, and fuses what it likes, so that its last bits differ from CPU to
-CPU. Here each factor is cut into slices of so few bits that all sums of a slice times a slice are exact in float64, in any
-order; few sums of slices' products, each rounded once, in a fixed order, give the result (Ozaki, Ogita, Oishi and Rump,
-"Error-free transformations of matrix multiplication by using fast routines of matrix multiplication", Numerical Algorithms
-59, 2012). Slices are relative to the largest magnitude of a whole factor, not to each row's.
+A matrix product adds in whatever order its library likes, and fuses what it likes, so that its last
+bits differ from CPU to CPU. Here each factor is cut into slices of so few bits that all sums of a
+slice times a slice are exact in float64, in any order; a few sums of slices' products, each rounded
+once, in a fixed order, give the result (Ozaki, Ogita, Oishi and Rump, "Error-free transformations
+of matrix multiplication by using fast routines of matrix multiplication", Numerical Algorithms 59,
+2012). Slices are relative to the largest magnitude of a whole factor, not of each row.
 
 Shapes: M x N by N x K.
 """
@@ -15,15 +16,18 @@ import torch
 from torch import Tensor
 
 _MANTISSA = 53  # bits of a float64
-_LEAST = -400  # exponent of the first slice's unit; what is smaller counts as 0, so that no product is denormal
-MAX_INNER = 1 << 17  # N: fewer bits than this leaves would not be worth a slice
+_LEAST = -400  # exponent of the least first unit; smaller values count as 0: no denormal products
+MAX_INNER = 1 << 17  # N: beyond it a slice would have too few bits to be worth it
 SLICES = 3
 
 
 def product(left_MN: Tensor, right_NK: Tensor, slices: int = SLICES) -> Tensor:
-    """left @ right in float64, off by about N · 2^(-bits · slices) of the product of the factors' largest magnitudes, with
-    bits = (53 - log2 N) / 2: three slices are nearly a float64, two more than a float32. `ValueError` for more than 2^17 sums,
-    or for factors that are not finite."""
+    """Return left @ right in float64.
+
+    The error is about N · 2^(-bits · slices) of the product of the factors' largest magnitudes,
+    with bits = (53 - log2 N) / 2: three slices are nearly a float64, two more than a float32.
+    `ValueError` for more than 2^17 sums, or for factors that are not finite.
+    """
     inner = left_MN.shape[1]
     if not 1 <= inner <= MAX_INNER:
         raise ValueError(f"products over {inner} values are not possible here; 1 to {MAX_INNER} are")
@@ -37,7 +41,8 @@ def product(left_MN: Tensor, right_NK: Tensor, slices: int = SLICES) -> Tensor:
 
 
 def _sliced(factor: Tensor, bits: int, slices: int) -> list[Tensor]:
-    """The factor as a sum of so many matrices, each of multiples of a power of two with at most so many bits."""
+    """Return the factor as a sum of `slices` matrices of multiples of powers of two, `bits`
+    wide."""
     rest = factor.detach().double()
     peak = float(rest.abs().amax()) if rest.numel() else 0.0
     if not math.isfinite(peak):

@@ -1,8 +1,9 @@
-"""Blockwise FP4 E3M0: a sign and one of 2^-6 to 2^0 or nothing, times the block's largest magnitude; two values a byte.
+"""Blockwise FP4 E3M0: 0, or a sign and one of 2^-6 to 2^0, times the block's largest magnitude; two
+values to a byte.
 
-Powers of two reach 64 times deeper than int4's even steps, at the price of coarse large values: Streaming DiLoCo
-(arXiv:2501.18512) sends its pseudo-gradients so. Deviations: a scale for each block instead of one for all, and the lowest
-code means 0.
+Powers of two reach 64 times deeper than int4's even steps, at the price of coarse large values;
+Streaming DiLoCo (arXiv:2501.18512) sends its pseudo-gradients this way. Deviations: a scale for
+each block instead of one for all, and the lowest code means 0.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from farflock.compression.codec import Buffer, CorruptPayload
 
 TOP = 64  # the largest code; codes are 0 and the powers of two up to this
 _HALF = 0x3F00_0000  # 0.5 as bits
-_HALF_OCTAVE = 0x0040_0000  # added to a float's bits, it carries into the exponent from 1.5 times a power of two on
-_BELOW_ONE = 126  # the exponent of 0.5 as it is stored in a float
+_HALF_OCTAVE = 0x0040_0000  # added to a float's bits, carries into the exponent from 1.5·2^n on
+_BELOW_ONE = 126  # the stored exponent of 0.5
 
 
 def _pairs() -> NDArray[np.int64]:
-    """For each byte, its two codes as float32, side by side in 64 bits."""
+    """Return for each byte its two codes as float32, side by side in 64 bits."""
     stored = np.arange(16)
     codes = np.where(stored & 7, 2.0 ** ((stored & 7) - 1), 0) * np.where(stored & 8, -1, 1)
     both = np.stack((np.tile(codes, 16), np.repeat(codes, 16)), axis=1).astype(np.float32)
@@ -37,8 +38,9 @@ _PAIRS = _pairs()
 class Fp4(BlockCodec):
     """|x - decode(encode(x))| <= max(|x|/3, absmax(block)/128) · (1 + 2^-20) + 2^-120.
 
-    Each value becomes the nearest of its block's levels, ties away from 0. The payload is all scales (float32, absmax/64),
-    then a byte for every two values, the first in the low half: 1 + log2 of the code's magnitude, or 0; plus 8 if negative.
+    Each value becomes the nearest of its block's levels, ties away from 0. The payload is all
+    scales (float32, absmax/64), then a byte for every two values, the first in the low half: 1 +
+    log2 of the code's magnitude, or 0; plus 8 if negative.
     """
 
     block: int = 256
@@ -48,7 +50,7 @@ class Fp4(BlockCodec):
     top: ClassVar[int] = TOP
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales and packed codes."""
+        """Return scales and packed codes."""
         scales, ratio_KB = scaled(x, self.block, TOP)
         bits = ratio_KB.numpy().reshape(-1).view(np.int32)
         size = bits & 0x7FFF_FFFF
@@ -59,7 +61,7 @@ class Fp4(BlockCodec):
         return scales, torch.from_numpy(((pairs | (pairs >> 4)) & 0xFF).astype(np.uint8))
 
     def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
-        """A negative 0 and a filler other than 0 are refused."""
+        """Return the codes; refuse a negative 0 and a filler other than 0."""
         packed = np.frombuffer(payload, dtype=np.uint8, offset=start)
         if bool((((packed & 0x0F) == 0x08) | ((packed & 0xF0) == 0x80)).any()):
             raise CorruptPayload(f"{self.name} payload holds a negative 0")

@@ -1,15 +1,17 @@
-"""Hadamard tiles: each tile of values is rotated so that no one is much larger than the others, then sent in 4 or 8 bits.
+"""Hadamard tiles: each tile is rotated so that no value is much larger than the others, then sent
+in 4 or 8 bits.
 
-A large value makes all others of its block coarse; activations have such values, always in the same channels. The rotation
-spreads it over its tile, as TAH-Quant does (arXiv:2506.01352) and QuaRot (arXiv:2404.00456), with signs drawn from the run's
-seed so that no pattern of values is a bad one for all runs. Deviations from TAH-Quant: one number of bits for all tiles, and
-no swap of a pivot; both would make the length of a payload depend on its values.
+A large value makes all others of its block coarse; activations have such values, always in the same
+channels. The rotation spreads it over its tile, as TAH-Quant does (arXiv:2506.01352) and QuaRot
+(arXiv:2404.00456), with signs drawn from the run's seed so that no pattern of values is bad for all
+runs. Deviations from TAH-Quant: one number of bits for all tiles, and no swap of a pivot; both
+would make the length of a payload depend on its values.
 
-The transform is not normalised: H·H is the tile's length times the identity, a power of two, so that the only operations
-that round are sums and differences of two values, each its own call, and every machine reads the same bits. Scales
-so small that such a difference could be denormal are not used.
+The transform is not normalised: H·H is the tile's length, a power of two, times the identity, so
+that only sums and differences of two values round, each its own call, and every machine reads the
+same bits. Scales so small that such a difference could be denormal are not used.
 
-Shapes: T tiles, G values a tile.
+Shapes: T tiles, G values per tile.
 """
 
 import hashlib
@@ -26,19 +28,21 @@ from farflock.compression.int4 import Int4
 from farflock.compression.int8 import Int8
 from farflock.compression.payload import within
 
-LARGEST = 2.0**100  # magnitudes above are cut down to it, so that sums over a tile stay finite
+LARGEST = 2.0**100  # magnitudes are clamped to it, so that sums over a tile stay finite
 SMALLEST = 2.0**-76  # a tile whose rotated values are all below is sent as zeros
-LARGEST_READ = 2.0**111  # a rotated value that no writer makes: 1024 times the largest, and what rounding adds
-SMALLEST_READ = 2.0**-84  # the same: below SMALLEST / 127
+LARGEST_READ = 2.0**111  # no encoder exceeds it: 1024 times the largest, and rounding
+SMALLEST_READ = 2.0**-84  # no encoder goes below it: SMALLEST / 127
 
 
 @dataclass(frozen=True, slots=True)
 class Hadamard:
-    """In each tile ‖x - decode(encode(x))‖ <= absmax(H·S·x) / (2·levels) · (1 + 2^-12) + 2^-76, by the Euclidean norm.
+    """In each tile ‖x - decode(encode(x))‖ <= absmax(H·S·x) / (2·levels) · (1 + 2^-12) + 2^-76, by
+    the Euclidean norm.
 
-    levels is 7 for 4 bits, 127 for 8. absmax(H·S·x), S the signs, is at most √G·‖x‖; where no direction stands out it is near
-    √(2·ln G)·‖x‖. Magnitudes above 2^100 are first cut down to it; tiles whose rotated values are all below
-    2^-76 become 0. The payload is that of `int4:TILE` or `int8:TILE` for the rotated tiles; the last one is filled up with 0.
+    levels is 7 for 4 bits, 127 for 8. absmax(H·S·x), S the signs, is at most √G·‖x‖; where no
+    direction stands out it is near √(2·ln G)·‖x‖. Magnitudes above 2^100 are first clamped; tiles
+    whose rotated values are all below 2^-76 become 0. The payload is that of `int4:TILE` or
+    `int8:TILE` for the rotated tiles, the last one padded with 0.
     """
 
     bits: Literal[4, 8] = 4
@@ -74,7 +78,7 @@ class Hadamard:
         return self._inner.encode(rotated_TG.masked_fill_(tiny_T1, 0.0).view(-1), ctx, out)
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Rotate back; rotated values that no writer makes are refused, and what int4 or int8 refuses."""
+        """Rotate back; refuse rotated values that no encoder writes, as int4 and int8 do."""
         require_length(payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values")
         rotated = torch.empty(blocks_of(out.numel(), self.tile) * self.tile)
         self._inner.decode(payload, ctx, rotated)
@@ -90,17 +94,17 @@ class Hadamard:
 
 
 def signs(seed: int, tile: int) -> Tensor:
-    """1 or -1 for each place in a tile (G): the bits, lowest first, of SHAKE-128 of `hadamard SEED`; a set bit is -1."""
+    """Return 1 or -1 for each place in a tile (G): the bits of SHAKE-128 of `hadamard SEED`, lowest
+    first; a set bit is -1."""
     drawn = hashlib.shake_128(f"hadamard {seed}".encode()).digest(blocks_of(tile, 8))
     bits = np.unpackbits(np.frombuffer(drawn, dtype=np.uint8), count=tile, bitorder="little")
     return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float32))
 
 
 def butterflies(tiles_TG: Tensor) -> Tensor:
-    """Each row times the Hadamard matrix in Sylvester's order, not normalised; G is a power of two.
-
-    log2 G passes, from neighbours to halves; in each, two values become their sum and their difference.
-    """
+    """Return each row times the Hadamard matrix in Sylvester's order, not normalised; G is a power
+    of two. There are log2 G passes, from neighbours to halves; in each, two values become their sum
+    and their difference."""
     now, then = tiles_TG.clone(memory_format=torch.contiguous_format), torch.empty(tiles_TG.shape)
     tiles, length = tiles_TG.shape
     half = 1

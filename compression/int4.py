@@ -1,6 +1,7 @@
-"""Blockwise int4: as int8 with codes from -7 to 7, two a byte; 4 + 32/block bits a value.
+"""Blockwise int4: as int8 with codes from -7 to 7, two to a byte; 4 + 32/block bits a value.
 
-Blocks are short because 15 levels leave little room: one large value makes all others of its block coarse.
+Blocks are short because 15 levels leave little room: one large value makes all others of its block
+coarse.
 """
 
 from dataclasses import dataclass
@@ -13,15 +14,14 @@ from farflock.compression.blocks import BlockCodec, blocks_of, quantise
 from farflock.compression.codec import Buffer, CorruptPayload
 from farflock.compression.payload import values_at
 
-_ZERO = 8  # how code 0 is stored: codes -7 to 7 travel as 1 to 15
+_ZERO = 8  # code 0 as stored: codes -7 to 7 are sent as 1 to 15
 
 
 @dataclass(frozen=True, slots=True)
 class Int4(BlockCodec):
-    """|x - decode(encode(x))| <= absmax(block)/14 · (1 + 2^-18) + 2^-123, the last term for blocks of denormal size.
-
-    The payload is all scales (float32), then a byte for every two values, the first in the low half.
-    """
+    """|x - decode(encode(x))| <= absmax(block)/14 · (1 + 2^-18) + 2^-123, the last term for blocks
+    of denormal size. The payload is all scales (float32), then a byte for every two values, the
+    first in the low half."""
 
     block: int = 64
 
@@ -31,13 +31,14 @@ class Int4(BlockCodec):
     top: ClassVar[int] = 7
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales and packed codes."""
+        """Return scales and packed codes."""
         scales, codes = quantise(x, self.block, 7)
-        pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]  # 0x0B0A for codes A, B
+        # 0x0B0A for codes A, B
+        pairs = (codes.to(torch.int8) + _ZERO).view(torch.int16)[: blocks_of(x.numel(), 2)]
         return scales, ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8)
 
     def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
-        """The stored code 0 and a filler other than 8 are refused."""
+        """Return the codes; refuse the stored code 0 and a filler other than 8."""
         packed = values_at(payload, start, blocks_of(count, 2), torch.uint8).to(torch.int16)
         stored = ((packed | (packed << 4)) & 0x0F0F).view(torch.int8)
         if count and int(stored.amin()) == 0:

@@ -1,6 +1,7 @@
-"""Blockwise int8: the values of a block share a scale, their largest magnitude over 127; 8 + 32/block bits a value.
+"""Blockwise int8: a block's values share a scale, their largest magnitude over 127; 8 + 32/block
+bits a value.
 
-zstandard does not pay on it (measured in `zstd.py`), and it is cheap: a few times a copy of the buffer.
+zstandard does not pay on it (measured in `zstd.py`). It is cheap: a few times a copy of the buffer.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,8 @@ from farflock.compression.payload import values_at
 
 @dataclass(frozen=True, slots=True)
 class Int8(BlockCodec):
-    """|x - decode(encode(x))| <= absmax(block)/254 · (1 + 2^-14) + 2^-119, the last term for blocks of denormal size.
-
-    The payload is all scales (float32), then one signed byte a value.
-    """
+    """|x - decode(encode(x))| <= absmax(block)/254 · (1 + 2^-14) + 2^-119, the last term for blocks
+    of denormal size. The payload is all scales (float32), then one signed byte per value."""
 
     block: int = 256
 
@@ -28,12 +27,12 @@ class Int8(BlockCodec):
     top: ClassVar[int] = 127
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales and codes."""
+        """Return scales and codes."""
         scales, codes = quantise(x, self.block, 127)
         return scales, codes[: x.numel()].to(torch.int8)
 
     def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
-        """The code -128 is refused."""
+        """Return the codes; refuse the code -128."""
         codes = values_at(payload, start, count, torch.int8)
         if count and int(codes.amin()) == -128:
             raise CorruptPayload(f"{self.name} payload holds the code -128; codes are -127 to 127")

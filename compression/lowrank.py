@@ -1,10 +1,12 @@
-"""A matrix as a few outer products: for updates most of whose size lies in few directions, as those of attention's matrices.
+"""A matrix as a few outer products: for updates whose size lies mostly in few directions, as those
+of attention matrices.
 
-The best directions by subspace iteration (Halko, Martinsson and Tropp, SIAM Review 53, 2011, algorithm 4.4; PowerSGD, Vogels
-et al., arXiv:1905.13727, takes one such iteration a step and starts it where the last one ended). DiLoCoX (arXiv:2506.21263)
-sends both factors in four bits. Deviations: eight bits, for in four the left factor's error is as large as what many
-directions add; each payload starts anew, because a codec remembers nothing; the right factor is fitted to the left one as it
-is sent. What few directions do not hold is for error feedback to bring.
+The best directions come from subspace iteration (Halko, Martinsson and Tropp, SIAM Review 53, 2011,
+algorithm 4.4; PowerSGD, Vogels et al., arXiv:1905.13727, takes one such iteration per step and
+starts it where the last one ended). DiLoCoX (arXiv:2506.21263) sends both factors in four bits.
+Deviations: eight bits, because in four the left factor's error is as large as what many directions
+add; each payload starts anew, because a codec is stateless; the right factor is fitted to the left
+one as it is sent. Error feedback brings what few directions do not hold.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from farflock.compression.codec import Buffer, Context, CorruptPayload, require_
 from farflock.compression.half import Half
 from farflock.compression.payload import append, values_at, within
 
-LARGEST = 2.0**100  # magnitudes above are cut down to it, so that sums of products stay finite
+LARGEST = 2.0**100  # magnitudes are clamped to it, so that sums of products stay finite
 SMALLEST = 2.0**-100  # scales below count as 0
 ITERATIONS = 3
 _LEVELS = 127
@@ -26,14 +28,16 @@ _PLAIN = Half("bf16")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """`rank` outer products of a column and a row of int8, each with a scale: rank · (rows + columns + 4) bytes.
+    """`rank` outer products of a column and a row of int8, each with a scale: rank · (rows +
+    columns + 4) bytes.
 
-    Rows are the context's; where the values are no whole rows, and where bf16 takes no more bytes (vectors, small matrices),
-    all values are sent as bf16. Of the rest, the error's Frobenius norm is at most that of the values, a little more for
-    rounding: biased, a mean of these needs feedback. Magnitudes above 2^100 are first cut down to it.
+    Rows are the context's. If the values are not whole rows, or bf16 takes no more bytes (vectors,
+    small matrices), all values are sent as bf16. Otherwise the error's Frobenius norm is at most
+    that of the values, a little more for rounding: biased, a mean needs feedback. Magnitudes above
+    2^100 are first clamped.
 
-    The payload is the scales (float32), the left factors one after the other, the right factors. The decoder adds up
-    scale · (left · right) product by product, in order.
+    The payload is the scales (float32), the left factors one after the other, the right factors.
+    The decoder adds up scale · (left · right) product by product, in order.
     """
 
     rank: int = 4
@@ -50,11 +54,11 @@ class LowRank:
         return f"lowrank:{self.rank}"
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Whole rows."""
+        """Return a row's length."""
         return max(shape[-1], 1) if len(shape) > 1 else 1
 
     def max_bytes(self, count: int) -> int:
-        """As bf16: products are sent only where they take less."""
+        """Return bf16's length: products are sent only where they take less."""
         return _PLAIN.max_bytes(count)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
@@ -68,7 +72,7 @@ class LowRank:
         return append(out, scales_K) + append(out, left_MK.T.to(torch.int8)) + append(out, right_NK.T.to(torch.int8))
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Sum the products; scales outside their limits and the code -128 are refused."""
+        """Sum the products; refuse scales outside their limits and the code -128."""
         rank, rows, columns = self._shape(out.numel(), ctx)
         if not rank:
             _PLAIN.decode(payload, ctx, out)
@@ -88,7 +92,7 @@ class LowRank:
             values_MN.add_((left_M[:, None] * right_N).mul_(scale))
 
     def _shape(self, count: int, ctx: Context) -> tuple[int, int, int]:
-        """How many products, of how many rows and columns; no products where values are sent as they are."""
+        """Return the numbers of products (0 if values are sent as they are), rows and columns."""
         rows, rest = divmod(count, max(ctx.columns, 1))
         rank = min(self.rank, rows, ctx.columns)
         smaller = not rest and rank * (rows + ctx.columns + 4) < _PLAIN.max_bytes(count)
@@ -96,7 +100,7 @@ class LowRank:
 
 
 def leading(values_MN: Tensor, rank: int) -> Tensor:
-    """An orthonormal (M, K): the directions in which the values' columns are largest, nearly. K = rank <= min(M, N)."""
+    """Return nearly the largest columns' directions, orthonormal (M, K); K = rank <= min(M, N)."""
     columns, scale = values_MN.shape[1], float(values_MN.abs().amax())
     scaled_MN = values_MN / scale if scale > 0 else values_MN
     right_NK = torch.randn(columns, rank, generator=torch.Generator().manual_seed(rank))
@@ -107,14 +111,14 @@ def leading(values_MN: Tensor, rank: int) -> Tensor:
 
 
 def fitted(values_MN: Tensor, left_MK: Tensor) -> Tensor:
-    """The (N, K) for which left @ right.T comes closest to the values in least squares."""
+    """Return the (N, K) for which left @ right.T is closest to the values in least squares."""
     scale = float(values_MN.abs().amax()) or 1.0
     right_KN: Tensor = torch.linalg.lstsq(left_MK.double(), (values_MN / scale).double()).solution
     return (right_KN.T * scale).float()
 
 
 def _quantised(columns_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Each column in whole steps, the largest of it 127, and its step; 0 and 0 for one that is too small."""
+    """Return each column in whole steps of its largest / 127, and the step; 0 if too small."""
     steps_K = columns_MK.abs().amax(dim=0) / _LEVELS
     steps_K = torch.where(steps_K >= SMALLEST, steps_K.clamp(max=LARGEST), 0.0)
     safe_K = torch.where(steps_K > 0, steps_K, 1.0)

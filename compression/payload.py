@@ -1,7 +1,8 @@
-"""Values to payload bytes and back, and the sender's finiteness check in one pass; all that the codecs share.
+"""Values to payload bytes and back, and the sender's finiteness check in one pass; shared by all
+codecs.
 
-Payloads are little endian and unaligned: what is read from them is copied first, so that no tensor ever points into a
-peer's message.
+Payloads are little endian and unaligned: values are copied out first, so that no tensor ever points
+into a peer's message.
 """
 
 import sys
@@ -33,14 +34,14 @@ def append(out: bytearray, values: Tensor) -> int:
 
 
 def values_at(payload: Buffer, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """A copy of `count` values of the payload from byte `start` on; the caller has checked that they are there."""
+    """Return a copy of `count` values at byte `start`, which the caller has checked to exist."""
     if not count:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(memoryview(payload)[start : start + count * dtype.itemsize]), dtype=dtype)
 
 
 def largest(values: Tensor) -> float:
-    """The largest magnitude: NaN if one value is NaN, 0 if there are none."""
+    """Return the largest magnitude: NaN if one value is NaN, 0 if there are none."""
     peak = native.peak(values)
     if peak is not None:
         return peak
@@ -51,51 +52,50 @@ def largest(values: Tensor) -> float:
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return `x` if it is a flat float32 tensor on the CPU; otherwise `UnencodableTensor`, as `require_finite` says."""
+    """Return `x`; raise `UnencodableTensor` unless it is a flat float32 tensor on the CPU."""
     usual = x.dtype == torch.float32 and x.dim() == 1 and x.device.type == "cpu"
     return x if usual else require_finite(x)
 
 
 def within(x: Tensor, limit: float = FLOAT_MAX) -> Tensor:
-    """`x` with magnitudes above `limit` cut down to it; `UnencodableTensor` if it is not flat, float32 and finite.
-
-    The usual tensor, with nothing to refuse and nothing to cut, is returned as it is after one pass over it.
-    """
+    """Return `x` clamped to ±`limit`; raise `UnencodableTensor` unless it is flat, float32 and
+    finite. The usual tensor, which needs no clamping, is returned itself after one pass over it."""
     if largest(flat(x)) <= limit:  # false for NaN
         return x
     return require_finite(x).clamp(-limit, limit)
 
 
 def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Non-negative finite numbers as bf16: to the nearest, ties to even, but never to infinity."""
+    """Return non-negative finite numbers as bf16: nearest, ties to even, but never infinity."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded.clip(max=BF16_MAX_BITS).astype(np.uint16)
 
 
 def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers behind bf16 bits, exactly."""
+    """Return the exact numbers of bf16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class ExactCodec(Codec):
-    """A codec whose payloads have exactly `max_bytes` bytes. Where a kernel has a loop for it, that does the work."""
+    """A codec whose payloads have exactly `max_bytes` bytes; uses a kernel's loop if there is
+    one."""
 
     __slots__ = ()
     kernel: ClassVar[bool] = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Its block and its chunk, as far as it has them."""
+        """Its block and chunk, if any."""
         return ()
 
     @abstractmethod
     def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
-        """As `encode`, without a kernel."""
+        """Encode as `encode` does, without a kernel."""
 
     @abstractmethod
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """As `decode`, without a kernel, for a payload of the right length."""
+        """Decode a payload of the right length as `decode` does, without a kernel."""
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:
         """Append the payload; return the number of its bytes."""
@@ -104,7 +104,7 @@ class ExactCodec(Codec):
         return self.write(x, ctx, out)
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Overwrite `out`; what no encoder writes is refused."""
+        """Overwrite `out`; refuse what no encoder writes."""
         if self.kernel and native.decode(self._kind, payload, out, *self.numbers):
             return
         require_length(payload, self.max_bytes(out.numel()), f"{self.name} for {out.numel()} values")
@@ -116,7 +116,7 @@ class ExactCodec(Codec):
 
 
 class FloatCodec(ExactCodec):
-    """A codec that sends each value as a float of the type of its name."""
+    """A codec that sends each value as a float of the type in its name."""
 
     __slots__ = ()
     kernel: ClassVar[bool] = True
@@ -124,15 +124,15 @@ class FloatCodec(ExactCodec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that travels."""
+        """The type that is sent."""
         return FLOATS[self.name]
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Any cut is fine."""
+        """Return 1: any cut is fine."""
         return 1
 
     def max_bytes(self, count: int) -> int:
-        """Exactly this."""
+        """Return the exact length."""
         return self.dtype.itemsize * count
 
     def write(self, x: Tensor, ctx: Context, out: bytearray) -> int:
@@ -140,7 +140,7 @@ class FloatCodec(ExactCodec):
         return append(out, within(x, torch.finfo(self.dtype).max).to(self.dtype))
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Widen the values; NaN and infinity are refused."""
+        """Widen the values; refuse NaN and infinity."""
         values = values_at(payload, 0, out.numel(), self.dtype)
         if not bool(torch.isfinite(values).all()):
             raise CorruptPayload(f"{self.name} payload holds NaN or infinity")

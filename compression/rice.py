@@ -1,9 +1,11 @@
-"""Rice coding: non-negative numbers, small ones mostly, in few bits each, with no Python loop over them.
+"""Rice coding: non-negative, mostly small numbers in few bits each, without a Python loop over
+them.
 
-A number is cut at a width w: the low w bits travel as they are, the rest in unary (as many zeros, then a one). Golomb
-(1966) and Rice (1979) write the parts of a number side by side, which only a loop can read; here all low bits come first
-and all unary parts after them, so that both sides are a few operations on whole arrays. The bits are as many: for gaps
-between randomly scattered positions, up to 5 % more than their entropy.
+A number is split at a width w: the low w bits are sent as they are, the rest in unary (as many
+zeros, then a one). Golomb (1966) and Rice (1979) write a number's parts side by side, which only a
+loop can read; here all low bits come first and all unary parts after them, so that both sides are a
+few array operations. The number of bits is the same: for gaps between randomly scattered positions,
+up to 5 % more than their entropy.
 """
 
 import numpy as np
@@ -18,20 +20,19 @@ MAX_WIDTH = 16
 
 
 def max_bits(count: int, total: int) -> int:
-    """The most bits that `count` numbers take whose sum is at most `total`."""
+    """Return the most bits of `count` numbers whose sum is at most `total`."""
     return min(count * (width + 1) + (total >> width) for width in range(MAX_WIDTH + 1)) if count else 0
 
 
 def max_bytes(count: int, total: int) -> int:
-    """The most bytes that `write` makes of them: the width, and two bit streams rounded up."""
+    """Return the most bytes that `write` makes of them: the width and two bit streams."""
     return 1 + (max_bits(count, total) + 14) // 8 if count else 0
 
 
 def write(numbers: Numbers, out: bytearray) -> int:
-    """Append a byte with the width, the low bits, the unary parts; nothing for no numbers. Return the bytes appended.
-
-    The width is the one that takes the fewest bits, of equal ones the smallest. Numbers are at least 0.
-    """
+    """Append a byte with the width, the low bits, the unary parts (nothing for no numbers); return
+    the bytes appended. The width is the one with the fewest bits, the smallest of equal ones.
+    Numbers are at least 0."""
     if not len(numbers):
         return 0
     width = _best_width(numbers)
@@ -44,11 +45,11 @@ def write(numbers: Numbers, out: bytearray) -> int:
 
 
 def read(payload: Buffer, start: int, count: int) -> tuple[Numbers, int]:
-    """The `count` numbers that `write` put at byte `start`, and the byte after them.
+    """Return the `count` numbers that `write` put at byte `start`, and the position after them.
 
-    `CorruptPayload` if they are not there: a width above 16, too few ones before the payload ends, a filling bit that is
-    set. Takes memory for what the payload holds only: it holds a bit or more a number. Numbers are below 2^19 times the
-    payload's bytes.
+    `CorruptPayload` if they are not there: a width above 16, too few ones before the payload ends,
+    a padding bit that is set. Memory is proportional to the payload, which has at least a bit per
+    number. Numbers are below 2^19 times the payload's bytes.
     """
     if not count:
         return np.empty(0, dtype=np.int64), start
@@ -68,13 +69,13 @@ def read(payload: Buffer, start: int, count: int) -> tuple[Numbers, int]:
 
 
 def pack(numbers: Numbers, width: int) -> bytes:
-    """The low `width` bits of all numbers, plane by plane: all lowest bits, all second ones, …; filled up with 0."""
+    """Return the low `width` bits of all numbers, plane by plane from the lowest, padded with 0."""
     planes = [((numbers >> plane) & 1).astype(np.uint8) for plane in range(width)]
     return np.packbits(np.concatenate(planes), bitorder="little").tobytes() if planes else b""
 
 
 def unpack(payload: Buffer, start: int, count: int, width: int) -> Numbers:
-    """What `pack` wrote at byte `start`, which the caller has checked to be there; a set filling bit is refused."""
+    """Return what `pack` wrote at byte `start` (checked by the caller); refuse set padding bits."""
     numbers = np.zeros(count, dtype=np.int64)
     if not count * width:
         return numbers
@@ -89,7 +90,8 @@ def unpack(payload: Buffer, start: int, count: int, width: int) -> Numbers:
 
 
 def _best_width(numbers: Numbers) -> int:
-    """Bits taken fall with the width until they rise: each further bit costs `count` and saves ever less."""
+    """Return the width of fewest bits. They fall with the width until they rise: each further bit
+    costs `count` and saves ever less."""
     width, bits = 0, len(numbers) + int(numbers.sum())
     while width < MAX_WIDTH:
         wider = len(numbers) * (width + 2) + int((numbers >> (width + 1)).sum())

@@ -1,7 +1,8 @@
 """One bit a value: its sign, times the mean magnitude of its block.
 
-As in signSGD with error feedback (Karimireddy and others, arXiv:1901.09847, the scaled sign), with a scale for each block
-instead of one for all. The mean magnitude is the scale with the least squared error.
+As in signSGD with error feedback (Karimireddy and others, arXiv:1901.09847, the scaled sign), with
+a scale for each block instead of one for all. The mean magnitude is the scale with the least
+squared error.
 """
 
 from dataclasses import dataclass
@@ -17,11 +18,9 @@ from farflock.compression.codec import Buffer, CorruptPayload
 
 @dataclass(frozen=True, slots=True)
 class Sign(BlockCodec):
-    """|x - decode(encode(x))| <= absmax(block) · (1 + 2^-14) + block · 2^-126.
-
-    Biased: the order of magnitudes inside a block is lost, so a mean of these needs feedback. The payload is all scales
-    (float32), then a bit for each value, eight to a byte, the first lowest: 1 if the value is below 0.
-    """
+    """|x - decode(encode(x))| <= absmax(block) · (1 + 2^-14) + block · 2^-126. Biased: magnitudes
+    inside a block are lost, so a mean needs feedback. The payload is all scales (float32), then a
+    bit for each value, eight to a byte, the first lowest: 1 if the value is below 0."""
 
     block: int = 256
 
@@ -31,12 +30,12 @@ class Sign(BlockCodec):
     biased: ClassVar[bool] = True
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales and sign bits."""
+        """Return scales and sign bits."""
         scales = mean_magnitudes(x, self.block)
         return scales, torch.from_numpy(np.packbits((x < 0).numpy(), bitorder="little"))
 
     def codes(self, payload: Buffer, start: int, count: int) -> Tensor:
-        """Plus or minus 1; a bit after the last value is refused."""
+        """Return 1 or -1 for each value; refuse a bit after the last value."""
         packed = np.frombuffer(payload, dtype=np.uint8, offset=start)
         if count % 8 and packed[-1] >> count % 8:
             raise CorruptPayload(f"{self.name} payload has a bit set after the last of {count} values")

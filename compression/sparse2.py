@@ -1,8 +1,10 @@
-"""Chunked top-k in about 9.5 bits a kept value: Rice-coded positions, a sign, and one of two magnitudes of the chunk.
+"""Chunked top-k in about 9.5 bits per kept value: Rice-coded positions, a sign, and one of two
+magnitudes of the chunk.
 
-SparseLoCo (arXiv:2508.15706) quantises what it keeps to 2 bits. Deviations from its code: the four levels are symmetric and
-placed where the squared error of the chunk is least, not in even steps around the mean of the tensor; what was kept has
-no small values, so a mean near 0 has nobody close to it. Positions rise, so gaps between them say everything.
+SparseLoCo (arXiv:2508.15706) quantises kept values to 2 bits. Deviations from its code: the four
+levels are symmetric and placed where the chunk's squared error is least, not in even steps around
+the tensor's mean; kept values are never small, so a mean near 0 would be close to none of them.
+Positions rise, so the gaps between them suffice.
 """
 
 from dataclasses import dataclass
@@ -21,17 +23,18 @@ from farflock.compression.topk import ChunkedTopK
 
 @dataclass(frozen=True, slots=True)
 class TopK2(ChunkedTopK):
-    """Kept values keep their sign and err by less than the largest kept magnitude of their chunk; others decode to 0.
+    """Kept values keep their sign and err by less than the largest kept magnitude of their chunk;
+    others decode to 0.
 
-    Of a last, shorter chunk of c values max(1, c·k/chunk) are kept, rounded to nearest, halves up; of equal magnitudes the
-    first is kept. The payload is two levels a chunk (bf16), then a bit plane of signs and one of levels, then the Rice-coded
-    gaps.
+    A last, shorter chunk of c values keeps max(1, c·k/chunk), rounded to nearest, halves up; among
+    equal magnitudes the first is kept. The payload is two levels per chunk (bf16), a bit plane of
+    signs, one of levels, then the Rice-coded gaps.
     """
 
     kind: ClassVar[str] = "topk2"
 
     def max_bytes(self, count: int) -> int:
-        """What the least favourable positions take; scattered ones take a few bytes less."""
+        """Return the length for the worst positions; scattered ones take a few bytes less."""
         kept = self._kept(count)
         return self._gaps_at(count) + rice.max_bytes(kept, count - kept)
 
@@ -48,7 +51,7 @@ class TopK2(ChunkedTopK):
         return len(out) - before
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Scatter the values over zeros; positions outside their chunk and levels outside their limits are refused."""
+        """Scatter the values over zeros; refuse positions and levels outside their limits."""
         count, kept, gaps_at = out.numel(), self._kept(out.numel()), self._gaps_at(out.numel())
         require_length(payload, gaps_at, f"{self.name} for {count} values", most=self.max_bytes(count))
         chunks = blocks_of(count, self.chunk)
@@ -65,7 +68,7 @@ class TopK2(ChunkedTopK):
         out.numpy()[places] = np.where(codes & 1, -sizes, sizes)
 
     def _places(self, gaps: rice.Numbers, count: int) -> rice.Numbers:
-        """Flat positions from the gaps before them, which begin anew with each chunk."""
+        """Return flat positions from the gaps before them, which restart with each chunk."""
         chunk_of: rice.Numbers = np.arange(len(gaps)) // self.k
         reached = np.cumsum(gaps + 1)
         starts = np.concatenate(([0], reached))[: -1 : self.k]
@@ -84,7 +87,8 @@ class TopK2(ChunkedTopK):
 
 
 def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16], rice.Numbers]:
-    """Two levels for every k values, the last of which may be fewer; and each value's code: 1 if negative, 2 if upper."""
+    """Return two levels for every k values (fewer at the end), and each value's code: 1 if
+    negative, plus 2 if upper."""
     sizes, whole = np.abs(values).astype(np.float64), len(values) // k * k
     parts = [_two_means(part) for part in (sizes[:whole].reshape(-1, k), sizes[None, whole:]) if part.size]
     if not parts:
@@ -95,10 +99,12 @@ def _quantised(values: NDArray[np.float32], k: int) -> tuple[NDArray[np.uint16],
 
 
 def _two_means(sizes_RK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Each row's two means (R, 2) with the least squared error, and which values belong to the upper one (R, K).
+    """Return each row's two means (R, 2) of least squared error, and the flags of the upper one's
+    values (R, K).
 
-    The best of all cuts of the sorted row: the one where the two groups' sum²/count is most. Sums go from the smallest
-    to the largest, one after the other, so the bits are the same on every machine.
+    It is the best cut of the sorted row, where the two groups' sum²/count is largest. Sums run from
+    the smallest value to the largest, one after the other, so the bits are the same on every
+    machine.
     """
     size = sizes_RK.shape[1]
     sorted_RK = np.sort(sizes_RK, axis=1)

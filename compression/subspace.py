@@ -1,17 +1,20 @@
-"""Subspace pipelines: K numbers a token instead of D, without loss, where all that writes into the residual stream lies in
-one K-dimensional subspace.
+"""Subspace pipelines: K numbers a token instead of D, without loss, if everything that is written
+into the residual stream lies in one K-dimensional subspace.
 
-In a pre-norm transformer the stream is the embedding plus a sum of projections' outputs. If each of these matrices has its
-outputs in span(U), the stream less the frozen part of the embedding has too, and its K coordinates say all (Protocol Models,
-Ramasinghe et al., arXiv:2506.01260, as PluralisResearch/node0 does it). The frozen part is known to all peers and looked up
-by token ids, which travel beside the payload as integers. A gradient needs only its coordinates too: whatever it reaches
+In a pre-norm transformer the stream is the embedding plus a sum of projections' outputs. If each of
+these matrices has its outputs in span(U), so has the stream minus the frozen part of the embedding,
+and K coordinates determine it (Protocol Models, Ramasinghe et al., arXiv:2506.01260, as in
+PluralisResearch/node0). All peers know the frozen part and look it up by token ids, which are sent
+beside the payload as integers. A gradient needs only its coordinates too: whatever it reaches
 upstream is projected onto span(U) anyway.
 
-Deviations: ids are integers (node0 sends them as a float channel, which is wrong above 256 in bf16); an optimizer of
-its own is not needed, since `project` is called after every change of a weight; the basis moves by projected ascent with
-a QR retraction, because the paper's own schedule was not to be had.
+Deviations: ids are integers (node0 sends them as a float channel, which is wrong above 256 in
+bf16); no optimizer of its own is needed, since `project` is called after every change of a weight;
+the basis moves by projected ascent with a QR retraction, because the paper's own schedule was not
+available.
 
-Shapes: D model width, K rank, V vocabulary, L positions, N tokens. A basis is (D, K) with orthonormal columns.
+Shapes: D model width, K rank, V vocabulary, L positions, N tokens. A basis is (D, K) with
+orthonormal columns.
 """
 
 import hashlib
@@ -49,14 +52,14 @@ from farflock.compression.exact_product import SLICES, product
 from farflock.compression.half import Half
 from farflock.compression.payload import append, values_at
 
-OVERLAP_EPOCHS = 2  # that receivers hold the old basis after a change
+OVERLAP_EPOCHS = 2  # for which receivers hold the old basis after a change
 MAX_WIDTH = 65_536
-ORTHONORMAL = 1e-6  # the largest error of a number of UᵀU
-OUTSIDE = 0.05  # of an activation's norm that may lie outside the subspace; 40 layers in bf16 alone make 0.014
-KEPT = 8  # units in the last place of its largest value that a tensor may be off, and is left as it is
-ROWS = 2048  # of a tensor that are projected at once; another number gives other last bits
-MOST_PASSES = 3  # the first one is enough, but for a tensor whose rounding sums up in one place
-LARGEST = 2.0**60  # magnitudes of coordinates that are taken, so that their products with the basis stay finite
+ORTHONORMAL = 1e-6  # the largest error of an entry of UᵀU
+OUTSIDE = 0.05  # share of an activation's norm outside the subspace; 40 bf16 layers make 0.014
+KEPT = 8  # error, in last-place units of a tensor's largest value, that is not projected away
+ROWS = 2048  # of a tensor projected at once; another number gives other last bits
+MOST_PASSES = 3  # one is enough unless a tensor's rounding errors add up in one place
+LARGEST = 2.0**60  # coordinates' limit, so that their products with the basis stay finite
 
 STAMP = struct.Struct("<I8s")  # version, first bytes of the digest
 _HEAD = struct.Struct("<IIIII")  # version, D, K, V, L
@@ -64,11 +67,9 @@ _HEAD = struct.Struct("<IIIII")  # version, D, K, V, L
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Basis:
-    """One version of what both ends share: `columns_DK`, the frozen embedding `fixed_VD`, frozen positions `fixed_LD`.
-
-    Float32; the two tables may have no rows. The digest is of all of it. `ValueError` unless the columns are orthonormal
-    to 1e-6 and all is finite.
-    """
+    """One version of what both ends share: `columns_DK`, the frozen embedding `fixed_VD`, frozen
+    positions `fixed_LD`. Float32; the two tables may have no rows. The digest covers all of it.
+    `ValueError` unless the columns are orthonormal to 1e-6 and all is finite."""
 
     version: int
     columns_DK: Tensor
@@ -101,7 +102,8 @@ class Basis:
 
     @classmethod
     def drawn(cls, width: int, rank: int, seed: int, version: int = 1) -> "Basis":
-        """A random basis without tables: one peer draws it, all others get its bytes (QR rounds as the machine does)."""
+        """Return a random basis without tables. One peer draws it and sends its bytes to the
+        others, because QR rounds differently from machine to machine."""
         chance = torch.Generator().manual_seed(seed)
         normal_DK = torch.randn(width, rank, dtype=torch.float64, generator=chance)
         empty = torch.empty(0, width)
@@ -118,11 +120,11 @@ class Basis:
         return self.columns_DK.shape[1]
 
     def columns(self, dtype: torch.dtype) -> Tensor:
-        """U for products in this precision: float64 has columns that are orthonormal to float64."""
+        """Return U for products in this precision; for float64 it is orthonormal to float64."""
         return self.exact_DK if dtype == torch.float64 else self.columns_DK
 
     def to_bytes(self) -> bytes:
-        """How it is sent to a newcomer: five numbers, then the three matrices row by row."""
+        """Return the bytes sent to a newcomer: five numbers, then the three matrices row by row."""
         head = _HEAD.pack(self.version, self.width, self.rank, len(self.fixed_VD), len(self.fixed_LD))
         out = bytearray(head)
         for table in (self.columns_DK, self.fixed_VD, self.fixed_LD):
@@ -131,7 +133,8 @@ class Basis:
 
     @classmethod
     def from_bytes(cls, payload: Buffer, digest: bytes) -> "Basis":
-        """What `to_bytes` wrote, if it has this digest, which the caller has from the run's record; else `CorruptPayload`."""
+        """Return the basis that `to_bytes` wrote; raise `CorruptPayload` unless it has this digest,
+        known from the run's record."""
         if hashlib.sha256(payload).digest() != digest:
             raise CorruptPayload(f"a basis with digest {digest.hex()[:8]} was asked for and another came")
         if len(payload) < _HEAD.size:
@@ -148,16 +151,20 @@ class Basis:
             raise CorruptPayload(str(error)) from None
 
     def with_tables(self, fixed_VD: Tensor, fixed_LD: Tensor | None = None) -> "Basis":
-        """The same basis with these frozen tables."""
+        """Return the same basis with these frozen tables."""
         return Basis(self.version, self.columns_DK, fixed_VD, self.fixed_LD if fixed_LD is None else fixed_LD)
 
     def moved(self, energy_DD: Tensor, rate: float, inside_VD: Tensor) -> tuple["Basis", Tensor]:
-        """The owner's next version, and the trainable part of the embedding that goes with it.
+        """Return the owner's next version, and the embedding's trainable part for it.
 
-        `energy_DD` is Σ GᵀG over gradients of the last compressed boundary before their projection. One step of projected
-        ascent on tr(UᵀCU), C = energy / its trace: U ← qr(U + rate·(I − UUᵀ)CU), signs as in U. What of the embedding's
-        trainable part lies outside the new subspace goes to the frozen part, so their sum stays. Matrices of the model are
-        to be projected onto the new basis when it takes effect; that, and nothing else, moves the loss.
+        `energy_DD` is Σ GᵀG over gradients of the last compressed boundary before their projection.
+        One step of projected ascent on tr(UᵀCU), where C = energy / its trace, with signs as in U:
+
+            U ← qr(U + rate·(I − UUᵀ)CU)
+
+        What of the embedding's trainable part lies outside the new subspace moves to the frozen
+        part, so their sum stays. The model's matrices must be projected onto the new basis when it
+        takes effect; only that changes the loss.
         """
         columns_DK, energy = self.columns_DK.double(), energy_DD.double()
         steep_DK = energy @ columns_DK / energy.trace().clamp_min(torch.finfo(torch.float64).tiny)
@@ -168,15 +175,15 @@ class Basis:
 
 
 def _orthonormal(columns_DK: Tensor) -> Tensor:
-    """The orthonormal columns of QR, each pointing as the one it came from."""
+    """Return the orthonormal columns of QR, each pointing as its original does."""
     q_DK, r_KK = torch.linalg.qr(columns_DK)
     signed_DK: Tensor = q_DK * torch.where(r_KK.diagonal() < 0, -1.0, 1.0)
     return signed_DK
 
 
 def _sharpened(columns_DK: Tensor) -> Tensor:
-    """Columns that are nearly orthonormal, made so to float64 (Newton's step for the polar factor, which squares the error),
-    with the same bits on every machine."""
+    """Return nearly orthonormal columns made so to float64, with the same bits on every machine.
+    Newton's step for the polar factor squares the error."""
     for _ in range(2):
         error_KK = product(columns_DK.T, columns_DK) - torch.eye(columns_DK.shape[1], dtype=torch.float64)
         columns_DK = columns_DK - product(columns_DK, error_KK) / 2
@@ -184,11 +191,10 @@ def _sharpened(columns_DK: Tensor) -> Tensor:
 
 
 def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Tensor, Tensor]:
-    """An embedding's trainable part brought into the subspace; what leaves it goes to the frozen part, the sum stays.
-
-    For the first split (all of a table against zeros), for a change of basis, and after an outer optimizer averaged
-    embeddings (Heterogeneous SparseLoCo, arXiv:2601.02360, eq. 3 and 4).
-    """
+    """Return an embedding's trainable part, projected, and the frozen part with the rest; the
+    sum stays. It is for the first split (all of a table against zeros), a change of basis, and
+    after an outer optimizer averaged embeddings (Heterogeneous SparseLoCo, arXiv:2601.02360, eq.
+    3 and 4)."""
     whole_VD = fixed_VD.double() + inside_VD.double()
     columns = columns_DK.double()
     kept_VD = ((inside_VD.double() @ columns) @ columns.T).to(inside_VD.dtype)
@@ -199,15 +205,18 @@ def settled(inside_VD: Tensor, fixed_VD: Tensor, columns_DK: Tensor) -> tuple[Te
 def project(
     tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Bring the named tensors into the subspace, in place: after every step, averaging, state download (spec 10.3, rule 9).
+    """Project the named tensors into the subspace, in place.
 
-    `names` says for each tensor which of its dimensions is the residual stream's: 0 for weights and biases of linear
-    layers that write into it, 1 for an embedding. Of a tensor in `around`, what it differs from that one by is brought in.
-    `ValueError` if one is missing or that dimension is not D long. Averages of projected tensors stay inside but for rounding;
-    quantised and sparse ones, weight decay's and Adam's steps do not.
+    Call it after every step, averaging and state download. `names` gives the dimension of each
+    tensor that is the residual stream's: 0 for weights and biases of linear layers that write into
+    it, 1 for an embedding. For a tensor in `around`, only its difference from that is projected.
+    `ValueError` if one is missing or that dimension is not D long. Averages of projected tensors
+    stay inside up to rounding; quantised and sparse ones, and steps of weight decay and Adam, do
+    not.
 
-    The result has the same bits on every machine, and a tensor that is inside within its precision stays as it is: what one
-    peer projected and sent, another one projects without changing a bit.
+    The result has the same bits on every machine, and a tensor that is inside within its precision
+    is not changed: a tensor that one peer projected and sent keeps its bits when another projects
+    it.
     """
     for name, dim in names.items():
         residual_last = _residual_last(tensors, name, dim, basis)
@@ -220,7 +229,7 @@ def project(
 
 
 def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tensor:
-    """Such a tensor, projected; a few rows at a time, for products in float64 take many times its memory."""
+    """Return such a tensor projected, in parts: float64 products take many times its memory."""
     rows_ND = residual_last.reshape(-1, basis.width)
     around_ND = torch.zeros(1, basis.width).expand(rows_ND.shape) if around is None else around
     parts = zip(torch.split(rows_ND, ROWS), torch.split(around_ND.to(rows_ND.device), ROWS), strict=True)
@@ -228,7 +237,7 @@ def _inside(residual_last: Tensor, around: Tensor | None, basis: Basis) -> Tenso
 
 
 def _inside_rows(rows_ND: Tensor, around_ND: Tensor, basis: Basis) -> Tensor:
-    """around + (rows - around) P, in the rows' dtype."""
+    """Return around + (rows - around) P, in the rows' dtype."""
     slices = SLICES if rows_ND.dtype == torch.float64 else 2
     varying_ND, columns_DK = rows_ND.double() - around_ND.double(), basis.exact_DK.to(rows_ND.device)
     inside_ND = product(product(varying_ND, columns_DK, slices), columns_DK.T, slices)
@@ -239,7 +248,7 @@ def _inside_rows(rows_ND: Tensor, around_ND: Tensor, basis: Basis) -> Tensor:
 def outside(
     tensors: Mapping[str, Tensor], names: Mapping[str, int], basis: Basis, around: Mapping[str, Tensor] | None = None
 ) -> float:
-    """The largest ‖W(I − P)‖ / ‖W‖ of the named tensors, by the Frobenius norm: 0 where `project` has nothing to do."""
+    """Return the largest ‖W(I − P)‖ / ‖W‖ (Frobenius) of these tensors, about 0 once projected."""
     worst = 0.0
     for name, dim in names.items():
         wide, columns_DK = _residual_last(tensors, name, dim, basis).double(), basis.exact_DK
@@ -251,7 +260,7 @@ def outside(
 
 
 def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Basis) -> Tensor:
-    """A view of the named tensor with the residual stream's dimension last."""
+    """Return a view of the named tensor with the residual stream's dimension last."""
     if name not in tensors:
         raise ValueError(f"there is no tensor {name!r} to project; the plan and the model differ")
     tensor = tensors[name]
@@ -262,14 +271,15 @@ def _residual_last(tensors: Mapping[str, Tensor], name: str, dim: int, basis: Ba
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subspace:
-    """Coordinates in the basis instead of values: N·K numbers through `forward`, the gradient's through `gradient`, None: as
-    they are, in the stage's dtype.
+    """Coordinates in the basis instead of values: N·K numbers through `forward`, the gradient's
+    through `gradient`.
 
-    The sender uses `basis` in contexts of epoch `since` and later, `old` before; a receiver takes either, the old one
-    until two epochs later, by what the payload's stamp says, and raises `Incompatible` for any other. What of an activation
-    lies in the subspace comes back within rounding of float32 products and the bound of the coordinates' codec. If more
-    than `outside` of its norm does not, `UnencodableTensor`: a weight was not projected. Of gradients, what is outside is
-    dropped; it would be upstream.
+    A codec of None sends them as they are, in the stage's dtype. The sender uses `basis` in
+    contexts of epoch `since` and later, `old` before; a receiver takes either, the old one until
+    two epochs later, by the payload's stamp, and raises `Incompatible` for any other. The part of
+    an activation in the subspace is restored within rounding of float32 products and the bound of
+    the coordinates' codec. If more than `outside` of its norm is not in it, `UnencodableTensor`: a
+    weight was not projected. Gradients outside are dropped, as upstream would drop them.
     """
 
     basis: Basis
@@ -297,21 +307,21 @@ class Subspace:
 
     @property
     def version(self) -> int:
-        """Of the newest basis."""
+        """Version of the newest basis."""
         return self.basis.version
 
     @property
     def digest(self) -> bytes:
-        """Of the newest basis and its tables."""
+        """Digest of the newest basis and its tables."""
         return self.basis.digest
 
     def offers(self, epoch: int) -> tuple[CodecOffer, ...]:
-        """One for each basis that is taken in this epoch, the spoken one first."""
+        """Return an offer for each basis accepted in this epoch, the one for sending first."""
         held = (self._spoken(epoch), *self._held(epoch))
         return tuple(dict.fromkeys(CodecOffer(self.name, basis.version, basis.digest) for basis in held))
 
     def followed_by(self, basis: Basis, since: int) -> "Subspace":
-        """The same with the next basis, which takes effect at epoch `since`."""
+        """Return the codec with the next basis, which takes effect at epoch `since`."""
         if basis.version != self.basis.version + 1 or since < self.since + OVERLAP_EPOCHS:
             raise ValueError(
                 f"basis {self.basis.version} in effect since epoch {self.since} can be followed by version"
@@ -320,12 +330,12 @@ class Subspace:
         return Subspace(basis, self.forward, self.gradient, self.basis, since, self.outside)
 
     def max_bytes(self, ctx: ActivationContext) -> int:
-        """Exactly this."""
+        """Return the exact length."""
         self._coordinates(ctx)
         return payload_bytes(self.basis.rank, self.forward if ctx.direction == "forward" else self.gradient, ctx)
 
     def encode(self, x: Tensor, ctx: ActivationContext, out: bytearray) -> int:
-        """Append the stamp and the coordinates of the activation less the frozen tables' rows."""
+        """Append the stamp and the coordinates of the activation minus the frozen tables' rows."""
         basis = self._spoken(ctx.epoch)
         values_ND = _rows(x, ctx, "forward")
         columns_DK = basis.columns(values_ND.dtype)
@@ -340,7 +350,7 @@ class Subspace:
         return self._write(self.forward, basis, inside_NK, ctx, out)
 
     def decode(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """Coordinates times the basis, plus the frozen tables' rows."""
+        """Return coordinates times the basis, plus the frozen tables' rows."""
         require_direction(ctx, "forward")
         basis, inside_NK = self._read(self.forward, payload, ctx)
         fixed_ND = self._fixed(basis, ctx)
@@ -353,7 +363,7 @@ class Subspace:
         return self._write(self.gradient, basis, values_ND @ basis.columns(values_ND.dtype), ctx, out)
 
     def decode_grad(self, payload: Buffer, ctx: ActivationContext) -> Tensor:
-        """The part of the gradient that lies in the subspace."""
+        """Return the part of the gradient that lies in the subspace."""
         require_direction(ctx, "backward")
         basis, inside_NK = self._read(self.gradient, payload, ctx)
         return restored((inside_NK @ basis.columns(inside_NK.dtype).T).view(-1), ctx)
@@ -384,7 +394,7 @@ class Subspace:
         return len(payload)
 
     def _read(self, codec: Codec | None, payload: Buffer, ctx: ActivationContext) -> tuple[Basis, Tensor]:
-        """The basis that the stamp names, and the coordinates (N, K)."""
+        """Return the basis that the stamp names, and the coordinates (N, K)."""
         count = self._coordinates(ctx)
         require_length(payload, self.max_bytes(ctx), f"{self.name} for {ctx.shape}")
         version, digest = STAMP.unpack_from(payload)
@@ -406,7 +416,7 @@ class Subspace:
         return basis, inside.view(-1, basis.rank).to(_wide(ctx.dtype))
 
     def _fixed(self, basis: Basis, ctx: ActivationContext) -> Tensor:
-        """The frozen tables' rows of this microbatch, (N, D) or one row of zeros."""
+        """Return the frozen tables' rows of this microbatch, (N, D), or one row of zeros."""
         batch, length, width = ctx.shape
         fixed = torch.zeros(1, 1, width)
         if not len(basis.fixed_VD) + len(basis.fixed_LD):
@@ -423,13 +433,13 @@ class Subspace:
 
 
 def payload_bytes(rank: int, codec: Codec | None, ctx: ActivationContext) -> int:
-    """Bytes of a payload with so many coordinates a position."""
+    """Return the bytes of a payload with `rank` coordinates per position."""
     count = ctx.shape[0] * ctx.shape[1] * rank
     return STAMP.size + (count * ctx.dtype.itemsize if codec is None else codec.max_bytes(count))
 
 
 def stamp_of(payload: Buffer) -> tuple[int, bytes] | None:
-    """The version of the basis and the first bytes of its digest that a payload is in; None if it is too short to say."""
+    """Return a payload's basis version and its digest's first bytes; None if it is too short."""
     if len(payload) < STAMP.size:
         return None
     version, digest = STAMP.unpack_from(payload)
@@ -441,19 +451,19 @@ def _named(codec: Codec | None) -> str:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What products are computed in, for a stage of this dtype."""
+    """Return the dtype of products for a stage of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _rows(x: Tensor, ctx: ActivationContext, direction: Direction) -> Tensor:
-    """What is to be sent, (N, D), as products take it; `UnencodableTensor` for what is no such activation."""
+    """Return the finite values to send, (N, D), in the precision of products."""
     narrow = require_finite(flattened(x, ctx, direction))
     wide = x.detach().cpu().reshape(-1) if ctx.dtype == torch.float64 else narrow
     return wide.view(-1, ctx.shape[2])
 
 
 def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
-    """The ids as int64, all below the vocabulary's size; `error` otherwise."""
+    """Return the ids as int64; raise `error` unless all are below the vocabulary's size."""
     ids = tokens.detach().cpu().to(torch.int64)
     if ids.numel() and not 0 <= int(ids.amin()) <= int(ids.amax()) < vocabulary:
         raise error(f"token ids {int(ids.amin())} to {int(ids.amax())} came, the vocabulary has {vocabulary}")
@@ -461,14 +471,15 @@ def _known(tokens: Tensor, vocabulary: int, error: type[Exception]) -> Tensor:
 
 
 def id_bytes(vocabulary: int) -> int:
-    """How many bytes each id of such a vocabulary takes: 1 to 4."""
+    """Return the bytes per id of a vocabulary of this size: 1 to 4."""
     if not 1 <= vocabulary <= 1 << 32:
         raise ValueError(f"a vocabulary of {vocabulary} is not possible; choose 1 to 2^32")
     return max(1, ((vocabulary - 1).bit_length() + 7) // 8)
 
 
 def pack_tokens(tokens: Tensor, vocabulary: int) -> bytes:
-    """The integer ids, row by row, each as `id_bytes(vocabulary)` bytes: the side channel of the envelope, never a float."""
+    """Return integer ids row by row, `id_bytes(vocabulary)` bytes each: the envelope's side
+    channel, never a float."""
     width = id_bytes(vocabulary)
     if tokens.is_floating_point():
         raise UnencodableTensor(f"token ids are integers, got {tokens.dtype}, which holds few of them exactly")
@@ -477,7 +488,7 @@ def pack_tokens(tokens: Tensor, vocabulary: int) -> bytes:
 
 
 def unpack_tokens(payload: Buffer, batch: int, length: int, vocabulary: int) -> Tensor:
-    """The ids (B, L) as int64; another length or an id that the vocabulary has not is refused."""
+    """Return the ids (B, L) as int64; refuse another length and ids outside of the vocabulary."""
     width = id_bytes(vocabulary)
     if min(batch, length) < 0 or batch * length > MAX_VALUES:
         raise ValueError(f"{batch} x {length} token ids are not possible; send smaller microbatches")

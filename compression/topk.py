@@ -1,8 +1,9 @@
-"""Chunked top-k: of each chunk of values only the k largest magnitudes travel, as positions and int8 values.
+"""Chunked top-k: of each chunk, only the k largest magnitudes are sent, as positions and int8
+values.
 
-Chunks keep the positions short (12 bits for 4096) and spread what is kept over the whole tensor, as in SparseLoCo
-(arXiv:2508.15706) and DeMo (arXiv:2411.19870). The values of a chunk share a scale: shorter than fp16, and no
-pseudo-gradient is too small for it.
+Chunks keep positions short (12 bits for 4096) and spread the kept values over the whole tensor, as
+in SparseLoCo (arXiv:2508.15706) and DeMo (arXiv:2411.19870). A chunk's values share a scale: this
+is shorter than fp16, and no pseudo-gradient is too small for it.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from farflock.compression.payload import ExactCodec, append, values_at, within
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTopK:
-    """The largest `k` of each `chunk` of values. Biased: what is not kept is lost, so a mean of these needs feedback."""
+    """The largest `k` of each `chunk` values. Biased: the rest is lost, so a mean needs
+    feedback."""
 
     k: int = 64
     chunk: int = 4096
@@ -41,11 +43,11 @@ class ChunkedTopK:
         return f"{self.kind}:{self.k}/{self.chunk}"
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Whole chunks."""
+        """Return a chunk."""
         return self.chunk
 
     def places(self, x: Tensor, rest: int) -> Tensor:
-        """Flat positions of the values that are kept, rising: `rest` of the last, shorter chunk."""
+        """Return rising flat positions of kept values, `rest` of them in a last, shorter chunk."""
         whole = within(x).numel() // self.chunk * self.chunk
         last = places_of_largest(x[whole:], rest, x.numel() - whole) + whole
         return torch.cat((places_of_largest(x[:whole], self.k, self.chunk), last))
@@ -53,11 +55,10 @@ class ChunkedTopK:
 
 @dataclass(frozen=True, slots=True)
 class TopK(ChunkedTopK, ExactCodec):
-    """Kept values are as exact as `Int8` in blocks of k; all others decode to 0. Of equal magnitudes the first is kept.
-
-    A last, shorter chunk keeps min(k, its length). The payload is all positions inside their chunks, rising, in as few bits
-    as chunk - 1 needs, then the values.
-    """
+    """Kept values are as exact as `Int8` in blocks of k; all others decode to 0. Among equal
+    magnitudes the first is kept. A last, shorter chunk keeps min(k, its length). The payload is
+    all positions inside their chunks, rising, each in as few bits as chunk - 1 needs, then the
+    values."""
 
     kind: ClassVar[str] = "topk"
     kernel: ClassVar[bool] = True
@@ -68,7 +69,7 @@ class TopK(ChunkedTopK, ExactCodec):
         return self.k, self.chunk
 
     def max_bytes(self, count: int) -> int:
-        """Exactly this."""
+        """Return the exact length."""
         kept = self._kept(count)
         return blocks_of(kept * self._bits, 8) + Int8(self.k).max_bytes(kept)
 
@@ -79,7 +80,7 @@ class TopK(ChunkedTopK, ExactCodec):
         return written + Int8(self.k).encode(x[places], ctx, out)
 
     def read(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Scatter the values over zeros; positions that do not rise or leave their chunk are refused."""
+        """Scatter the values over zeros; refuse positions that do not rise or leave their chunk."""
         count, kept = out.numel(), self._kept(out.numel())
         at = blocks_of(kept * self._bits, 8)
         inside = _unpack(values_at(payload, 0, at, torch.uint8), kept, self._bits)
@@ -101,16 +102,17 @@ class TopK(ChunkedTopK, ExactCodec):
 
 
 def places_of_largest(x: Tensor, k: int, width: int) -> Tensor:
-    """Flat positions, rising, of the k largest magnitudes in each row of `width` values; the first among equals.
+    """Return rising flat positions of the k largest magnitudes per row of `width`, the first among
+    equals.
 
-    All, if a row has fewer. Magnitudes order as their bits do. numpy selects each row's k-th largest several times faster
-    than torch.topk does, whose order among equals is not promised either; whoever is above it stays, and the first that
-    equal it.
+    A shorter row keeps all. Magnitudes order as their bits do. numpy selects each row's k-th
+    largest several times faster than torch.topk, which does not promise an order among equals
+    either; larger values stay, and the first that equal it.
     """
     if not x.numel():
         return torch.empty(0, dtype=torch.int64)
     payload = bytearray()
-    if 2 * k <= width and native.encode("topk", x, payload, k, width):  # which begins with the positions
+    if 2 * k <= width and native.encode("topk", x, payload, k, width):  # positions come first
         count, bits = x.numel() // width * k, (width - 1).bit_length()
         inside = _unpack(values_at(payload, 0, blocks_of(count * bits, 8), torch.uint8), count, bits)
         return (inside.view(-1, k) + torch.arange(0, x.numel(), width)[:, None]).view(-1)
@@ -127,17 +129,18 @@ def places_of_largest(x: Tensor, k: int, width: int) -> Tensor:
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:
-    """The numbers' low `bits` bits, lowest first, one after the other, eight to a byte; the last byte filled with 0."""
+    """Return the numbers' low `bits` bits, lowest first, as one stream of bytes padded with 0."""
     halves = numbers.numpy().astype("<u2").view(np.uint8).reshape(-1, 2)
     stream = np.unpackbits(halves, axis=1, count=bits, bitorder="little")
     return torch.from_numpy(np.packbits(stream, bitorder="little"))
 
 
 def _unpack(packed: Tensor, count: int, bits: int) -> Tensor:
-    """The first `count` numbers that `_pack` wrote; `CorruptPayload` if a filling bit is set."""
+    """Return the first `count` numbers of `_pack`; raise `CorruptPayload` for a set padding bit."""
     if count * bits % 8 and int(packed[-1]) >> (count * bits % 8):
         raise CorruptPayload("a bit after the last position is set")
     start = torch.arange(count) * bits
     at, shift = start >> 3, start & 7
-    wide = torch.cat((packed, packed.new_zeros(2))).to(torch.int32)  # a number of 16 bits lies in at most 3 bytes
+    # a number of 16 bits lies in at most 3 bytes
+    wide = torch.cat((packed, packed.new_zeros(2))).to(torch.int32)
     return ((wide[at] | (wide[at + 1] << 8) | (wide[at + 2] << 16)) >> shift) & ((1 << bits) - 1)

@@ -1,7 +1,8 @@
 """Another codec's payload, compressed once more by zstandard at level 1.
 
-It pays on floats, whose exponents repeat, and on nothing that was already quantised. Measured on pseudo-gradients in
-shards of 262,144 values, one thread of a shared AMD EPYC, zstd 1.5.7, bytes saved and speed of compression:
+It pays on floats, whose exponents repeat, but not on anything already quantised. Measured on
+pseudo-gradients in shards of 262,144 values, one thread of a shared AMD EPYC, zstd 1.5.7, bytes
+saved and speed of compression:
 
     payload         10.7M model, 20 AdamW steps    0.47M model, 100 steps
     fp32                10.7 %    757 MB/s             8.2 %    806 MB/s
@@ -11,9 +12,10 @@ shards of 262,144 values, one thread of a shared AMD EPYC, zstd 1.5.7, bytes sav
     int4                 5.4 %    594 MB/s             7.4 %    805 MB/s
     topk:64/4096         2.1 %    334 MB/s             0.9 %    306 MB/s
 
-So `bf16+zstd` is in the catalogue and the others are not, though any codec may be named with `+zstd`. Method: theta_0 -
-theta_H of the presets `10m` and `demo` of `node/model/llama.py` (seed 0) on the shipped plays as bytes, 4 windows of 128 a
-step, learning rate 1e-3 and 3e-3, betas 0.9 and 0.95; the best of three runs over all shards.
+So `bf16+zstd` is in the catalog and the others are not, though any codec may be named with `+zstd`.
+Method: theta_0 - theta_H of the presets `10m` and `demo` of `node/model/llama.py` (seed 0) on the
+shipped plays as bytes, 4 windows of 128 a step, learning rate 1e-3 and 3e-3, betas 0.9 and 0.95;
+the best of three runs over all shards.
 """
 
 from dataclasses import dataclass
@@ -23,15 +25,16 @@ from torch import Tensor
 
 from farflock.compression.codec import Buffer, Codec, Context, CorruptPayload
 
-_MIN_WINDOW_BYTES = 1024  # zstd's own least
+_MIN_WINDOW_BYTES = 1024  # zstd's minimum
 
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
     """The inner codec's values and bound, in fewer bytes where they repeat themselves.
 
-    The payload is one zstd frame with its content size, no dictionary, nothing after it; of an empty payload, nothing.
-    Receivers get the same values from every zstd version; the bytes that a sender writes may differ between versions.
+    The payload is one zstd frame with its content size, no dictionary, nothing after it; empty for
+    an empty payload. Receivers get the same values from every zstd version; the bytes that a sender
+    writes may differ between versions.
     """
 
     inner: Codec
@@ -43,15 +46,15 @@ class Zstd:
 
     @property
     def biased(self) -> bool:
-        """As the inner codec."""
+        """The inner codec's value."""
         return self.inner.biased
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """As the inner codec."""
+        """Return the inner codec's granule."""
         return self.inner.granule(shape)
 
     def max_bytes(self, count: int) -> int:
-        """The most that zstd makes of incompressible bytes (ZSTD_compressBound)."""
+        """Return the most that zstd makes of incompressible bytes (ZSTD_compressBound)."""
         inner = self.inner.max_bytes(count)
         return inner + inner // 256 + 64 if inner else 0
 
@@ -65,7 +68,7 @@ class Zstd:
         return len(packed)
 
     def decode(self, payload: Buffer, ctx: Context, out: Tensor) -> None:
-        """Decompress if the frame claims no more than the inner codec can have written, then decode."""
+        """Decompress if the frame claims no more than the inner codec can write, then decode."""
         count = out.numel()
         if len(payload) > self.max_bytes(count):
             raise CorruptPayload(
@@ -75,10 +78,11 @@ class Zstd:
 
 
 def _decompress(payload: Buffer, limit_bytes: int) -> bytes:
-    """The content of the one frame that the payload is; its claims are checked before memory is taken for them."""
+    """Return a one-frame payload's content; its claims are checked before allocating memory."""
     if not payload and not limit_bytes:
         return b""
-    window_bytes_max = max(2 * limit_bytes, _MIN_WINDOW_BYTES)  # zstd rounds the content's size up to a power of two
+    # zstd rounds the content's size up to a power of two
+    window_bytes_max = max(2 * limit_bytes, _MIN_WINDOW_BYTES)
     try:
         frame = zstandard.get_frame_parameters(payload)
         if frame.content_size > limit_bytes or frame.window_size > window_bytes_max:

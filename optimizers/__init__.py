@@ -1,5 +1,6 @@
-"""Methods: tensors in, tensors out. Knows no peer, no byte count and no clock.
+"""Methods: tensors in, tensors out. They know no peer, no byte count and no clock.
 
-The core's methods are the modules here; rooms: parts, contrib, testing. May import compression alone.
+The modules here are the core methods; rooms: parts, contrib, testing.
+May import compression alone.
 Start reading at method.py, then diloco.py.
 """

@@ -1,4 +1,5 @@
-"""The methods by name, and presets of them: the only registry. A method is imported when it is asked for."""
+"""The registry of methods and presets by name. A method's module is imported when it is first
+looked up."""
 
 import dataclasses
 import difflib
@@ -10,7 +11,7 @@ from farflock.optimizers.method import Method
 
 
 class Methods(Mapping[str, type[Any]]):
-    """Classes by name, from the places (`module:Class` below this package) that they are imported from when looked up."""
+    """Method classes by name, imported on lookup from `module:Class` below this package."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = places
@@ -48,22 +49,22 @@ METHODS = Methods(
     }
 )
 
-# A preset is a method with options of it, chosen for the bytes that a peer sends: a hundredth and a five hundredth of DDP's in
-# a fp32 ring, with four peers.
+# A preset is a method with options chosen for the bytes that a peer sends: 1/100 and 1/500 of what
+# DDP sends in an fp32 ring of four peers.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "best-100": ("lean", {"period": 3, "correction": 0.2, "codec": "ecsq:98", "return_codec": "ecsq:98"}),
     "best-500": ("lean", {"period": 8, "correction": 0.0, "codec": "ecsq:48", "return_codec": "ecsq:48"}),
 }
 NAMES = (*METHODS, *PRESETS)
-SUMMING = frozenset(
-    {"ddp"}
-)  # what they exchange is the gradient itself, so that a step may count often (`Progress.weight`)
+# Methods that exchange the gradient itself: a step may count several times (`Progress.weight`).
+SUMMING = frozenset({"ddp"})
 
-_SHOWN = 64  # characters of a wrong name that are looked at: it may come from a stranger's manifest
+_SHOWN = 64  # characters shown of a wrong name: it may come from a stranger's manifest
 
 
 def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come from a manifest; the constructor checks them
-    """The method or preset of this name; `ValueError` with the nearest valid choice for an unknown name or option."""
+    """Return the method or preset; raise `ValueError` with the nearest name or option if
+    unknown."""
     if name not in NAMES:
         raise ValueError(f"method {name[:_SHOWN]!r} is not known; {_nearest(name, set(NAMES))}")
     known = options_of(name)
@@ -76,13 +77,13 @@ def method(name: str, **options: Any) -> Method:  # noqa: ANN401 - options come 
 
 
 def unfolded(name: str) -> tuple[str, dict[str, Any]]:
-    """The method behind a preset and the options that it sets, a copy; any other name is its own, and sets none."""
+    """Return a preset's method and a copy of its options; any other name is itself, with none."""
     base, preset = PRESETS.get(name, (name, {}))
     return base, dict(preset)
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options that a method or preset has, with their defaults (`dataclasses.MISSING` for those that are built)."""
+    """Return a method's or preset's options and plain defaults (`dataclasses.MISSING` if none)."""
     base, preset = unfolded(name)
     fields = {field.name: field.default for field in dataclasses.fields(METHODS[base])}
     return {option: value for option, value in fields.items() if not option.startswith("_")} | preset

@@ -1,4 +1,5 @@
-"""Synchronous data parallelism: the mean gradient of all, every step (the line that saved bytes are measured against)."""
+"""Synchronous data parallelism: the mean gradient of all peers, every step. The baseline for saved
+bytes."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
@@ -24,9 +25,10 @@ WEIGHTS = Kind(
 
 @dataclass(slots=True)
 class DDP(ReplicaMethod):
-    """Gradients are exchanged after every local step and applied by everybody, also by who was late: all replicas, with their
-    inner moments, stay bit-equal. While an exchange is open gradients add up and count by their number of steps, or by what
-    those weigh (`Progress.weight`)."""
+    """Gradients are exchanged after every local step, and every peer applies every mean, late peers
+    too: all replicas and their inner moments stay bit-equal. While an exchange is open, gradients
+    add up and count by their number of steps, or by the weights of those steps (`Progress.weight`).
+    """
 
     codec: str = "bf16"
     return_codec: str = "bf16"
@@ -43,27 +45,28 @@ class DDP(ReplicaMethod):
     _steps: int = own(0, stays=True)  # gradients accumulated in the replica
     _sent_steps: int = own(0)
     _pending: bool = own(False)
-    _weights: tuple[float, float] = own(lambda: (0.0, 0.0), kind=WEIGHTS, stays=True)  # how often both count together
+    # the weights of the accumulated and of the sent gradients
+    _weights: tuple[float, float] = own(lambda: (0.0, 0.0), kind=WEIGHTS, stays=True)
 
     def __post_init__(self) -> None:
         require_options(self, "DDP has no feedback; choose bf16 or fp32")
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """One: the gradients."""
+        """Return one template, of the gradients."""
         return [self._exchange(zeros(replica.shapes), 1)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """Only count: the gradient stays in the replica."""
+        """Count the step; its gradient stays in the replica."""
         self._steps += 1
         self._weights = self._weights[0] + progress.weight, self._weights[1]
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The mean of the gradients since the last exchange, weighted by their number."""
+        """Request the mean of the gradients since the last exchange, weighted by their number."""
         if self._pending or not self._steps:
             return []
         sums = replica.read(replica.names, "grad")
         weight, _ = self._weights
-        share = 1 / weight if weight else 0.0  # nothing, said so, is not waited for
+        share = 1 / weight if weight else 0.0  # an explicit zero weight: nobody waits for this peer
         self._sent = {name: scaled(total, share) for name, total in sums.items()}
         replica.write({name: torch.zeros_like(total) for name, total in sums.items()}, "grad")
         self._pending, self._sent_steps, self._steps = True, self._steps, 0
@@ -71,12 +74,11 @@ class DDP(ReplicaMethod):
         return [self._exchange(self._sent, weight)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """An inner step with the mean gradient; a gradient that nobody took goes back to those that wait."""
+        """Take an inner step with the mean gradient; put this peer's back if it was not taken."""
         self._round = result.next_round
         if exchange.tensors:
-            if result.status == "failed" or not any(
-                result.taken.values()
-            ):  # as a whole or not at all: it has one weight
+            # Taken as a whole or not at all, because the gradient has one weight.
+            if result.status == "failed" or not any(result.taken.values()):
                 self._take_back(replica)
             self._pending, self._sent = False, {}
         if result.status == "failed":
@@ -97,7 +99,8 @@ class DDP(ReplicaMethod):
         self._weights = weight + sent_weight, sent_weight
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Take over everything; gradients that did not count yet, the pending one too, are carried or dropped."""
+        """Take over all state; carry or drop the gradients that are in no mean, the pending one
+        too."""
         carried = ReplicaMethod.move(self, replica, state, new, mode)
         if carried and new._pending:
             new._take_back(replica)

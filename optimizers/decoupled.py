@@ -1,18 +1,23 @@
-"""What DeMo and FlexDeMo share: a momentum that each peer keeps to itself, of which only a part is exchanged, and removed.
+"""The base of DeMo and FlexDeMo: each peer keeps a momentum to itself; only a part of it is
+exchanged, and then removed.
 
-    delta <- decay·delta + gradient;   delta <- delta - sent;   q = mean of what was sent;   theta <- theta - lr·sign(q)
+    delta <- decay·delta + gradient;   delta <- delta - sent
+    q = mean of what was sent;   theta <- theta - lr·sign(q)
 
-(DeMo, arXiv:2411.19870; DeToNATION, arXiv:2502.06728.) A method says which part, in what form; the rest is here.
+(DeMo, arXiv:2411.19870; DeToNATION, arXiv:2502.06728.) A method chooses the part and its form; the
+rest is here.
 
-Who takes the step: sign(q) is handed to the replica as a gradient and the inner optimizer takes it, so that the rate is the
-schedule's, for everybody that of the round, and weight decay is where all methods have it. The inner optimizer to choose is
-sgd without clipping (`optimizer = "sgd"`, `clip = 0`): then theta <- (1 - lr·wd)·theta - lr·sign(q), the papers' equation.
-The norm of a sign is the root of the number of parameters, so a clip at 1 makes the rate that many times smaller. Another
-inner optimizer takes sign(q), or q without `sign` (DeToNATION's AdamW form), as its gradient; joiners get its moments.
+The inner optimizer takes the step: it gets sign(q) as a gradient, so that every peer uses the
+schedule's rate of that round, and weight decay is where all methods have it. The inner optimizer to
+choose is sgd without clipping (`optimizer = "sgd"`, `clip = 0`), which gives the papers' equation:
+theta <- (1 - lr·wd)·theta - lr·sign(q). The norm of a sign is the square root of the number of
+parameters, so a clip at 1 would divide the rate by it. Another inner optimizer takes sign(q), or q
+without `sign` (DeToNATION's AdamW form), as its gradient; joiners get its moments.
 
-Deviations: lr does not multiply the gradient inside delta (the papers' double lr): a constant one cancels in the sign, and a
-schedule would only make old gradients weigh more or less than new ones. The gradient of a step without an exchange is added
-to delta and changes no parameter (DeToNATION's code applies it, and replicas part). What nobody took stays in delta.
+Deviations: lr does not multiply the gradient inside delta (the papers' double lr): a constant one
+cancels in the sign, and a schedule would only shift weight between old and new gradients. The
+gradient of a step without an exchange is added to delta and changes no parameter (DeToNATION's code
+applies it, so replicas diverge). What was not taken stays in delta.
 """
 
 import math
@@ -39,12 +44,14 @@ CHECK = "check"
 
 @dataclass(slots=True)
 class Decoupled(ReplicaMethod):
-    """An exchange every `period` local steps; `decay` is the momentum's, each step. Without `sign` the step is q itself.
+    """An exchange every `period` local steps; `decay` is the momentum's, per step. Without `sign`
+    the step is q itself.
 
-    Parameters change in `apply` alone, alike for everybody who applies a round, also for who was not in it. The inner
-    optimizer's arithmetic is not portable, nor is DeMo's transform: replicas are equal on equal machines, close on others.
-    So every `check_rounds` rounds their sketches are compared, and who is farther than `tolerance` from the others, as a
-    share of the parameters' size, adopts their state. The own momentum is lost with it.
+    Parameters change only in `apply`, in the same way for every peer that applies a round, whether
+    or not it contributed. The inner optimizer's arithmetic is not portable, nor is DeMo's
+    transform: replicas are equal on equal machines, close on others. Therefore sketches of the
+    replicas are compared every `check_rounds` rounds, and a peer that is farther than `tolerance`
+    from the others, as a share of the parameters' norm, adopts their state and loses its momentum.
     """
 
     period: int = 1
@@ -59,7 +66,8 @@ class Decoupled(ReplicaMethod):
     _delta: dict[str, Tensor] = own(dict, stays=True)
     _book: RoundBook = part(RoundBook)
     _checking: bool = own(False)
-    _unchecked: int = shared(0)  # sketches of earlier rounds were compared, with or without this replica's
+    # The first round whose sketches have not been compared yet, with or without this replica's.
+    _unchecked: int = shared(0)
 
     def __post_init__(self) -> None:
         require_options(self)
@@ -72,23 +80,23 @@ class Decoupled(ReplicaMethod):
 
     @abstractmethod
     def _part(self, delta: Tensors) -> dict[str, Tensor]:
-        """What of delta this round's exchange carries, in a form whose shapes never change."""
+        """Return the part of delta that this round's exchange carries, in constant shapes."""
 
     @abstractmethod
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
-        """The tensors of `shapes` that have this part, and zero elsewhere: the transpose of `_part`."""
+        """Return tensors of `shapes` with this part, zeros elsewhere: the transpose of `_part`."""
 
     @abstractmethod
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:
-        """This round's exchange of these tensors."""
+        """Return this round's exchange of these tensors."""
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """The parts, and the sketches, in the last of every `check_rounds` rounds."""
+        """Return templates of the parts and of the sketches, sent every `check_rounds` rounds."""
         parts = self._part(zeros(replica.shapes))
         return [self._exchange(parts), self._check(self.check_rounds - 1, torch.zeros(SUMS))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The gradient goes from the replica into the momentum; no parameter changes."""
+        """Move the gradient from the replica into the momentum; no parameter changes."""
         gradients = replica.read(replica.names, "grad")
         for name, gradient in gradients.items():
             old = self._delta.get(name)
@@ -97,7 +105,7 @@ class Decoupled(ReplicaMethod):
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """A part of the momentum, after `period` local steps since the last one; with it the sketch, when that is due."""
+        """Request the exchange of a part `period` local steps after the last, and a due check."""
         if not self._book.is_due(self.period):
             return []
         self._book.leave()
@@ -108,7 +116,8 @@ class Decoupled(ReplicaMethod):
         return asked
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """What was taken of mine leaves the momentum; then everybody's step. `Drifted` if sketches say so."""
+        """Remove from the momentum what was taken, then make the common step. Raise `Drifted` if
+        sketches show that this replica is too far from the others."""
         if exchange.key.stream == CHECK:
             self._compare(exchange, result)
             return []
@@ -138,7 +147,7 @@ class Decoupled(ReplicaMethod):
             raise Drifted(f"parameters are {apart:.2%} from the others', more than {self.tolerance:.2%}")
 
     def _remove(self, shapes: Shapes, round_number: int, result: Result) -> None:
-        """delta <- delta - what others decoded, decayed as often as delta was since it was sent."""
+        """delta <- delta - what others decoded, decayed as often as delta since it was sent."""
         assert result.sent is not None
         delivered = {
             name: choose(result.taken.get(name, ()), x, torch.zeros_like(x)) for name, x in result.sent.items()

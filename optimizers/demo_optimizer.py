@@ -1,14 +1,18 @@
-"""DeMo: each step, the few largest cosine coefficients of everybody's momentum (Peng, Quesnel and Kingma, "DeMo: Decoupled
-Momentum Optimization", arXiv:2411.19870, algorithm 1; its released code).
+"""DeMo: each step exchanges the few largest cosine coefficients of every peer's momentum (Peng,
+Quesnel and Kingma, "DeMo: Decoupled Momentum Optimization", arXiv:2411.19870, algorithm 1; its
+released code).
 
-    delta <- decay·delta + g;   c = top-k of DCT(delta);   delta <- delta - IDCT(c);   theta <- theta - lr·sign(IDCT(mean c))
+    delta <- decay·delta + g;   c = top-k of DCT(delta);   delta <- delta - IDCT(c)
+    theta <- theta - lr·sign(IDCT(mean c))
 
-What is exchanged are all coefficients, chunk after chunk; the codec keeps the k largest of each `chunk`² of them, so that
-`sent`, and with it what leaves the momentum, is what others decode, quantiser included. The mean is over those who sent a
-coefficient. Deviations beside those in optimizers/decoupled.py: where chunks are smaller than `chunk`² (vectors, narrow
-matrices) the k largest are those of several neighbours, or of parts of them, together; so every tensor has one density,
-while the released code sends vectors half or whole. Tensors of more than two dimensions are looked at as matrices, and
-lengths without a fitting divisor are filled with zeros (optimizers/parts/dct.py).
+An exchange holds all coefficients, chunk after chunk; the codec keeps the k largest of each
+`chunk`² of them. `sent`, and therefore what leaves the momentum, is what others decode, quantiser
+included. The mean at a coefficient is over the peers that sent it. Deviations beside those in
+optimizers/decoupled.py: where chunks are smaller than `chunk`² (vectors, narrow matrices), the k
+largest are chosen among several neighbours, or parts of them, together; so every tensor has one
+density, while the released code sends vectors half or whole. Tensors of more than two dimensions
+are treated as matrices, and lengths without a fitting divisor are padded with zeros
+(optimizers/parts/dct.py).
 """
 
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ STREAM = "dct"
 
 @dataclass(slots=True)
 class DeMo(Decoupled):
-    """Chunks of at most `chunk` × `chunk`. A sparse `codec` must have granules of `chunk`² values."""
+    """Chunks of at most `chunk` × `chunk`. A sparse `codec` needs granules of `chunk`² values."""
 
     chunk: int = 64
     codec: str = "topk:32/4096"
@@ -52,11 +56,11 @@ class DeMo(Decoupled):
             )
 
     def _part(self, delta: Tensors) -> dict[str, Tensor]:
-        """The coefficients of all tensors, flat."""
+        """Return the coefficients of all tensors, flat."""
         return {name: self._grid(x.shape).forward(x) for name, x in delta.items()}
 
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
-        """The tensors that these are the coefficients of."""
+        """Return the tensors with these coefficients."""
         return {name: self._grid(shape).inverse(part[name]) for name, shape in shapes.items()}
 
     def _exchange(self, tensors: dict[str, Tensor]) -> Exchange:

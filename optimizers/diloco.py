@@ -1,8 +1,10 @@
-"""DiLoCo: H local steps, then one outer step on the mean pseudo-gradient (Douillard et al., arXiv:2311.08105, algorithm 1).
+"""DiLoCo: H local steps, then one outer step on the mean pseudo-gradient (Douillard et al.,
+arXiv:2311.08105, algorithm 1).
 
-Deviations: the mean is over the peers that took part, never over those that were expected; a replica whose work was not
-taken keeps it and sends it next time (the paper's behaviour under drops); optional error feedback for biased codecs;
-optional rounds of seconds instead of steps, and weights by steps, for unequal machines.
+Deviations: the mean is over the peers that took part, never over those that were expected; a
+replica whose work was not taken keeps it and sends it next time (the paper's behaviour under
+drops); optional error feedback for biased codecs; optional rounds of seconds instead of steps, and
+weights by steps, for unequal machines.
 """
 
 from dataclasses import dataclass, field
@@ -25,10 +27,12 @@ STREAM = "delta"
 
 @dataclass(slots=True)
 class DiLoCo(PeriodicMethod):
-    """`period` local steps a round, or with `round_s` whenever the run's time crosses a multiple of it.
+    """Rounds of `period` local steps; with `round_s` a round ends when run time crosses a multiple
+    of it.
 
-    `weights`: what a contribution weighs in the mean, 1 or the local steps in it; with equal data it makes no difference
-    that could be seen (docs/reproductions.md, unequal). `feedback` is the decay of the error feedback, None for none.
+    `weights` is what a contribution weighs in the mean: 1, or its number of local steps; with equal
+    data no difference could be seen (docs/reproductions.md, unequal). `feedback` is the decay of
+    the error feedback, None for none.
     """
 
     period: int = 50
@@ -51,8 +55,8 @@ class DiLoCo(PeriodicMethod):
     )
     stream: ClassVar[str] = STREAM
     _state: OuterState = part(OuterState)
-    _steps: int = own(0, "untaken", stays=True)  # local steps in the work that nobody took yet
-    _slot: int = own(0)  # of the last message (optimizers/parts/sync_schedule.py)
+    _steps: int = own(0, "untaken", stays=True)  # local steps in work that was not taken yet
+    _slot: int = own(0)  # of the last message (see `SyncSchedule`)
     _memory: SenderFeedback = part(SenderFeedback)  # empty without `feedback`
 
     def __post_init__(self) -> None:
@@ -63,17 +67,17 @@ class DiLoCo(PeriodicMethod):
 
     @property
     def pending(self) -> bool:
-        """True while a message's result is out."""
+        """True while a message's result is not known."""
         return self._book.pending
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update; the first one remembers where the round began."""
+        """Make the inner update; the first one records where the round began."""
         PeriodicMethod.local_step(self, replica, progress)
         self._slot = self._slot or self._sync_schedule.slot(progress)
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The pseudo-gradient, when a round is over."""
+        """Request the mean pseudo-gradient when a round is over."""
         if self.pending or not self._sync_schedule.over(self._book.since, self._slot, progress):
             return []
         self._book.leave()
@@ -85,7 +89,8 @@ class DiLoCo(PeriodicMethod):
         return self._memory.compose(self._state.pseudo_gradient(theta), theta, self.feedback)
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """Where my work was taken the replica starts anew from phi, with the steps made since; elsewhere it stays."""
+        """Make the outer step. Where this peer's work was taken, restart from phi plus the steps
+        made since; elsewhere keep theta."""
         mean = mean_of(exchange, result)
         if self._state.advance(replica, replica.names, self.outer, mean, result, self._memory):
             self._steps = result.steps_since

@@ -1,25 +1,29 @@
-"""Lean averaging: frequent means of what replicas have moved away from phi, about a bit a value; what a coarse codec leaves
-out stays in the replica (ours; the parts are known: local SGD, error feedback, entropy-coded quantisation).
+"""Lean averaging: frequent means of the replicas' moves away from phi, at about one bit a value;
+what a coarse codec drops stays in the replica (ours; the parts are known: local SGD, error
+feedback, entropy-coded quantisation).
 
-    every `period` steps:   D = theta - phi,  q = C(D) is sent;   d = C(mean q + e),  phi <- phi + d
-                            theta <- phi + decay·(D - q) + steps made since D was taken
-                            exp_avg <- exp_avg - sqrt(exp_avg_sq)·clip(correction·(d - q) / rate, ±cap)
-    whoever reduces:        e <- mean q + e - d
+    every `period` steps:  D = theta - phi,  q = C(D) is sent;   d = C(mean q + e),  phi <- phi + d
+                           theta <- phi + decay·(D - q) + steps made since D was taken
+                   exp_avg <- exp_avg - sqrt(exp_avg_sq)·clip(correction·(d - q) / rate, ±cap)
+    each reducer:          e <- mean q + e - d
 
-The residual D - q needs no buffer: the next gradients are taken where it is, and D contains it again. No outer momentum. What
-the second coding leaves out, e, is kept by the reducer (`compensate`): measured on 0.47M parameters and 400 steps, without it
-99 % of DDP's gain fall to 75 % at a bit a value, and below nothing at a third of a bit.
+The residual D - q needs no buffer: the next gradients are computed with it in theta, and the next D
+contains it. There is no outer momentum. The reducer keeps e, what the second coding drops
+(`compensate`). Measured on 0.47M parameters and 400 steps, without it 99 % of DDP's gain fall to
+75 % at one bit a value, and below zero at a third of a bit.
 
-The third line, momentum correction: an exchange moves a replica by d - q, away from what its own batches alone asked for.
-AdamW moves theta by -rate·exp_avg / sqrt(exp_avg_sq), so the batches' own part that is now gone from theta had entered
-exp_avg as about (d - q)·sqrt(exp_avg_sq) / rate. Left there it would walk the same way again. For white noise and no codec
-all of it is still there after 1 step, about 0.4 after 3; with a coarse codec q also holds older noise, which exp_avg has
-forgotten, so less is better. `rate` is not the schedule's but measured: the factor that best explains the last step of each
-tensor, so that AdamW's bias corrections are in it, whoever sets the rate. As this is a loop of feedback, no value moves by
-more than `cap` of its gradient's usual size, sqrt(exp_avg_sq).
+The third line is momentum correction. An exchange moves a replica by d - q, away from what its own
+batches alone asked for. AdamW moves theta by -rate·exp_avg / sqrt(exp_avg_sq), so the part of the
+peer's own batches that is now gone from theta had entered exp_avg as about (d - q)·sqrt(exp_avg_sq)
+/ rate. If it stayed there, it would move theta the same way again. For white noise and no codec,
+all of it is still in exp_avg after 1 step, about 0.4 after 3; with a coarse codec q also holds
+older noise that exp_avg has forgotten, so a smaller correction is better. `rate` is not the
+schedule's but measured: the factor that best explains the last step of each tensor, so that it
+includes AdamW's bias corrections, whatever sets the learning rate. Because this is a feedback loop,
+no value moves by more than `cap` times its gradient's usual size, sqrt(exp_avg_sq).
 
-Work that was not taken stays whole in theta, undecayed, and the next D contains it. Without exp_avg_sq (SGD, Muon's matrices)
-there is nothing to correct.
+Work that was not taken stays whole in theta, undecayed, and the next D contains it. Without
+exp_avg_sq (SGD, Muon's matrices) there is nothing to correct.
 """
 
 import math
@@ -39,16 +43,16 @@ from farflock.optimizers.parts.state_fields import Kind, own, part
 from farflock.optimizers.parts.stateful import PeriodicMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
-SCALARS = Kind(
-    named, lambda key, state, shapes: kept(key, state, dict.fromkeys(shapes, ()))
-)  # of all parameters or none
-SLOWEST = 2.0**-100  # a step of this size says nothing about its rate, and dividing by it would overflow
+# A scalar for each parameter, or for none.
+SCALARS = Kind(named, lambda key, state, shapes: kept(key, state, dict.fromkeys(shapes, ())))
+SLOWEST = 2.0**-100  # a smaller step tells nothing about its rate; dividing by it would overflow
 
 
 @dataclass(slots=True)
 class Lean(PeriodicMethod):
-    """`period` local steps a round; its mean is wanted `delay` steps later, 0 to wait for it. `decay` is what is kept of the
-    residual in each round, `correction` the share of the removed noise that also leaves the momentum, 0 for none."""
+    """Rounds of `period` local steps; a mean is wanted `delay` steps later, 0 to wait for it.
+    `decay` is the share of the residual that each round keeps; `correction` the share of the
+    removed noise that also leaves the momentum, 0 for none."""
 
     period: int = 3
     delay: int = 0
@@ -84,7 +88,7 @@ class Lean(PeriodicMethod):
             raise ValueError(f"a cap of {self.cap} bounds no correction; choose a finite one above 0, usually 1")
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update; the first one remembers where the run began, the last one before an exchange is measured."""
+        """Make the inner update; the first records phi, the last before an exchange the rates."""
         measured = bool(self.correction) and self._book.since + 1 >= self.period and not self._book.pending
         before = replica.read(replica.names, "param") if measured else {}
         PeriodicMethod.local_step(self, replica, progress)
@@ -93,11 +97,11 @@ class Lean(PeriodicMethod):
             self._rates = {n: rate_of(before[n] - after[n], first[n], second[n]) for n in before}
 
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
-        """theta - phi."""
+        """Return theta - phi."""
         return {name: x - self._state.phi[name] for name, x in theta.items()}
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """phi moves by the mean, and the replica with it; where my work was taken, only what was not sent stays on top."""
+        """Move phi and replica by the mean; where work was taken, add only what was not sent."""
         mean = mean_of(exchange, result)
         theta, moved = replica.read(replica.names, "param"), {}
         for name, now in theta.items():
@@ -116,7 +120,8 @@ class Lean(PeriodicMethod):
             self._correct(replica, mean, result)
 
     def _correct(self, replica: Replica, mean: Tensors, result: Result) -> None:
-        """Take the noise that the exchange took out of theta out of exp_avg as well, where my work was taken."""
+        """Remove from exp_avg, where work was taken, the noise that the exchange took from
+        theta."""
         assert result.sent is not None
         names = [name for name in result.taken if float(self._rates.get(name, 0.0)) > SLOWEST]
         first, second = (replica.read(names, what) for what in ("exp_avg", "exp_avg_sq"))
@@ -131,8 +136,9 @@ class Lean(PeriodicMethod):
 
 
 def rate_of(step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
-    """The scalar r for which r·exp_avg / sqrt(exp_avg_sq) comes closest to this step (before - after) in least squares; 0 if
-    there are no moments. Weight decay adds to it only as far as weights lie along the step."""
+    """Return the scalar r whose r·exp_avg / sqrt(exp_avg_sq) is closest to `step` (before - after)
+    in least squares, 0 without moments. Weight decay adds to it only as far as weights lie along
+    the step."""
     root = exp_avg_sq.sqrt()
     direction = torch.where(root > 0, exp_avg / root, 0.0)
     return (step * direction).sum() / direction.square().sum().clamp(min=SLOWEST)

@@ -1,4 +1,4 @@
-"""No communication at all: the line that every claim of saved bytes must be held against."""
+"""No communication at all: the baseline for every claim of saved bytes."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,17 +16,17 @@ class Local(ReplicaMethod):
     trial: ClassVar[TrialOptions] = TrialOptions(rest=6, disasters=(Disaster({}, 16),))
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """None."""
+        """Return none."""
         return []
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update."""
+        """Make the inner update."""
         replica.inner_step()
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Never anything."""
+        """Return nothing, ever."""
         return []
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """There is nothing to apply."""
+        """Fail: there is nothing to apply."""
         raise AssertionError("Local asked for no exchange")

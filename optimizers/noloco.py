@@ -1,13 +1,15 @@
-"""NoLoCo: outer steps in random pairs, without any all-reduce (arXiv:2506.10911, section 3; equations as in its released code).
+"""NoLoCo: outer steps in random pairs, without any all-reduce (arXiv:2506.10911, section 3;
+equations as in its released code).
 
     D_j = phi_j - theta_j                                       (start minus end)
     d_i <- a·d_i - b·mean_j D_j - g·(phi_i - mean_j phi_j)
     phi_i <- phi_i + d_i;  theta_i <- phi_i
 
-For g = b this equals d_i <- a·d_i + b·(mean_j theta_j - phi_i), so only theta is exchanged (half the bytes). Deviations:
-the stability bound below is ours (exact mean-square analysis of the update with zero gradients; the paper's printed
-window is neither necessary nor sufficient), g differs from b only where both vectors are sent, and a joiner takes over
-its teacher's momentum too, so that a snapshot is all that a resumed peer needs.
+For g = b this equals d_i <- a·d_i + b·(mean_j theta_j - phi_i), so only theta is exchanged (half
+the bytes). Deviations: the stability bound below is ours (exact mean-square analysis of the update
+with zero gradients; the paper's printed window is neither necessary nor sufficient), g differs from
+b only where both vectors are sent, and a joiner also takes over the momentum of the peer it joins
+from, so that a snapshot is all that a resumed peer needs.
 """
 
 import warnings
@@ -28,13 +30,14 @@ from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 
 def stability_bound(alpha: float, group: int = 2) -> float:
-    """The largest g at which replicas still draw together: 2(1-a²) / (1 - a(n-2)/n); for pairs 2(1-a²)."""
+    """Return the largest g at which replicas converge: 2(1-a²) / (1 - a(n-2)/n); pairs: 2(1-a²)."""
     return 2 * (1 - alpha**2) / (1 - alpha * (group - 2) / group)
 
 
 @dataclass(slots=True)
 class NoLoCo(PeriodicMethod):
-    """`period` local steps a round; `alpha` outer momentum, `beta` outer rate, `gamma` pull to the pair's mean."""
+    """Rounds of `period` local steps; outer momentum `alpha`, rate `beta`, pull `gamma` to the
+    mean."""
 
     period: int = 50
     alpha: float = 0.5
@@ -64,19 +67,19 @@ class NoLoCo(PeriodicMethod):
             warnings.warn(f"gamma={self.gamma} is within 10 % of the stability bound {bound:.3f}", stacklevel=3)
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """One: theta, or pseudo-gradient and phi where gamma differs from beta."""
+        """Return one template: theta, or pseudo-gradient and phi if gamma differs from beta."""
         none = zeros(replica.shapes)
         return [self._exchange(none if self._one_vector else tables({"delta": none, "phi": none}))]
 
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
-        """theta, or pseudo-gradient and phi where gamma differs from beta."""
+        """Return theta, or pseudo-gradient and phi if gamma differs from beta."""
         if self._one_vector:
             return theta
         return tables({"delta": self._state.pseudo_gradient(theta), "phi": self._state.phi})
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """The outer step with whichever peers took part; alone it is heavy ball on the own pseudo-gradient. A round replayed
-        from a log was between others and changes nothing here."""
+        """Make the outer step with the peers that took part; alone, it is heavy ball on the own
+        pseudo-gradient. A round replayed from a log, between other peers, changes nothing."""
         if result.sent is None:
             return
         mean = mean_of(exchange, result)
@@ -99,7 +102,7 @@ class NoLoCo(PeriodicMethod):
         if self._one_vector:
             return kept + scaled(mean[name] - phi, self.beta)
         moved = kept - scaled(mean[f"delta.{name}"], self.beta)
-        if alone:  # the mean of phi is my own, but for what its codec lost
+        if alone:  # the mean of phi is this peer's own phi, except for codec loss
             return moved
         return moved - scaled(phi - mean[f"phi.{name}"], self.gamma)
 

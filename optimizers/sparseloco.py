@@ -1,13 +1,17 @@
-"""SparseLoCo: H local steps, then everybody's few largest values of pseudo-gradient plus residual (arXiv:2508.15706,
-algorithm 1; Covenant-72B, arXiv:2603.08163): the residual of what was not sent stands in for outer momentum.
+"""SparseLoCo: H local steps, then every peer's few largest values of pseudo-gradient plus residual
+(arXiv:2508.15706, algorithm 1; Covenant-72B, arXiv:2603.08163). The residual of what was not sent
+replaces outer momentum.
 
-    a = beta·e + (phi - theta);   sent = what others decode of a;   e = a - sent;   phi <- phi - lr·mean(sent)
+    a = beta·e + (phi - theta);   sent = what others decode of a
+    e = a - sent;   phi <- phi - lr·mean(sent)
 
-Deviations: `e` is settled when the result is known, against `sent` with the quantiser's error in it. A peer whose work was
-not taken keeps it in its replica, which moves along with phi: theta <- phi_new + (theta - phi), e as it was. The paper's
-authors put it into the residual (e <- a, theta <- phi). Either counts it once; in the replica it does not decay with beta,
-training goes on from it instead of making the same descent again, and a round that failed moves nothing at all. Whoever
-misses more rounds than the log holds (8) adopts a snapshot and loses both, earlier than the residual would have faded.
+Deviations: `e` is settled when the result is known, against `sent` with its quantiser's error. A
+peer whose work was not taken keeps it in its replica, which moves along with phi: theta <- phi_new
++ (theta - phi), e unchanged. The paper's authors put it into the residual (e <- a, theta <- phi).
+Either counts it once; in the replica it does not decay with beta, training continues from it
+instead of repeating the same descent, and a failed round moves nothing at all. A peer that misses
+more rounds than the log holds (8) adopts a snapshot and loses both, earlier than the residual would
+have faded.
 """
 
 from dataclasses import dataclass, replace
@@ -30,10 +34,12 @@ DENOMINATORS = ("participants", "selectors")
 
 @dataclass(slots=True)
 class SparseLoCo(PeriodicMethod):
-    """`period` local steps a round; `feedback` is the residual's decay beta, `outer_lr` the outer step's length.
+    """Rounds of `period` local steps; `feedback` is the residual's decay beta, `outer_lr` the outer
+    step's length.
 
-    `denominator`: the mean over all `participants` (the paper's equation), or at each coordinate over its `selectors`,
-    those who sent it (all released code), which is up to M times longer where few agree.
+    `denominator`: the mean is over all `participants` (the paper's equation), or at each coordinate
+    over its `selectors`, the peers that sent it (all released code), which is up to M times longer
+    where few agree.
     """
 
     period: int = 30
@@ -53,31 +59,31 @@ class SparseLoCo(PeriodicMethod):
 
     def __post_init__(self) -> None:
         require_options(self)
-        OuterSGD(self.outer_lr)  # refuses what it cannot be
+        OuterSGD(self.outer_lr)  # raises for an impossible rate
         if not 0 <= self.feedback <= 1:
             raise ValueError(f"feedback of {self.feedback} is no decay; choose one in [0, 1], usually 0.95")
         if self.denominator not in DENOMINATORS:
             raise ValueError(f"denominator {self.denominator!r} is not known; choose participants or selectors")
 
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
-        """Pseudo-gradient and decayed residual."""
+        """Return pseudo-gradient plus decayed residual."""
         return self._memory.compose(self._state.pseudo_gradient(theta), theta, self.feedback)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The outer step; a message whose result is known is forgotten."""
+        """Make the outer step, and drop the message now that its result is known."""
         PeriodicMethod.apply(self, replica, exchange, result)
         if exchange.tensors:
             self._memory.message, self._memory.start = {}, {}
         return []
 
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """The replica moves to the new phi with the work on top that was not taken or was done since."""
+        """Move the replica to the new phi, keeping work that was not taken or was done since."""
         mean = mean_of(exchange, result) if self.denominator == "participants" else _mean_of_selectors(result)
         theta = replica.read(replica.names, "param")
         replica.write({name: self._follow(name, theta[name], mean[name], result) for name in theta}, "param")
 
     def _follow(self, name: str, theta: Tensor, mean: Tensor, result: Result) -> Tensor:
-        """One tensor's outer step, its residual, and where the replica's goes."""
+        """Make one tensor's outer step, settle its residual, and return its new replica value."""
         before = self._state.phi[name]
         after, _ = OuterSGD(self.outer_lr).step(before, mean, before)
         self._state.phi[name] = after

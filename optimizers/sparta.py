@@ -1,14 +1,17 @@
-"""SPARTA: after every few local steps a small part of the parameters is averaged, another part each time (Beton et al.,
-"Improving the efficiency of distributed training using sparse parameter averaging", MCDC workshop at ICLR 2025).
+"""SPARTA: every few local steps a small part of the parameters is averaged, a different part each
+time (Beton et al., "Improving the efficiency of distributed training using sparse parameter
+averaging", MCDC workshop at ICLR 2025).
 
-    mask <- a share 1/n of all values, from seed and round alone: equal on all peers, no index is sent
+    mask <- a share 1/n of all values, from seed and round alone: equal on all peers, none is sent
     theta_m[mask] <- mean_j sent_j[mask] + (theta_m - sent_m)[mask]
 
-With a lossless codec and no delay the bracket is 0 and this is the paper's theta[mask] <- mean. With a delay it holds the
-local steps since, and with a lossy codec what rounding took off, so that progress finer than the codec is not lost but stays
-in its replica until it counts. Deviations: the mask is one value out of each run of n (the last run may be shorter), not an
-independent draw for each value, so that a payload has a fixed length and costs P/n draws. `random` draws anew each round;
-`partition` draws a place in each run once a sweep and moves on by one a round, so n rounds take each value exactly once.
+With a lossless codec and no delay the bracket is 0 and this is the paper's theta[mask] <- mean.
+With a delay it holds the local steps since, and with a lossy codec the rounding error, so that
+progress finer than the codec is not lost but stays in its replica until it counts. Deviations: the
+mask is one value out of each run of n (the last run may be shorter), not an independent draw for
+each value, so that a payload has a fixed length and costs P/n draws. `random` draws anew each
+round; `partition` draws a place in each run once per sweep and advances it by one each round, so n
+rounds take each value exactly once.
 """
 
 from collections.abc import Iterator
@@ -28,15 +31,15 @@ from farflock.optimizers.parts.stateful import Mode, ReplicaMethod, mean_of
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "mask"
-VALUES = "values"  # the name of the one tensor that travels
+VALUES = "values"  # the name of the one tensor of an exchange
 Selector = Literal["random", "partition"]
 
-_PLACES = 1  # the stream of random numbers that masks are drawn from
+_PLACES = 1  # the Philox stream that masks are drawn from
 
 
 def masked(selector: Selector, one_in: int, seed: int, round_number: int, count: int) -> Tensor:
-    """The flat places of a round's mask among `count` values, ascending, int64: one in each run of `one_in`. In the last run it
-    may lie at or beyond `count`, where there is nothing."""
+    """Return a round's mask of `count` values: ascending flat int64 places, one in each run of
+    `one_in`. In the last run the place may be `count` or higher, where there is no value."""
     runs = -(-count // one_in)
     first = torch.arange(runs) * one_in
     if selector == "random":
@@ -47,10 +50,8 @@ def masked(selector: Selector, one_in: int, seed: int, round_number: int, count:
 
 @dataclass(slots=True)
 class Mixing:
-    """The stream of masked means: what SPARTA does alone and inside another method.
-
-    `period` local steps between exchanges, `delay` of them until a result is wanted.
-    """
+    """The stream of masked means, for SPARTA alone and inside another method. `period` is the local
+    steps between exchanges, `delay` those until a result is wanted."""
 
     selector: Selector
     one_in: int
@@ -60,11 +61,12 @@ class Mixing:
     codec: str
     return_codec: str
     deadline_s: float
-    round_key: str = "round"  # in a state
+    round_key: str = "round"  # its name in a state
     round: int = shared(0, "{0.round_key}")
     since: int = own(0, f"{STREAM}.since")
     pending: bool = own(False, f"{STREAM}.pending")
-    void: bool = own(False, f"{STREAM}.void")  # the pending mean is of parameters that somebody has replaced since
+    # True if the pending mean is of parameters that have been replaced since.
+    void: bool = own(False, f"{STREAM}.void")
 
     def __post_init__(self) -> None:
         usual = "choose fp16, bf16 or fp32"
@@ -82,11 +84,11 @@ class Mixing:
             )
 
     def template(self, replica: Replica) -> Exchange:
-        """The stream's first exchange, with zeros."""
+        """Return the stream's first exchange, with zeros."""
         return self._exchange(0, torch.zeros(-(-_size(replica) // self.one_in)))
 
     def due(self, replica: Replica) -> list[Exchange]:
-        """The masked values, after `period` local steps since the last ones."""
+        """Request the mean of the masked values, `period` local steps after the last one."""
         if self.since < self.period or self.pending:
             return []
         places = self._places(replica, self.round)
@@ -97,7 +99,8 @@ class Mixing:
         return [self._exchange(self.round, values)]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """Move the masked values to the mean where mine are in it; a round that I missed is none: its values come again."""
+        """Move the masked values to the mean where it contains this peer's. A round that it missed
+        changes nothing: its values come again."""
         void = self.void
         if exchange.tensors:
             self.pending = self.void = False
@@ -115,7 +118,7 @@ class Mixing:
             replica.write({name: theta}, "param")
 
     def disregard(self) -> None:
-        """The parameters are being replaced: the pending mean, if there is one, must not move the new ones."""
+        """Keep a pending mean from moving the parameters, which are being replaced."""
         self.void = self.pending
 
     def _places(self, replica: Replica, number: int) -> Tensor:
@@ -129,7 +132,7 @@ class Mixing:
 
 @dataclass(slots=True)
 class Sparta(ReplicaMethod):
-    """One value in `one_in` is averaged after every `period` local steps, `delay` steps late; inner moments stay at home."""
+    """One value in `one_in` is averaged every `period` steps, `delay` late; moments stay local."""
 
     selector: Selector = "random"
     one_in: int = 200
@@ -154,25 +157,25 @@ class Sparta(ReplicaMethod):
         self._mixing = Mixing(self.selector, self.one_in, self.period, self.delay, self.seed, *codecs, wait)
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """One: the masked values."""
+        """Return one template, of the masked values."""
         return [self._mixing.template(replica)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update."""
+        """Make the inner update."""
         replica.inner_step()
         self._mixing.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The masked values, every `period` local steps."""
+        """Request the mean of the masked values every `period` local steps."""
         return self._mixing.due(replica)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The masked values move to the mean."""
+        """Move the masked values to the mean."""
         self._mixing.apply(replica, exchange, result)
         return []
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Take over another's parameters; `carry` keeps its own, which no outer state needs to fit."""
+        """Adopt a snapshot's parameters; `carry` keeps the own, as no outer state must match."""
         theta = unnamed("param", state, replica.shapes)
         if mode == "adopt":
             replica.write(theta, "param")
@@ -184,7 +187,8 @@ def _size(replica: Replica) -> int:
 
 
 def _cut(replica: Replica, places: Tensor) -> Iterator[tuple[str, slice, Tensor]]:
-    """By tensor with places in it: which of them these are, and where they lie in it. All tensors in their order are one."""
+    """Yield, for each tensor that contains places: its name, their slice of `places`, and their
+    flat indices in it. `places` index all tensors, in order, as one flat vector."""
     start = low = 0
     for name, shape in replica.shapes.items():
         stop = start + torch.Size(shape).numel()

@@ -1,13 +1,14 @@
-"""Streaming DiLoCo: fragments of the model take turns, and training goes on while one is on its way (Douillard et al.,
-arXiv:2501.18512, algorithm 2).
+"""Streaming DiLoCo: fragments of the model take turns, and training continues while one is in
+flight (Douillard et al., arXiv:2501.18512, algorithm 2).
 
-    t_p + k·H:         D_p = phi_p - theta_p  is sent
-    t_p + k·H + tau:   phi_p, u_p <- Outer(phi_p, u_p, mean D_p);   theta_p <- a·theta_p + (1-a)·phi_p
+    t_p + k·H:        D_p = phi_p - theta_p  is sent
+    t_p + k·H + tau:  phi_p, u_p <- Outer(phi_p, u_p, mean D_p);  theta_p <- a·theta_p + (1-a)·phi_p
 
-Deviations: t_p = floor((p+1)·H/F), the paper's phases with the fragments numbered from the first that is sent, so that
-rounds follow each other in time (a joiner knows from the next rounds alone whose turn it is). What was not taken stays in
-theta_p and goes with the next D_p, as in DiLoCo. A result that comes after tau steps keeps all steps since its snapshot:
-theta_p <- theta_p + (1-a)·(phi_p - snapshot). Parameters outside of numbered layers (embedding, norm, head) go to the
+Deviations: t_p = floor((p+1)·H/F), the paper's phases with the fragments numbered from the first
+that is sent, so that rounds follow each other in time (the next round numbers alone tell a joiner
+whose turn it is). What was not taken stays in theta_p and goes with the next D_p, as in DiLoCo. A
+result that comes after tau steps keeps all steps since its snapshot: theta_p <- theta_p +
+(1-a)·(phi_p - snapshot). Parameters outside of numbered layers (embedding, norm, head) go to the
 fragment that is smallest so far. Optional error feedback.
 """
 
@@ -36,10 +37,9 @@ Fragments = tuple[tuple[str, ...], ...]
 
 
 def split(shapes: Mapping[str, tuple[int, ...]], fragments: int, pattern: Pattern = "strided") -> Fragments:
-    """The parameters' names by fragment, whole layers together, in the model's order.
-
-    Layer l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` if there are too few layers.
-    """
+    """Return the parameters' names by fragment, whole layers together, in the model's order. Layer
+    l of L goes to fragment l mod F (strided) or l·F // L (sequential). `ValueError` for too few
+    layers."""
     groups = layers_of(shapes)
     if fragments > len(groups):
         raise ValueError(
@@ -75,8 +75,9 @@ class Fragment:
 
 @dataclass(slots=True)
 class Streaming(OuterMethod):
-    """Each of `fragments` is sent every `period` local steps and merged `overlap` steps later, keeping `mix` of the local
-    values; `feedback` is the decay of the error feedback, None for none."""
+    """Each of `fragments` is sent every `period` local steps and merged `overlap` steps later,
+    keeping `mix` of the local values; `feedback` is the decay of the error feedback, None for none.
+    """
 
     period: int = 100
     fragments: int = 4
@@ -100,7 +101,7 @@ class Streaming(OuterMethod):
     )
     _state: OuterState = part(OuterState)
     _fragments: list[Fragment] = part(list)
-    _quiet: int = own(0)  # local steps since any was sent
+    _quiet: int = own(0)  # local steps since any fragment was sent
 
     def __post_init__(self) -> None:
         require_options(self)
@@ -122,12 +123,12 @@ class Streaming(OuterMethod):
             raise ValueError(f"a mix of {self.mix} is no share of the local values; choose one in [0, 1], usually 0.5")
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """One a fragment: its pseudo-gradients."""
+        """Return one template for each fragment, of its pseudo-gradients."""
         parts = split(replica.shapes, self.fragments, self.pattern)
         return [self._exchange(p, p, zeros({x: replica.shapes[x] for x in names})) for p, names in enumerate(parts)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update; the first one remembers where the run began."""
+        """Make the inner update; the first one records where the run began."""
         self.begin(replica)
         replica.inner_step()
         for fragment in self._fragments:
@@ -135,9 +136,12 @@ class Streaming(OuterMethod):
         self._quiet += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The fragment whose turn it is: of those that are not on their way the one with the first round, when its gap to
-        the one before it is over and it was not sent for `period` steps. All peers send in this order, so that none waits
-        for a fragment that the other sends only after another one."""
+        """Request the mean of the fragment whose turn it is.
+
+        That is the fragment with the lowest round of those not in flight, once its gap to the one
+        before is over and `period` steps have passed since it was last sent. All peers send in this
+        order, so none waits for a fragment that another peer sends only after a later one.
+        """
         idle = [fragment for fragment in self._fragments if not fragment.book.pending]
         if not idle:
             return []
@@ -152,11 +156,11 @@ class Streaming(OuterMethod):
         return [self._exchange(self._fragments.index(fragment), number, message)]
 
     def _slot(self, number: int) -> int:
-        """The local step, counted from the run's begin, at which a round's fragment is sent if nothing goes wrong."""
+        """Return the local step of the run at which a round's fragment is sent if all goes well."""
         return (number + 1) * self.period // self.fragments
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The fragment's outer step. Where my work was taken the replica is merged with it; elsewhere it stays."""
+        """Make the fragment's outer step; merge the replica where its work was taken."""
         self.begin(replica)
         fragment = self._fragments[int(exchange.key.stream.removeprefix(STREAM))]
         fragment.book.close(exchange, result)
@@ -168,7 +172,7 @@ class Streaming(OuterMethod):
         return []
 
     def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
-        """phi and momentum, and each fragment's round. A joiner replays those that are on their way."""
+        """Load phi, momentum and each fragment's round; a joiner replays rounds in flight."""
         self._cut(replica)
         new = OuterMethod.load(self, replica, state, *whose)
         for p, fragment in enumerate(new._fragments):
@@ -182,7 +186,8 @@ class Streaming(OuterMethod):
             self._fragments = [Fragment(names, RoundBook(p, suffix=f".{p}")) for p, names in enumerate(parts)]
 
     def begun(self, replica: Replica) -> None:
-        """Begin as if the round before the first one were sent just now: the others follow at their distances."""
+        """Start as if the round before the first had just been sent; others keep their
+        distances."""
         self._cut(replica)
         books = [fragment.book for fragment in self._fragments]
         first = self._slot(min(book.number for book in books) - 1)
@@ -191,7 +196,7 @@ class Streaming(OuterMethod):
         self._quiet = 0
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """The fragment's phi and momentum: other fragments may be a round ahead or behind at other peers."""
+        """Return the fragment's phi and momentum; peers may be a round apart in the others."""
         self.begin(replica)
         names = [name for p, one in enumerate(self._fragments) if stream == f"{STREAM}{p}" for name in one.names]
         both = {"phi": self._state.phi, "momentum": self._state.momentum}

@@ -1,7 +1,8 @@
-"""How a method is tried: the options with which the law tests, the disasters and the counter of bytes run it.
+"""Options with which the law tests, the disaster simulator and the byte counter try a method.
 
-They stand beside the method, as `trial: ClassVar[TrialOptions]` in its class. A method that declares nothing is tried with
-short rounds and lossless codecs wherever it has the options `period`, `codec` and `return_codec`.
+A method declares them as `trial: ClassVar[TrialOptions]` in its class. One that declares nothing is
+tried with short rounds and lossless codecs wherever it has the options `period`, `codec` and
+`return_codec`.
 """
 
 import dataclasses
@@ -13,13 +14,14 @@ LAW_PERIOD, QUICK_PERIOD = 3, 2  # local steps a round
 
 
 class TrialIncomplete(ValueError):
-    """A method cannot be tried as it is declared; the message says what to add, and where."""
+    """Raised if a method cannot be tried as declared; the message says what to add, and where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disaster:
-    """One run of the disaster simulator: the method's options, how many usual steps one of its local steps lasts, and its
-    `turn` among all methods' runs (seed n runs the one of turn n, modulo their number; None: after those that have one)."""
+    """One run of the disaster simulator: a method's options and the length of its local steps, in
+    usual steps. `turn` is its place among all methods' runs: seed n runs turn n, modulo their
+    number; None comes after those with a turn."""
 
     options: Mapping[str, Any]
     turn: int | None = None
@@ -28,11 +30,15 @@ class Disaster:
 
 @dataclass(frozen=True, slots=True)
 class TrialOptions:
-    """`law` and `quick` are options beside the usual ones, for the law tests and for tests by hand with lossless rounds of two
-    steps; they need rounds of every stream within a few steps. `rest` is a number of steps after which the method, tried
-    with `law`, holds nothing beside its snapshot; None if there is none. `disasters` are usually the options of `law`, once.
-    `biased`: it takes biased codecs, because what they leave out comes again; others must refuse them. `quality`: the trials of
-    `farflock bench quality` at each budget, as in experiments/quality/arms.toml, for a method that is not named there.
+    """Options of a method's trials, beside the usual ones.
+
+    `law` is for the law tests, `quick` for manual tests with lossless rounds of two steps; with
+    either, every stream must have a round within a few steps. `rest` is a number of steps after
+    which the method, made with `law`, holds nothing beside its snapshot; None if there is none.
+    `disasters` are usually the options of `law`, once. `biased`: the method accepts biased codecs,
+    because it sends later what they drop; other methods must refuse them. `quality`: the trials of
+    `farflock bench quality` at each budget, as in experiments/quality/arms.toml, for a method not
+    named there.
     """
 
     law: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -44,22 +50,23 @@ class TrialOptions:
 
 
 def trial_of(method: type[Any]) -> TrialOptions:
-    """What a method's class declares, or the usual."""
+    """Return the trial options that a method's class declares, or the defaults."""
     return getattr(method, "trial", TrialOptions())
 
 
 def law_options(method: type[Any]) -> dict[str, Any]:
-    """The options with which the law tests make a method; `TrialIncomplete` if they do not suffice."""
+    """Return the options for a method's law tests; raise `TrialIncomplete` if they do not
+    suffice."""
     return _complete(method, LAW_PERIOD, trial_of(method).law, "law")
 
 
 def quick_options(method: type[Any]) -> dict[str, Any]:
-    """The options of lossless rounds of two steps; `TrialIncomplete` if they do not suffice."""
+    """Return options for lossless rounds of two steps; raise `TrialIncomplete` if insufficient."""
     return _complete(method, QUICK_PERIOD, trial_of(method).quick, "quick")
 
 
 def disasters_of(method: type[Any]) -> tuple[Disaster, ...]:
-    """A method's disasters, at least one."""
+    """Return a method's disasters, at least one."""
     return trial_of(method).disasters or (Disaster(law_options(method)),)
 
 

@@ -1,8 +1,9 @@
-"""Judging pseudo-gradients by their norms: who is an anomaly, and how much each one counts (EDiT,
-arXiv:2412.07210, section 3).
+"""Judgement of pseudo-gradients by their norms: which peers are anomalies, and how much each one
+counts (EDiT, arXiv:2412.07210, section 3).
 
-Scalars only, in Python's floats: sums are rounded once and exponentials correctly, so that all peers decide alike, whatever
-their machines and the order in which peers are named. Norms of tensors are summed in a fixed order of pairs.
+Scalars only, in Python's floats: sums are rounded once and exponentials correctly, so that all
+peers decide alike, whatever their machines and the order of peers. Norms of tensors are summed in a
+fixed order of pairs.
 """
 
 import math
@@ -11,20 +12,20 @@ from decimal import Context, Decimal
 
 from torch import Tensor
 
-HUGE = 2.0**60  # a norm from here on, or none at all, is an anomaly whatever the others are
+HUGE = 2.0**60  # a norm of at least this, or NaN, is an anomaly whatever the others are
 UNIT = 2**30  # a weight of 1
-BLOCK = 2**20  # values whose squares are held at once
+BLOCK = 2**20  # values squared at once
 EXACT = Context(prec=20)  # decimal's exp is correctly rounded, on every machine
 
 
 def sum_of_squares(x: Tensor) -> float:
-    """In float64 and a fixed order, so the same on every machine; squares of float32 values are exact there."""
+    """Return the sum in float64, in a fixed order and so portable; squares of float32 are exact."""
     flat = x.reshape(-1)
     return math.fsum(_pairwise(flat[at : at + BLOCK].double().square_()) for at in range(0, len(flat), BLOCK))
 
 
 def _pairwise(values: Tensor) -> float:
-    """The sum, by adding one half to the other; changes its input."""
+    """Return the sum, by adding one half to the other; changes its input."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         values[: len(values) - half] += values[half:]
@@ -33,18 +34,18 @@ def _pairwise(values: Tensor) -> float:
 
 
 def norm_of(tensors: list[Tensor]) -> float:
-    """The norm of all of them together, portable."""
+    """Return the portable norm of all tensors together."""
     return math.sqrt(math.fsum(sum_of_squares(x) for x in tensors))
 
 
 def average(values: list[float]) -> float:
-    """Independent of the order: `fsum` rounds once."""
+    """Return the mean, independent of the order: `fsum` rounds once."""
     return math.fsum(values) / len(values)
 
 
 @dataclass(frozen=True, slots=True)
 class AnomalyFilter:
-    """The arithmetic of one layer; the state of a layer is (mu, sigma², and the same of recent z)."""
+    """The arithmetic of one layer, whose state is (mu, sigma², and the same of recent z)."""
 
     temperature: float | None
     relative: bool
@@ -54,7 +55,7 @@ class AnomalyFilter:
     step_ratio: float
 
     def anomalies(self, norms: list[float], stats: list[float], seen: int) -> tuple[list[bool], list[float]]:
-        """Who is rejected after `seen` rounds, and the layer's new state."""
+        """Return which peers are rejected after `seen` rounds, and the layer's new state."""
         mean, variance, z_mean, z_variance = stats
         sigma, warm = math.sqrt(variance), seen >= self.warmup
         limit = self.threshold * max(1.0, math.sqrt(z_variance)) if warm and self.threshold is not None else math.inf
@@ -77,7 +78,7 @@ class AnomalyFilter:
         return mean, max(0.0, (1 - self.alpha) * (variance + self.alpha * product))
 
     def weights(self, norms: list[float], steps: list[float], rejected: list[bool]) -> list[int]:
-        """Each peer's weight in units of 2**-30; 0 for the rejected."""
+        """Return each peer's weight in units of 2**-30; 0 for rejected peers."""
         left = [norm for norm, bad in zip(norms, rejected, strict=True) if not bad]
         if not left:
             return [0] * len(norms)

@@ -1,5 +1,6 @@
-"""Asynchronous local SGD with delayed Nesterov momentum, dynamic local steps and staleness weights (Liu et al.,
-arXiv:2401.09135, section 5). There is no server: a log of rounds gathers what has arrived, and everybody plays it.
+"""Asynchronous local SGD with delayed Nesterov momentum, dynamic local steps and staleness weights
+(Liu et al., arXiv:2401.09135, section 5). There is no server: a log of rounds collects arrivals,
+and every peer applies it.
 
 For each arrival g = weight(staleness)·(theta_pulled - theta_end), N being the buffer's size:
 
@@ -7,12 +8,14 @@ For each arrival g = weight(staleness)·(theta_pulled - theta_end), N being the 
     n mod N = 0:  m <- beta·m + buf/N;  theta <- theta - lr·((1 - cN + c)·beta·m + g/N);  buf <- 0
     else:         theta <- theta - lr·(c·beta·m + g/N)
 
-Every member applies a closed round's arrivals in sorted order of peers. Who was in pulls, and begins a local round of
-max(1, floor(v / v_fastest · period)) steps (DyLU); who was not in keeps its message and asks again at the next round.
+Every member applies a closed round's arrivals in sorted order of peers. A peer in the round pulls,
+and starts a local round of max(1, floor(v / v_fastest · period)) steps (DyLU); a peer that missed
+it sends its message again in the next round.
 
-Deviations: staleness counts the rounds that moved theta since the pull, so all arrivals of one round are equally stale; a
-message tells it as such, for a small number survives every codec. A closed round cannot wait for stragglers, but `enough`
-arrivals batch as the paper's grace period does. An arrival of weight 0 is no arrival.
+Deviations: staleness counts the rounds that moved theta since the pull, so all arrivals of one
+round are equally stale; a message carries that count, because a small number survives every codec.
+A closed round cannot wait for stragglers, but `enough` arrivals batch as the paper's grace period
+does. An arrival of weight 0 does not count.
 """
 
 import math
@@ -34,8 +37,8 @@ from farflock.optimizers.parts.stateful import Mode, OuterMethod
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 STREAM = "arrivals"
-HEARD_ROUNDS = 64  # who has not arrived in so many rounds is gone: it neither is the fastest nor counts as a worker
-FASTEST = 1e6  # steps per second; whatever claims more says nothing
+HEARD_ROUNDS = 64  # a peer silent for this many rounds counts neither as fastest nor as a worker
+FASTEST = 1e6  # steps per second; higher claims are ignored
 STALEST = 2**20
 TICK = 1_000_000  # run time is kept in whole microseconds
 
@@ -43,7 +46,7 @@ StalenessRule = Literal["none", "polynomial", "hinge", "drop"]
 RULES: tuple[StalenessRule, ...] = ("none", "polynomial", "hinge", "drop")
 
 
-Speeds = dict[MemberId, tuple[int, float]]  # the version at its last arrival; steps a second
+Speeds = dict[MemberId, tuple[int, float]]  # (version at its last arrival, steps per second)
 
 
 def _written_speeds(key: str, speeds: Speeds) -> State:
@@ -72,11 +75,11 @@ SPEEDS = Kind(_written_speeds, _read_speeds)
 
 @dataclass(slots=True)
 class Async(OuterMethod):
-    """`period` local steps of the fastest peer; `buffer` None follows the number of workers, `dylu` False gives everybody
-    `period` steps, `enough` arrivals close a round.
+    """`period` is the local steps of the fastest peer. `buffer` None means the number of workers,
+    `dylu` False gives every peer `period` steps, `enough` arrivals close a round.
 
-    `staleness`: none, polynomial (1 + s)^-1/2, hinge 1 / (hinge_slope·(s - hinge_free) + 1) above `hinge_free`, drop 0 above
-    `drop_above`.
+    `staleness`: none, polynomial (1 + s)^-1/2, hinge 1 / (hinge_slope·(s - hinge_free) + 1) above
+    `hinge_free`, drop 0 above `drop_above`.
     """
 
     period: int = 50
@@ -100,7 +103,7 @@ class Async(OuterMethod):
     _book: RoundBook = part(RoundBook)  # `since` the last pull
     _version: int = shared(0)  # rounds that moved phi
     _arrived: int = shared(0)  # since the buffer was emptied
-    _size: int = shared(1)  # of the buffer that is being filled
+    _size: int = shared(1)  # of the buffer being filled
     _state: OuterState = part(OuterState)
     _buffer: dict[str, Tensor] = shared(dict)
     _speeds: Speeds = shared(dict, kind=SPEEDS)
@@ -109,7 +112,7 @@ class Async(OuterMethod):
     _began: int = own(0)  # the run's time at the first of them, in microseconds
     _speed: float = own(lambda: 0.0, "own.speed", FLOAT, stays=True)  # as last measured
     _base: dict[str, Tensor] = own(dict)  # phi as pulled
-    _message: dict[str, Tensor] = own(dict)  # the pseudo-gradient that nobody took yet
+    _message: dict[str, Tensor] = own(dict)  # the pseudo-gradient that was not taken yet
 
     def __post_init__(self) -> None:
         require_options(self, "arrivals have no feedback; choose fp16, bf16 or int8")
@@ -134,11 +137,11 @@ class Async(OuterMethod):
             raise ValueError(f"enough={self.enough} arrivals are none; choose 1 or more, or 0 for everybody's")
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """One: the arrivals."""
+        """Return one template, of the arrivals."""
         return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update; the first one since a pull starts the clock."""
+        """Make the inner update; the first one since a pull starts the clock."""
         self.begin(replica)
         if self._book.since == 0:
             self._began = max(int(progress.run_time_s * TICK), 0)
@@ -146,7 +149,7 @@ class Async(OuterMethod):
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The pseudo-gradient when the local round is over; the old one again after a failed round."""
+        """Request the next exchange when the local round is over, or again after a failed one."""
         if self._book.pending:
             return []
         if not self._message:
@@ -164,7 +167,7 @@ class Async(OuterMethod):
         return self._exchange(self._message)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """All arrivals of a round; where mine is among them I pull, else it is sent again."""
+        """Apply a round's arrivals; pull if this peer's is among them, else send it again."""
         self.begin(replica)
         self._book.close(exchange, result)
         if result.status == "failed":
@@ -181,14 +184,14 @@ class Async(OuterMethod):
         return []
 
     def _hear(self, gathered: Mapping[MemberId, Tensors]) -> None:
-        """Who is there, and how fast."""
+        """Note which peers are present, and how fast they are."""
         for peer, payload in gathered.items():
             speed = float(payload["speed"])
             self._speeds[peer] = (self._version, speed if 0 < speed <= FASTEST else 0.0)
         self._speeds = {who: said for who, said in self._speeds.items() if self._version - said[0] < HEARD_ROUNDS}
 
     def _arrive(self, payload: Tensors) -> bool:
-        """One step of delayed Nesterov; whether it was one."""
+        """Make one delayed Nesterov step; return whether the arrival counted."""
         weight = self._weight(min(max(round(float(payload["staleness"])), 0), STALEST))
         if weight == 0:
             return False
@@ -220,7 +223,7 @@ class Async(OuterMethod):
         return 0.0 if self.staleness == "drop" and staleness > self.drop_above else 1.0
 
     def _pull(self, replica: Replica, result: Result) -> None:
-        """theta <- phi with the steps made since; a new local round begins."""
+        """theta <- phi plus the steps made since; a new local round begins."""
         assert result.sent is not None
         new = dict(self._state.phi)
         if self._book.since:
@@ -234,12 +237,12 @@ class Async(OuterMethod):
             self._quota = max(1, math.floor(mine / fastest * self.period))
 
     def begun(self, replica: Replica) -> None:
-        """The replica stands at phi, as if it had just pulled."""
+        """Place the replica at phi, as if it had just pulled."""
         self._base, self._pulled = dict(self._state.phi), self._version
         self._buffer = self._buffer or dict(self._state.momentum)
 
     def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
-        """phi, momentum, buffer, the counters, and everybody's speed."""
+        """Load phi, momentum, buffer, counters and all peers' speeds."""
         new = OuterMethod.load(self, replica, state, *whose)
         if new._arrived >= new._size:
             raise WrongState(
@@ -248,11 +251,11 @@ class Async(OuterMethod):
         return new
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """`carry` puts what this replica has done since its last pull on top of the new phi."""
+        """Move to the new phi; `carry` puts this replica's work since its last pull on top."""
         return Anchor(self._base).move(replica, new._state, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """phi and the counters, which the rest would soon show in: hashed at each asking, so no more than that."""
+        """Return phi and the counters, hashed at each request; the rest would soon show in them."""
         self.begin(replica)
         counts = {"round": self._book.number, "version": self._version, "arrived": self._arrived, "size": self._size}
         return named("phi", self._state.phi) | numbers(counts)
@@ -266,7 +269,7 @@ class Async(OuterMethod):
 
 
 def divided(x: Tensor, by: int) -> Tensor:
-    """x / by, correctly rounded."""
+    """Return x / by, correctly rounded."""
     return x / torch.tensor(float(by), dtype=torch.float32)
 
 

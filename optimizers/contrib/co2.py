@@ -1,15 +1,18 @@
-"""CO2: the mean of the parameters arrives a whole round late and moves the anchor by clipped heavy ball (Sun et al.,
-arXiv:2401.16265; equations as in the authors' code, weigao266/fairscale-CO2, co2.py).
+"""CO2: the mean of the parameters arrives a whole round late and moves the anchor by clipped heavy
+ball (Sun et al., arXiv:2401.16265; equations as in the authors' code, weigao266/fairscale-CO2,
+co2.py).
 
     u <- m·u + (phi - mean x) / gap;   u <- clip(u, -clip, clip);   phi <- phi - lr·u;   x <- phi
 
-x is where a round of local steps ended; its mean is used when the next round ends, against the anchor of then. So the
-anchor's own movement counts as a pull back: without misfortune u <- (m - lr/gap)·u + mean D / gap, with D = start - end.
-Sent is phi - x (its mean is phi - mean x, since phi is equal at all peers), which survives 16 bits better than x.
+x is where a round of local steps ended; its mean is used when the next round ends, against the
+anchor of that time. So the anchor's own movement acts as a pull back: without failures u <- (m -
+lr/gap)·u + mean D / gap, with D = start - end. Peers send phi - x (its mean is phi - mean x, since
+phi is equal at all peers), which survives 16 bits better than x.
 
-Deviations: their clip has no effect, since the result of `torch.clamp` is dropped; ours has. Their gap penalty is a
-constant; ours is a guess at the paper's, max(1, |phi_t - phi_(t-1)|_1 / |phi_(t-1) - phi_(t-2)|_1), added up in integers so
-that all peers get the same bits; `penalty=False` makes it 1. Work that was not taken is sent again.
+Deviations: their clip has no effect, since the result of `torch.clamp` is dropped; ours has. Their
+gap penalty is a constant; ours is a guess at the paper's, max(1, |phi_t - phi_(t-1)|_1 / |phi_(t-1)
+- phi_(t-2)|_1), added up in integers so that all peers get the same bits; `penalty=False` makes it
+1. Work that was not taken is sent again.
 """
 
 import math
@@ -26,18 +29,19 @@ from farflock.optimizers.parts.outer_state import OuterState
 from farflock.optimizers.parts.state_fields import own, part, shared
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
-FARTHEST = 16.0  # a value's movement counts up to here, in units of 2**-24: sums of 2**34 values fit an int64
+# The largest movement counted of a value, in units of 2**-24: sums of 2**34 values fit an int64.
+FARTHEST = 16.0
 UNITS = float(2**24)
 
 
 def distance(x: Tensor) -> int:
-    """|x|_1 in units of 2**-24, each value cut to a whole number of them: the same on every machine, in any order."""
+    """Return |x|_1 in truncated units of 2**-24: the same on every machine, in any order."""
     return int((x.abs().clamp(max=FARTHEST) * UNITS).to(torch.int64).sum())
 
 
 @dataclass(slots=True)
 class CO2(LateMethod):
-    """`period` local steps a round; `clip` bounds each value of u, None leaves it; `delay` 0 waits for each result."""
+    """Rounds of `period` local steps; `clip` (or None) bounds each value of u; `delay` 0 waits."""
 
     period: int = 48
     outer_lr: float = 1.0
@@ -72,7 +76,7 @@ class CO2(LateMethod):
             raise ValueError(f"a clip of {self.clip} lets nothing or everything through; choose one above 0, or None")
 
     def _message(self, work: dict[str, Tensor]) -> Tensors:
-        """phi - x, where x is where the round ended."""
+        """Return phi - x, where x is where the round ended."""
         if not self.delay:
             return work
         return {name: (self._state.phi[name] - self._start[name]) + x for name, x in work.items()}
@@ -92,7 +96,7 @@ class CO2(LateMethod):
         self._moved, self._moved_before = moved, self._moved
 
     def _gap(self) -> float:
-        """The staleness gap; integers divide alike everywhere."""
+        """Return the staleness gap, a quotient of integers and so portable."""
         if not self.penalty or not self._moved_before:
             return 1.0
         return max(1.0, self._moved / self._moved_before)

@@ -1,16 +1,18 @@
-"""Outer steps one round late, so that a whole round hides the exchange: naive, with own pending work, or eager (eager updates,
-Kale et al., arXiv:2502.12996).
+"""Outer steps one round late, so that a whole round hides the exchange: naive, with own pending
+work, or eager (eager updates, Kale et al., arXiv:2502.12996).
 
-    round r:   D_r = start - theta,  sent;  it is applied when round r+1 ends:  phi, u <- Outer(phi, u, mean D_r)
-    start of r+1:   naive         phi                   own work of round r is missing until its mean comes
-                    keep_pending  phi - D_r             phi and all of the own work
-                    eager         phi + lead            phi and the own work at its share, through the outer optimizer
+    round r:        D_r = start - theta  is sent
+    end of r+1:     phi, u <- Outer(phi, u, mean D_r)
+    start of r+1:   naive         phi          own work of round r is missing until its mean comes
+                    keep_pending  phi - D_r    phi and all of the own work
+                    eager         phi + lead   phi and the outer optimizer's share of the own work
 
-The eager replica of the paper steps with D~_r = D_r/M + (mean D_(r-1) - D_(r-1)/M), or with a·D_r + (1-a)·mean D_(r-1).
-The outer step is linear, so what it makes of the own terms is kept apart, as `lead`: phi itself stays equal at all peers.
-Deviations: M is that of the last round, 1 before any, and what was added of D is exactly what is taken back, so that a new
-M needs no repair; every `refresh` rounds the lead starts from zero (ours: the second form drifts). Work that was not taken
-is sent again with the next message.
+The eager replica of the paper steps with D~_r = D_r/M + (mean D_(r-1) - D_(r-1)/M), or with a·D_r +
+(1-a)·mean D_(r-1). The outer step is linear, so the result of the own terms is kept apart, as
+`lead`: phi itself stays equal at all peers. Deviations: M is that of the last round, 1 before any,
+and exactly what was added of D is taken back, so that a new M needs no repair; every `refresh`
+rounds the lead starts from zero (ours: the second form drifts). Work that was not taken is sent
+again with the next message.
 """
 
 import math
@@ -32,8 +34,9 @@ Lead = Literal["naive", "keep_pending", "eager"]
 
 @dataclass(slots=True)
 class Delayed(LateMethod):
-    """`period` local steps a round; `mode` is where a round begins while the last one's message is on its way. `eager_mix` None
-    replaces the own share, a number a mixes; `delay` 0 waits for each result, which is DiLoCo whatever the mode."""
+    """Rounds of `period` local steps; `mode` is where a round begins while the last message is
+    pending. `eager_mix` None replaces the own share, a number a mixes; `delay` 0 waits for each
+    result, which is DiLoCo in any mode."""
 
     period: int = 30
     mode: Lead = "eager"
@@ -53,10 +56,10 @@ class Delayed(LateMethod):
     _state: OuterState = part(OuterState)
     _start: dict[str, Tensor] = own(dict)
     _work: dict[str, Tensor] = own(dict)
-    _members: int = shared(1)  # how many took part in the last round
-    _lead: dict[str, Tensor] = own(dict)  # eager: what the outer steps made of the own terms
+    _members: int = shared(1)  # participants of the last round
+    _lead: dict[str, Tensor] = own(dict)  # eager: the outer steps' result of the own terms
     _lead_momentum: dict[str, Tensor] = own(dict)
-    _owed: dict[str, Tensor] = own(dict)  # eager: what the next own term takes back
+    _owed: dict[str, Tensor] = own(dict)  # eager: taken back by the next own term
 
     def __post_init__(self) -> None:
         self.require_options("delayed steps have")
@@ -81,7 +84,7 @@ class Delayed(LateMethod):
         return {name: x + self._lead[name] for name, x in phi.items()}
 
     def _step_lead(self, work: dict[str, Tensor]) -> None:
-        """The own terms of this round's eager step: the fresh one, minus what of older ones has come back in a mean."""
+        """Step the lead by own terms: this round's, minus older ones that a mean brought back."""
         none = {name: torch.zeros_like(x) for name, x in work.items()}
         if not self._lead or (self._members > 1 and self._book.number % self.refresh == 0):
             self._lead, self._lead_momentum = dict(none), dict(none)

@@ -1,14 +1,17 @@
-"""DES-LOC: parameters and inner moments are averaged at periods of their own (Iacob et al., arXiv:2505.22549, algorithm 1).
+"""DES-LOC: parameters and inner moments are averaged at periods of their own (Iacob et al.,
+arXiv:2505.22549, algorithm 1).
 
-    every Kx steps   x <- Outer(x, mean_j x_j)          slow moments need fewer syncs than parameters: the half-life of
-    every Ku steps   u <- mean_j u_j                    an average with decay b is ln(1/2) / ln(b) steps
-    every Kv steps   v <- mean_j v_j                    u = exp_avg, v = exp_avg_sq of the inner AdamW
+    every Kx steps   x <- Outer(x, mean_j x_j)       slow moments need fewer syncs than parameters:
+    every Ku steps   u <- mean_j u_j                 the half-life of an average with decay b
+    every Kv steps   v <- mean_j v_j                 is ln(1/2) / ln(b) steps
 
-Syncs follow the local step t = K, 2K, ... where the paper's precede step t + 1: the same. Deviations: x is exchanged as
-DiLoCo's pseudo-gradient, which costs a copy of it but leaves small updates in small numbers under a lossy codec; under such a
-codec v travels as its root, so that no value loses its sign or its range, and its mean is (mean sqrt v)^2, at most mean v; a
-mean of moments that comes late replaces them all the same; the last means are kept for joiners, with the step count that
-they are from: a joiner's bias correction must fit its v, and a v of zeros is a beginner's.
+u = exp_avg and v = exp_avg_sq of the inner AdamW. Syncs follow the local step t = K, 2K, ... where
+the paper's precede step t + 1: the same. Deviations: x is exchanged as DiLoCo's pseudo-gradient,
+which costs a copy of it but keeps small updates in small numbers under a lossy codec; under such a
+codec v is sent as its root, so that no value loses its sign or its range, and its mean is (mean
+sqrt v)^2, at most mean v; a mean of moments that comes late still replaces them; the last means are
+kept for joiners, with their step count: a joiner's bias correction must fit its v, and a v of zeros
+is a beginner's.
 """
 
 import math
@@ -34,7 +37,7 @@ PARAM, FIRST, SECOND = "param", "exp_avg", "exp_avg_sq"
 
 @dataclass(slots=True)
 class AveragedMoment:
-    """An inner moment that is averaged: every `stride` rounds of x, next in `round`; its last mean, or nothing."""
+    """An inner moment averaged every `stride` rounds of x, next in `round`; its last mean or {}."""
 
     what: str
     stride: int
@@ -45,8 +48,9 @@ class AveragedMoment:
 
 @dataclass(slots=True)
 class DesLoc(StatefulMethod):
-    """`period` is Kx in local steps; the moments' periods are multiples of it: None for the paper's 3 and 6, 0 for never.
-    `clip` bounds each gradient value (the paper's rho, on which its drift bound rests); `outer` steps x."""
+    """`period` is Kx in local steps; the moments' periods are multiples of it: None for the paper's
+    3 and 6, 0 for never. `clip` bounds gradient values (the paper's rho, for its drift bound);
+    `outer` steps x."""
 
     period: int = 32
     exp_avg_period: int | None = None
@@ -73,7 +77,7 @@ class DesLoc(StatefulMethod):
     )
     _x: DiLoCo = part()
     _moments: list[AveragedMoment] = part()  # those that are averaged
-    _steps: int = shared(0)  # local steps that the mean of exp_avg_sq is from; 0 before the first
+    _steps: int = shared(0)  # step count of the mean of exp_avg_sq; 0 before the first
 
     def __post_init__(self) -> None:
         self._x = DiLoCo(self.period, self.outer, self.codec, self.return_codec, self.deadline_s)
@@ -85,24 +89,25 @@ class DesLoc(StatefulMethod):
         self._moments = [AveragedMoment(what, stride, stride - 1) for what, stride in strides.items() if stride]
 
     def averaged_moments(self) -> Mapping[str, str]:
-        """The inner moments that it averages, each with the option that turns that off."""
+        """Return the averaged inner moments, each with the option that turns it off."""
         return {what: f"{what}_period" for what in (FIRST, SECOND) if getattr(self, f"{what}_period") != 0}
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """x, and the moments that are ever averaged."""
+        """Return templates of x and of the moments that are ever averaged."""
         (x,) = self._x.streams(replica)
         moments = [self._exchange(one, one.stride - 1, zeros(replica.shapes)) for one in self._moments]
         return [replace(x, key=ExchangeKey(PARAM, 0)), *moments]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update, on gradients clipped value by value if that is wanted."""
+        """Make the inner update, with `clip` on gradients clipped value by value."""
         if self.clip is not None:
             gradients = replica.read(replica.names, "grad")
             replica.write({name: x.clamp(-self.clip, self.clip) for name, x in gradients.items()}, "grad")
         self._x.local_step(replica, progress)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """x after `period` local steps, and with it the moments whose round it is or was: they never run ahead of x."""
+        """Request x every `period` steps, and moments whose round has come: they never overtake
+        x."""
         asked = [replace(x, key=replace(x.key, stream=PARAM)) for x in self._x.due(replica, progress)]
         for one in self._moments if asked else ():
             if not one.pending and one.round <= asked[0].key.round:
@@ -114,7 +119,8 @@ class DesLoc(StatefulMethod):
         return asked
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """x as in DiLoCo. A moment becomes the mean where mine is in it; a missed sync is repaired by the next one."""
+        """Apply x as DiLoCo does; set a moment to the mean where it contains this peer's. The next
+        sync repairs a missed one."""
         what = exchange.key.stream
         if what == PARAM:
             return self._x.apply(replica, exchange, result)
@@ -139,7 +145,7 @@ class DesLoc(StatefulMethod):
         return what == SECOND and self.moment_codec.partition("+")[0] != "fp32"
 
     def _received(self, what: str, mean: Tensor) -> Tensor:
-        """The moment that a decoded mean stands for. exp_avg_sq is never negative, whatever was sent."""
+        """Return the moment of a decoded mean; exp_avg_sq is never negative, whatever was sent."""
         if what == FIRST:
             return mean
         return mean * mean if self._as_root(what) else mean.clamp(min=0)
@@ -148,26 +154,27 @@ class DesLoc(StatefulMethod):
         return next((one for one in self._moments if one.what == what), AveragedMoment(what, 0))
 
     def _set_steps(self, replica: Replica, steps: int) -> None:
-        """Give all peers one count for the bias correction; where exp_avg_sq is zero there is nothing to correct, and with the
-        group's count its first value would seem tiny, hence the next update huge."""
+        """Give all peers one step count for the bias correction. Parameters whose exp_avg_sq is
+        zero keep theirs: with the group's count, its first value would seem tiny and the next
+        update would be huge."""
         trained = [name for name, v in self._moment(SECOND).mean.items() if bool(v.any())]
         counts = replica.read(trained, "step")
         replica.write({name: torch.full_like(count, float(steps)) for name, count in counts.items()}, "step")
 
     def begin(self, replica: Replica) -> None:
-        """The first time sets x."""
+        """Set x at the first call."""
         self._x.begin(replica)
 
     def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
-        """x, the outer momentum, the last means of the moments and the step count that fits them."""
+        """Load x, the outer momentum, and the moments' last means with their step count."""
         new = StatefulMethod.load(self, replica, state, *whose)
         if any(bool((v < 0).any()) for v in new._moment(SECOND).mean.values()):
             raise WrongState(f"{SECOND} holds negative values, which no mean of squares is; ask another member")
         return new
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Take over the outer state. `adopt` takes the moments too, once there is a mean of exp_avg_sq: others would not fit
-        the zeros that a joiner has in its place. `carry` keeps the replica's own."""
+        """Take over the outer state, and for `adopt` the moments, once exp_avg_sq has a mean:
+        without it they would not fit a joiner's zeros. `carry` keeps the replica's moments."""
         if mode == "adopt" and new._moment(SECOND).mean:
             for one in new._moments:
                 replica.write(one.mean, one.what)
@@ -175,11 +182,11 @@ class DesLoc(StatefulMethod):
         return self._x.move(replica, state, new._x, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """Of x the outer state, of a moment its last mean: what replicas hold themselves drifts apart between syncs."""
+        """Return x's outer state or a moment's last mean; replicas' values differ between syncs."""
         return self._x.agreed(replica, stream) if stream == PARAM else named(stream, self._moment(stream).mean)
 
     def eval_params(self, replica: Replica) -> Tensors:
-        """x after its last sync."""
+        """Return x after its last sync."""
         return self._x.eval_params(replica)
 
     def _exchange(self, one: AveragedMoment, number: int, tensors: Tensors) -> Exchange:
@@ -188,7 +195,7 @@ class DesLoc(StatefulMethod):
 
 
 def _stride(what: str, own: int | None, period: int, usual: int) -> int:
-    """A moment's period in rounds of x; `ValueError` unless it is a whole number of them."""
+    """Return a moment's period in rounds of x; raise `ValueError` unless it is a whole number."""
     if own is None:
         return usual
     if own < 0 or own % period:

@@ -1,19 +1,24 @@
-"""EDiT and A-EDiT: local SGD whose pseudo-gradients are judged layer by layer before they count (Cheng et al.,
-arXiv:2412.07210, section 3; equations as in its released code, atorch's local_sgd).
+"""EDiT and A-EDiT: local SGD whose pseudo-gradients are judged layer by layer before they count
+(Cheng et al., arXiv:2412.07210, section 3; equations as in its released code, atorch's local_sgd).
+For each layer of the model:
 
-    G_m = |D_m|;  z_m = (G_m - mu) / sigma;  w_m = softmax_m(-G_m / T), 0 where z_m > 3·max(1, std of recent z)
-    D' = sum w_m·D_m;  D' <- D'·min(1, clip / (|D'| + 1e-6));  phi, u <- outer step;  nobody left: the layer stays
+    G_m = |D_m|;  z_m = (G_m - mu) / sigma
+    w_m = softmax_m(-G_m / T), 0 where z_m > 3·max(1, std of recent z)
+    D' = sum w_m·D_m;  D' <- D'·min(1, clip / (|D'| + 1e-6));  phi, u <- outer step
+    if all are rejected, the layer stays
 
-for each layer of the model. A round has two phases: all norms are gathered, then comes the mean of the pseudo-gradients,
-scaled by what everybody knows from the norms. Everybody uses the norms as sent, so that nobody's rounding matters. Who was
-not in the first phase takes part in the second with zeros of no weight, lest it be waited for.
+A round has two phases: all norms are gathered, then comes the mean of the pseudo-gradients, scaled
+by what everybody knows from the norms. All peers use the norms as sent, so that rounding at the
+sender does not matter. A peer that missed the first phase takes part in the second with zeros of
+negligible weight, so that nobody waits for it.
 
-Deviations: mu and sigma are replicated and follow all peers' norms at once; mu begins at the first ones; z is taken before a
-norm enters; a rejected norm enters as the largest that would have passed, so that one outlier cannot open the door to the
-next, and a lasting change gets in after a while; "recent" is the same moving average; weights are whole numbers of 2**-30.
-A-EDiT (`round_s`) looks at the run's time, and at `min_steps` of this peer instead of all peers' steps. No synchronous
-warm-up. Where norms failed the mean is a plain one; where a shard of a mean lacks a participant, the rest stands in for it
-by the weights of the whole.
+Deviations: mu and sigma are replicated and follow all peers' norms at once; mu starts at the first
+norms; z is computed before its norm enters; a rejected norm enters as the largest that would have
+passed, so that one outlier does not admit the next, and a lasting change is accepted after a while;
+"recent" is the same moving average; weights are whole numbers of 2**-30. A-EDiT (`round_s`) uses
+run time, and `min_steps` of this peer instead of all peers' steps. No synchronous warm-up. Where
+norms failed, the mean is a plain one; where a shard of a mean lacks a participant, the others
+replace it, by the weights of the whole.
 """
 
 import math
@@ -37,10 +42,9 @@ from farflock.optimizers.parts.sync_schedule import SyncSchedule
 from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 NORMS, DELTA = "norms", "delta"
-FAINTEST = (
-    64  # a layer of which less than this part of the weight arrived is left as it is: it would be mostly rounding
-)
-ONLOOKER = 2.0**-60  # the weight of who has nothing to give: it vanishes beside a 1
+# A layer stays as it is if less than 1/64 of its weight arrived: the step would be mostly rounding.
+FAINTEST = 64
+ONLOOKER = 2.0**-60  # the weight of a peer without a contribution: it vanishes beside a 1
 
 
 LayerWeights = dict[int, dict[MemberId, list[int]]]
@@ -55,7 +59,7 @@ def _statistics(prefix: str, state: State, shapes: Shapes) -> Tensor:
 
 
 def _packed(prefix: str, entries: dict[MemberId, Tensor]) -> State:
-    """By peer under a prefix, and how many there are, so that a missing one is noticed."""
+    """Return entries by peer under a prefix, and their number, so that a missing one is noticed."""
     return {prefix: torch.tensor(len(entries)), **named(prefix, entries)}
 
 
@@ -74,7 +78,7 @@ def _packed_weights(weights: LayerWeights) -> State:
 
 
 def _unpacked_weights(key: str, state: State, shapes: Shapes) -> LayerWeights:
-    """Those of all rounds whose norms are known and whose mean is not in phi."""
+    """Return the weights of all rounds whose norms are known and whose mean is not in phi yet."""
     after, before, layers = counter("round", state), counter("delta_round", state), len(layers_of(shapes))
     if before > after:
         raise WrongState(f"delta_round must be at most round, {after}, got {before}; ask another member")
@@ -116,10 +120,12 @@ EARLY = Kind(_packed_early, _unpacked_early)
 
 @dataclass(slots=True)
 class EDiT(OuterMethod):
-    """`period` local steps a round, or with `round_s` whenever the run's time crosses a multiple of it.
+    """Rounds of `period` local steps; with `round_s` a round ends when run time crosses a multiple
+    of it.
 
-    `temperature` None weighs all alike, `relative` divides norms by their mean before the softmax, `threshold` None rejects
-    nobody, `clip` None clips nothing, `step_ratio` is the part of a weight that goes by the number of steps.
+    `temperature` None weighs all alike, `relative` divides norms by their mean before the softmax,
+    `threshold` None accepts every peer, `clip` None clips nothing, `step_ratio` is the share of a
+    weight that follows the number of steps.
     """
 
     period: int = 128
@@ -148,14 +154,14 @@ class EDiT(OuterMethod):
     )
     _state: OuterState = part(OuterState)
     _stats: Tensor = shared(lambda: torch.zeros(0, 4), "layers", STATISTICS)  # a row for each layer
-    _seen: int = shared(0)  # rounds whose norms are in them
-    _round: int = shared(0)  # the next one of norms
-    _delta_round: int = shared(0)  # the next one of means
+    _seen: int = shared(0)  # rounds whose norms are in `_stats`
+    _round: int = shared(0)  # the next round of norms
+    _delta_round: int = shared(0)  # the next round of means
     _weights: LayerWeights = shared(dict, kind=WEIGHTS)  # while the mean is open; {}: no norms
     _early: Early = shared(dict, kind=EARLY)  # means without norms
     _since: int = own(0)  # steps since norms were taken
-    _steps: int = own(0, stays=True)  # steps in the work that nobody took yet
-    _slot: int = own(0, stays=True)  # the interval of `round_s` of the last message, counted from 1; 0: not known yet
+    _steps: int = own(0, stays=True)  # steps in work that was not taken yet
+    _slot: int = own(0, stays=True)  # of the last message (see `SyncSchedule`)
     _start: dict[str, Tensor] = own(dict)  # where the replica stood when its norms were taken
 
     def __post_init__(self) -> None:
@@ -171,12 +177,12 @@ class EDiT(OuterMethod):
             raise ValueError(f"alpha={self.alpha} lies in (0, 1) (0.02), step_ratio={self.step_ratio} in [0, 1] (0.5)")
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """The norms, gathered, and the scaled pseudo-gradients."""
+        """Return templates of the gathered norms and of the scaled pseudo-gradients."""
         norms = [0.0] * len(layers_of(replica.names))
         return [self._norms_exchange(norms, 0), self._delta_exchange(zeros(replica.shapes), 1.0)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update; the first one remembers where the round began."""
+        """Make the inner update; the first one records where the round began."""
         self.begin(replica)
         self._slot = self._slot or self._sync_schedule.slot(progress)
         replica.inner_step()
@@ -184,7 +190,7 @@ class EDiT(OuterMethod):
         self._steps += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The norms, when a round is over and nothing of the last one is open."""
+        """Request the norms when a round is over and nothing of the last one is open."""
         sync_schedule = self._sync_schedule
         open_round = self._start or self._round != self._delta_round
         if open_round or not sync_schedule.over(self._since, self._slot, progress):
@@ -200,8 +206,8 @@ class EDiT(OuterMethod):
         return SyncSchedule(self.period, self.round_s, self.min_steps)
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """Norms: judge, and ask for the mean. The mean: the outer step. Streams may run ahead of each other where rounds are
-        replayed: a mean waits for its norms."""
+        """Judge norms and ask for the mean, or make the outer step of a mean. Streams may run ahead
+        of each other while rounds are replayed: a mean waits for its norms."""
         self.begin(replica)
         number = exchange.key.round
         if exchange.key.stream == NORMS:
@@ -222,17 +228,17 @@ class EDiT(OuterMethod):
         self._round, self._weights[number] = result.next_round, {} if failed else self._weigh(replica, result)
         if exchange.tensors and not failed and not result.taken:
             self._start = {}
-        if number in self._early:  # decided without me: my work stays mine
+        if number in self._early:  # decided without this peer, which keeps its work
             self._start = {} if exchange.tensors else self._start
             while self._delta_round < self._round and self._delta_round in self._early:
                 self._move(replica, *self._early.pop(self._delta_round), None)
             return []
         if number != self._delta_round:
-            return []  # an older mean is missing yet, this one will be replayed
+            return []  # an older mean is still missing; this one will be replayed
         return [self._message(replica, result)]
 
     def _weigh(self, replica: Replica, result: Result) -> dict[MemberId, list[int]]:
-        """Everybody's weights in each layer; the statistics follow."""
+        """Return all peers' weights in each layer, and update the statistics."""
         assert result.gathered is not None
         judge = AnomalyFilter(self.temperature, self.relative, self.threshold, self.warmup, self.alpha, self.step_ratio)
         peers = sorted(result.gathered)
@@ -248,7 +254,8 @@ class EDiT(OuterMethod):
         return weights
 
     def _message(self, replica: Replica, norms: Result) -> Exchange:
-        """The pseudo-gradient times weight / mean weight in each layer, so that a mean over all is the weighted one."""
+        """Return the pseudo-gradient times weight / mean weight in each layer, so that a mean over
+        all is the weighted one."""
         if not self._start:
             return self._delta_exchange(zeros(replica.shapes), ONLOOKER)
         weights = self._weights[self._delta_round]
@@ -259,13 +266,15 @@ class EDiT(OuterMethod):
             factor = len(weights) * mine[layer] / total if total else 0.0 if weights else 1.0
             for name in names:
                 work = self._state.phi[name] - self._start[name]
-                tensors[name] = scaled(work, factor) if factor else torch.zeros_like(work)  # 0 times infinity is no 0
+                tensors[name] = (
+                    scaled(work, factor) if factor else torch.zeros_like(work)
+                )  # as 0 times infinity is not 0
         return self._delta_exchange({name: tensors[name] for name in replica.names}, 1.0)
 
     def _move(
         self, replica: Replica, workers: tuple[MemberId, ...], mean: dict[str, Tensor], result: Result | None
     ) -> None:
-        """The outer step of the next round of means, layer by layer; `result` if it is of my own exchange."""
+        """Make the outer step of the next round of means, by layer; `result` is None unless own."""
         weights = self._weights.pop(self._delta_round)
         self._delta_round += 1
         if not mean:
@@ -288,8 +297,9 @@ class EDiT(OuterMethod):
     def _factor(
         self, weights: dict[MemberId, list[int]], workers: tuple[MemberId, ...], layer: int, mean: list[Tensor]
     ) -> float | None:
-        """What makes the layer's mean the weighted one of who took part, clipped; 0 if all of its work was rejected, None if
-        too little of the weight arrived."""
+        """Return the factor that makes a layer's mean the weighted one of its participants,
+        clipped. It is 0 if all of the layer's work was rejected, None if too little of the weight
+        arrived."""
         total = sum(of_peer[layer] for of_peer in weights.values())
         arrived = sum(weights[peer][layer] for peer in workers if peer in weights)
         if weights and not total:
@@ -300,12 +310,12 @@ class EDiT(OuterMethod):
         return factor if self.clip is None else factor * min(1.0, self.clip / (factor * norm_of(mean) + 1e-6))
 
     def begun(self, replica: Replica) -> None:
-        """There are statistics of each layer."""
+        """Start with empty statistics for each layer, unless there are some."""
         if not self._stats.numel():
             self._stats = torch.zeros(len(layers_of(replica.names)), 4)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """Of the norms: the statistics. Of the means: phi, momentum, and the next round's weights."""
+        """Return norms' statistics, or means' phi, momentum and the next round's weights."""
         self.begin(replica)
         if stream == NORMS:
             return STATISTICS.write("layers", self._stats) | numbers({"seen": self._seen, "round": self._round})
@@ -313,7 +323,7 @@ class EDiT(OuterMethod):
         return outer | _packed_weights({x: row for x, row in self._weights.items() if x == self._delta_round})
 
     def _norms_exchange(self, norms: list[float], steps: int) -> Exchange:
-        usable = [norm if norm < HUGE else HUGE for norm in norms]  # of NaN neither is true
+        usable = [norm if norm < HUGE else HUGE for norm in norms]  # HUGE for NaN too
         tensors = {"norms": torch.tensor(usable, dtype=torch.float32), "steps": torch.tensor([float(steps)])}
         key = ExchangeKey(NORMS, self._round)
         return Exchange(key, "gather", All(), tensors, codec="fp32", return_codec="fp32", deadline_s=self.deadline_s)
@@ -324,7 +334,7 @@ class EDiT(OuterMethod):
 
 
 def _whose(norms: Result) -> MemberId:
-    """Who sent what I sent: me, or somebody with equal norms, whose weights are equal."""
+    """Return the sender of what this peer sent: itself, or a peer with equal norms and weights."""
     assert norms.gathered is not None
     assert norms.sent is not None
     sent = norms.sent

@@ -1,16 +1,19 @@
-"""FlexDeMo: each step, the mean of a part of everybody's momentum that all choose alike, so that no index travels
-(From, Nielsen, Galke Poech and Schneider-Kamp, "DeToNATION", arXiv:2502.06728, section 3: its replicators).
+"""FlexDeMo: each step, the mean of a part of the momentum that all peers choose alike, so no
+indices are sent (From, Nielsen, Galke Poech and Schneider-Kamp, "DeToNATION", arXiv:2502.06728,
+section 3: its replicators).
 
-The model is looked at as one row of blocks of 64 values. With q = round(1/rate), round t carries
+The model is treated as one row of blocks of 64 values. With q = round(1/rate), round t carries
 
-    striding: the blocks b with (b + t) mod q = 0       slicing: the (t mod q)-th of q equal slices
-    random: 1/q of all blocks, drawn by Philox from seed and t, each round anew       full: everything
+    striding: the blocks b with (b + t) mod q = 0      slicing: the (t mod q)-th of q equal slices
+    random: 1/q of all blocks, drawn anew by Philox from seed and t       full: everything
 
-Deviations beside those in optimizers/decoupled.py: blocks of the whole model instead of rows of each tensor, so that every
-block has its turn (their striding never reaches most rows of a tensor with a suitable length, their random one draws the
-same rows in all tensors); one counter, the round's, instead of one that grows with each tensor; the row of blocks is filled
-to a multiple of q, so that all rounds carry equally many; `full` keeps momentum like the rest, and what is taken leaves it.
-DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite each other there, do not exist.
+Deviations beside those in optimizers/decoupled.py: blocks of the whole model instead of rows of
+each tensor, so that every block has its turn (their striding never reaches most rows of a tensor
+with a suitable length, their random one draws the same rows in all tensors); one counter, the
+round's, instead of one that grows with each tensor; the row of blocks is padded to a multiple of q,
+so that all rounds carry equally many; `full` keeps momentum like the rest, and what is taken leaves
+it. DeMo's own replicator is optimizers/demo_optimizer.py; several at once, which overwrite each
+other there, do not exist.
 """
 
 from dataclasses import dataclass
@@ -32,8 +35,8 @@ REPLICATORS = ("striding", "slicing", "random", "full")
 
 @dataclass(slots=True)
 class FlexDeMo(Decoupled):
-    """`rate` is the part of the momentum that a round carries; `seed` is of `random` alone. What codecs distort of a part
-    stays in the momentum, so `codec` may be a sparse one."""
+    """`rate` is the share of the momentum that a round carries; only `random` uses `seed`. What
+    codecs distort stays in the momentum, so `codec` may be sparse."""
 
     replicator: Literal["striding", "slicing", "random", "full"] = "striding"
     rate: float = 1 / 16
@@ -64,7 +67,7 @@ class FlexDeMo(Decoupled):
         return 1 if self.replicator == "full" else round(1 / self.rate)
 
     def chosen(self, blocks: int, round_number: int) -> Tensor:
-        """The places of this round's blocks among `blocks`, a multiple of `turns`."""
+        """Return the places of this round's blocks among `blocks`, a multiple of `turns`."""
         count, turn = blocks // self.turns, round_number % self.turns
         match self.replicator:
             case "random":
@@ -74,14 +77,14 @@ class FlexDeMo(Decoupled):
         return torch.arange(-turn % self.turns, blocks, self.turns)
 
     def _part(self, delta: Tensors) -> dict[str, Tensor]:
-        """This round's blocks, one after the other."""
+        """Return this round's blocks, one after the other."""
         row = torch.cat([x.reshape(-1) for x in delta.values()])
         blocks = self._blocks(row.numel())
         row = torch.nn.functional.pad(row, (0, blocks * BLOCK - row.numel()))
         return {"blocks": row.view(blocks, BLOCK)[self.chosen(blocks, self._book.number)].reshape(-1)}
 
     def _whole(self, part: Tensors, shapes: Shapes, round_number: int) -> dict[str, Tensor]:
-        """The tensors that have these blocks in their places."""
+        """Return the tensors with these blocks in their places."""
         counts = [torch.Size(shape).numel() for shape in shapes.values()]
         blocks = self._blocks(sum(counts))
         row = torch.zeros(blocks, BLOCK)
@@ -94,5 +97,5 @@ class FlexDeMo(Decoupled):
         return Exchange(key, "mean", All(), tensors, 1.0, self.codec, back, deadline_s=self.deadline_s)
 
     def _blocks(self, values: int) -> int:
-        """The blocks of so many values, filled to a multiple of `turns`."""
+        """Return the number of blocks of `values` values, padded to a multiple of `turns`."""
         return -(-values // (BLOCK * self.turns)) * self.turns

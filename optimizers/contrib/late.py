@@ -1,4 +1,5 @@
-"""The rounds of methods whose outer steps may come a round late, so that a whole round hides the exchange."""
+"""Rounds of methods whose outer steps may come a round late, so that a whole round hides the
+exchange."""
 
 from abc import abstractmethod
 from dataclasses import replace
@@ -18,11 +19,12 @@ NO_FEEDBACK = SenderFeedback()
 
 
 class LateMethod(PeriodicMethod):
-    """A method with the options `period`, `delay`, `codec`, `return_codec` and `deadline_s` that declares `_start`, where its
-    peer's local steps began, and `_work`, what no mean contains yet: what was sent, until its result is known, and from then
-    on what must be sent again.
+    """A method with options `period`, `delay`, `codec`, `return_codec`, `deadline_s` and two fields
+    that it declares.
 
-    With a delay the replica follows an outer step at the next exchange, else at once, as in DiLoCo.
+    `_start` is where this peer's local steps began; `_work` is what no mean contains yet: what was
+    sent, until its result is known, and then what must be sent again. With a delay, the replica
+    follows an outer step at the next exchange; without, at once, as in DiLoCo.
     """
 
     delay: Delay
@@ -31,14 +33,14 @@ class LateMethod(PeriodicMethod):
 
     @abstractmethod
     def _next_start(self, work: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Where the next round's local steps begin while the message of this one is on its way."""
+        """Return where the next round's steps start while this round's message is pending."""
 
     @abstractmethod
     def _outer_step(self, mean: Tensors, result: Result) -> None:
         """Step phi and momentum."""
 
     def require_options(self, who: str) -> None:
-        """`ValueError` unless the options make rounds and lose nothing: `who` "CO2 has", say, no feedback."""
+        """Raise `ValueError` unless options make rounds and lose nothing; `who`: "CO2 has", say."""
         require_options(self, f"{who} no feedback; choose fp16, bf16 or int8")
         if self.delay not in (0, 1):
             raise ValueError(f"a delay of {self.delay} rounds is not known; choose 1, or 0 to wait for each exchange")
@@ -48,11 +50,11 @@ class LateMethod(PeriodicMethod):
             )
 
     def begun(self, replica: Replica) -> None:
-        """The next local steps begin at phi."""
+        """Start the next local steps at phi."""
         self._start = dict(self._state.phi)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The round's work, after `period` local steps since the last exchange and when its result is in phi."""
+        """Request the exchange `period` local steps after the last, once phi has its result."""
         if not self._book.is_due(self.period):
             return []
         self._book.leave()
@@ -65,11 +67,11 @@ class LateMethod(PeriodicMethod):
         return [self._exchange(message)]
 
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
-        """The work itself."""
+        """Return the work itself."""
         return theta
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The outer step; the work that was taken is forgotten."""
+        """Make the outer step, and drop the work that was taken."""
         if exchange.tensors or result.sent is not None:
             self._work = {name: _left(x, result.taken.get(name, ())) for name, x in self._work.items()}
         return PeriodicMethod.apply(self, replica, exchange, result)
@@ -84,12 +86,12 @@ class LateMethod(PeriodicMethod):
             replica.write(moved, "param")
 
     def untold(self, theta: Tensors) -> dict[str, Tensor]:
-        """All work of a replica at `theta` that is not in phi: of this round, start minus end, and what was left before."""
+        """Return all work that is not in phi: start minus end of this round, plus what was left."""
         work = {name: self._start[name] - x for name, x in theta.items()}
         return {name: x + self._work[name] for name, x in work.items()} if self._work else work
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """`carry` puts all work that is in no mean yet on top of the new phi."""
+        """Move to the new phi; `carry` puts all work that is in no mean yet on top."""
         carried = mode == "carry" and bool(self._state.phi)
         theta: Tensors = new._state.phi
         if carried:
@@ -99,8 +101,8 @@ class LateMethod(PeriodicMethod):
         return carried
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
-        """A result is wanted one step before the next exchange, because rounds that were decided without this peer are
-        replayed while its stream is idle."""
+        """Return an exchange whose result is wanted one step before the next one: rounds decided
+        without this peer are replayed while its stream is idle."""
         return replace(
             PeriodicMethod._exchange(self, tensors, weight), apply_after=self.period - 1 if self.delay else 0
         )

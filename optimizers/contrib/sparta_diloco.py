@@ -1,9 +1,11 @@
-"""SPARTA inside DiLoCo: a sparse mean every few local steps holds replicas together, so that outer steps may be rare.
+"""SPARTA inside DiLoCo: a sparse mean every few local steps keeps replicas together, so that outer
+steps can be rare.
 
-Two streams on one axis that counts sparse means: `mask` has each of its rounds, `delta` the last of every outer period.
-A sparse mean and an outer step that overlap are not added up: both move a replica to the others, and the outer step does it
-for all values, so the sparse mean is dropped. The combination is the SPARTA paper's (Beton et al., MCDC workshop at ICLR
-2025); it says nothing of overlaps, the rule is ours.
+Two streams on one axis that counts sparse means: `mask` has each of its rounds, `delta` the last of
+every outer period. If a sparse mean and an outer step overlap, the sparse mean is dropped and not
+added: both move a replica towards the others, and the outer step does so for all values. The
+combination is the SPARTA paper's (Beton et al., MCDC workshop at ICLR 2025); it does not mention
+overlaps, the rule is ours.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +24,7 @@ from farflock.optimizers.trial_options import Disaster, TrialOptions
 
 @dataclass(slots=True)
 class SpartaDiLoCo(StatefulMethod):
-    """An outer step every `period` local steps, and every `mask_period` a mean of one value in `one_in`."""
+    """An outer step every `period` steps, a mean of one value in `one_in` every `mask_period`."""
 
     period: int = 500
     outer: Outer = field(default_factory=OuterNesterov)
@@ -59,17 +61,17 @@ class SpartaDiLoCo(StatefulMethod):
             )
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """The masked values, and the pseudo-gradients."""
+        """Return templates of the masked values and of the pseudo-gradients."""
         (outer,) = self._diloco.streams(replica)
         return [self._mixing.template(replica), self._on_axis(outer, 0)]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update."""
+        """Make the inner update."""
         self._diloco.local_step(replica, progress)
         self._mixing.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """Masked values every `mask_period` steps, the pseudo-gradient every `period`."""
+        """Request masked values every `mask_period` steps, the pseudo-gradient every `period`."""
         outer = [self._on_axis(one, one.key.round) for one in self._diloco.due(replica, progress)]
         asked = self._mixing.due(replica) + outer
         if self._diloco.pending:
@@ -77,7 +79,7 @@ class SpartaDiLoCo(StatefulMethod):
         return asked
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """A sparse mean or an outer step."""
+        """Apply a sparse mean or an outer step."""
         if exchange.key.stream == MASK:
             self._mixing.apply(replica, exchange, result)
             return []
@@ -92,17 +94,17 @@ class SpartaDiLoCo(StatefulMethod):
         return replace(exchange, key=ExchangeKey(DELTA, (number + 1) * self._stride - 1), stride=self._stride)
 
     def begin(self, replica: Replica) -> None:
-        """As DiLoCo."""
+        """Begin as DiLoCo does."""
         self._diloco.begin(replica)
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """As DiLoCo: a joiner begins at phi, and sparse means draw it to the others."""
+        """Move as DiLoCo does: a joiner begins at phi, and sparse means draw it to the others."""
         return self._diloco.move(replica, state, new._diloco, mode)
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """DiLoCo's state in its stream; what the mask moves is each peer's own."""
+        """Return DiLoCo's state for its stream; what the mask moves belongs to each peer alone."""
         return self._diloco.agreed(replica, stream) if stream == DELTA else {}
 
     def eval_params(self, replica: Replica) -> Tensors:
-        """phi."""
+        """Return phi."""
         return self._diloco.eval_params(replica)

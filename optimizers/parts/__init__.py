@@ -1,4 +1,4 @@
-"""Parts that methods are made of: outer optimizers, error feedback, round books, schedules, seeded masks, state I/O.
+"""Parts of methods: outer optimizers, error feedback, round books, schedules, seeded masks, state.
 
 May import optimizers/method.py and compression.
 Start reading at stateful.py and state_fields.py.

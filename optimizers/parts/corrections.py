@@ -1,11 +1,14 @@
-"""What gradients of old weights need: corrections of an inner optimizer by the measured age of its gradients.
+"""Corrections for late gradients: they adapt an inner optimizer to the measured age of its
+gradients.
 
-In a pipeline that does not wait, a stage has moved on, D epochs, between a microbatch's forward pass and the step that takes
-its gradient. D differs from microbatch to microbatch (random paths), so nothing here knows a stage's index: a step is told
-how old its gradients are. Where D is 0, all of it leaves the inner optimizer as it is, bit for bit.
+In a pipeline that does not wait, a stage moves on by D epochs between a microbatch's forward pass
+and the step that takes its gradient. D differs from microbatch to microbatch (random paths), so
+nothing here knows a stage's index: each step is told how old its gradients are. Where D is 0, the
+inner optimizer's result is unchanged, bit for bit.
 
-The corrections hook into an optimizer that stays what it is, so that replicas and checkpoints find its groups and moments.
-In formulas w are weights, v the velocity (the momentum buffer), g a gradient, m the momentum, eta the rate.
+Corrections hook into the optimizer and do not replace it, so that replicas and checkpoints find its
+groups and moments. In formulas w are weights, v the velocity (the momentum buffer), g a gradient, m
+the momentum, eta the rate.
 """
 
 import math
@@ -15,26 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TREND = "trend"  # the moment that `Trend` adds to the optimizer's own, by this name in its state
+TREND = "trend"  # name of the moment that `Trend` adds to the optimizer's state
 
 Groups = list[dict[str, Any]]
 
 
 @dataclass(slots=True)
 class Age:
-    """How many epochs old the gradients of the next step are; whoever takes them in says it before each step.
-
-    Gradients of several ages in one sum have their mean, weighted by tokens; it need not be whole.
-    """
+    """Age of the next step's gradients in epochs; whoever collects gradients sets it before each
+    step. For a sum of gradients it is their mean age, weighted by tokens, and need not be whole."""
 
     epochs: float = 0.0
 
 
 def spike_factors(momentum: float, delay: float) -> tuple[float, float]:
-    """SC_D: (a, b) = (m^D, (1 - m^D) / (1 - m)): the share of a gradient that goes into the velocity, and what of it goes past
-    the velocity at once (Kosson et al., arXiv:2003.11666, spike compensation).
+    """Return (a, b) = (m^D, (1 - m^D) / (1 - m)) of SC_D, the spike compensation of Kosson et al.,
+    arXiv:2003.11666.
 
-    At once comes what the velocity would have done with it in the D steps that it is late; in all b + a/(1-m) = 1/(1-m).
+    `a` is the share of a gradient that goes into the velocity, b what bypasses it and is applied at
+    once: what the velocity would have done with it in the D steps that it is late. In total b +
+    a/(1-m) = 1/(1-m).
     """
     share = momentum**delay
     return share, (1 - share) / (1 - momentum)
@@ -43,8 +46,9 @@ def spike_factors(momentum: float, delay: float) -> tuple[float, float]:
 class SpikeCompensation:
     """v <- m·v + a·g;  w <- w - eta·(v + b·g), on torch's SGD with momentum.
 
-    Deviation: the paper keeps v <- m·v + g and steps by a·v + b·g. For a constant delay both are the same; here `a` stays with
-    the gradient that it is of, so that each one's contributions add up to 1/(1-m) when delays differ.
+    Deviation: the paper keeps v <- m·v + g and steps by a·v + b·g. For a constant delay both are
+    the same; here `a` stays with its own gradient, so that each gradient's contributions add up to
+    1/(1-m) when delays differ.
     """
 
     def __init__(self, inner: torch.optim.SGD, age: Age) -> None:
@@ -58,7 +62,7 @@ class SpikeCompensation:
 
     @torch.no_grad()
     def _after(self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The step was taken with the whole gradient in v; what is to go past it is moved."""
+        """Correct a step that put the whole gradient into v: move the part that bypasses v."""
         if not self._age.epochs:
             return
         for group in inner.param_groups:
@@ -71,8 +75,8 @@ class SpikeCompensation:
 
 
 def brake(gradient: Tensor, velocity: Tensor, rho: float) -> Tensor:
-    """g · (1 - rho·cos(g, v)): longer where it turns against the velocity, shorter where it agrees (Venigalla et al.,
-    arXiv:2007.01397). One angle a tensor; a zero vector has none and brakes nothing."""
+    """Return g · (1 - rho·cos(g, v)): longer against the velocity, shorter along it (Venigalla et
+    al., arXiv:2007.01397). One angle per tensor; a zero vector has none and brakes nothing."""
     g, v = gradient.double().flatten(), velocity.double().flatten()
     norms = float(g.norm() * v.norm())
     cosine = float(g @ v) / norms if norms > 0 else 0.0
@@ -80,10 +84,9 @@ def brake(gradient: Tensor, velocity: Tensor, rho: float) -> Tensor:
 
 
 class AdaptiveBraking:
-    """`brake` before each step whose gradients are late, against SGD's velocity or the first moment of Adam's kin.
-
-    Deviation: the paper brakes whatever the delay; here a gradient of the newest weights is taken as it is.
-    """
+    """`brake` before each step with late gradients, against SGD's velocity or Adam's first
+    moment. Deviation: the paper brakes at any delay; here a gradient of the newest weights stays
+    as it is."""
 
     def __init__(self, inner: torch.optim.Optimizer, age: Age, rho: float = 2.0) -> None:
         if not 0 <= rho < math.inf:
@@ -103,8 +106,8 @@ class AdaptiveBraking:
 
 
 class Trend:
-    """delta <- decay·delta + (1 - decay)·(w_new - w_old) after each step: a running mean of the weights' moves, in the
-    optimizer's state as `trend`. With decay 0 it is the last move."""
+    """delta <- decay·delta + (1 - decay)·(w_new - w_old) after each step: a running mean of the
+    weights' moves, in the optimizer's state as `trend`. With decay 0 it is the last move."""
 
     def __init__(self, inner: torch.optim.Optimizer, decay: float = 0.0) -> None:
         if not 0 <= decay < 1:
@@ -120,9 +123,8 @@ class Trend:
     @torch.no_grad()
     def _follow(self, inner: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for parameter, before in zip(_trained(inner), self._before, strict=True):
-            if (
-                parameter.grad is not None
-            ):  # else the optimizer has not begun its moments, and would not with ours there
+            # Without a gradient the optimizer has no moments; ours would keep it from making any.
+            if parameter.grad is not None:
                 move = parameter - before
                 old = inner.state[parameter].get(TREND, torch.zeros_like(move))
                 inner.state[parameter][TREND] = self._decay * old + (1 - self._decay) * move
@@ -131,12 +133,13 @@ class Trend:
 
 @torch.no_grad()
 def along_trend(module: nn.Module, inner: torch.optim.Optimizer, epochs: float) -> dict[str, Tensor]:
-    """w + epochs·delta, new tensors by name, on an optimizer with a `Trend`; where no step was taken yet, the weights.
+    """Return w + epochs·delta by name, as new tensors, on an optimizer with a `Trend`; before the
+    first step, the weights.
 
-    Ahead by the delay that a forward pass expects, with the last move, it is linear weight prediction in weight form
-    (arXiv:2003.11666; it also goes with spike compensation). Back by the epochs that a backward pass is behind its forward
-    pass, with `trend_decay`, it is PipeMare's discrepancy correction (Yang et al., arXiv:1910.05124), for peers without room
-    for a stash.
+    Ahead by the delay that a forward pass expects, with the last move, it is linear weight
+    prediction in weight form (arXiv:2003.11666; it also works with spike compensation). Back by the
+    epochs between a forward pass and its backward pass, with `trend_decay`, it is PipeMare's
+    discrepancy correction (Yang et al., arXiv:1910.05124), for peers without room for a stash.
     """
     moved = {}
     for name, parameter in module.named_parameters():
@@ -147,9 +150,9 @@ def along_trend(module: nn.Module, inner: torch.optim.Optimizer, epochs: float) 
 
 @torch.no_grad()
 def along_velocity(module: nn.Module, inner: torch.optim.SGD, epochs: float) -> dict[str, Tensor]:
-    """w - eta·epochs·v, new tensors by name, eta that of the last step: linear weight prediction in velocity form
-    (arXiv:2003.11666), on SGD with plain momentum. Equal to the weight form there; not with spike compensation, of which a part
-    goes past the velocity."""
+    """Return w - eta·epochs·v by name, as new tensors, with the last step's eta, on SGD with plain
+    momentum. This is linear weight prediction in velocity form (arXiv:2003.11666). It equals the
+    weight form there, but not with spike compensation, where a part bypasses the velocity."""
     rates = {parameter: group["lr"] for group in inner.param_groups for parameter in group["params"]}
     moved = {}
     for name, parameter in module.named_parameters():
@@ -159,16 +162,15 @@ def along_velocity(module: nn.Module, inner: torch.optim.SGD, epochs: float) -> 
 
 
 def trend_decay(epochs: float, left: float = math.exp(-2)) -> float:
-    """The decay with which a trend forgets all but `left` in so many epochs: left^(1/epochs) (arXiv:1910.05124, T2, whose
-    `left` is 0.135, close to this); 0 for no epochs at all."""
+    """Return left^(1/epochs), the decay with which a trend keeps `left` after `epochs`; 0 for no
+    epochs (arXiv:1910.05124, T2, whose `left` is 0.135, close to this)."""
     return left ** (1 / epochs) if epochs > 0 else 0.0
 
 
 def rescheduled(rate: float, delay: float, step: int, anneal_steps: int) -> float:
-    """eta / D^p with p = 1 - min(step / anneal_steps, 1): smaller for late gradients, early in the run (arXiv:1910.05124, T1).
-
-    Deviation: delays below 1 leave the rate as it is; the paper's formula would raise it.
-    """
+    """Return eta / D^p with p = 1 - min(step / anneal_steps, 1): lower for late gradients, early in
+    the run (arXiv:1910.05124, T1). Deviation: delays below 1 leave the rate as it is; the paper's
+    formula would raise it."""
     if anneal_steps < 1:
         raise ValueError(f"{anneal_steps} steps anneal nothing; choose 1 or more, usually a quarter of the run")
     power = 1 - min(step / anneal_steps, 1.0)
@@ -176,11 +178,13 @@ def rescheduled(rate: float, delay: float, step: int, anneal_steps: int) -> floa
 
 
 def nesterov(groups: Groups, rate: float, gamma: float = 0.99) -> torch.optim.SGD:
-    """d = gamma·(w - w_before);  w <- w + d - eta·(1-gamma)·g, with g from w + d as it was D steps ago: Nesterov's gradient as
-    a correction of delays (AsyncPP, ICML 2025). The look-ahead damps what the delay excites; gamma is near 1.
+    """d = gamma·(w - w_before);  w <- w + d - eta·(1-gamma)·g, with g from w + d as it was D steps
+    ago: Nesterov's gradient as a correction of delays (AsyncPP, ICML 2025). The look-ahead damps
+    what the delay excites; gamma is near 1.
 
-    The parameters that are trained, served and stashed are the points w + d; on these the recursion is torch's SGD with
-    nesterov=True at rate eta·(1-gamma), whatever the delay, and so with delay 0 it is Nesterov's method.
+    The parameters that are trained, served and stashed are the points w + d; on these the recursion
+    is torch's SGD with nesterov=True at rate eta·(1-gamma), whatever the delay. With delay 0 it is
+    therefore Nesterov's method.
     """
     return torch.optim.SGD(groups, lr=rate * (1 - gamma), momentum=gamma, nesterov=True)
 
@@ -188,8 +192,9 @@ def nesterov(groups: Groups, rate: float, gamma: float = 0.99) -> torch.optim.SG
 def nadam(
     groups: Groups, rate: float, betas: tuple[float, float] = (0.99, 0.95), eps: float = 1e-8
 ) -> torch.optim.NAdam:
-    """The same correction in Adam's metric, as AsyncPP's code has it: NAdam with decoupled decay, momentum decay 0.004 and a
-    first beta of 0.99. Its look-ahead is in the step, and a new gradient counts (1-mu) as above."""
+    """Return the same correction in Adam's metric, as in AsyncPP's code: NAdam with decoupled
+    decay, momentum decay 0.004 and a first beta of 0.99. Its look-ahead is in the step, and a new
+    gradient counts (1-mu) as above."""
     return torch.optim.NAdam(groups, lr=rate, betas=betas, eps=eps, momentum_decay=4e-3, decoupled_weight_decay=True)
 
 
@@ -202,16 +207,18 @@ class Momentum:
     samples: float
 
     def at(self, samples: float) -> "Momentum":
-        """For batches of another size: m = m_r^(N/N_r) and eta/(1-m)/N as it was, so that a gradient decays over as many
-        samples and moves the weights as far in all (arXiv:2003.11666; Chiley et al. 2019)."""
+        """Return the values for another batch size, m = m_r^(N/N_r) and eta/(1-m)/N unchanged: a
+        gradient decays over as many samples and moves weights as far (arXiv:2003.11666; Chiley et
+        al. 2019)."""
         momentum = self.momentum ** (samples / self.samples)
         rate = (1 - momentum) * samples / ((1 - self.momentum) * self.samples) * self.rate
         return Momentum(rate, momentum, samples)
 
 
 def stability_limit(delay: int) -> float:
-    """Plain SGD with gradients that are `delay` steps old settles on a quadratic of curvature lambda if, and only if,
-    eta·lambda < 2·sin(pi / (2·(2·D + 1))): 2 without a delay, 1 with a delay of 1, about pi/(2·D) from there on."""
+    """Return the bound on eta·lambda below which plain SGD with gradients `delay` steps old settles
+    on a quadratic of curvature lambda: 2·sin(pi / (2·(2·D + 1))). That is 2 without a delay, 1 with
+    a delay of 1, about pi/(2·D) from there on."""
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
 
 

@@ -1,7 +1,8 @@
 """The orthonormal discrete cosine transform of a tensor cut into small chunks, and its inverse.
 
-A chunk's few largest coefficients hold most of a momentum's energy: that is what DeMo sends (arXiv:2411.19870). Each chunk
-is transformed by two small matrix products; matrix products and cosines differ in their last bits between machines.
+A chunk's few largest coefficients hold most of a momentum's energy; DeMo sends those
+(arXiv:2411.19870). Two small matrix products transform a chunk; matrix products and cosines differ
+in their last bits between machines.
 """
 
 import functools
@@ -14,12 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a tensor of `shape` is cut into chunks of at most `side` × `side`.
+    """The cut of a tensor of `shape` into chunks of at most `side` × `side`.
 
-    Any tensor is looked at as a matrix: its first dimension by all others; a vector or a scalar as one row, whose chunks are
-    1 × `side`. A dimension is cut into the largest equal parts of at most `side` values (bloc97/DeMo). Deviation: where
-    these would be less than half as long as `side` (50257 = 29 · 1733), it is filled with zeros to the next multiple of
-    `side` instead, so that no length makes splinters; what the inverse puts into the filling is dropped.
+    Any tensor is treated as a matrix: its first dimension by all others; a vector or a scalar as
+    one row, with chunks of 1 × `side`. A dimension is cut into the largest equal parts of at most
+    `side` values (bloc97/DeMo). Deviation: where these would be shorter than half of `side` (50257
+    = 29 · 1733), it is padded with zeros to the next multiple of `side` instead, so that no length
+    leaves splinters; the inverse drops the padding.
     """
 
     shape: tuple[int, ...]
@@ -40,24 +42,24 @@ class Grid:
 
     @property
     def filled(self) -> tuple[int, int]:
-        """Rows and columns with the filling: whole chunks."""
+        """Rows and columns including padding: whole chunks."""
         (rows, columns), (height, width) = self.matrix, self.chunk
         return -(-rows // height) * height, -(-columns // width) * width
 
     @property
     def count(self) -> int:
-        """How many coefficients there are: as many as values, the filling included."""
+        """The number of coefficients: as many as values, padding included."""
         return math.prod(self.filled)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The flat coefficients of a tensor of `shape`: chunk after chunk, each row by row, low frequencies first."""
+        """Return flat coefficients: chunk after chunk, each row by row, low frequencies first."""
         (rows, columns), (height, width), (high, wide) = self.matrix, self.chunk, self.filled
         whole = torch.nn.functional.pad(x.reshape(rows, columns), (0, wide - columns, 0, high - rows))
         chunks = whole.reshape(high // height, height, wide // width, width).transpose(1, 2)
         return (cosines(height) @ chunks @ cosines(width).T).reshape(-1)
 
     def inverse(self, coefficients: Tensor) -> Tensor:
-        """The tensor of `shape` that these flat coefficients are of."""
+        """Return the tensor with these flat coefficients."""
         (rows, columns), (height, width), (high, wide) = self.matrix, self.chunk, self.filled
         chunks = coefficients.reshape(high // height, wide // width, height, width)
         whole = (cosines(height).T @ chunks @ cosines(width)).transpose(1, 2).reshape(high, wide)
@@ -65,7 +67,7 @@ class Grid:
 
 
 def chunk_length(length: int, side: int) -> int:
-    """The largest divisor of `length` up to `side`; `side` where that is shorter than half of it (see `Grid`)."""
+    """Return the largest divisor of `length` up to `side`; `side` if it is under half of that."""
     if length <= side:
         return max(length, 1)
     largest = next(part for part in range(side, 0, -1) if length % part == 0)
@@ -74,7 +76,7 @@ def chunk_length(length: int, side: int) -> int:
 
 @functools.cache
 def cosines(length: int) -> Tensor:
-    """The orthonormal DCT-II of vectors of `length` as a matrix: row k is the wave of frequency k. Read it only."""
+    """Return the orthonormal DCT-II as a matrix, row k of frequency k. Cached: do not modify."""
     places = torch.arange(length, dtype=torch.float64)
     waves = torch.cos(math.pi / length * (places + 0.5) * places[:, None]) * math.sqrt(2 / length)
     waves[0] = math.sqrt(1 / length)

@@ -1,13 +1,16 @@
-"""Finding replicas that have parted, for methods whose arithmetic is not the same on every machine (equality `close`).
+"""Detection of replicas that have diverged, for methods whose arithmetic differs between machines
+(equality `close`).
 
-Now and then all members gather a sketch of their parameters: 64 sums of values with random signs, 256 bytes however large the
-model is. The distance between two sketches estimates, without bias, that of the parameters: the square of a sum of values
-with independent signs is expected to be the sum of their squares (Alon, Matias and Szegedy, "The space complexity of
-approximating the frequency moments", STOC 1996); with 64 sums it is right to about a tenth. Signs come from the round, so
-that a difference which cancels in one round shows in the next.
+Now and then all members gather a sketch of their parameters: 64 sums of values with random signs,
+256 bytes however large the model is. The distance of two sketches is an unbiased estimate of the
+parameters' distance: the expected square of a sum with independent signs is the sum of squares
+(Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments", STOC
+1996); 64 sums are right to about a tenth. Signs come from the round, so that a difference that
+cancels in one round shows in the next.
 
-All compare themselves with one of them, the member that is nearest to most, by the median of its distances: unlike a mean, no
-minority can move it, and among two it is the first, so that only the other one gives way.
+All members compare themselves with the one that is nearest to most, by the median of its distances:
+unlike a mean, no minority can move it, and among two it is the first, so that only the other one
+yields.
 """
 
 from collections.abc import Sequence
@@ -20,12 +23,12 @@ from farflock.optimizers.parts.philox import words
 
 SUMS = 64
 _SEED = 0x64726966
-_ROWS = 1 << 14  # of `SUMS` values, looked at together
+_ROWS = 1 << 14  # of `SUMS` values, processed together
 _BITS = torch.arange(32)
 
 
 def sketch(tensors: Tensors, round_number: int) -> Tensor:
-    """`SUMS` float32 numbers: the i-th sums every 64th value from the i-th on, of all tensors, with signs of this round."""
+    """Return `SUMS` float32 sums; sum i adds every 64th value from i on, with the round's signs."""
     total = torch.zeros(SUMS, dtype=torch.float64)
     for place, x in enumerate(tensors.values()):
         flat = x.reshape(-1)
@@ -39,10 +42,8 @@ def sketch(tensors: Tensors, round_number: int) -> Tensor:
 
 
 def parted(own: Tensor, sketches: Sequence[Tensor]) -> float:
-    """How far the owner of a sketch is from the members, as a share of the size of the one in their middle: 0.01 is 1 %.
-
-    `sketches` are all members', one's own among them, in an order that is the same for all.
-    """
+    """Return the distance of `own` from the members' median sketch, relative to its norm: 0.01 is
+    1 %. `sketches` are all members', `own` included, in an order that is the same for all."""
     every = torch.stack(list(sketches)).double()
     middle = every[int(torch.cdist(every, every).median(1).values.argmin())]
     size = float(middle.norm())

@@ -1,7 +1,7 @@
-"""The inner optimizers: what a replica does between exchanges.
+"""The inner optimizers, which a replica runs between exchanges.
 
-Moments stay on the replica, unless a method exchanges them by name (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`,
-`mu_product`).
+Moments stay on the replica unless a method exchanges them by name (`exp_avg`, `exp_avg_sq`,
+`momentum_buffer`, `step`, `mu_product`).
 """
 
 import math
@@ -20,10 +20,11 @@ InnerName = Literal["adamw", "sgd", "muon", "nadam"]
 
 @dataclass(frozen=True, slots=True)
 class InnerConfig:
-    """AdamW, SGD, Muon or NAdam; weight decay on matrices only (norms and biases are left alone).
+    """AdamW, SGD, Muon or NAdam; weight decay on matrices only, not on norms and biases.
 
-    `momentum` is that of SGD (None: 0, plain SGD) and of Muon (None: 0.95); `nesterov` is SGD's, Muon's is always so.
-    AdamW, also for what Muon is not for, and NAdam, whose decay is decoupled, too, have `betas` and `eps`.
+    `momentum` is that of SGD (None: 0, plain SGD) or Muon (None: 0.95); `nesterov` is for SGD, Muon
+    always has it. `betas` and `eps` are those of AdamW, also beside Muon, and of NAdam, whose
+    weight decay is decoupled too.
     """
 
     name: InnerName = "adamw"
@@ -59,7 +60,7 @@ class InnerConfig:
             raise ValueError(f"nesterov is for sgd with momentum, not for {self.name}; e.g. sgd with momentum=0.9")
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over a module's parameters."""
+        """Return the optimizer over a module's parameters."""
         parameters = list(module.parameters())
         if self.name == "muon":
             hidden = hidden_matrices(module)
@@ -75,7 +76,7 @@ class InnerConfig:
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
 
     def _groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """Those that decay, and those that do not."""
+        """Return a group of parameters that decay and one of those that do not, unless empty."""
         kinds: dict[float, list[nn.Parameter]] = {self.weight_decay: [], 0.0: []}
         for parameter in parameters:
             kinds[self.weight_decay if parameter.dim() >= 2 else 0.0].append(parameter)

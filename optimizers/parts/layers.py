@@ -1,11 +1,12 @@
-"""A model's layers as its parameters' names tell them: methods send, judge and mix whole layers."""
+"""A model's layers by its parameters' names: methods send, judge and mix whole layers."""
 
 from collections.abc import Iterable
 
 
 def layers_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """The parameters of each layer, in the model's order: `model.layers.3` of `model.layers.3.mlp.up_proj.weight`; a name
-    without a number belongs to its module, one without a module is a layer of its own."""
+    """Return the parameters of each layer, in the model's order: `model.layers.3` of
+    `model.layers.3.mlp.up_proj.weight`. A name without a number belongs to its module; one without
+    a module is a layer of its own."""
     layers: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -16,5 +17,5 @@ def layers_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def is_numbered(layer: str) -> bool:
-    """Whether it is one of a stack, not an embedding, a norm or a head."""
+    """Return whether the layer is one of a stack, not an embedding, a norm or a head."""
     return layer.rpartition(".")[2].isdecimal()

@@ -1,7 +1,9 @@
-"""Muon for hidden matrices and AdamW for the rest, as one optimizer with one learning rate (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982, section 2.2 for the common rate).
+"""Muon for hidden matrices and AdamW for the rest, as one optimizer with one learning rate (Jordan
+et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982, section 2.2
+for the common rate).
 
-Whoever trains sees one optimizer with groups and moments; torch's two do the arithmetic on these same groups and moments.
+Callers see one optimizer with groups and moments; torch's two optimizers do the arithmetic on these
+same objects.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,10 +16,12 @@ Group = dict[str, Any]
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that Muon is for: matrices that map hidden vectors to hidden vectors.
+    """Return the trained parameters that Muon is for: matrices that map hidden vectors to hidden
+    vectors.
 
-    Not embeddings, whose rows are looked up one at a time; nor the output head, which is tied to one, or the module's last
-    matrix and of an embedding's shape; nor anything that is not 2-D (norms, biases, convolutions).
+    Excluded are embeddings, whose rows are looked up one at a time; the output head, which is tied
+    to one, or is the module's last matrix with an embedding's shape; and anything that is not 2-D
+    (norms, biases, convolutions).
     """
     embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
     matrices = [entry for entry in module.parameters() if entry.dim() == 2]
@@ -28,12 +32,15 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Muon(torch.optim.Optimizer):
-    """M <- mu·M + (1-mu)·G;  O = NS5((1-mu)·G + mu·M);  theta <- theta - lr·wd·theta - lr·0.2·sqrt(max(rows, columns))·O
+    """Muon for the matrices of `muon` groups, AdamW for the parameters of `adamw` groups.
 
-    for the matrices of `muon` groups, where NS5 are five Newton-Schulz steps towards the nearest orthogonal matrix, in bf16;
-    AdamW for the parameters of `adamw` groups. The factor 0.2·sqrt(...) gives both updates the same root mean square, so
-    that the rate and the decay of AdamW, and its schedule, are right for both. Deviation from Jordan's first version: that
-    factor, for sqrt(max(1, rows/columns)) there, and the decay. `ValueError` where torch has no Muon (before 2.9).
+        M <- mu·M + (1-mu)·G;  O = NS5((1-mu)·G + mu·M)
+        theta <- theta - lr·wd·theta - lr·0.2·sqrt(max(rows, columns))·O
+
+    NS5 is five Newton-Schulz steps towards the nearest orthogonal matrix, in bf16. The factor
+    0.2·sqrt(...) gives both updates the same root mean square, so that AdamW's rate, decay and
+    schedule are right for both. Deviation from Jordan's first version: that factor, for sqrt(max(1,
+    rows/columns)) there, and the decay. `ValueError` where torch has no Muon (before 2.9).
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         self._share()
 
     def part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """The optimizer that steps this parameter."""
+        """Return the optimizer that steps this parameter."""
         return next(
             part
             for part in self._parts
@@ -59,7 +66,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - torch's
-        """One step of both; returns what `closure` does, which is called first."""
+        """Call `closure` if given, step both optimizers, and return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,12 +76,12 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's; the two parts see what was loaded."""
+        """Load a state as any optimizer does; both parts see it."""
         super().load_state_dict(state_dict)
         self._share()
 
     def _share(self) -> None:
-        """One set of groups and moments for all three optimizers: schedulers, checkpoints and replicas look into this one's."""
+        """Share groups and moments with both parts, for schedulers, checkpoints and replicas."""
         groups: Iterator[Group] = iter(self.param_groups)
         for part in self._parts:
             part.state = self.state

@@ -1,16 +1,17 @@
-"""What the constructors of methods refuse, in full sentences: options come from manifests, and a wrong one must not train."""
+"""Checks of method options, with errors in full sentences: options come from manifests, and wrong
+ones must not train."""
 
 import math
 
 from farflock.compression.catalog import codec
 
-SHORTEST_S = 0.001  # a round of seconds
+SHORTEST_S = 0.001  # the shortest `round_s`
 
 
 def require_options(method: object, instead: str | None = None, returned: str | None = "choose bf16 or fp32") -> None:
-    """`ValueError` unless what a method has of the usual options makes sense: rounds have steps, or `round_s` room for some,
-    waiting for an exchange ends, and not before it began, and there are such codecs. `instead` of a biased `codec`, and
-    `returned` of a biased `return_codec`, are the codecs to choose; None takes it."""
+    """Raise `ValueError` if a usual option that the method has is invalid: `period`, `round_s`,
+    `deadline_s` or a codec. `instead` names the codecs to choose in place of a biased `codec`,
+    `returned` of a biased `return_codec`; None accepts a biased one."""
     period, deadline_s, round_s = (getattr(method, name, 1) for name in ("period", "deadline_s", "round_s"))
     if period < 1:
         raise ValueError(f"a period of {period} steps makes no rounds; choose 1 or more, usually 30 to 500")
@@ -28,13 +29,14 @@ def require_options(method: object, instead: str | None = None, returned: str | 
 
 
 def require_unbiased(role: str, name: str, instead: str) -> None:
-    """`ValueError` if a codec loses mass systematically (sparse, sign): a mean of its payloads alone is wrong."""
+    """Raise `ValueError` if a codec loses mass systematically (sparse, sign): the mean of its
+    payloads alone is wrong."""
     if codec(name).biased:
         raise ValueError(f"{role} {name} is biased: what it leaves out would never arrive; {instead}")
 
 
 def require_feedback(name: str, decay: float | None, instead: str) -> None:
-    """`ValueError` if the decay of an error feedback is none, or if there is no feedback (None) and the codec needs one."""
+    """Raise `ValueError` for an invalid decay, or None (no feedback) with a codec that needs it."""
     if decay is None:
         require_unbiased("codec", name, f"give it feedback, e.g. feedback=0.9, or choose {instead}")
     elif not 0 <= decay <= 1:

@@ -1,6 +1,8 @@
-"""Outer optimizers: how the mean pseudo-gradient moves the outer parameters (specs: start minus end, so it is subtracted).
+"""Outer optimizers: they move the outer parameters by the mean pseudo-gradient (start minus end, so
+it is subtracted).
 
-Portable arithmetic: each multiplication and addition is its own float32 call, because all peers must get the same bits.
+Portable arithmetic: each multiplication and addition is its own float32 call, because all peers
+must get the same bits.
 """
 
 from dataclasses import dataclass
@@ -11,18 +13,16 @@ from torch import Tensor
 
 
 class Outer(Protocol):
-    """Law: pure; zero pseudo-gradient and zero momentum leave the parameters as they are.
-
-    One tensor at a time, so that a step over a model needs the room of one tensor beside the result's.
-    """
+    """Law: pure; zero pseudo-gradient and zero momentum leave the parameters as they are. It takes
+    one tensor at a time, so that a model's step needs memory for one more tensor only."""
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-        """New parameters and new momentum of one tensor."""
+        """Return new parameters and new momentum of one tensor."""
         ...
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x · factor, with the factor rounded to float32 first: one rounding a value, the same everywhere."""
+    """Return x · float32(factor): one rounding per value, the same on every machine."""
     return x * torch.tensor(factor, dtype=torch.float32)
 
 
@@ -36,13 +36,13 @@ class OuterSGD:
         _require_positive(self.lr)
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
+        """Step as in the class's equation."""
         return phi - scaled(pseudo_grad, self.lr), momentum
 
 
 @dataclass(frozen=True, slots=True)
 class OuterHeavyBall:
-    """u <- mu·u + D;  phi <- phi - lr·u: what NoLoCo's released code calls Nesterov."""
+    """u <- mu·u + D;  phi <- phi - lr·u. NoLoCo's released code calls this Nesterov."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -53,18 +53,18 @@ class OuterHeavyBall:
             raise ValueError(f"a momentum of {self.momentum} never forgets; choose one in [0, 1), usually 0.9")
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
+        """Step as in the class's equations."""
         u = scaled(momentum, self.momentum) + pseudo_grad
         return phi - scaled(u, self.lr), u
 
 
 @dataclass(frozen=True, slots=True)
 class OuterNesterov(OuterHeavyBall):
-    """u <- mu·u + D;  phi <- phi - lr·(D + mu·u): torch's form of Nesterov momentum, dampening 0 (DiLoCo,
-    arXiv:2311.08105; torch.optim.SGD(nesterov=True))."""
+    """u <- mu·u + D;  phi <- phi - lr·(D + mu·u): torch's form of Nesterov momentum, dampening 0
+    (DiLoCo, arXiv:2311.08105; torch.optim.SGD(nesterov=True))."""
 
     def step(self, phi: Tensor, pseudo_grad: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
+        """Step as in the class's equations."""
         u = scaled(momentum, self.momentum) + pseudo_grad
         ahead = pseudo_grad + scaled(u, self.momentum)
         return phi - scaled(ahead, self.lr), u

@@ -1,4 +1,4 @@
-"""The outer state that most methods keep: the outer parameters phi and, beside each of them, a momentum."""
+"""The outer state of most methods: the outer parameters phi, each with a momentum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,26 +15,24 @@ from farflock.optimizers.parts.state_fields import shared
 
 @dataclass(slots=True)
 class Anchor:
-    """phi, which begins where the replica first stands.
-
-    Tensors are replaced and never changed in place, so that they may be handed out.
-    """
+    """phi, at first the replica's parameters. Tensors are replaced, never changed in place."""
 
     phi: dict[str, Tensor] = shared(dict)
 
     def begin(self, replica: Replica) -> bool:
-        """Start at the replica's parameters unless it has started; True if it did just now."""
+        """Set phi to the replica's parameters unless it is set; return whether it was set now."""
         if self.phi:
             return False
         self.phi = dict(replica.read(replica.names, "param"))
         return True
 
     def pseudo_gradient(self, theta: Tensors) -> dict[str, Tensor]:
-        """Start minus end: phi - theta, of the tensors that theta has."""
+        """Return start minus end: phi - theta, for the tensors in theta."""
         return {name: self.phi[name] - x for name, x in theta.items()}
 
     def move(self, replica: Replica, new: "Anchor", mode: Literal["adopt", "carry"]) -> bool:
-        """Move the replica to `new`; `carry` puts its work since phi on top. Returns whether there was any work to carry."""
+        """Move the replica to `new`; `carry` puts its work since phi on top. Return whether there
+        was work to carry."""
         carried = mode == "carry" and bool(self.phi)
         theta: Tensors = new.phi
         if carried:
@@ -46,20 +44,20 @@ class Anchor:
 
 @dataclass(slots=True)
 class OuterState(Anchor):
-    """phi and a momentum, which begins at zero; in a state its tensors are called `MOMENTUM.NAME`, after `momentum_name`."""
+    """phi and its momentum, at first zero; in a state `MOMENTUM.NAME`, after `momentum_name`."""
 
     momentum_name: str = "momentum"
     momentum: dict[str, Tensor] = shared(dict, "{0.momentum_name}")
 
     def begin(self, replica: Replica) -> bool:
-        """Start at the replica's parameters unless it has started; True if it did just now."""
+        """Set phi to the replica's parameters unless it is set; return whether it was set now."""
         begun = Anchor.begin(self, replica)
         if begun:
             self.momentum = {name: torch.zeros_like(tensor) for name, tensor in self.phi.items()}
         return begun
 
     def step(self, name: str, outer: Outer, pseudo_grad: Tensor) -> Tensor:
-        """One tensor's outer step; returns its new phi."""
+        """Make one tensor's outer step and return its new phi."""
         self.phi[name], self.momentum[name] = outer.step(self.phi[name], pseudo_grad, self.momentum[name])
         return self.phi[name]
 
@@ -74,7 +72,8 @@ class OuterState(Anchor):
         overlap: int = 0,
         mix: float = 0.0,
     ) -> bool:
-        """The outer step of these parameters; the replica follows where its work was taken. Returns whether it moved."""
+        """Make the outer step of these parameters; the replica follows where its work was taken.
+        Return whether it moved."""
         theta, moved = replica.read(names, "param") if result.taken else {}, {}
         for name in names:
             before = self.phi[name]
@@ -96,9 +95,12 @@ def follow(
     overlap: int = 0,
     mix: float = 0.0,
 ) -> Tensor:
-    """One tensor of a replica after the outer step from `before` to `after`: phi_new where the message's work was taken, with
-    what has been done since the message if that is more than `overlap` steps, and with `mix` of the local value; elsewhere
-    theta. `memory` settles what it has of a message."""
+    """Return one tensor of a replica after the outer step from `before` to `after`.
+
+    Where its work was taken this is `after`, plus the steps made since the message if more than
+    `overlap`, mixed with a share `mix` of the local value; elsewhere it is theta. `memory` settles
+    a message that it holds.
+    """
     if not (taken := result.taken.get(name, ())):
         return theta
     assert result.sent is not None

@@ -1,8 +1,10 @@
-"""Random numbers that all peers draw alike: Philox4x32-10, a counter-based generator in integer arithmetic.
+"""Random numbers that are equal on all peers: Philox4x32-10, a counter-based generator in integer
+arithmetic.
 
-Masks and permutations from a shared seed cost no bytes only if every machine gets the same bits; library generators do not
-promise that across versions and devices, and keep state. (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011, doi:10.1145/2063384.2063405; constants as in their Random123.)
+Masks and permutations from a shared seed cost no bytes only if every machine gets the same bits;
+library generators do not promise that across versions and devices, and keep state. (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405; constants as in
+their Random123.)
 """
 
 import numpy as np
@@ -10,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Words = NDArray[np.uint64]  # 32-bit words, one in each 64-bit place, so that products do not overflow
+Words = NDArray[np.uint64]  # 32-bit words in 64-bit integers, so that products fit
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ROUNDS = 10
-_BATCH = 1 << 14  # counters at a time: their words stay in a core's cache
+_BATCH = 1 << 14  # counters per batch, so that their words stay in a core's cache
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """The four output words for each counter of four 32-bit words, under a key of two."""
+    """Return four output words for each counter of four 32-bit words, under a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -32,10 +34,9 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
 
 
 def words(seed: int, stream: int, round_number: int, count: int) -> Tensor:
-    """`count` uniform 32-bit words in [0, 2^32) as int64: a pure function of seed (64 bits), stream (32) and round (64).
-
-    A longer draw begins with the shorter one's words. The counter is (place / 4, stream, round low, round high).
-    """
+    """Return `count` uniform 32-bit words as int64: a pure function of seed (64 bits), stream (32)
+    and round (64). A longer draw begins with the words of a shorter one. The counter is (place / 4,
+    stream, round low, round high)."""
     _require_bits("seed", seed, 64)
     _require_bits("stream", stream, 32)
     _require_bits("round", round_number, 64)
@@ -53,16 +54,16 @@ def words(seed: int, stream: int, round_number: int, count: int) -> Tensor:
 
 
 def below(bound: int, seed: int, stream: int, round_number: int, count: int) -> Tensor:
-    """`count` integers in [0, bound) as int64: floor(word · bound / 2^32), so a value's chance is off by < 2^-32."""
+    """Return `count` int64 in [0, bound): floor(word · bound / 2^32), a bias under 2^-32."""
     if not 1 <= bound <= 1 << 31:
         raise ValueError(f"a bound of {bound} is outside [1, 2^31]; draw from fewer values")
     return (words(seed, stream, round_number, count) * bound) >> 32
 
 
 def permutation(seed: int, stream: int, round_number: int, count: int) -> Tensor:
-    """A permutation of 0..count-1 as int64: places sorted by a random 64-bit key, the lower one first among equal keys."""
+    """Return a permutation of 0..count-1 as int64: places by random 64-bit key, then by place."""
     pairs = words(seed, stream, round_number, 2 * count).reshape(count, 2)
-    keys = (pairs[:, 0] << 32) | pairs[:, 1]  # as signed integers: another order, and as random
+    keys = (pairs[:, 0] << 32) | pairs[:, 1]  # sorted as signed integers, which is as random
     return torch.sort(keys, stable=True).indices
 
 

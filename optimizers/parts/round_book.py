@@ -1,5 +1,5 @@
-"""The bookkeeping of a method's rounds: which one is next, how far this peer is in it, and whether its message is on the
-way."""
+"""Bookkeeping of a method's rounds: the next one, this peer's progress in it, and whether its
+message is pending."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,9 @@ from farflock.optimizers.parts.state_fields import own, shared
 
 @dataclass(slots=True)
 class RoundBook:
-    """One stream's next round, which the members share, and this peer's own place in it.
-
-    `since` counts the local steps since the last message was taken, `pending` says whether its result is still out.
-    Where a method keeps several books, `suffix` follows each name in a state.
-    """
+    """One stream's next round, which members share, and this peer's progress in it. `since` counts
+    local steps since the last message was taken; `pending` is True while its result is unknown. If
+    a method has several books, `suffix` follows each name in a state."""
 
     number: int = shared(0, "round{0.suffix}")
     since: int = own(0, "since{0.suffix}")
@@ -21,7 +19,7 @@ class RoundBook:
     suffix: str = ""
 
     def is_due(self, period: int) -> bool:
-        """True after `period` local steps, unless a message is still on its way."""
+        """True after `period` local steps, unless a message is pending."""
         return self.since >= period and not self.pending
 
     def leave(self) -> None:
@@ -29,7 +27,7 @@ class RoundBook:
         self.since, self.pending = 0, True
 
     def close(self, exchange: Exchange, result: Result) -> None:
-        """Go on to the next round. A replayed round has no tensors, and leaves a pending message of this peer's alone."""
+        """Advance to the next round. A replayed round, without tensors, ends no pending message."""
         if exchange.tensors or result.sent is not None:
             self.pending = False
         self.number = result.next_round

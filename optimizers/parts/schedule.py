@@ -1,4 +1,5 @@
-"""The learning rate as a pure function of the run's progress, so that a joiner and a veteran use the same one."""
+"""The learning rate as a pure function of the run's progress, so that joiners and veterans use the
+same one."""
 
 import math
 from dataclasses import dataclass
@@ -7,10 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Linear warm-up over `warmup_tokens`, then a cosine down to `floor`·`peak` at `total_tokens`.
-
-    With `floor` 1 it is constant after the warm-up. A peer whose moments are empty warms up on its own besides: its rate
-    grows over `joiner_steps` of its own steps.
-    """
+    With `floor` 1 the rate is constant after the warm-up. A peer with empty moments also warms up
+    on its own: its rate grows over its first `joiner_steps` steps."""
 
     peak: float
     total_tokens: int
@@ -29,7 +28,7 @@ class Schedule:
             raise ValueError(f"a floor of {self.floor} is no share of the peak; choose one in [0, 1]")
 
     def rate(self, tokens: int, own_steps: int) -> float:
-        """The rate at the run's `tokens`, for a peer that has made `own_steps` since it came in."""
+        """Return the rate at the run's `tokens` for a peer `own_steps` steps after it joined."""
         local = min((own_steps + 1) / self.joiner_steps, 1.0) if self.joiner_steps else 1.0
         if tokens < self.warmup_tokens:
             return self.peak * local * (tokens + 1) / self.warmup_tokens

@@ -1,4 +1,5 @@
-"""The mean over those who sent a value, of gathered sparse tensors: who left a coordinate out did not vote for zero there."""
+"""The mean of gathered sparse tensors over their senders: leaving a coordinate out is not a vote
+for zero."""
 
 from collections.abc import Mapping
 
@@ -9,11 +10,13 @@ from farflock.optimizers.method import MemberId, Tensors
 
 
 def mean_of_senders(gathered: Mapping[MemberId, Tensors]) -> dict[str, Tensor]:
-    """At each coordinate the sum of what came, in sorted order of peers, divided by how many values were not zero; zero
-    where all were. Separately rounded float32 operations, so the same bits on every machine.
+    """Return at each coordinate the sum, in sorted order of peers, divided by the number of nonzero
+    values; zero if none.
 
-    A zero counts as not sent: sparse codecs decode to zero what they left out, and a peer without a gradient sends only
-    zeros (DeMo's step 7, arXiv:2411.19870; the denominator of SparseLoCo's released code, arXiv:2508.15706).
+    Separately rounded float32 operations, so the bits are the same on every machine. A zero counts
+    as not sent: sparse codecs decode what they left out to zero, and a peer without a gradient
+    sends only zeros (DeMo's step 7, arXiv:2411.19870; the denominator of SparseLoCo's released
+    code, arXiv:2508.15706).
     """
     peers = sorted(gathered)
     return {name: _mean([gathered[peer][name] for peer in peers]) for name in gathered[peers[0]]}

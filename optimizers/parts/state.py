@@ -1,6 +1,8 @@
-"""A method's state as plain tensors: its hash, which exact methods compare after each sync, and its check on the way in.
+"""A method's state as plain tensors: its hash, which exact methods compare after each round, and
+its validation.
 
-A state may come from a stranger's snapshot, so `restore` looks at all of it before it changes anything.
+A state may come from a stranger's snapshot, so `restore` checks all of it before it changes
+anything.
 """
 
 import hashlib
@@ -15,11 +17,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WrongState(ValueError):
-    """A state that this method on this model cannot have written; the message says what was expected and what came."""
+    """Raised for a state that this method and model cannot have written, with what was expected."""
 
 
 def state_hash(state: State) -> bytes:
-    """SHA-256 over names, types, shapes and raw bytes, in sorted order of names."""
+    """Return SHA-256 over names, types, shapes and raw bytes, in sorted order of names."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -29,22 +31,22 @@ def state_hash(state: State) -> bytes:
 
 
 def named(prefix: str, tensors: Tensors) -> State:
-    """The tensors copied under `prefix.name`."""
+    """Return copies of the tensors as `prefix.name`."""
     return {f"{prefix}.{name}": tensor.clone() for name, tensor in tensors.items()}
 
 
 def unnamed(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
-    """The tensors that `named` put under this prefix, copied; `WrongState` unless they are finite float32 of `shapes`."""
+    """Return copies of a prefix's tensors; `WrongState` unless finite float32 of `shapes`."""
     return {name: _fitting(f"{prefix}.{name}", state, shape).clone() for name, shape in shapes.items()}
 
 
 def kept(prefix: str, state: State, shapes: Shapes) -> dict[str, Tensor]:
-    """As `unnamed`, but nothing where none of them was stored: for what a method does not always hold."""
+    """Return `unnamed`, or nothing if none is stored: for tensors not always held."""
     return unnamed(prefix, state, shapes) if any(f"{prefix}.{name}" in state for name in shapes) else {}
 
 
 def counter(name: str, state: State) -> int:
-    """A counter out of a state; `WrongState` unless it is an int64 scalar of 0 or more."""
+    """Return a counter of a state; raise `WrongState` unless it is an int64 scalar of 0 or more."""
     found = state.get(name)
     if found is None or found.dtype != torch.int64 or found.dim() != 0 or int(found) < 0:
         raise WrongState(f"{name} must be an int64 scalar of 0 or more, got {_described(found)}; ask another member")
@@ -52,17 +54,17 @@ def counter(name: str, state: State) -> int:
 
 
 def numbers(values: Mapping[str, int]) -> State:
-    """Counters and flags as a state holds them: int64 scalars."""
+    """Return counters and flags as a state holds them: int64 scalars."""
     return {name: torch.tensor(int(value)) for name, value in values.items()}
 
 
 def tables(held: Mapping[str, Tensors]) -> State:
-    """Several sets of tensors, each as `named` copies it under its prefix."""
+    """Return several sets of tensors, each as `named` copies it under its prefix."""
     return {name: tensor for prefix, tensors in held.items() for name, tensor in named(prefix, tensors).items()}
 
 
 def zeros(shapes: Shapes) -> dict[str, Tensor]:
-    """Float32 zeros of these shapes: the tensors of a stream's specimen."""
+    """Return float32 zeros of these shapes: the tensors of a stream's template."""
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 

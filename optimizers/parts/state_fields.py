@@ -1,12 +1,13 @@
-"""The state of a method, declared field by field and written and read here alone.
+"""A method's state, declared field by field; only this module reads and writes it.
 
-    _book: RoundBook = part(RoundBook)                 the fields that the part declares
-    _members: int = shared(1)                          in every snapshot, as the int64 scalar `members`
-    _lead: dict[str, Tensor] = own(dict)               this peer's alone: `lead.NAME`, or nothing while it is empty
-    _steps: int = own(0, "untaken", stays=True)        as `untaken`; `carry` keeps it
+    _book: RoundBook = part(RoundBook)             the fields that the part declares
+    _members: int = shared(1)                      in every snapshot, as the int64 scalar `members`
+    _lead: dict[str, Tensor] = own(dict)           this peer's: `lead.NAME`, or nothing while empty
+    _steps: int = own(0, "untaken", stays=True)    as `untaken`; `carry` keeps it
 
-When a snapshot is taken over, own fields return to their defaults, but for those that `stay` while work is carried. A key may
-name attributes of its owner, such as `round{0.suffix}`. A part with an attribute `names` holds tensors of these parameters.
+Taking over a snapshot resets own fields to their defaults, except `stays` fields if work is
+carried. A key may name attributes of its owner, as `round{0.suffix}`. A part's `names` limit its
+tensors to these parameters.
 """
 
 import copy
@@ -28,7 +29,7 @@ Owner = TypeVar("Owner", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a field's value becomes named tensors under its key, and comes back; `read` refuses with `WrongState`."""
+    """Conversion of a value to named tensors under a key, and back; `read` raises `WrongState`."""
 
     write: Callable[[str, Any], State]
     read: Callable[[str, State, Shapes], Any]
@@ -53,24 +54,26 @@ PART = {_METADATA: _Place(None)}
 
 
 def shared(default: object, key: str = "", kind: Kind | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
-    """A field that all members hold alike: a counter, a flag, or tensors of all parameters, if no other kind is named."""
+    """Declare a field that all members hold alike: a counter, a flag, or tensors of all parameters,
+    if `kind` does not say otherwise."""
     return _declared(default, key, "shared", kind or _usual(default, TENSORS))
 
 
 def own(default: object, key: str = "", kind: Kind | None = None, *, stays: bool = False) -> Any:  # noqa: ANN401
-    """A field of this peer alone: a counter, a flag, or tensors of all parameters or none, if no other kind is named."""
+    """Declare a field of this peer alone: a counter, a flag, or tensors of all parameters or none,
+    if `kind` does not say otherwise."""
     return _declared(default, key, "own", kind or _usual(default, SOME_TENSORS), stays)
 
 
 def part(make: Callable[[], object] | None = None) -> Any:  # noqa: ANN401
-    """An object with such fields, or a list of them; without `make` the constructor sets it."""
+    """Declare an object with such fields, or a list of them; None: the constructor sets it."""
     if make is None:
         return dataclasses.field(init=False, metadata=PART)
     return dataclasses.field(default_factory=make, metadata=PART)
 
 
 def saved(owner: "DataclassInstance", whose: Whose) -> State:
-    """The shared or the own fields as named tensors, copied."""
+    """Return copies of the shared or the own fields as named tensors."""
     state: State = {}
     for name, place in _places(owner):
         if place.whose is None:
@@ -82,7 +85,7 @@ def saved(owner: "DataclassInstance", whose: Whose) -> State:
 
 
 def loaded(owner: Owner, state: State, shapes: Shapes, *whose: Whose) -> Owner:
-    """A copy of `owner` with these fields from a state; `WrongState` unless all of them are there and fit."""
+    """Return a copy of `owner` with these fields from a state; `WrongState` unless all fit."""
     new, names = copy.copy(owner), getattr(owner, "names", shapes)
     shapes = {name: shapes[name] for name in names}
     for name, place in _places(owner):
@@ -95,7 +98,7 @@ def loaded(owner: Owner, state: State, shapes: Shapes, *whose: Whose) -> Owner:
 
 
 def forget(owner: "DataclassInstance", *, carried: bool) -> None:
-    """Set what is this peer's own back to the defaults, but for what stays while work is carried."""
+    """Reset own fields to their defaults, except fields that stay while work is carried."""
     for name, place in _places(owner):
         if place.whose is None:
             for one in _parts(owner, name):
@@ -105,7 +108,7 @@ def forget(owner: "DataclassInstance", *, carried: bool) -> None:
 
 
 def become(owner: Owner, new: Owner) -> None:
-    """Take over all declared fields of another."""
+    """Copy all declared fields of another owner."""
     for name, _ in _places(owner):
         setattr(owner, name, getattr(new, name))
 

@@ -1,5 +1,6 @@
-"""What methods are built on: the functions of `Method` about state, made from the fields that a method declares
-(optimizers/parts/state_fields.py), and the rounds of those that exchange once in so many local steps."""
+"""Base classes of methods: `Method`'s state functions, derived from declared fields
+(optimizers/parts/state_fields.py), and the rounds of methods that exchange every so many local
+steps."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -24,56 +25,56 @@ class StatefulMethod(ABC):
     equality: ClassVar[Literal["exact", "close", "per-peer"]]
 
     def begin(self, replica: Replica) -> None:  # noqa: B027 - most have nothing to do here
-        """Called before anything is said of the state: the first time fixes where the run begins."""
+        """Fix where the run begins, at the first call; called before any state is read."""
 
     def begun(self, replica: Replica) -> None:  # noqa: B027
-        """Called where this peer's part of a run begins: at first, and after each snapshot that it took over."""
+        """Start this peer's part of a run: at first, and after taking over a snapshot."""
 
     def load(self, replica: Replica, state: State, *whose: Whose) -> Self:
-        """A copy with these fields from a state; `WrongState` unless all of it fits."""
+        """Return a copy with these fields from a state; raise `WrongState` unless all fit."""
         return loaded(self, state, replica.shapes, *whose)
 
     @abstractmethod
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Move the replica to `new`, which is this method with the shared fields of `state`. Returns whether own work is
-        carried."""
+        """Move the replica to `new`, which is this method with the shared fields of `state`. Return
+        whether own work is carried."""
 
     def snapshot(self, replica: Replica) -> State:
-        """The shared fields."""
+        """Return the shared fields."""
         self.begin(replica)
         return saved(self, "shared")
 
     def restore(self, replica: Replica, state: State, mode: Mode) -> None:
-        """Take over the shared fields; of the own ones only those stay that belong to the work that is carried."""
+        """Take over the shared fields; of the own ones, keep only those of carried work."""
         new = self.load(replica, state, "shared")
         forget(new, carried=self.move(replica, state, new, mode))
         become(self, new)
         self.begun(replica)
 
     def personal(self, replica: Replica) -> State:
-        """The own fields."""
+        """Return the own fields."""
         self.begin(replica)
         return saved(self, "own")
 
     def resume(self, replica: Replica, state: State) -> None:
-        """Go on where this peer stopped."""
+        """Continue where this peer stopped."""
         become(self, self.load(replica, state, "shared", "own"))
 
     def agreed(self, replica: Replica, stream: str) -> State:
-        """The whole snapshot of an exact method; else nothing."""
+        """Return the whole snapshot of an exact method; otherwise nothing."""
         return self.snapshot(replica) if self.equality == "exact" else {}
 
 
 class ReplicaMethod(StatefulMethod):
-    """A method without outer parameters: a snapshot holds the replica's, with the inner `moments` that joiners need, and
-    `rare_moments` where the inner optimizer has any."""
+    """A method without outer parameters: a snapshot holds the replica's parameters, the inner
+    `moments` that joiners need, and `rare_moments` if the inner optimizer has any."""
 
     __slots__ = ()
     moments: ClassVar[tuple[str, ...]] = ()
     rare_moments: ClassVar[tuple[str, ...]] = ()
 
     def snapshot(self, replica: Replica) -> State:
-        """Parameters, moments and the shared fields."""
+        """Return parameters, moments and the shared fields."""
         state: State = {}
         for what in ("param", *self.moments, *self.rare_moments):
             if what not in self.rare_moments or _has(replica, what):
@@ -81,7 +82,7 @@ class ReplicaMethod(StatefulMethod):
         return state | saved(self, "shared")
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """Parameters and moments become the snapshot's; `adopt` drops the gradients that wait, `carry` keeps them."""
+        """Set parameters and moments to the snapshot's; `carry` keeps waiting gradients."""
         read = {"param": unnamed("param", state, replica.shapes)}
         read |= {what: unnamed(what, state, _shapes(replica, what)) for what in self.moments}
         for what in self.rare_moments:
@@ -94,73 +95,74 @@ class ReplicaMethod(StatefulMethod):
         return mode == "carry"
 
     def eval_params(self, replica: Replica) -> Tensors:
-        """The replica's parameters."""
+        """Return the replica's parameters."""
         return replica.read(replica.names, "param")
 
 
 class OuterMethod(StatefulMethod):
-    """A method with outer parameters phi, that of its `_state`."""
+    """A method with outer parameters phi, held by its `_state`."""
 
     __slots__ = ()
-    stream: ClassVar[str]  # its only one, if it has one
+    stream: ClassVar[str]  # its only stream, if it has one
     codec: str
     deadline_s: float
     _state: Anchor
 
     def begin(self, replica: Replica) -> None:
-        """The first time sets phi."""
+        """Set phi at the first call."""
         if self._state.begin(replica):
             self.begun(replica)
 
     def move(self, replica: Replica, state: State, new: Self, mode: Mode) -> bool:
-        """The replica becomes the new phi, with `carry` its work since the old one on top."""
+        """Set the replica to the new phi; `carry` adds its work since the old one."""
         return self._state.move(replica, new._state, mode)
 
     def eval_params(self, replica: Replica) -> Tensors:
-        """phi."""
+        """Return phi."""
         self.begin(replica)
         return {name: x.clone() for name, x in self._state.phi.items()}
 
 
 @dataclass(slots=True)
 class PeriodicMethod(OuterMethod):
-    """A method with one stream: a message after every `period` local steps, and an outer step on what comes of it."""
+    """A method with one stream: a message per `period` local steps, an outer step on its result."""
 
     period: int
     _book: RoundBook = field(init=False, default_factory=RoundBook, metadata=PART)
 
     def _exchange(self, tensors: Tensors, weight: float = 1.0) -> Exchange:
-        """This round's exchange of these tensors: a mean among all."""
+        """Return this round's exchange of these tensors: a mean among all."""
         key, back = ExchangeKey(self.stream, self._book.number), getattr(self, "return_codec", "bf16")
         return Exchange(key, "mean", All(), tensors, weight, self.codec, back, deadline_s=self.deadline_s)
 
     @abstractmethod
     def _message(self, theta: dict[str, Tensor]) -> Tensors:
-        """This round's tensors, of a replica at `theta`."""
+        """Return this round's tensors for a replica at `theta`."""
 
     @abstractmethod
     def _take(self, replica: Replica, exchange: Exchange, result: Result) -> None:
-        """The outer step, and the replica's after it, of a round that did not fail."""
+        """Make the outer step of a round that did not fail, and move the replica."""
 
     def streams(self, replica: Replica) -> list[Exchange]:
-        """One, of tensors like the parameters."""
+        """Return one template, of tensors like the parameters."""
         return [self._exchange(zeros(replica.shapes))]
 
     def local_step(self, replica: Replica, progress: Progress) -> None:
-        """The inner update; the first one remembers where the run began."""
+        """Make the inner update; the first one records where the run began."""
         self.begin(replica)
         replica.inner_step()
         self._book.since += 1
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The message, after `period` local steps since the last one, unless its result is still out."""
+        """Request the exchange `period` local steps after the last, unless its result is
+        pending."""
         if not self._book.is_due(self.period):
             return []
         self._book.leave()
         return [self._exchange(self._message(dict(replica.read(replica.names, "param"))))]
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The outer step, unless the round failed."""
+        """Make the outer step, unless the round failed."""
         self._book.close(exchange, result)
         if result.status != "failed":
             self.begin(replica)
@@ -169,16 +171,16 @@ class PeriodicMethod(OuterMethod):
 
 
 def mean_of(exchange: Exchange, result: Result) -> Tensors:
-    """The mean of a round that did not fail."""
+    """Return the mean of a round that did not fail."""
     assert result.mean is not None, f"{exchange.key}: {result.status} without a mean"
     return result.mean
 
 
 def _has(replica: Replica, moment: str) -> bool:
-    """Whether anything is there that a joiner would lack; looked at tensor by tensor, for most optimizers have nothing."""
+    """Return whether a moment is nonzero anywhere; one tensor at a time, as most lack it."""
     return any(bool(replica.read((name,), moment)[name].any()) for name in replica.names)
 
 
 def _shapes(replica: Replica, moment: str) -> dict[str, tuple[int, ...]]:
-    """A moment's shapes: mostly the parameters', but the step count is a scalar."""
+    """Return a moment's shapes: mostly the parameters', but the step count is a scalar."""
     return {name: tuple(tensor.shape) for name, tensor in replica.read(replica.names, moment).items()}

@@ -1,7 +1,8 @@
-"""When a round is over: after so many local steps, or whenever the run's time crosses a multiple of some seconds.
+"""The end of a round: after a number of local steps, or when run time crosses a multiple of some
+seconds.
 
-Where machines are unequal, rounds of steps wait for the slowest; in rounds of seconds everybody does what it can
-(A-EDiT, Cheng et al., arXiv:2412.07210).
+Where machines are unequal, rounds of steps wait for the slowest; in rounds of seconds every peer
+does what it can (A-EDiT, Cheng et al., arXiv:2412.07210).
 """
 
 from dataclasses import dataclass
@@ -11,21 +12,20 @@ from farflock.optimizers.method import Progress
 
 @dataclass(frozen=True, slots=True)
 class SyncSchedule:
-    """Rounds of `period` steps, or with `round_s` of so many seconds and at least `min_steps` of this peer's steps.
-
-    A slot is an interval of `round_s`, counted from 1; 0 is not known yet, and always where steps are counted.
-    """
+    """Rounds of `period` steps, or of `round_s` seconds and at least `min_steps` steps of this
+    peer. A slot is an interval of `round_s`, counted from 1; 0 means not known yet, or that steps
+    are counted."""
 
     period: int
     round_s: float | None = None
     min_steps: int = 1
 
     def slot(self, progress: Progress) -> int:
-        """In which interval the run is."""
+        """Return the interval that the run is in."""
         return 0 if self.round_s is None else int(progress.run_time_s // self.round_s) + 1
 
     def over(self, since: int, slot: int, progress: Progress) -> bool:
-        """Whether a round is over that has had `since` steps and began in `slot`."""
+        """Return whether a round of `since` steps that began in `slot` is over."""
         if self.round_s is None:
             return since >= self.period
         return self.slot(progress) > slot and since >= self.min_steps

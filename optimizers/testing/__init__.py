@@ -1,5 +1,5 @@
-"""The laws of a method as functions that anybody can call, without pytest, and a loopback swarm to call them on.
+"""The laws of methods as functions, callable without pytest, and a loopback swarm to run them on.
 
-May import optimizers' seams; nothing imports it but tests and farflock/testing.py.
+May import optimizers' seams; only tests and farflock/testing.py import it.
 Start reading at check.py.
 """

@@ -1,7 +1,8 @@
-"""The laws of `Method` (optimizers/method.py) as functions that a test, or the author of a method, can call.
+"""The laws of `Method` (optimizers/method.py) as functions for tests and for authors of methods.
 
-Each function plays swarms of one method under some misfortune and raises `LawBroken` with the law and a counterexample.
-Nothing here knows a method's periods or streams; a method takes part by its trial options (optimizers/trial_options.py).
+Each function runs swarms of one method under some misfortune and raises `LawBroken` with the law
+and a counterexample. Nothing here knows a method's periods or streams; its trial options
+(optimizers/trial_options.py) decide how it is tried.
 """
 
 import itertools
@@ -27,14 +28,14 @@ LAWS = {
     7: "so does `resume(snapshot() | personal())`, at any moment between two calls",
     8: "work in ranges that were not taken is kept",
 }
-TICKS, QUIET_TICKS = 20, 6  # steps of misfortune, and without any after it
+TICKS, QUIET_TICKS = 20, 6  # steps with misfortune, then without
 SPECIMEN_TERMS = ("kind", "group", "codec", "return_codec", "stride", "enough", "apply_after", "deadline_s")
 NUDGE = 0.25  # a gradient that must not be forgotten
-MIN_TRACE = NUDGE / 2  # of it and its opposite; what a codec of four bits rounds away leaves less
+MIN_TRACE = NUDGE / 2  # the least difference that counts; 4-bit rounding leaves less
 
 
 class LawBroken(AssertionError):
-    """A method does not keep a law: its number, its text, and what was seen."""
+    """Raised when a method breaks a law, with the law's number, its text, and what was seen."""
 
     def __init__(self, law: int, counterexample: str) -> None:
         super().__init__(f"law {law} is broken: {LAWS[law]}. {counterexample}")
@@ -42,14 +43,14 @@ class LawBroken(AssertionError):
 
 
 def require(kept: bool, law: int, counterexample: str) -> None:
-    """`LawBroken` unless it is kept."""
+    """Raise `LawBroken` unless the law is kept."""
     if not kept:
         raise LawBroken(law, counterexample)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A method on trial: how to make one, on which rig it runs, and after how many steps it holds nothing but its snapshot."""
+    """A method on trial: factory, rig, and the steps after which it holds its snapshot alone."""
 
     make: Callable[[], Method]
     rig: Rig
@@ -57,28 +58,28 @@ class Subject:
 
     @property
     def exact(self) -> bool:
-        """Whether the members promise equal bits."""
+        """True if members promise equal bits."""
         return self.make().equality == "exact"
 
     def swarm(self, peers: str, **terms: Any) -> Loopback:  # noqa: ANN401 - the loopback's own keywords
-        """A swarm of it."""
+        """Return a swarm of this method."""
         return Loopback(self.make, self.rig, peers, **terms)
 
     def talks(self) -> bool:
-        """Whether it has streams."""
+        """Return whether the method has streams."""
         return bool(self.swarm("a").peers["a"].templates)
 
 
-# Misfortunes: each sets up a swarm whose last peer is its victim.
+# Misfortunes: each changes a swarm whose last peer is its victim.
 
 
 def tail_of(what: str, n: int) -> Ranges:
-    """All but the first two values were taken."""
+    """Return the ranges if all but the first two values were taken."""
     return [(min(2, n - 1), n)]
 
 
 def second_half_of(what: str, n: int) -> Ranges:
-    """The second half of most tensors, and nothing of a bias, was taken."""
+    """Return the ranges if the second half of a tensor, or nothing of a bias, was taken."""
     return [] if what.endswith("bias") else [(max(n // 2, 1), n)]
 
 
@@ -95,7 +96,7 @@ def _delayed(swarm: Loopback, victim: str, tick: int) -> None:
 
 
 def late(swarm: Loopback, victim: str, tick: int = 0) -> None:
-    """The victim's results take 0, 2, 4 or 6 steps."""
+    """Delay the victim's results by 0, 2, 4 or 6 steps."""
     swarm.late = lambda peer, number: (number % 4) * 2 if peer == victim else 0
 
 
@@ -129,7 +130,7 @@ def _everything(swarm: Loopback, victim: str, tick: int) -> None:
     _joins(swarm, victim, tick)
 
 
-FATES: dict[str, Callable[[Loopback, str, int], None]] = {  # each is called before each tick
+FATES: dict[str, Callable[[Loopback, str, int], None]] = {  # called before each tick
     "calm": lambda swarm, victim, tick: None,
     "drop": _dropped,
     "partial": _partly,
@@ -146,7 +147,7 @@ DAILY_FATES = ("late", "sleep", "everything")
 
 
 def play(swarm: Loopback, fate: str, ticks: int = TICKS) -> Loopback:
-    """The swarm after so many ticks of its fate; the last of its peers is the victim."""
+    """Run a swarm through this many ticks of a fate; its last peer is the victim."""
     victim = list(swarm.peers)[-1]
     for tick in range(ticks):
         FATES[fate](swarm, victim, tick)
@@ -155,12 +156,12 @@ def play(swarm: Loopback, fate: str, ticks: int = TICKS) -> Loopback:
 
 
 def played(subject: Subject, size: int, fate: str, ticks: int = TICKS) -> Loopback:
-    """As `play`, a new swarm of so many peers under AdamW."""
+    """Return a new swarm of `size` peers under AdamW after `play`."""
     return play(subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01), fate, ticks)
 
 
 def holding(peer: LoopbackPeer) -> State:
-    """All that a peer has: both states of its method, parameters, gradients and moments."""
+    """Return all that a peer has: both states of its method, parameters, gradients and moments."""
     replica = peer.replica
     inner = {
         f"{what}.{name}": x
@@ -172,21 +173,23 @@ def holding(peer: LoopbackPeer) -> State:
 
 @dataclass
 class Spy:
-    """A method under watch: what was asked for as it was then, and what each failed result did."""
+    """A method under watch: what it requested, and what each failed result did."""
 
     inner: Method
-    copies: list[tuple[Exchange, State]] = field(default_factory=list)  # an exchange, a copy of its tensors then
-    failures: list[tuple[State, State]] = field(default_factory=list)  # floating state and parameters before, and after
+    # (exchange, copy of its tensors)
+    copies: list[tuple[Exchange, State]] = field(default_factory=list)
+    # floating state and parameters, (before, after)
+    failures: list[tuple[State, State]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the method has
         return getattr(self.inner, name)
 
     def due(self, replica: Replica, progress: Progress) -> list[Exchange]:
-        """The method's own, noted."""
+        """Return the method's exchanges, recorded."""
         return self._noted(self.inner.due(replica, progress))
 
     def apply(self, replica: Replica, exchange: Exchange, result: Result) -> list[Exchange]:
-        """The method's own, noted."""
+        """Return the method's second phase, recorded."""
         before = self._floating(replica) if result.status == "failed" else {}
         second = self.inner.apply(replica, exchange, result)
         if result.status == "failed":
@@ -207,7 +210,7 @@ class Spy:
 
 
 def check_streams(subject: Subject) -> None:
-    """What it asks for looks like its specimens, and each stream's rounds follow each other."""
+    """Check that exchanges match their templates, and that each stream's rounds are consecutive."""
     peer = played(subject, 2, "fail").peers["a"]
     require(len(peer.templates) == len(peer.method.streams(peer.replica)), 0, "Two streams have one name.")
     asked: dict[str, list[int]] = {stream: [] for stream in peer.templates}
@@ -237,13 +240,13 @@ def _require_likeness(template: Exchange, exchange: Exchange) -> None:
 
 
 def check_nothing_is_due_before_the_first_step(subject: Subject) -> None:
-    """A method has nothing to say before it has trained."""
+    """Check that nothing is due before any training."""
     peer = subject.swarm("a").peers["a"]
     require(peer.method.due(peer.replica, Progress(0)) == [], 0, "`due` asked for an exchange before any local step.")
 
 
 def check_no_global_chance(subject: Subject) -> None:
-    """A play draws nothing from the process's generators."""
+    """Check that a run draws nothing from the process's generators."""
     before = subject.rig.chance()
     played(subject, 2, "late")
     require(subject.rig.chance() == before, 0, "A global random generator was used; draw from the round and a seed.")
@@ -253,7 +256,8 @@ def check_no_global_chance(subject: Subject) -> None:
 
 
 def check_whatever_happens(subject: Subject, size: int, fate: str) -> None:
-    """One play for five laws; the loopback itself compares `agreed` at the begin of each round of an exact method."""
+    """Check five laws in one run; the loopback itself compares `agreed` at the start of an exact
+    method's rounds."""
     rounds: list[tuple[str, dict[str, int]]] = []
     spied = Subject(lambda: Spy(subject.make()), subject.rig)
     swarm = spied.swarm("abcdefg"[:size], inner="adamw", lr=0.01)
@@ -280,7 +284,7 @@ def check_whatever_happens(subject: Subject, size: int, fate: str) -> None:
 
 
 def make_quiet(swarm: Loopback, ticks: int) -> None:
-    """Some steps without misfortune, until all know of the same rounds."""
+    """Run steps without misfortune, until all peers know the same rounds."""
     swarm.late, swarm.fails = (lambda peer, number: 0), (lambda number: False)
     swarm.taken, swarm.rests = (lambda peer, number: whole), (lambda peer, tick: False)
     swarm.steps(ticks)
@@ -324,13 +328,13 @@ def _require_equal_snapshots(swarm: Loopback) -> None:
 
 
 def check_alone(subject: Subject) -> None:
-    """With one peer every round is its own."""
+    """Check that a single peer's rounds are all its own."""
     statuses = {result.status for result in played(subject, 1, "calm").peers["a"].results}
     require(statuses == ({"alone"} if subject.talks() else set()), 1, f"A single peer's rounds were {statuses}.")
 
 
 def check_denominators(subject: Subject) -> None:
-    """Rounds in which c's work came too late equal those of a swarm without c."""
+    """Check that rounds for which c was late equal those of a swarm without c."""
     with_c, without_c = (subject.swarm(peers, inner="adamw", lr=0.01) for peers in ("abc", "ab"))
     with_c.taken = lambda peer, number: nothing if peer == "c" else whole
     for swarm in (with_c, without_c):
@@ -345,7 +349,7 @@ def check_denominators(subject: Subject) -> None:
 
 
 def check_adopting_ones_own_snapshot(subject: Subject) -> None:
-    """After a round that left nothing over, taking over one's own snapshot changes nothing that follows."""
+    """Check that adopting the own snapshot, if nothing else is held, changes nothing later."""
     if subject.rest is None:
         return
     through, stopped = (subject.swarm("ab") for _ in range(2))
@@ -368,7 +372,7 @@ def _require_same_peer(one: LoopbackPeer, other: LoopbackPeer, law: int, when: s
 
 
 def check_adopting_leaves_nothing(subject: Subject, tick: int) -> None:
-    """Wherever a method was, also with exchanges pending: after adopting it goes on as a new one that adopts."""
+    """Check that a method that adopts, even with pending exchanges, goes on like a new one."""
     teacher = played(subject, 2, "calm", ticks=9).peers["a"].outer()
     futures = []
     for renewed in (False, True):
@@ -390,7 +394,7 @@ def check_adopting_leaves_nothing(subject: Subject, tick: int) -> None:
 
 
 def check_joiner(subject: Subject, tick: int) -> None:
-    """A joiner that adopts has the snapshot, evaluates alike, and takes part."""
+    """Check that a joiner that adopts has the snapshot, evaluates alike, and takes part."""
     swarm = played(subject, 2, "late", ticks=tick)
     veteran, joiner = swarm.peers["a"], swarm.join("c", "a")
     require(same(joiner.outer(), veteran.outer()), 6, "A joiner's snapshot is not its teacher's.")
@@ -402,7 +406,7 @@ def check_joiner(subject: Subject, tick: int) -> None:
 
 
 def check_snapshot_is_a_copy(subject: Subject) -> None:
-    """Later steps do not change a state, and changing a state does not change the method."""
+    """Check that later steps do not change a state, nor changes of a state the method."""
     swarm = subject.swarm("ab")
     swarm.steps(5)
     peer = swarm.peers["a"]
@@ -423,7 +427,7 @@ def check_snapshot_is_a_copy(subject: Subject) -> None:
 
 
 def check_stopping_at_every_moment(subject: Subject, size: int, fate: str) -> None:
-    """A swarm whose peers are restarted between any two calls ends in the same bits."""
+    """Check that a swarm whose peers restart between any two calls ends in the same bits."""
     ran = played(subject, size, fate)
     stopped = subject.swarm("abcdefg"[:size], inner="adamw", lr=0.01)
     stopped.between = stopped.restart
@@ -431,7 +435,7 @@ def check_stopping_at_every_moment(subject: Subject, size: int, fate: str) -> No
 
 
 def check_stopping_once(subject: Subject, moment: int) -> None:
-    """At one moment only: where every restart loses the same thing, none of them shows."""
+    """Check a single restart: where all restarts lose the same thing, none of them shows."""
     ran, stopped = (subject.swarm("ab", inner="adamw", lr=0.01) for _ in range(2))
     stopped.between = _restarting(stopped, moment)
     for swarm in (ran, stopped):
@@ -459,11 +463,12 @@ def _restarting(swarm: Loopback, moment: int) -> Callable[[LoopbackPeer], None]:
 
 
 def check_untaken_work_is_kept(subject: Subject) -> None:
-    """Of a peer's contributions to the first round of each stream some ranges are taken and others are not. Two runs differ in
-    the sign of one gradient of that peer, which lies in a range that was not taken; they must not end alike there.
+    """Check that work outside of the taken ranges of each stream's first round is not lost.
 
-    A gradient and its opposite have one norm, so that nothing else tells the runs apart. The rest of a lossy codec does, by a
-    little: it is no work that was kept, so a difference counts from `MIN_TRACE` on.
+    Two runs differ in the sign of one gradient of a peer, in a range that was not taken; they must
+    not end alike there. A gradient and its opposite have one norm, so nothing else tells the runs
+    apart. The residual of a lossy codec does, by a little, but is not kept work, so a difference
+    counts from `MIN_TRACE` on.
     """
     if not subject.talks():
         return
@@ -488,7 +493,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
-    """The peer whose work is only partly taken at first."""
+    """Return the peer whose work is only partly taken at first."""
 
     def gradient(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
         x = noise(peer, step, name, theta)
@@ -504,8 +509,8 @@ def _partial_run(subject: Subject, sign: float) -> LoopbackPeer:
 
 
 def _traces(peer: LoopbackPeer) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """By where it is and by parameter, what a peer has at a parameter's first place; without a parameter, what it asked for
-    in another form after the first rounds."""
+    """Yield a peer's values at each parameter's first place, keyed by (where it is, parameter). The
+    parameter is "" for what it requested in another form after the first rounds."""
     last = max(one.key.round for one in peer.templates.values())
     held = holding(peer) | {f"theta.{name}": x for name, x in peer.theta().items()}
     for _, exchange in peer.offered:
@@ -521,11 +526,9 @@ def _traces(peer: LoopbackPeer) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 
 def check_method(make: Callable[[], Method], rig: Rig, *, long: bool = False) -> None:
-    """Raise `LawBroken` unless the methods that `make` returns keep every law, and `TrialIncomplete` if they cannot be tried.
-
-    A class may be given itself: it is then made with its trial options. `long` also plays the misfortunes that are not of
-    every day.
-    """
+    """Raise `LawBroken` if a method that `make` returns breaks a law, `TrialIncomplete` if it
+    cannot be tried. A class as `make` is called with its trial options. `long` also runs the rarer
+    misfortunes."""
     subject = subject_of(make, rig)
     check_streams(subject)
     check_nothing_is_due_before_the_first_step(subject)
@@ -547,7 +550,7 @@ def check_method(make: Callable[[], Method], rig: Rig, *, long: bool = False) ->
 
 
 def subject_of(make: Callable[[], Method], rig: Rig) -> Subject:
-    """A method on trial; of a class, with its trial options."""
+    """Return a method on trial; a class is made with its trial options."""
     if not isinstance(make, type):
         return Subject(make, rig)
     options = law_options(make)

@@ -1,9 +1,9 @@
-"""A swarm without a network: several peers' methods in one process, with exact means, gathers and misfortune on demand. The
-laws of methods (optimizers/testing/check.py) are played on it.
+"""A swarm without a network: several peers' methods in one process, with exact means, gathers and
+misfortune on demand. The laws of methods (optimizers/testing/check.py) run on it.
 
-Peers step in lockstep unless some rest. Values are small dyadic numbers, so sums are exact in any order and bits can be
-compared. What a node puts around a method (its driver, its replica, its way through a codec) comes from a `Rig`, so that
-the laws run on the very code that a node runs.
+Peers step in lockstep unless some rest. Values are small dyadic numbers, so sums are exact in any
+order and bits can be compared. A `Rig` provides what a node puts around a method (driver, replica,
+codecs), so that the laws run on the very code that a node runs.
 """
 
 import functools
@@ -34,7 +34,7 @@ from farflock.optimizers.parts.inner import InnerConfig, InnerName
 
 Gradient = Callable[[str, int, str, Tensor], Tensor]  # (peer, step, name, theta) -> the gradient
 TakenRanges = np.ndarray[Any, np.dtype[np.float32]]
-Taker = Callable[[str, int], Ranges]  # (name, values) -> the flat ranges of a tensor that made it
+Taker = Callable[[str, int], Ranges]  # (name, values) -> the flat ranges that were taken
 
 
 class LoopbackDriver(Protocol):
@@ -48,7 +48,7 @@ class LoopbackDriver(Protocol):
         ...
 
     def after_step(self, progress: Progress) -> list[Exchange]:
-        """The exchanges to start after a local step."""
+        """Return the exchanges to start after a local step."""
         ...
 
     def resolve(self, key: ExchangeKey, result: Result) -> None:
@@ -56,7 +56,7 @@ class LoopbackDriver(Protocol):
         ...
 
     def apply_next(self, progress: Progress) -> tuple[Exchange, Result, list[Exchange]] | None:
-        """Apply the next result that is due, as if every deadline were over; with it come exchanges of a second phase."""
+        """Apply the next result, as if past all deadlines; return it and second-phase exchanges."""
         ...
 
     def replay(self, key: ExchangeKey, result: Result, progress: Progress) -> list[Exchange]:
@@ -64,27 +64,27 @@ class LoopbackDriver(Protocol):
         ...
 
     def renewed(self, method: Method, replica: Replica) -> "LoopbackDriver":
-        """Another method's driver that goes on with what is pending here."""
+        """Return another method's driver that takes over what is pending here."""
         ...
 
 
 class Rig(Protocol):
-    """What a node puts around its method."""
+    """The parts that a node puts around its method."""
 
     def driver(self, method: Method, replica: Replica) -> LoopbackDriver:
-        """A driver with nothing pending."""
+        """Return a driver with nothing pending."""
         ...
 
     def replica(self, module: nn.Module, inner: torch.optim.Optimizer) -> Replica:
-        """What trains a module, without clipping."""
+        """Return a replica that trains a module, without clipping."""
         ...
 
     def decoded(self, codec: str, tensors: Tensors, round_number: int, seed: int) -> dict[str, Tensor]:
-        """The tensors as they come out of a codec."""
+        """Return the tensors as they come out of a codec."""
         ...
 
     def chance(self) -> bytes:
-        """A fingerprint of the process's global random generators, which any draw from them changes."""
+        """Return a fingerprint of the process's random generators, which any draw changes."""
         ...
 
 
@@ -93,14 +93,14 @@ SHAPES = {"weight": (3, 5), "bias": (7,)}
 
 @functools.lru_cache(100_000)
 def sixteenths(label: str, shape: tuple[int, ...]) -> Tensor:
-    """Multiples of 1/16 in [-1/4, 1/4], a function of the label."""
+    """Return multiples of 1/16 in [-1/4, 1/4], a function of the label. Cached: do not modify."""
     count = int(np.prod(shape))
     bytes_ = np.frombuffer(hashlib.shake_128(label.encode()).digest(count), np.uint8)
     return torch.from_numpy((bytes_ % 9).astype(np.float32) / 16 - 0.25).reshape(shape)
 
 
 def dyadic(label: str, shape: Sequence[int]) -> Tensor:
-    """As `sixteenths`, for keeps."""
+    """Return a copy of `sixteenths`."""
     return sixteenths(label, tuple(shape)).clone()
 
 
@@ -114,37 +114,37 @@ class Toy(nn.Module):
 
 
 def noise(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
-    """A gradient that depends on peer and step alone."""
+    """Return a gradient that depends on peer and step alone."""
     return dyadic(f"{peer} {step} {name}", theta.shape)
 
 
 def shared(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
-    """A gradient that all peers have alike."""
+    """Return a gradient that is the same for all peers."""
     return dyadic(f"all {step} {name}", theta.shape)
 
 
 def bowl(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
-    """The gradient of |theta - target|²/2, one target for each peer."""
+    """Return the gradient of |theta - target|²/2, with one target per peer."""
     return theta - dyadic(f"target {peer} {name}", theta.shape)
 
 
 def zero(peer: str, step: int, name: str, theta: Tensor) -> Tensor:
-    """No gradient."""
+    """Return no gradient."""
     return torch.zeros_like(theta)
 
 
 def whole(name: str, count: int) -> Ranges:
-    """All of a tensor."""
+    """Return all of a tensor."""
     return [(0, count)]
 
 
 def nothing(name: str, count: int) -> Ranges:
-    """None of a tensor."""
+    """Return none of a tensor."""
     return []
 
 
 def mask(ranges: Ranges, x: Tensor) -> TakenRanges:
-    """1 in these flat ranges, 0 elsewhere."""
+    """Return 1 in these flat ranges, 0 elsewhere."""
     kept = np.zeros(x.numel(), np.float32)
     for start, stop in ranges:
         kept[start:stop] = 1
@@ -152,24 +152,25 @@ def mask(ranges: Ranges, x: Tensor) -> TakenRanges:
 
 
 def is_whole(ranges: Mapping[str, Ranges], tensors: Tensors) -> bool:
-    """Whether these ranges hold all of these tensors."""
+    """Return whether these ranges cover all of these tensors."""
     return all(list(ranges.get(what, [])) == [(0, x.numel())] for what, x in tensors.items())
 
 
 def equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors have one type, one shape and the same bits (0 is not -0)."""
+    """Return whether two tensors have one type, one shape and the same bits (0 is not -0)."""
     if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Whether two dictionaries of tensors have equal names and equal bits (0 is not -0)."""
+    """Return whether two dictionaries of tensors have equal names and equal bits (0 is not -0)."""
     return a.keys() == b.keys() and all(equal_bits(a[name], b[name]) for name in a)
 
 
 def exact_mean(contributions: Sequence[tuple[float, Tensors, Mapping[str, TakenRanges]]]) -> dict[str, Tensor]:
-    """Name -> sum of share·value in the order given; where nobody is in, 0. `contributions`: (weight, tensors, masks)."""
+    """Return the weighted mean by name, summed in the given order; 0 where there is no
+    contribution. `contributions` are (weight, tensors, masks)."""
     mean: dict[str, Tensor] = {}
     for name in contributions[0][1]:
         total = sum(np.float32(weight) * masks[name] for weight, _, masks in contributions)
@@ -180,7 +181,7 @@ def exact_mean(contributions: Sequence[tuple[float, Tensors, Mapping[str, TakenR
 
 
 def through_disk(state: State) -> State:
-    """A state as a joiner or a checkpoint has it: only plain tensors of their own pass."""
+    """Return a state as a joiner or a checkpoint gets it: only contiguous plain tensors survive."""
     return safetensors.torch.load(safetensors.torch.save(state))
 
 
@@ -194,37 +195,36 @@ class LoopbackPeer:
     templates: dict[str, Exchange]  # by stream, as the method gave them before the first step
     step: int = 0
     now_s: float = 0.0  # the run's time, alike for all
-    answers: dict[ExchangeKey, tuple[int, Result]] = field(
-        default_factory=dict
-    )  # key -> (step at which it arrives, result)
-    applied: dict[str, int] = field(default_factory=dict)  # by stream, the last round in the method's state
+    # key -> (step at which it arrives, result)
+    answers: dict[ExchangeKey, tuple[int, Result]] = field(default_factory=dict)
+    applied: dict[str, int] = field(default_factory=dict)  # stream -> last applied round
     offered: list[tuple[int, Exchange]] = field(default_factory=list)  # (step, exchange)
-    results: list[Result] = field(default_factory=list)  # of what it asked for, in the order applied
-    replayed: list[ExchangeKey] = field(default_factory=list)  # keys of rounds that were decided without it
+    results: list[Result] = field(default_factory=list)  # of own exchanges, as applied
+    replayed: list[ExchangeKey] = field(default_factory=list)  # rounds decided without it
     asleep: bool = False
 
     @property
     def method(self) -> Method:
-        """The method."""
+        """The driver's method."""
         return self.driver.method
 
     @property
     def progress(self) -> Progress:
-        """Its clock."""
+        """The peer's clock."""
         return Progress(self.step, run_time_s=self.now_s)
 
     def theta(self) -> dict[str, Tensor]:
-        """Its parameters."""
+        """Return the peer's parameters."""
         return dict(self.replica.read(self.replica.names, "param"))
 
     def outer(self) -> State:
-        """Its snapshot."""
+        """Return the peer's snapshot."""
         return self.method.snapshot(self.replica)
 
 
 @dataclass
 class LoopbackOffer:
-    """What one peer brought to a round."""
+    """A peer's contribution to a round."""
 
     exchange: Exchange
     agreed: State
@@ -232,14 +232,16 @@ class LoopbackOffer:
 
 
 class Loopback:
-    """Rounds as in the product: of one stream they close in order, each when all that are awake have offered, when there
-    are `enough`, or `patience` ticks after the first offer. Who offers later gets the result without being in it; who does
-    not offer has the round replayed before its next step, as soon as its stream is idle.
+    """Rounds as in the product: a stream's rounds close in order, each when all awake peers have
+    offered, when there are `enough` offers, or `patience` ticks after the first. A peer that offers
+    later gets the result without being in it; for a peer that does not offer, the round is replayed
+    before its next step, once its stream is idle.
 
-    Misfortune, of all streams or of those named in `struck`: `taken(peer, round)` gives a function (name, count) -> ranges
-    that made it; `late(peer, round)` the local steps that a result takes to arrive; `fails(round)` what nobody agreed on.
-    `rests(peer, tick)`: makes no step in this tick (slow machines). `between(peer)` is called between any two calls to a
-    peer's method. In an exact method's rounds, `agreed` must have the same bits at all who offer.
+    Misfortune, of all streams or of those in `struck`: `taken(peer, round)` returns a function
+    (name, count) -> taken ranges; `late(peer, round)` the local steps until a result arrives;
+    `fails(round)` whether the round fails. `rests(peer, tick)`: the peer makes no step in this tick
+    (slow machines). `between(peer)` is called between any two calls to a peer's method. In an exact
+    method's rounds, `agreed` must have the same bits at all offering peers.
     """
 
     def __init__(
@@ -261,7 +263,7 @@ class Loopback:
         self.rests: Callable[[str, int], bool] = lambda peer, tick: False
         self.between: Callable[[LoopbackPeer], None] = lambda peer: None
         self.patience, self.tick = 10, 0
-        self.log: dict[ExchangeKey, Result] = {}  # as a peer that was not in it sees it
+        self.log: dict[ExchangeKey, Result] = {}  # results as a peer outside of the round sees them
         self._board: dict[ExchangeKey, dict[str, LoopbackOffer]] = {}
         self._agreed: dict[ExchangeKey, State] = {}
         self._newest: dict[str, int] = {}
@@ -269,7 +271,7 @@ class Loopback:
         self.peers = {name: self.build(name) for name in peers}
 
     def build(self, name: str) -> LoopbackPeer:
-        """A fresh peer, not yet in the swarm."""
+        """Return a fresh peer, not yet in the swarm."""
         module = Toy()
         replica = self._rig.replica(module, self._inner.build(module))
         method = self._make()
@@ -277,13 +279,13 @@ class Loopback:
         return LoopbackPeer(name, replica, self._rig.driver(method, replica), templates)
 
     def awake(self) -> list[LoopbackPeer]:
-        """The peers that are not asleep."""
+        """Return the peers that are not asleep."""
         return [peer for peer in self.peers.values() if not peer.asleep]
 
-    # who comes, goes and stops
+    # joining, leaving, restarting
 
     def join(self, name: str, teacher: str) -> LoopbackPeer:
-        """A joiner that adopts another's snapshot."""
+        """Add a joiner that adopts another peer's snapshot."""
         joiner, source = self.build(name), self.peers[teacher]
         joiner.method.restore(joiner.replica, through_disk(source.outer()), "adopt")
         joiner.applied, joiner.now_s = dict(source.applied), source.now_s
@@ -291,13 +293,13 @@ class Loopback:
         return joiner
 
     def leave(self, name: str) -> LoopbackPeer:
-        """It takes its open offers with it."""
+        """Remove a peer together with its open offers."""
         for offers in self._board.values():
             offers.pop(name, None)
         return self.peers.pop(name)
 
     def restart(self, peer: LoopbackPeer) -> None:
-        """Stop a peer and go on from what a checkpoint holds: the replica, the method's two states, the pending table."""
+        """Restart a peer from a checkpoint: replica, both method states, pending exchanges."""
         old, fresh = peer.replica, self.build(peer.name)
         for what in ("param", "grad", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"):
             stored = old.read(old.names, what)
@@ -310,7 +312,7 @@ class Loopback:
     # time
 
     def steps(self, count: int) -> None:
-        """So many ticks: a local step of everybody, then what can be closed and applied, second phases too."""
+        """Run ticks: local steps of all peers, then close and apply all that is ready."""
         for _ in range(count):
             for peer in self._shuffled(self.awake()):
                 peer.now_s = float(self.tick)
@@ -334,7 +336,7 @@ class Loopback:
         return random.Random(f"{self.seed} {self.tick}").sample(peers, len(peers))
 
     def catch_up(self, peer: LoopbackPeer) -> None:
-        """Replay what was decided without a peer, of all idle streams the first round first; each step begins so."""
+        """Replay rounds decided without a peer, lowest first, of idle streams; starts each step."""
         while (key := self._missed(peer)) is not None:
             self.replay(peer.name, key)
             self.between(peer)
@@ -362,7 +364,7 @@ class Loopback:
         self.between(peer)
 
     def _settle(self, peer: LoopbackPeer) -> bool:
-        """Apply what has arrived, in the driver's order; deadlines are over at once, so nothing is waited for."""
+        """Apply what has arrived, in the driver's order; all deadlines count as over."""
         for key, (at, result) in list(peer.answers.items()):
             if at <= peer.step:
                 del peer.answers[key]
@@ -429,7 +431,7 @@ class Loopback:
             self._decide(key, {name: offers[name] for name in group})
 
     def _decide(self, key: ExchangeKey, offers: Mapping[str, LoopbackOffer]) -> None:
-        """What a group agrees on; in a gather with `enough` the first ones are in, wholly or not at all."""
+        """Decide a group's result; with `enough`, the first contributions are in, wholly or not."""
         one = next(iter(offers.values())).exchange
         early = list(offers)[: one.enough or len(offers)]
         sent = {name: self._sent(offer) for name, offer in offers.items()}
@@ -448,7 +450,7 @@ class Loopback:
                 name: {what: mask(ranges[name].get(what, []), x) for what, x in sent[name].items()} for name in inside
             }
             mean = exact_mean([(weight, sent[name], masks[name]) for weight, name in zip(weights, inside, strict=True)])
-            if one.kind == "mean" and not paired:  # of pairs and gathers all hold all payloads, nothing is sent back
+            if one.kind == "mean" and not paired:  # other groups have all payloads
                 mean = self._rig.decoded(one.return_codec, mean, key.round, self.seed)
             gathered = {name: sent[name] for name in inside} if one.kind == "gather" else None
             result = Result(status, result.next_round, tuple(inside), weights, mean=mean, gathered=gathered)
@@ -461,7 +463,8 @@ class Loopback:
         return self._rig.decoded(one.codec, one.tensors, one.key.round, self.seed)
 
     def _ranges(self, name: str, one: Exchange, sent: Tensors) -> dict[str, Ranges]:
-        """What of a contribution made it; a gather and a `uniform` mean take all of it or nothing."""
+        """Return what was taken of a contribution: of a gather or `uniform` mean, all or
+        nothing."""
         if not self._strikes(one.key):
             return {what: whole(what, x.numel()) for what, x in sent.items()}
         ranges = {what: self.taken(name, one.key.round)(what, x.numel()) for what, x in sent.items()}
