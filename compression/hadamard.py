@@ -63,11 +63,11 @@ class Hadamard:
         return f"hadamard{self.bits}" + ("" if self.tile == 64 else f":{self.tile}")
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Whole tiles."""
+        """Return a tile."""
         return self.tile
 
     def max_bytes(self, count: int) -> int:
-        """Exactly this."""
+        """Return the exact length."""
         return self._inner.max_bytes(blocks_of(count, self.tile) * self.tile)
 
     def encode(self, x: Tensor, ctx: Context, out: bytearray) -> int:

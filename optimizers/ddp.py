@@ -25,10 +25,10 @@ WEIGHTS = Kind(
 
 @dataclass(slots=True)
 class DDP(ReplicaMethod):
-    """Gradients are exchanged after every local step, and every peer applies every mean, late peers
-    too: all replicas and their inner moments stay bit-equal. While an exchange is open, gradients
-    add up and count by their number of steps, or by the weights of those steps (`Progress.weight`).
-    """
+    """Gradients are exchanged after every local step, and every peer applies every mean, even if
+    late: all replicas and their inner moments stay bit-equal. While an exchange is open,
+    gradients add up and count by their number of steps, or by the weights of those steps
+    (`Progress.weight`)."""
 
     codec: str = "bf16"
     return_codec: str = "bf16"

@@ -90,7 +90,8 @@ class SpartaDiLoCo(StatefulMethod):
         return self.period // self.mask_period
 
     def _on_axis(self, exchange: Exchange, number: int) -> Exchange:
-        """DiLoCo's round r is the last of the axis's rounds r·stride ... (r+1)·stride - 1."""
+        """Move an exchange to the axis: round r is the last of rounds r·stride ... (r+1)·stride -
+        1."""
         return replace(exchange, key=ExchangeKey(DELTA, (number + 1) * self._stride - 1), stride=self._stride)
 
     def begin(self, replica: Replica) -> None:
