@@ -60,7 +60,7 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an exchange states beside its tensors: tokens trained, the hash of the state from which
+    """The statements of an exchange beside its tensors: tokens trained, the hash of the state from which
     an exact method starts the round (else empty), and a stage's notes."""
 
     tokens: int

@@ -35,7 +35,7 @@ from farflock.swarm.peer.peer import Peer
 
 @dataclass(frozen=True, slots=True)
 class NodeServices:
-    """What a node's process provides: where it computes, where it reports, and its memory."""
+    """The services of a node's process: where it computes, where it reports, and its memory."""
 
     compute: Compute
     run_pass: Pass
