@@ -9,11 +9,12 @@ import pytest
 from farflock.node.process.status import Status
 
 WAITING = """
-import signal, sys
+import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 sys.stdout.write("x")
 sys.stdout.flush()
-signal.pause()
+while True:  # signal.pause() would miss a signal that comes just before it
+    time.sleep(0.1)
 """
 
 
