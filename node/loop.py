@@ -45,8 +45,7 @@ class Loop:
         With a barrier all peers end after the same round."""
         try:
             while not self.stop.requested and not is_over(self, total_tokens, barrier):
-                progress = await self.begin_step()
-                loss = await self.train(partial(self.train_one, progress))
+                loss = await self.train(partial(self.train_one, await self.begin_step()))
                 if loss is None:
                     break
                 await self.end_step(loss)
@@ -86,7 +85,8 @@ class Loop:
 
     async def _exchange(self, exchange: Exchange) -> Result:
         """Encode an exchange, run it over the swarm, and decode its outcome."""
-        offer = await self.compute(lambda: self.client.encode(exchange, self.driver.claim(exchange)))
+        claim = self.driver.claim(exchange)  # not in the worker: a stage's server changes its leases here
+        offer = await self.compute(lambda: self.client.encode(exchange, self.driver.hashed(exchange, claim)))
         outcome = await self.client.exchange(offer)
         return await self.compute(lambda: self.client.decode(exchange.key, outcome, offer.payloads))
 

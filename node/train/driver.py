@@ -149,8 +149,7 @@ class Driver:
         return self._note(self.method.due(self.replica, progress), progress)
 
     def claim(self, exchange: Exchange) -> Claim:
-        """Return an exchange's claim: notes with the first stream, a state hash if the method is
-        exact.
+        """Return an exchange's claim, without a hash; with the first stream it has notes.
 
         In a collective, the first stream claims the tokens since the last round that took this
         peer's; pairs compare their estimates of the whole run."""
@@ -158,8 +157,14 @@ class Driver:
         notes = self.contributions.brought(key.round) if self.contributions is not None and is_first else b""
         own = self._offered[key] = self._own_tokens if is_first else 0
         tokens = self.tokens if isinstance(exchange.group, RandomGroups) else own
-        is_exact = self.method.equality == "exact"
-        return Claim(tokens, state_hash(self.method.agreed(self.replica, key.stream)) if is_exact else b"", notes)
+        return Claim(tokens, notes=notes)
+
+    def hashed(self, exchange: Exchange, claim: Claim) -> Claim:
+        """Return the claim with the state hash if the method is exact. It reads all of the state, so
+        the worker calls it."""
+        if self.method.equality != "exact":
+            return claim
+        return replace(claim, state=state_hash(self.method.agreed(self.replica, exchange.key.stream)))
 
     def resolve(self, key: ExchangeKey, result: Result) -> None:
         """Store the swarm's result of an exchange, which must be pending and without one."""
