@@ -13,7 +13,7 @@ from farflock.swarm.peer.admission import Admission
 from farflock.swarm.peer.context import PeerContext
 from farflock.swarm.peer.view_sync import ViewSync
 from farflock.swarm.protocol import views
-from farflock.swarm.protocol.axes import Floor
+from farflock.swarm.protocol.axes import NO_FLOOR, Floor, highest
 from farflock.swarm.protocol.decide import TAKEOVER_S, AcceptanceRules, Decision, Sends
 from farflock.swarm.protocol.groups import order
 from farflock.swarm.protocol.views import Certified, Member, View
@@ -135,7 +135,11 @@ class NextView:
                 me,
                 tuple(newest.peers.index(peer) for peer in self._ordered()),
                 rules=ViewRules(
-                    self._context, self._identity, newest, lambda floor: floor if self._hurries else ahead(floor)
+                    self._context,
+                    self._identity,
+                    newest,
+                    begins=lambda floor: floor if self._hurries else ahead(floor),
+                    leaves=lambda: self._admission.leaves,
                 ),
             )
         return self._decision
@@ -186,25 +190,47 @@ def ahead(floor: Floor) -> Floor:
 
 
 class ViewRules(AcceptanceRules):
-    """A view must begin after every round that this member took part in under the previous view.
+    """A view must begin after every round that this member took part in under the previous view,
+    and list this member until it leaves.
 
-    `begins` maps a floor to the rounds at which the view should begin. Members sign the next view,
-    to convince outsiders."""
+    A member that can refuse its own removal is alive. Whoever proposed to remove it took it for dead,
+    perhaps behind a cut that has healed; if that proposer left next, a swarm of two would have no
+    member.
+
+    `begins` maps a floor to the rounds at which the view should begin; `leaves` tells whether this
+    member has said goodbye. Members sign the next view, to convince outsiders."""
 
     # Members are at different rounds: each reports its floor before a proposal.
     in_step = False
 
-    def __init__(self, context: PeerContext, identity: Identity, view: View, begins: Callable[[Floor], Floor]) -> None:
-        self._context, self._identity, self._begins = context, identity, begins
+    def __init__(
+        self,
+        context: PeerContext,
+        identity: Identity,
+        view: View,
+        *,
+        begins: Callable[[Floor], Floor],
+        leaves: Callable[[], bool],
+    ) -> None:
+        self._context, self._identity, self._begins, self._leaves = context, identity, begins, leaves
         self._checker = views.checker(context.run, view)
+        # Above the first round of every removal that was refused: what was refused stays refused
+        # when this member leaves.
+        self._removable: Floor = NO_FLOOR
 
     def floor(self, value: bytes) -> Floor:
         """Return an empty floor if the view is acceptable here, else the least rounds that are."""
-        return self._context.views.floor(value, self._context.floor)
+        if floor := self._context.views.floor(value, self.least()):
+            return floor
+        view = views.decode_view(value)
+        if self._context.me in view.peers or self._leaves():
+            return NO_FLOOR
+        self._removable = highest(self._removable, (view.first_round + 1,))
+        return highest(self._context.floor, self._removable)
 
     def least(self) -> Floor:
         """Return the first rounds that this peer has no part in."""
-        return self._context.floor
+        return highest(self._context.floor, self._removable) if self._leaves() else self._context.floor
 
     def lifted(self, value: bytes, floor: Floor) -> bytes:
         """Return the view, beginning late enough for all members that answered."""

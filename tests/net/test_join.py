@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RUN = """
 [run]
 name = "join"
-total_tokens = 10_000
+total_tokens = 40_000
 [model]
 preset = "tiny"
 [train]
@@ -106,7 +106,7 @@ def test_two_peers_train_one_shows_it_on_a_terminal_the_other_in_lines_and_both_
             nursery.popen, [*COMMAND, "join", invite, "--folder", str(tmp_path / "b"), "--json"], out
         )
     assert code == 0
-    for word in ("farflock join: run", "tokens/s", "round trip", "direct", "loss ", "sent ", "of 10,000 tokens"):
+    for word in ("farflock join: run", "tokens/s", "round trip", "direct", "loss ", "sent ", "of 40,000 tokens"):
         assert word in shown, shown[-3000:]
     assert "Traceback" not in shown
     facts = json.loads((tmp_path / "out.txt").read_text().splitlines()[-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farflock.swarm.frame import Frame
+from farflock.swarm.frame import Frame, unpack
 from farflock.swarm.messages import (
     Decided,
     Forgotten,
@@ -189,7 +189,6 @@ def test_a_view_change_costs_no_round_and_loses_no_contribution(kind):
 
 def deaf(herd, number, *kinds):
     """A tap through which one node hears no message of these kinds."""
-    from farflock.swarm.frame import unpack
 
     def tap(when_s, sender, to, packed):
         if to == herd.nodes[number].id and isinstance(unpack(packed).message, kinds):
@@ -266,6 +265,50 @@ async def test_a_view_cannot_begin_at_a_round_that_was_touched_a_moment_ago(herd
     for other in (1, 2):
         herd.nodes[other].quiet = False
     await task
+
+
+@in_virtual_time(2)
+async def test_a_living_member_refuses_to_be_removed_and_keeps_to_it_when_it_leaves(herd):
+    node = herd.nodes[0]
+    newest = node.peer.context.views.newest
+    rules = node.peer.membership.next_view._ensure_decision().rules
+    last = newest.first_round + 1000
+
+    def without_it(first_round):
+        return views.encode(View(newest.number + 1, newest.hash, first_round, newest.members[1:]))
+
+    assert rules.floor(views.encode(View(newest.number + 1, newest.hash, last, newest.members))) == ()
+    assert rules.floor(without_it(last)) == (last + 1,)
+    node.peer.leave()
+    assert rules.floor(without_it(last)) == rules.least() == (last + 1,), "what was refused stays refused"
+    assert rules.floor(rules.lifted(without_it(last), rules.least())) == ()
+
+
+@in_virtual_time(2)
+async def test_two_that_a_cut_parted_keep_each_other_although_one_had_put_forward_a_view_of_itself(herd):
+    """The senior hears nothing of the cut: frames towards it pass again when the junior has given it up."""
+    senior, junior = herd.nodes[0], herd.nodes[1]
+    told = []
+
+    def tap(when_s, sender, to, packed):
+        message = unpack(packed).message
+        if isinstance(message, Propose) and sender == junior.id:
+            told.append(views.decode_view(message.value).peers)
+        return packed
+
+    herd.network.tap = tap
+    life = herd.network.life
+    given_up = [True]
+    herd.network.life = lambda me, peer: "dead" if given_up[0] and me == junior.id else life(me, peer)
+    await until(lambda: (junior.id,) in told, 30, "the junior's proposal")
+    given_up[0] = False
+    junior.quiet = True
+    await junior.peer.part()
+    herd.kill(1)
+    del herd.nodes[1]
+    await until(lambda: senior.members == {senior.id}, 30, "the view of the one that is left")
+    known = senior.applied
+    await until(lambda: senior.applied > known + 3, 20, "its progress")
 
 
 # Strangers and old lives.
